@@ -1,0 +1,104 @@
+"""One frozen ``Settings``: read once at the rim (``launch``, the command line), passed down, never a global."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from lmx_lab.errors import InvalidRequestError
+
+PREFIX = "LMX_LAB_"
+GIB = 2**30
+
+
+def _default_home() -> Path:
+    return Path.home() / ".lmx-lab"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that can be chosen, with its unit in its name.
+
+    Each field can be set by the environment variable ``LMX_LAB_<NAME>``; lists are separated as ``PATH`` is. An
+    argument of ``launch()`` or a flag of the command line wins over the environment.
+    """
+
+    home: Path = field(default_factory=_default_home)
+    """Where the lab keeps its models and state."""
+    model_folders: tuple[Path, ...] = ()
+    """Extra folders whose sub-folders (or ``.gguf`` files) are listed as models."""
+    downloads: bool = True
+    """Whether naming an unknown hub model may download it (from this machine only)."""
+
+    host: str = "127.0.0.1"
+    port: int = 8400
+    api_key: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    """Origins of other web pages that may call the server, such as ``http://localhost:3000``."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further values of the Host header to accept, ``name`` or ``name:port``."""
+    lan_admin: bool = False
+    """Whether other hosts may load, unload and download."""
+    max_body_bytes: int = 8 * 2**20
+    log_level: str = "info"
+
+    slots: int = 8
+    """Requests decoded at the same time; the rest wait in arrival order."""
+    queue_limit: int = 64
+    """Requests that may wait before new ones are refused with ``queue-full``."""
+    request_timeout_s: float = 600.0
+    """Deadline of one generation, from arrival to its last token."""
+    drain_s: float = 30.0
+    """How long running requests may go on when another model is to be loaded."""
+    stall_limit_s: float = 60.0
+    """No engine step for so long while work waits: readiness turns 503."""
+    memory_limit_bytes: int | None = None
+    """What models and caches may take together; by default 80 % of the device's memory."""
+    disk_reserve_bytes: int = 1 * GIB // 4
+    """Free disk that a download must leave."""
+    wired_memory: bool = False
+    """Let mlx-lm raise macOS's wired-memory limit (off: mlx issue 3186 links it to kernel panics)."""
+
+    @property
+    def models_folder(self) -> Path:
+        """The lab's own model store."""
+        return self.home / "models"
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
+        """Settings from the environment, then from the overrides that are not ``None``.
+
+        Raises:
+            InvalidRequestError: an override that is no setting, or a value of the wrong type, by name.
+        """
+        environ = os.environ if environ is None else environ
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(overrides) - set(fields))
+        if unknown:
+            raise InvalidRequestError(f"no such setting: {', '.join(unknown)}; there are {', '.join(fields)}")
+        values: dict[str, Any] = {}
+        for name, f in fields.items():
+            if overrides.get(name) is not None:
+                values[name] = _coerce(name, str(f.type), overrides[name])
+            elif (text := environ.get(PREFIX + name.upper())) is not None:
+                values[name] = _coerce(PREFIX + name.upper(), str(f.type), text)
+        return cls(**values)
+
+
+def _coerce(name: str, kind: str, value: Any) -> Any:
+    kind = kind.removesuffix(" | None")
+    try:
+        if kind.startswith("tuple["):
+            items = value.split(os.pathsep if "Path" in kind else ",") if isinstance(value, str) else value
+            return tuple(Path(item).expanduser() if "Path" in kind else str(item) for item in items if str(item))
+        if kind == "bool":
+            return value if isinstance(value, bool) else {"1": True, "true": True, "0": False, "false": False}[value.lower()]
+        if kind == "Path":
+            return Path(value).expanduser()
+        return {"int": int, "float": float, "str": str}[kind](value)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InvalidRequestError(f"{name} is {value!r}; it must be of type {kind}") from None
