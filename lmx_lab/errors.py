@@ -12,6 +12,7 @@
         UnauthorizedError          a key is needed and was not given, or is wrong
         HostForbiddenError         Host header outside the allow-list
         OriginForbiddenError       Origin header of a page that is not allowed
+        AdminForbiddenError        another host may not load, unload or download
       UnavailableError             right request, wrong moment; the message says when or what first
         NotLoadedError             no model, or another one, is in memory
         ModelBusyError             another load is under way
@@ -80,6 +81,10 @@ class HostForbiddenError(CallerError):
 
 class OriginForbiddenError(CallerError):
     code = "origin-forbidden"
+
+
+class AdminForbiddenError(CallerError):
+    code = "admin-forbidden"
 
 
 class UnavailableError(LabError):

@@ -13,6 +13,7 @@ from lmx_lab.errors import InvalidRequestError
 
 PREFIX = "LMX_LAB_"
 GIB = 2**30
+BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def _default_home() -> Path:
@@ -96,7 +97,11 @@ def _coerce(name: str, kind: str, value: Any) -> Any:
             items = value.split(os.pathsep if "Path" in kind else ",") if isinstance(value, str) else value
             return tuple(Path(item).expanduser() if "Path" in kind else str(item) for item in items if str(item))
         if kind == "bool":
-            return value if isinstance(value, bool) else {"1": True, "true": True, "0": False, "false": False}[value.lower()]
+            return (
+                value
+                if isinstance(value, bool)
+                else {"1": True, "true": True, "0": False, "false": False}[value.lower()]
+            )
         if kind == "Path":
             return Path(value).expanduser()
         return {"int": int, "float": float, "str": str}[kind](value)

@@ -1,0 +1,42 @@
+# setup: everything into .venv; lab: JupyterLab; demo: the quickstart in a real kernel, printed; test; check.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
+
+.PHONY: setup lab demo test check lock clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_ENV) $(BIN)/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt hatchling editables
+	$(PIP_ENV) $(BIN)/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt --editable '.[lab,dev]'
+	touch $(STAMP)
+
+lab: setup
+	$(BIN)/jupyter lab notebooks/00_quickstart.ipynb
+
+demo: setup
+	$(BIN)/python notebooks/demo.py notebooks/00_quickstart.ipynb
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check lmx_lab tests
+	$(BIN)/ruff check lmx_lab tests
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+# The versions that everything was tested with, from a fresh environment without constraints.
+lock:
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet hatchling editables
+	build/lock/bin/python -m pip install --quiet --editable '.[lab,dev]'
+	build/lock/bin/python -m pip freeze --exclude-editable --exclude pip --exclude setuptools > constraints.txt
+	rm -rf build/lock
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

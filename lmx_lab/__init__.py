@@ -1,0 +1,33 @@
+"""LMX Lab: local language models on MLX, in a notebook and on the network. Importing starts nothing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmx_lab.errors import LabError
+    from lmx_lab.lab import Lab, current, launch
+    from lmx_lab.replies import Reply
+    from lmx_lab.settings import Settings
+
+_HOME = {
+    "Lab": "lmx_lab.lab",
+    "LabError": "lmx_lab.errors",
+    "Reply": "lmx_lab.replies",
+    "Settings": "lmx_lab.settings",
+    "current": "lmx_lab.lab",
+    "launch": "lmx_lab.lab",
+}
+__all__ = ["Lab", "LabError", "Reply", "Settings", "current", "launch"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: MLX and FastAPI take over a second to import.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,258 @@
+"""The engine as the rest of the program sees it: an async face over one thread.
+
+Requests go in as commands on a queue; tokens come back through ``TokenStream``. Any number of event loops may use one
+engine at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import mlx.core as mx
+
+from lmx_lab.engine import memory
+from lmx_lab.engine.core import EngineCore, Generation
+from lmx_lab.engine.loaded import LoadedModel, check_fits
+from lmx_lab.engine.requests import EngineSnapshot, GenerationRequest, LoadReport
+from lmx_lab.engine.stream import Mailbox, TokenStream
+from lmx_lab.errors import ContextLengthError, EngineDeadError, LabError, NotLoadedError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Command = tuple[Callable[[EngineCore], Any], "Future[Any]"]
+LOAD_FIRST = "load one first: POST /admin/models/load, lab.load(...) or lmx-lab serve --model"
+
+
+class Engine:
+    """``async with Engine(settings) as engine``; or ``start()`` and ``stop()`` from anywhere, both idempotent."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._prompts: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._core: EngineCore | None = None
+        self._dead: BaseException | None = None
+        self._made_at = time.monotonic()
+
+    # Lifetime
+
+    def start(self) -> None:
+        """Start the engine thread, or a new one after the old one died."""
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._dead, self._commands = None, queue.SimpleQueue()
+            self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
+            born: Future[EngineCore] = Future()
+            # A daemon, since a thread that Python waits for would be waited for before atexit can stop it.
+            self._thread = threading.Thread(target=self._run, args=(born,), name="lmx-lab-engine", daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+            self._core = born.result()
+
+    def stop(self) -> None:
+        """End every request, free the memory, join the thread. Blocks until the current step is over."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            prompts, self._prompts = self._prompts, None
+        if thread is not None and thread.is_alive():
+            self._commands.put(None)
+            thread.join()
+        if prompts is not None:
+            prompts.shutdown(wait=False, cancel_futures=True)
+        atexit.unregister(self.stop)
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self.start)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.stop)
+
+    # Verbs
+
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """The state as of the last step. Never blocks."""
+        return self._core.snapshot if self._core else EngineSnapshot()
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._made_at
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def check_fits(self, entry: ModelEntry) -> None:
+        """Refuse what cannot be loaded, before anything is unloaded for it.
+
+        Raises:
+            UnusableModelError: this engine cannot run such a model.
+            OutOfMemoryError: it is larger than what may be used.
+        """
+        check_fits(entry, limit_bytes=memory.limit_bytes(self.settings.memory_limit_bytes))
+
+    async def load(self, entry: ModelEntry) -> LoadReport:
+        """Load ``entry`` in the place of what is loaded, after running requests have ended (``drain_s`` at most).
+
+        Raises:
+            UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
+        """
+        self.check_fits(entry)
+        await asyncio.to_thread(self.start)
+        await self._drained()
+        try:
+            return await self._call(lambda core: core.load(entry))
+        finally:
+            self._post(EngineCore.resume)
+
+    async def unload(self) -> int:
+        """Unload the model after running requests have ended; returns the bytes freed, 0 when there was none."""
+        if self.snapshot.model is None:
+            return 0
+        await self._drained()
+        try:
+            return await self._call(EngineCore.unload)
+        finally:
+            self._post(EngineCore.resume)
+
+    async def submit(self, request: GenerationRequest) -> TokenStream:
+        """Accept a request. What is wrong with it is raised here, before its first token.
+
+        Raises:
+            NotLoadedError: no model, or not the one that ``request.model`` names.
+            ContextLengthError: the prompt leaves no room in the model's context.
+            InvalidRequestError: the prompt cannot be made into tokens.
+            QueueFullError: too many requests wait.
+            EngineDeadError: the engine thread is gone.
+        """
+        arrived_at = time.perf_counter()
+        model = self._wanted(request.model)
+        loop = asyncio.get_running_loop()
+        prompt = await loop.run_in_executor(self._prompts, model.prompts.encode, request.prompt)
+        _check_length(prompt, model)
+        generation = Generation(
+            request=request,
+            prompt=prompt,
+            mailbox=Mailbox(loop),
+            model=model,
+            arrived_at=arrived_at,
+            timeout_s=request.timeout_s or self.settings.request_timeout_s,
+        )
+        stream = TokenStream(generation.mailbox, lambda: self._post(lambda core: core.cancel(generation)))
+        try:
+            await self._call(lambda core: core.submit(generation))
+        except LabError as exc:
+            generation.mailbox.deliver(exc)
+            raise
+        # Leaving here by any other way, cancellation included, drops the stream, which cancels the generation.
+        return stream
+
+    def _wanted(self, name: str | None) -> LoadedModel:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine has died ({self._dead!r}); load a model to start it again")
+        model = self._core.model if self._core else None
+        if model is None:
+            state = "a model is being loaded" if self.snapshot.state == "loading" else "no model is loaded"
+            raise NotLoadedError(f"{state}; {LOAD_FIRST}")
+        if name is not None and name != model.entry.id:
+            raise NotLoadedError(f"{name} is not loaded, {model.entry.id} is; {LOAD_FIRST}")
+        return model
+
+    # The way to the thread
+
+    async def _drained(self) -> None:
+        drained = await self._call(lambda core: core.drain(self.settings.drain_s))
+        try:
+            await asyncio.wrap_future(drained)
+        except asyncio.CancelledError:
+            self._post(EngineCore.resume)
+            raise
+
+    async def _call(self, command: Callable[[EngineCore], T]) -> T:
+        return await asyncio.wrap_future(self._post(command))
+
+    def _post(self, command: Callable[[EngineCore], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            if self._dead is not None or not self.alive:
+                future.set_exception(EngineDeadError(f"the engine is not running ({self._dead or 'stopped'})"))
+            else:
+                self._commands.put((command, future))
+        return future
+
+    def _run(self, born: Future[EngineCore]) -> None:
+        try:
+            core = EngineCore(self.settings)
+        except BaseException as exc:
+            born.set_exception(exc)
+            return
+        born.set_result(core)
+        error: LabError = EngineDeadError("the engine was stopped")
+        try:
+            while self._obey(core):
+                core.step()
+        except BaseException as exc:
+            log.exception("the engine thread died")
+            self._dead = exc
+            error = EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again")
+        finally:
+            core.close(error)
+            self._refuse_rest(error)
+            # Without these two the process aborts at exit (rc 134).
+            mx.synchronize()
+            mx.clear_streams()
+
+    def _obey(self, core: EngineCore) -> bool:
+        """Perform the commands that wait; sleeps only while there is nothing to do. False to stop."""
+        block = core.idle
+        while True:
+            try:
+                command = self._commands.get(block=block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            _perform(core, *command)
+            block = False
+
+    def _refuse_rest(self, error: LabError) -> None:
+        with self._lock:
+            while not self._commands.empty():
+                command = self._commands.get_nowait()
+                if command is not None:
+                    command[1].set_exception(error)
+
+
+def _perform(core: EngineCore, command: Callable[[EngineCore], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(command(core))
+    except Exception as exc:
+        future.set_exception(exc)
+
+
+def _check_length(prompt: list[int], model: LoadedModel) -> None:
+    if model.context_length is not None and len(prompt) >= model.context_length:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens and {model.entry.id} holds {model.context_length} in all, "
+            "the answer included; shorten the prompt",
+            param="messages",
+        )

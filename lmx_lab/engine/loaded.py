@@ -1,0 +1,120 @@
+"""The model in memory: loading its files on the engine thread, and its tokenizer for everyone else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import tokenizer_utils
+from mlx_lm.utils import load_model
+
+from lmx_lab.engine import memory
+from lmx_lab.engine.requests import ChatPrompt, TokenPrompt
+from lmx_lab.errors import InvalidRequestError, OutOfMemoryError, UnusableModelError
+from lmx_lab.weights import ModelEntry
+
+
+class PromptTokenizer:
+    """Prompts to token ids. Used by one thread at a time, beside the engine's (Rust tokenizers refuse to be shared)."""
+
+    def __init__(self, tokenizer: Any, model: str) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+
+    def encode(self, prompt: ChatPrompt | TokenPrompt) -> list[int]:
+        """Token ids of the prompt, through the model's chat template where it is a chat.
+
+        Raises:
+            InvalidRequestError: no chat template, the template refuses these messages, or the prompt is empty.
+        """
+        tokens = list(prompt.tokens) if isinstance(prompt, TokenPrompt) else self._chat(prompt)
+        if not tokens:
+            raise InvalidRequestError("the prompt is empty: no token came out of it", param="messages")
+        return tokens
+
+    def _chat(self, prompt: ChatPrompt) -> list[int]:
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequestError(f"{self._model} has no chat template: it takes plain prompts only", param="model")
+        try:
+            tokens = self._tokenizer.apply_chat_template(
+                [dict(message) for message in prompt.messages], add_generation_prompt=True
+            )
+        # A template is a program that comes with the model: it may raise anything, about these messages.
+        except Exception as exc:
+            raise InvalidRequestError(
+                f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
+            ) from exc
+        return [int(token) for token in tokens]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A chat model in memory. ``prompts`` belongs to the prompt thread, the rest to the engine thread."""
+
+    entry: ModelEntry
+    model: Any
+    tokenizer: Any
+    prompts: PromptTokenizer
+    context_length: int | None
+    memory_bytes: int
+
+    @property
+    def eos_tokens(self) -> list[list[int]]:
+        return [[int(token)] for token in sorted(self.tokenizer.eos_token_ids)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        # Cleaning up spaces would rewrite text that has already been streamed.
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
+    """Read a chat model's files into memory. Engine thread only; takes seconds.
+
+    Raises:
+        UnusableModelError: mlx-lm cannot build it from these files, or it is no chat model.
+        OutOfMemoryError: it did not fit.
+    """
+    before = memory.used_bytes()
+    try:
+        model, config = load_model(entry.path)
+        if mx.default_device() == mx.cpu:
+            # float16 is emulated on a CPU: activations follow the scales, which are small.
+            model.set_dtype(mx.float32)
+            mx.eval(model.parameters())
+        tokenizer = tokenizer_utils.load(entry.path, eos_token_ids=config.get("eos_token_id"))
+    except Exception as exc:
+        memory.release()
+        if memory.is_out_of_memory(exc):
+            raise OutOfMemoryError(
+                f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB allowed): {exc}"
+            ) from exc
+        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {exc}", param="model") from exc
+    return LoadedModel(
+        entry=entry,
+        model=model,
+        tokenizer=tokenizer,
+        prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id),
+        context_length=entry.context_length,
+        memory_bytes=memory.used_bytes() - before,
+    )
+
+
+def check_fits(entry: ModelEntry, *, limit_bytes: int) -> None:
+    """Refuse before allocating: on Metal, running out of memory usually ends the process.
+
+    Raises:
+        OutOfMemoryError: the weights alone exceed what may be used.
+    """
+    if entry.kind != "chat":
+        raise UnusableModelError(
+            f"{entry.id} is a model of kind {entry.kind}; this version generates with chat models only", param="model"
+        )
+    if entry.size_bytes > limit_bytes:
+        raise OutOfMemoryError(
+            f"{entry.id} needs {entry.size_bytes / 1e9:.2f} GB for weights, {limit_bytes / 1e9:.2f} GB are allowed: "
+            "choose a smaller or more quantized model, or raise memory_limit_bytes"
+        )

@@ -1,0 +1,127 @@
+"""What goes into the engine and what comes out: frozen values without MLX, HTTP or a loop.
+
+All times are seconds of ``time.perf_counter``, the engine's one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """Messages of the chat format, for the model's own chat template."""
+
+    messages: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPrompt:
+    """Token ids, taken as they are."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. Equal values share one sampler, so that a batch is sampled in one call."""
+
+    temperature: float = 0.7
+    """0 is greedy."""
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    prompt: ChatPrompt | TokenPrompt
+    model: str | None = None
+    """The id that must be loaded; None takes whatever is."""
+    sampling: Sampling = Sampling()
+    max_tokens: int = 4096
+    """Upper bound; the room left in the model's context may be smaller."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text before them."""
+    timeout_s: float | None = None
+    """From arrival to the last token; None takes the engine's setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """A piece of generated text and the number of tokens that made it. The text may be empty: it can be held back."""
+
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationReport:
+    """What one request cost. Feeds usage, timings, metrics and benchmarks.
+
+    Decode is one forward pass per output token (the first one reads the last prompt token), so ``tokens_per_second``
+    is ``output_tokens / decode_s``, also for a single token; prefill is every prompt token before that.
+    """
+
+    model: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_s: float
+    prefill_s: float
+    ttft_s: float
+    """Time to first token, from arrival."""
+    decode_s: float
+    peak_memory_bytes: int
+    """The highest MLX memory while the request ran, everything counted."""
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.prefill_s + self.decode_s
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        computed = self.prompt_tokens - self.cached_tokens
+        return computed / self.prefill_s if self.prefill_s > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    model: str
+    load_s: float
+    memory_bytes: int
+    """What the model takes in memory, measured."""
+
+
+EngineState = Literal["empty", "loading", "ready", "dead"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSnapshot:
+    """The engine as of its last step; replaced whole, so any thread may read it."""
+
+    state: EngineState = "empty"
+    model: str | None = None
+    model_memory_bytes: int = 0
+    context_length: int | None = None
+    active_requests: int = 0
+    queued_requests: int = 0
+    output_tokens: int = 0
+    """Since the engine started, like the next one."""
+    prompt_tokens: int = 0
+    memory_used_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_total_bytes: int = 0
+    progress_at: float = 0.0
+    """When the engine thread last came round."""
+
+    def stalled(self, now: float, limit_s: float) -> bool:
+        """Whether work waits and nothing has moved for longer than ``limit_s``."""
+        return self.active_requests + self.queued_requests > 0 and now - self.progress_at > limit_s

@@ -1,0 +1,214 @@
+"""One ASGI guard for Host, Origin and key, HTTP and WebSocket alike.
+
+Web pages reach a server on loopback in two ways: from another origin (Origin tells), and by a DNS name that they point
+at 127.0.0.1 (Host tells). Programs on the network are told apart by the key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
+# RFC 3986 reg-names that occur in practice, IPv4, bracketed IPv6; no userinfo, no percent-encoding, no zone.
+_HOST = re.compile(r"(?P<name>[a-z0-9_][a-z0-9_.-]*|\[[0-9a-f:.]+\])(?::(?P<port>[1-9][0-9]{0,4}))?", re.ASCII)
+_ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[^\s/?#@]+)", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardPolicy:
+    """What the guard lets pass. Names are lower-case, IPv6 addresses in brackets."""
+
+    hosts: frozenset[str]
+    """Accepted Host values with their port, ``name:port``."""
+    any_port_hosts: frozenset[str] = frozenset()
+    """Names accepted with any port, or none."""
+    origins: frozenset[str] = frozenset()
+    """Accepted origins beside the server's own, ``scheme://host[:port]``."""
+    key: str | None = field(default=None, repr=False)
+    open_paths: frozenset[str] = OPEN_PATHS
+    """Paths that need no key."""
+
+
+def loopback_hosts(port: int) -> frozenset[str]:
+    """The Host values under which this machine reaches its own server."""
+    names = ("localhost", "127.0.0.1", "[::1]")
+    return frozenset(f"{name}:{port}" for name in names) | (frozenset(names) if port == 80 else frozenset())
+
+
+def local_policy(
+    port: int, *, hosts: Iterable[str] = (), origins: Iterable[str] = (), key: str | None = None
+) -> GuardPolicy:
+    """Loopback on this port, and what the operator adds: hosts as ``name`` (any port) or ``name:port``, and origins.
+
+    Raises:
+        InvalidRequestError: an entry that could never match, an asterisk among them, or a key no header can carry.
+    """
+    if key is not None and not (key.isascii() and key.isprintable() and key.split() == [key]):
+        raise InvalidRequestError("api_key must be one word of ASCII characters, or left out", param="api_key")
+    entries = [_configured_host(text) for text in hosts]
+    return GuardPolicy(
+        hosts=loopback_hosts(port) | {text for text, any_port in entries if not any_port},
+        any_port_hosts=frozenset(text for text, any_port in entries if any_port),
+        origins=frozenset(_configured_origin(text) for text in origins),
+        key=key,
+    )
+
+
+class Guard:
+    """Passes a request on to ``app`` if the policy allows it, else answers it with ``respond(error)``.
+
+    It belongs outside everything that answers by itself. A policy given as a function is asked for every request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        policy: GuardPolicy | Callable[[], GuardPolicy],
+        respond: Callable[[LabError], ASGIApp],
+    ) -> None:
+        self._app = app
+        self._policy = policy
+        self._respond = respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] in ("http", "websocket"):
+            try:
+                check(scope, self._policy if isinstance(self._policy, GuardPolicy) else self._policy())
+            except LabError as error:
+                app = self._respond(error)
+                if scope["type"] == "websocket":
+                    app = _refusing(app)
+        await app(scope, receive, send)
+
+
+def check(scope: Scope, policy: GuardPolicy) -> None:
+    """Let the request of an ``http`` or ``websocket`` scope pass.
+
+    Raises:
+        HostForbiddenError: no Host header, several, or one outside the policy.
+        OriginForbiddenError: the page that makes the request may not.
+        UnauthorizedError: the key is missing or wrong.
+    """
+    host = _check_host(scope, policy)
+    _check_origin(_values(scope, b"origin"), host, policy)
+    if policy.key is not None and scope["path"] not in policy.open_paths and not _is_preflight(scope):
+        _check_key(_values(scope, b"authorization"), policy.key)
+
+
+def _check_host(scope: Scope, policy: GuardPolicy) -> str:
+    values = _values(scope, b"host")
+    host = _text(values[0]) if len(values) == 1 else None
+    parsed = _parse_host(host, DEFAULT_PORTS.get(scope.get("scheme", "http"), 80)) if host else None
+    if host and parsed and (host in policy.hosts or f"{parsed[0]}:{parsed[1]}" in policy.hosts):
+        return host
+    if host and parsed and parsed[0] in policy.any_port_hosts:
+        return host
+    shown = " and ".join(repr(_text(value)[:100]) for value in values[:3]) or "missing"
+    allowed = ", ".join(sorted(policy.hosts | policy.any_port_hosts))
+    raise HostForbiddenError(
+        f"Host header is {shown}; this server answers to {allowed}; --allow-host (allowed_hosts) adds a name"
+    )
+
+
+def _check_origin(values: list[bytes], host: str, policy: GuardPolicy) -> None:
+    if not values:
+        return
+    origin = _text(values[0])
+    if len(values) == 1 and origin != "null" and (origin in policy.origins or _is_own(origin, host, policy)):
+        return
+    shown = " and ".join(repr(_text(value)[:100]) for value in values[:3])
+    hint = "a page without an origin cannot be allowed" if origin == "null" else "--cors-origin adds an origin"
+    raise OriginForbiddenError(f"pages of origin {shown} may not use this server; {hint}")
+
+
+def _is_own(origin: str, host: str, policy: GuardPolicy) -> bool:
+    match = _ORIGIN.fullmatch(origin)
+    if match is None or match["scheme"] not in ("http", "https"):
+        return False
+    parsed = _parse_host(match["host"], DEFAULT_PORTS[match["scheme"]])
+    if parsed is None:
+        return False
+    # On a name that is allowed with any port, another port is another program: only the one asked for is this server.
+    return f"{parsed[0]}:{parsed[1]}" in policy.hosts or (parsed[0] in policy.any_port_hosts and match["host"] == host)
+
+
+def _check_key(values: list[bytes], key: str) -> None:
+    scheme, _, given = (values[0] if len(values) == 1 else b"").partition(b" ")
+    same = hmac.compare_digest(given.strip(), key.encode())
+    if not (same and scheme.lower() == b"bearer"):
+        raise UnauthorizedError("this server needs its key: send the header Authorization: Bearer KEY")
+
+
+def _is_preflight(scope: Scope) -> bool:
+    return scope.get("method") == "OPTIONS" and bool(_values(scope, b"access-control-request-method"))
+
+
+def _refusing(answer: ASGIApp) -> ASGIApp:
+    """The HTTP answer as a refused handshake; the client sees status and body where the server can send them."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_http(message: Message) -> None:
+            if message["type"].startswith("http.response."):
+                message = {"body": b"", **message} if message["type"].endswith(".body") else message
+                message = {**message, "type": f"websocket.{message['type']}"}
+            await send(message)
+
+        await receive()  # websocket.connect: ASGI allows no answer before it
+        if "websocket.http.response" in (scope.get("extensions") or {}):
+            await answer(scope, receive, send_http)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    return app
+
+
+def _configured_host(text: str) -> tuple[str, bool]:
+    """The normal form of a configured host, and whether it goes for any port."""
+    host = text.strip().lower()
+    if host.count(":") > 1 and not host.startswith("["):
+        host = f"[{host}]"
+    match = _HOST.fullmatch(host)
+    if match is None:
+        raise InvalidRequestError(
+            f"allowed_hosts has {text!r}; write name, name:port or [address]:port", param="allowed_hosts"
+        )
+    return host, match["port"] is None
+
+
+def _configured_origin(text: str) -> str:
+    origin = text.strip().lower().removesuffix("/")
+    match = _ORIGIN.fullmatch(origin)
+    if match is None or "*" in origin:
+        raise InvalidRequestError(
+            f"cors_origins has {text!r}; write each origin out, such as http://localhost:3000", param="cors_origins"
+        )
+    # Browsers leave the scheme's own port out.
+    return origin.removesuffix(f":{DEFAULT_PORTS.get(match['scheme'])}")
+
+
+def _parse_host(text: str, default_port: int) -> tuple[str, int] | None:
+    match = _HOST.fullmatch(text)
+    return (match["name"], int(match["port"] or default_port)) if match else None
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key.lower() == name]
+
+
+def _text(value: bytes) -> str:
+    return value.decode("latin-1").lower()

@@ -1,0 +1,5 @@
+"""The HTTP and WebSocket face of the engine."""
+
+from lmx_lab.server.app import InferenceServer, create_server
+
+__all__ = ["InferenceServer", "create_server"]

@@ -1,0 +1,160 @@
+"""What is on disk, what is loaded, load, unload, live metrics. Also GET /v1/models, the chat format's view of it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel
+
+from lmx_lab.engine import Engine, EngineSnapshot
+from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
+from lmx_lab.feed import Feed
+from lmx_lab.server.bodies import StrictRoute
+from lmx_lab.server.connections import EventStream
+from lmx_lab.server.loading import Event, ModelLoader, check_admin
+from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.wire.admin import (
+    Heartbeat,
+    LoadAnswer,
+    LoadRequest,
+    Memory,
+    ModelCard,
+    ModelCards,
+    ModelRecord,
+    ModelRecords,
+    Throughput,
+    UnloadAnswer,
+)
+
+SAMPLE_S = 1.0
+HEARTBEAT_S = 15.0
+EXTRAS = {"models": "model", "requests": "request"}
+
+
+def admin_routes(
+    *, engine: Engine, catalog: Catalog, loader: ModelLoader, feed: Feed[Event], lan_admin: bool
+) -> APIRouter:
+    router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
+
+    @router.get("/models")
+    async def models() -> ModelRecords:
+        entries = await asyncio.to_thread(catalog.scan)
+        return ModelRecords(models=records(entries, engine.snapshot))
+
+    @router.post("/models/load")
+    async def load(body: LoadRequest, request: Request) -> LoadAnswer:
+        local = is_local(request)
+        check_admin(local=local, lan_admin=lan_admin)
+        report = await loader.load(body.model, local=local)
+        return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
+
+    @router.post("/models/unload")
+    async def unload(request: Request) -> UnloadAnswer:
+        check_admin(local=is_local(request), lan_admin=lan_admin)
+        return UnloadAnswer(freed_vram_gb=await loader.unload() / 1e9)
+
+    @router.get("/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
+    async def events(include: Annotated[str, Query()] = "") -> EventStream:
+        wanted = {_extra(name) for name in include.split(",") if name}
+        return EventStream(_lines(engine, feed, wanted))
+
+    return router
+
+
+def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", tags=["inference"])
+
+    @router.get("")
+    async def list_models() -> ModelCards:
+        return ModelCards(data=[_card(entry) for entry in await asyncio.to_thread(catalog.scan)])
+
+    @router.get("/{model:path}")
+    async def get_model(model: str) -> ModelCard:
+        for entry in await asyncio.to_thread(catalog.scan):
+            if entry.id == model:
+                return _card(entry)
+        raise ModelNotFoundError(f"there is no model {model!r} on disk; GET /v1/models lists all", param="model")
+
+    return router
+
+
+def is_local(request: Request) -> bool:
+    """Whether the caller is a program on this machine: from loopback, or from the very address it called."""
+    if request.client is None:
+        return False
+    server = request.scope.get("server") or ("",)
+    try:
+        loopback = ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
+    return loopback or request.client.host == server[0]
+
+
+def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
+    """The catalog as the admin routes and the notebook show it."""
+    return [
+        ModelRecord(
+            id=entry.id,
+            path=str(entry.path),
+            loaded=entry.id == now.model,
+            vram_gb=now.model_memory_bytes / 1e9 if entry.id == now.model else None,
+            format=entry.format,
+            kind=entry.kind,
+            size_gb=entry.size_bytes / 1e9,
+            quantization=entry.quantization,
+            context_length=entry.context_length,
+        )
+        for entry in entries
+    ]
+
+
+def _card(entry: ModelEntry) -> ModelCard:
+    return ModelCard(id=entry.id, created=int(entry.path.stat().st_mtime))
+
+
+def _extra(name: str) -> Literal["model", "request"]:
+    if name not in EXTRAS:
+        raise InvalidRequestError(f"include names {name!r}; there are {', '.join(EXTRAS)}", param="include")
+    return "model" if name == "models" else "request"
+
+
+async def _lines(engine: Engine, feed: Feed[Event], wanted: set[Literal["model", "request"]]) -> AsyncIterator[str]:
+    """A sample a second, a heartbeat every 15 s, and in between what the watcher asked for."""
+    started = time.monotonic()
+    last, due, beat = engine.snapshot, started, started
+    with feed.subscribe() as extras:
+        while True:
+            now = time.monotonic()
+            if now >= due:
+                for event in _sample(last, engine.snapshot, SAMPLE_S + now - due):
+                    yield event.model_dump_json()
+                last, due = engine.snapshot, now + SAMPLE_S
+            if now >= beat:
+                yield Heartbeat(uptime=engine.uptime_s).model_dump_json()
+                beat = now + HEARTBEAT_S
+            try:
+                extra = await asyncio.wait_for(anext(extras), max(0.0, due - time.monotonic()))
+            except TimeoutError:
+                continue
+            except StopAsyncIteration:
+                return
+            if extra.type in wanted:
+                yield extra.model_dump_json()
+
+
+def _sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
+    rate = max(0, now.output_tokens - before.output_tokens) / elapsed_s
+    total = now.memory_total_bytes
+    return [
+        Throughput(tokens_per_second=rate, active_requests=now.active_requests + now.queued_requests),
+        Memory(
+            vram_used_gb=now.memory_used_bytes / 1e9,
+            vram_total_gb=total / 1e9,
+            pct=100 * now.memory_used_bytes / total if total else 0.0,
+        ),
+    ]

@@ -1,0 +1,105 @@
+"""The ASGI application of the inference server, put together."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+
+from lmx_lab.engine import Engine
+from lmx_lab.errors import LabError
+from lmx_lab.feed import Feed
+from lmx_lab.guard import ASGIApp, Guard, GuardPolicy, Message, Receive, Scope, Send
+from lmx_lab.server import errors
+from lmx_lab.server.admin import admin_routes, listing_routes
+from lmx_lab.server.chat import ChatService, chat_routes
+from lmx_lab.server.health import health_routes
+from lmx_lab.server.loading import Event, ModelLoader
+from lmx_lab.server.socket import socket_routes
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+
+VERSION = version("lmx-lab")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceServer:
+    """The application and the two services behind it that the notebook uses directly."""
+
+    asgi: ASGIApp
+    api: FastAPI
+    chat: ChatService
+    loader: ModelLoader
+    feed: Feed[Event]
+
+
+def create_server(
+    *, engine: Engine, catalog: Catalog, settings: Settings, policy: Callable[[], GuardPolicy]
+) -> InferenceServer:
+    """Routes, errors, guard, CORS and request ids around an engine. Starts nothing."""
+    feed: Feed[Event] = Feed()
+    loader = ModelLoader(engine=engine, catalog=catalog, feed=feed, downloads=settings.downloads)
+    chat = ChatService(engine=engine, catalog=catalog, feed=feed)
+    api = FastAPI(title="LMX Lab inference server", version=VERSION)
+    api.state.max_body_bytes = settings.max_body_bytes
+    api.include_router(health_routes(engine, stall_limit_s=settings.stall_limit_s))
+    api.include_router(chat_routes(chat))
+    api.include_router(socket_routes(chat, max_body_bytes=settings.max_body_bytes))
+    api.include_router(listing_routes(engine=engine, catalog=catalog))
+    api.include_router(
+        admin_routes(engine=engine, catalog=catalog, loader=loader, feed=feed, lan_admin=settings.lan_admin)
+    )
+    api.add_exception_handler(LabError, errors.on_lab_error)
+    api.add_exception_handler(RequestValidationError, errors.on_invalid)
+    api.add_exception_handler(HTTPException, errors.on_http_error)
+    api.add_exception_handler(Exception, errors.on_bug)
+    return InferenceServer(asgi=_wrap(api, settings, policy), api=api, chat=chat, loader=loader, feed=feed)
+
+
+def _wrap(api: FastAPI, settings: Settings, policy: Callable[[], GuardPolicy]) -> ASGIApp:
+    """Outermost first: request ids, CORS, guard. CORS is outside, so that a page can read a refusal."""
+    app: Any = Guard(api, policy=policy, respond=_refusal)
+    if settings.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    return RequestIds(app)
+
+
+def _refusal(error: LabError) -> ASGIApp:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await errors.respond(error, request_id=scope["lmx_lab.request_id"])(scope, receive, send)
+
+    return answer
+
+
+class RequestIds:
+    """Gives every request an id, in the scope and in the headers of its answer, with the server's name."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope["lmx_lab.request_id"] = f"req_{secrets.token_hex(8)}"
+        headers = [(b"x-request-id", request_id.encode()), (b"x-lmx-lab", VERSION.encode())]
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"].endswith((".response.start", "websocket.accept")):
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

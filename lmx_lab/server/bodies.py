@@ -1,0 +1,99 @@
+"""Reading JSON from strangers: size, depth, content type and strictness are checked before anything else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pydantic_core
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from lmx_lab.errors import BodyTooLargeError, InvalidRequestError
+
+NESTING_LIMIT = 64
+# A refused body is still read up to this many times the limit: closing at once would lose the answer on its way.
+DRAIN_FACTOR = 8
+
+
+def parse_json(text: bytes | str) -> Any:
+    """JSON as its standard has it: no NaN, no lone surrogates, nested at most 64 levels.
+
+    Raises:
+        InvalidRequestError: says where it went wrong.
+    """
+    try:
+        value = pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError as exc:
+        raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
+    _check_nesting(value)
+    return value
+
+
+def _check_nesting(value: Any) -> None:
+    level = [value]
+    for _ in range(NESTING_LIMIT + 1):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return
+    raise InvalidRequestError(f"the body is nested deeper than {NESTING_LIMIT} levels")
+
+
+def _children(item: Any) -> list[Any]:
+    if isinstance(item, dict):
+        return [child for child in item.values() if isinstance(child, dict | list)]
+    return [child for child in item if isinstance(child, dict | list)] if isinstance(item, list) else []
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        BodyTooLargeError: more than ``limit_bytes``; the rest was read and thrown away, up to a bound.
+    """
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit_bytes:
+            chunks.append(chunk)
+        elif size > limit_bytes * DRAIN_FACTOR:
+            break
+    if size > limit_bytes:
+        raise BodyTooLargeError(f"the body has more than {limit_bytes} bytes, the limit of this server")
+    return b"".join(chunks)
+
+
+class ParsedRequest(Request):
+    """A request whose JSON was read strictly."""
+
+    def __init__(self, request: Request, body: bytes, value: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._body = body
+        self._value = value
+
+    async def json(self) -> Any:
+        return self._value
+
+
+class StrictRoute(APIRoute):
+    """A route that reads its JSON body by the rules of this module; routes without a body are as FastAPI has them."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            body = await read_body(request, request.app.state.max_body_bytes)
+            value = None
+            if body or self.body_field is not None:
+                _check_content_type(request)
+                value = parse_json(body)
+            return await handle(ParsedRequest(request, body, value))
+
+        return strict if "POST" in (self.methods or ()) else handle
+
+
+def _check_content_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise InvalidRequestError(f"Content-Type is {kind or 'missing'}; send application/json")

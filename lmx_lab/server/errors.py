@@ -1,0 +1,119 @@
+"""Errors on the wire: which status each has, and the one body they all share."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import Request, WebSocket
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from lmx_lab import errors
+from lmx_lab.errors import CallerError, InvalidRequestError, LabError
+from lmx_lab.wire.errors import ErrorBody, ErrorDetail
+
+log = logging.getLogger(__name__)
+
+# Looked up along the class's MRO, so a new error has its parent's status until it gets a row of its own.
+STATUS: dict[type[LabError], int] = {
+    errors.LabError: 500,
+    errors.CallerError: 400,
+    errors.BodyTooLargeError: 413,
+    errors.ModelNotFoundError: 404,
+    errors.UnauthorizedError: 401,
+    errors.AdminForbiddenError: 403,
+    errors.OriginForbiddenError: 403,
+    errors.HostForbiddenError: 421,
+    errors.UnavailableError: 503,
+    errors.ModelBusyError: 409,
+    errors.QueueFullError: 429,
+    errors.StorageFullError: 507,
+    errors.DownloadError: 502,
+    errors.EngineError: 500,
+    errors.GenerationTimeoutError: 504,
+    errors.OutOfMemoryError: 503,
+    errors.EngineDeadError: 503,
+}
+# Sending the same again at once cannot help, and chat clients would, twice, for every status from 500 up.
+NO_RETRY = (
+    errors.NotLoadedError,
+    errors.OutOfMemoryError,
+    errors.StorageFullError,
+    errors.DownloadError,
+    errors.GenerationTimeoutError,
+    errors.EngineDeadError,
+    errors.ModelBusyError,
+)
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def status_of(error: LabError) -> int:
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+
+
+def detail(error: LabError, request_id: str | None) -> ErrorDetail:
+    status = status_of(error)
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return ErrorDetail(code=error.code, message=error.message, type=kind, param=error.param, request_id=request_id)
+
+
+def respond(error: LabError, status: int | None = None, request_id: str | None = None) -> JSONResponse:
+    """The whole answer to a failed request."""
+    headers = {}
+    if isinstance(error, NO_RETRY):
+        headers["x-should-retry"] = "false"
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, errors.UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
+    body = ErrorBody(error=detail(error, request_id)).model_dump()
+    return JSONResponse(body, status_code=status or status_of(error), headers=headers)
+
+
+def request_id_of(connection: Request | WebSocket) -> str | None:
+    request_id: str | None = connection.scope.get("lmx_lab.request_id")
+    return request_id
+
+
+def invalid(exc: ValidationError | RequestValidationError) -> InvalidRequestError:
+    """The first thing that is wrong with a body, by field."""
+    first: dict[str, Any] = dict(exc.errors()[0])
+    path = [str(part) for part in first["loc"] if part not in ("body", "query")]
+    # A union reports the alternative it tried as a part of the path; the field before it says enough.
+    field = ".".join(part for part in path if part.isidentifier() or part.isdigit())
+    said = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        said = "is not a field of this request, or not supported by this version"
+    given = first.get("input")
+    shown = f" (given: {given!r:.80})" if isinstance(given, str | int | float | bool) else ""
+    return InvalidRequestError(f"{field or 'body'}: {said}{shown}", param=field or None)
+
+
+async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:
+    assert isinstance(exc, LabError)
+    if not isinstance(exc, CallerError):
+        log.warning("%s %s: %s", request.method, request.url.path, exc)
+    return respond(exc, request_id=request_id_of(request))
+
+
+async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
+    assert isinstance(exc, RequestValidationError | ValidationError)
+    return respond(invalid(exc), request_id=request_id_of(request))
+
+
+async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
+    """Routes that do not exist, methods that a route does not have."""
+    assert isinstance(exc, HTTPException)
+    error = InvalidRequestError(f"{request.method} {request.url.path}: {exc.detail}; see /docs for what there is")
+    response = respond(error, status=exc.status_code, request_id=request_id_of(request))
+    response.headers.update(exc.headers or {})
+    return response
+
+
+async def on_bug(request: Request, exc: Exception) -> JSONResponse:
+    request_id = request_id_of(request)
+    log.error("%s %s failed (%s)", request.method, request.url.path, request_id, exc_info=exc)
+    return respond(LabError(f"internal error; the log has the details under {request_id}"), request_id=request_id)

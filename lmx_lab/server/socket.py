@@ -1,0 +1,113 @@
+"""WS /v1/chat/stream: one text message in, tokens out, statistics at the end; then the client closes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Any
+
+from fastapi import APIRouter, WebSocket
+from pydantic import BaseModel, ValidationError
+from starlette.websockets import WebSocketDisconnect
+
+from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.server.bodies import parse_json
+from lmx_lab.server.chat import ChatService
+from lmx_lab.server.errors import detail, invalid, request_id_of
+from lmx_lab.server.translate import socket_stats
+from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError, SocketToken
+
+log = logging.getLogger(__name__)
+CLOSE_WAIT_S = 5.0
+FIRST_MESSAGE_WAIT_S = 60.0
+NORMAL, FAILED = 1000, 1011
+
+
+def socket_routes(service: ChatService, *, max_body_bytes: int) -> APIRouter:
+    router = APIRouter(tags=["inference"])
+
+    @router.websocket("/v1/chat/stream")
+    async def chat_stream(socket: WebSocket) -> None:
+        await socket.accept()
+        with suppress(WebSocketDisconnect):
+            try:
+                request = _parse(await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes)
+                await _answer(socket, service, request)
+            except LabError as exc:
+                log.warning("%s: socket ended by %s", request_id_of(socket), exc)
+                await _send(socket, _error(socket, exc))
+                await socket.close(FAILED)
+
+    return router
+
+
+async def _answer(socket: WebSocket, service: ChatService, request: ChatRequest) -> None:
+    """Tokens until the end, while a second task watches what the client does."""
+    tokens = asyncio.ensure_future(_send_tokens(socket, service, request))
+    watch = asyncio.ensure_future(_refuse_messages(socket))
+    try:
+        await asyncio.wait({tokens, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not tokens.done():
+            return
+        tokens.result()
+        await asyncio.wait({watch}, timeout=CLOSE_WAIT_S)
+        if not watch.done():
+            await socket.close(NORMAL)
+    finally:
+        for task in (tokens, watch):
+            task.cancel()
+        await asyncio.gather(tokens, watch, return_exceptions=True)
+
+
+async def _send_tokens(socket: WebSocket, service: ChatService, request: ChatRequest) -> None:
+    _, stream = await service.start(request)
+    async with stream:
+        async for delta in stream:
+            if delta.text:
+                await _send(socket, SocketToken(token=delta.text))
+        report = service.ended(stream.report, request_id_of(socket))
+        await _send(socket, SocketDone(stats=socket_stats(report)))
+
+
+async def _refuse_messages(socket: WebSocket) -> None:
+    """Ends when the client leaves. A second message is refused; the first one's answer goes on."""
+    with suppress(WebSocketDisconnect):
+        while True:
+            await _receive(socket, None)
+            second = InvalidRequestError("a connection takes one request: open another for more")
+            await _send(socket, _error(socket, second))
+
+
+async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
+    try:
+        message: dict[str, Any] = await asyncio.wait_for(socket.receive(), timeout_s)  # type: ignore[arg-type]
+    except TimeoutError:
+        raise InvalidRequestError(f"no request came within {timeout_s:g} s") from None
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", NORMAL))
+    text: str | None = message.get("text")
+    return text if text is not None else message["bytes"]
+
+
+def _parse(text: str | bytes, limit_bytes: int) -> ChatRequest:
+    if isinstance(text, bytes):
+        raise InvalidRequestError("the request came as a binary message; send it as text")
+    if len(text) > limit_bytes:
+        raise InvalidRequestError(f"the message has more than {limit_bytes} characters, the limit of this server")
+    try:
+        return ChatRequest.model_validate(parse_json(text))
+    except ValidationError as exc:
+        raise invalid(exc) from exc
+
+
+def _error(socket: WebSocket, exc: LabError) -> SocketError:
+    return SocketError(error=detail(exc, request_id_of(socket)))
+
+
+async def _send(socket: WebSocket, message: BaseModel) -> None:
+    try:
+        await socket.send_text(message.model_dump_json())
+    except RuntimeError as exc:
+        # Starlette's word for a send after the close handshake has begun.
+        raise WebSocketDisconnect(NORMAL) from exc

@@ -1,0 +1,6 @@
+"""Model files: what is on this disk, and how more of it gets here. Nothing here loads a model."""
+
+from lmx_lab.weights.catalog import Catalog
+from lmx_lab.weights.entry import Format, Kind, ModelEntry, Progress, ProgressCallback, Source, Stage
+
+__all__ = ["Catalog", "Format", "Kind", "ModelEntry", "Progress", "ProgressCallback", "Source", "Stage"]

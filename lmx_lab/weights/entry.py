@@ -1,0 +1,64 @@
+"""What the catalog says about one model, and what a fetch says while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["chat", "embedding", "rerank"]
+Format = Literal["mlx", "gguf"]
+Source = Literal["store", "hub", "folder", "path"]
+Stage = Literal["download", "verify", "convert", "store"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the files of a model say about it, wherever they lie."""
+
+    kind: Kind
+    format: Format
+    architecture: str
+    size_bytes: int
+    quantization: str | None
+    context_length: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEntry:
+    """One usable model on this disk."""
+
+    id: str
+    """``smollm2-135m`` or ``org/name``; in extra folders and for paths, the name of the folder or file."""
+    path: Path
+    """A folder with ``config.json`` and safetensors, or a ``.gguf`` file."""
+    kind: Kind
+    format: Format
+    """``mlx`` can be loaded as it is; ``gguf`` has to be imported with ``Catalog.fetch`` first."""
+    architecture: str
+    """``model_type`` of ``config.json``, or ``general.architecture`` of a GGUF file."""
+    size_bytes: int
+    """The weight files alone, as they are on disk."""
+    quantization: str | None
+    """``4-bit, group 32``; of a GGUF file ``Q4_1``; of plain weights their type, ``float16``; ``None`` if unknown."""
+    context_length: int | None
+    """Tokens the model was made for; ``None`` if its files do not say."""
+    source: Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A fetch has come so far. ``done_bytes`` starts again at 0 with each stage."""
+
+    stage: Stage
+    done_bytes: int
+    total_bytes: int | None
+    """``None`` where the total is not known beforehand."""
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def ignore_progress(progress: Progress) -> None:
+    """The callback of a caller who does not watch."""

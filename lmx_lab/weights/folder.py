@@ -1,0 +1,150 @@
+"""Read what a model folder (``config.json`` and safetensors) is, and refuse what cannot be loaded, from the files alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.entry import Facts, Kind
+from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_JSON_BYTES = 64 * 2**20
+SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+
+ENCODERS = frozenset({
+    "bert", "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "distilbert", "mpnet", "modernbert", "nomic_bert",
+    "electra", "deberta", "deberta-v2", "albert", "eurobert", "new",
+})  # fmt: skip
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+
+
+def read_folder(path: Path) -> Facts:
+    """Check the folder as far as headers and lengths allow, and say what model it holds.
+
+    Raises:
+        UnusableModelError: no or unreadable ``config.json``, no, missing or damaged weights, no tokenizer, or a
+            model that only code of its own could load. The message names the file.
+    """
+    config = read_json(path / "config.json")
+    architecture = config.get("model_type")
+    _refuse_remote_code(path, config)
+    if not isinstance(architecture, str) or not architecture:
+        raise UnusableModelError(f"{path / 'config.json'} names no model_type")
+    shards = _read_shards(path)
+    _require_tokenizer(path)
+    return Facts(
+        kind=_kind(path, config, architecture),
+        format="mlx",
+        architecture=architecture,
+        size_bytes=sum(shard.size_bytes for shard in shards),
+        quantization=_quantization(config) or max(shards, key=lambda shard: shard.size_bytes).dtype,
+        context_length=_context_length(path, config),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UnusableModelError: the file is not there, too large, or holds no JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+        value = json.loads(data) if len(data) <= MAX_JSON_BYTES else None
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise UnusableModelError(f"{path.parent} holds no model: there is no {path.name}") from exc
+    except (OSError, ValueError, RecursionError) as exc:
+        raise UnusableModelError(f"{path} cannot be read as JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise UnusableModelError(f"{path} holds no JSON object")
+    return value
+
+
+def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
+    if config.get("model_file") is not None:
+        raise UnusableModelError(f"{path} needs code of its own ({config['model_file']!r}), which is never run")
+    if "auto_map" in config and "model_type" not in config:
+        raise UnusableModelError(f"{path} needs code of its own (auto_map, and no model_type), which is never run")
+
+
+def _read_shards(path: Path) -> list[SafetensorsSummary]:
+    names = {file.name for file in path.glob("model*.safetensors")} | _indexed(path)
+    counts = {int(match[1]) for name in names if (match := SHARD.fullmatch(name))}
+    names |= {
+        f"model-{n:05}-of-{count:05}.safetensors" for count in counts if count < 1000 for n in range(1, count + 1)
+    }
+    if not names:
+        raise UnusableModelError(f"{path} holds no model*.safetensors (PyTorch's own files are not loaded)")
+    missing = sorted(name for name in names if not (path / name).exists())
+    if missing:
+        raise UnusableModelError(f"{path} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}")
+    return [read_summary(path / name) for name in sorted(names)]
+
+
+def _indexed(path: Path) -> set[str]:
+    if not (path / INDEX_NAME).exists():
+        return set()
+    weight_map = read_json(path / INDEX_NAME).get("weight_map")
+    names = set(weight_map.values()) if isinstance(weight_map, dict) and _all_text(weight_map) else {""}
+    if any(Path(name).name != name or not name for name in names):
+        raise UnusableModelError(f"{path / INDEX_NAME} is malformed: its weight_map must name files beside it")
+    return names
+
+
+def _all_text(mapping: dict[str, Any]) -> bool:
+    return all(isinstance(value, str) for value in mapping.values())
+
+
+def _require_tokenizer(path: Path) -> None:
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise UnusableModelError(f"{path} holds no tokenizer (tokenizer.json, tokenizer.model or a vocabulary)")
+
+
+def _kind(path: Path, config: dict[str, Any], architecture: str) -> Kind:
+    names = config.get("architectures")
+    heads = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if any(name.endswith("ForSequenceClassification") for name in heads) or _is_cross_encoder(path):
+        return "rerank"
+    if (path / "modules.json").exists() or (path / "1_Pooling").is_dir():
+        return "embedding"
+    if any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in heads):
+        return "chat"
+    return "embedding" if architecture.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS} else "chat"
+
+
+def _is_cross_encoder(path: Path) -> bool:
+    name = "config_sentence_transformers.json"
+    return (path / name).exists() and read_json(path / name).get("model_type") == "CrossEncoder"
+
+
+def _quantization(config: dict[str, Any]) -> str | None:
+    """``4-bit, group 32``; a mode or method other than MLX's usual one is named in front."""
+    table = next((value for value in map(config.get, ("quantization", "quantization_config")) if value), None)
+    if not isinstance(table, dict):
+        return None
+    mode = table.get("mode", "affine") if "mode" in table or "quant_method" not in table else table["quant_method"]
+    bits, group = table.get("bits"), table.get("group_size")
+    parts = [f"{bits}-bit"] if isinstance(bits, int) else []
+    parts += [f"group {group}"] if isinstance(group, int) else []
+    return ", ".join([*([] if mode == "affine" else [str(mode)]), *parts]) or None
+
+
+def _context_length(path: Path, config: dict[str, Any]) -> int | None:
+    """The smaller of what the positions allow and what a sentence-transformers folder says it was trained for."""
+    text = config.get("text_config")
+    sources = [config, text] if isinstance(text, dict) else [config]
+    limits = [s[key] for s in sources for key in CONTEXT_KEYS if _is_count(s.get(key))][:1]
+    if (path / "sentence_bert_config.json").exists():
+        limit = read_json(path / "sentence_bert_config.json").get("max_seq_length")
+        limits += [limit] if _is_count(limit) else []
+    return min(limits, default=None)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

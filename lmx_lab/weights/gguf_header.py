@@ -1,0 +1,238 @@
+"""Read the header of a GGUF file (versions 2 and 3): metadata and the table of tensors, with ``struct`` alone.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The file may be hostile: every length is bounded by
+the file's size and by a limit, so that reading takes a bounded time and memory.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+from lmx_lab.errors import UnusableModelError
+
+Scalar: TypeAlias = int | float | bool | str
+Value: TypeAlias = Scalar | list[Scalar]
+
+MAX_ENTRIES = 65_536
+MAX_TEXT_BYTES = 2**20
+MAX_NAME_BYTES = 65_535
+MAX_ITEMS = 2**22
+"""Items of all arrays together: vocabularies have up to 300,000 tokens and as many merges."""
+MAX_DIMENSIONS = 4
+BUFFER_BYTES = 2**20
+
+TEXT, ARRAY = 8, 9
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+# Type number of a tensor: name, weights in a block, bytes of a block.
+TENSOR_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufTensor:
+    name: str
+    shape: tuple[int, ...]
+    """As in the file: the contiguous dimension comes first."""
+    type: str
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufHeader:
+    path: Path
+    size_bytes: int
+    metadata: Mapping[str, Value]
+    """Without the arrays, unless they were asked for."""
+    tensors: tuple[GgufTensor, ...]
+
+    @property
+    def architecture(self) -> str:
+        return self.text("general.architecture") or "unknown"
+
+    @property
+    def context_length(self) -> int | None:
+        return self.integer(f"{self.architecture}.context_length")
+
+    @property
+    def quantization(self) -> str | None:
+        """The type that most bytes of the matrices have, such as ``Q4_1``."""
+        bytes_of: Counter[str] = Counter()
+        for tensor in self.tensors:
+            bytes_of[tensor.type] += tensor.size_bytes
+        return bytes_of.most_common(1)[0][0] if bytes_of else None
+
+    def text(self, key: str) -> str | None:
+        value = self.metadata.get(key)
+        return value if isinstance(value, str) else None
+
+    def integer(self, key: str) -> int | None:
+        value = self.metadata.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def number(self, key: str) -> float | None:
+        value = self.metadata.get(key)
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.metadata.get(key)
+        return value if isinstance(value, bool) else default
+
+    def items(self, key: str) -> list[Scalar]:
+        value = self.metadata.get(key)
+        return value if isinstance(value, list) else []
+
+
+def read_header(path: Path, *, arrays: bool = False) -> GgufHeader:
+    """Read metadata and tensor table, and check that the file holds every tensor it announces.
+
+    Args:
+        path: The file.
+        arrays: Whether to keep metadata arrays (the vocabulary) too; otherwise they are stepped over.
+
+    Raises:
+        UnusableModelError: no GGUF file, an unknown version or type, cut short, or beyond the limits above.
+    """
+    try:
+        stat = path.stat()
+        if not path.is_file():
+            raise UnusableModelError(f"{path} is no file")
+        return _read(path, arrays) if arrays else _read_cached(path, stat.st_size, stat.st_mtime_ns)
+    except OSError as exc:
+        raise UnusableModelError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+
+
+# Keyed by size and time as well, so that a listing does not read every header again.
+@lru_cache(maxsize=64)
+def _read_cached(path: Path, size: int, mtime_ns: int) -> GgufHeader:
+    return _read(path, arrays=False)
+
+
+def _read(path: Path, arrays: bool) -> GgufHeader:
+    with path.open("rb", buffering=BUFFER_BYTES) as file:
+        return _Reader(file, path, arrays).header()
+
+
+class _Reader:
+    """A position in the file that never passes its end."""
+
+    def __init__(self, file: BinaryIO, path: Path, arrays: bool) -> None:
+        self._file = file
+        self._path = path
+        self._arrays = arrays
+        self._left = self._size = path.stat().st_size
+        self._items = 0
+
+    def header(self) -> GgufHeader:
+        if self._left < 8 or self._take(4) != b"GGUF":
+            raise self._error("is no GGUF file")
+        version = self._scalar("<I")
+        if version not in (2, 3):
+            raise self._error(f"is of GGUF version {version}; versions 2 and 3 can be read")
+        tensor_count, entry_count = self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
+        metadata = dict(self._entry() for _ in range(entry_count))
+        kept = {key: value for key, value in metadata.items() if value is not None}
+        tensors = tuple(self._tensor() for _ in range(tensor_count))
+        self._check_complete(kept.get("general.alignment", 32), tensors)
+        return GgufHeader(path=self._path, size_bytes=self._size, metadata=kept, tensors=tensors)
+
+    def _check_complete(self, alignment: Value, tensors: tuple[GgufTensor, ...]) -> None:
+        if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
+            raise self._error(f"is damaged: alignment {alignment!r:.40}")
+        data_start = math.ceil((self._size - self._left) / alignment) * alignment
+        end = max((data_start + tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
+        if end > self._size:
+            raise self._error(f"is cut short: {self._size} bytes, its header needs {end}; fetch it again")
+
+    def _entry(self) -> tuple[str, Value | None]:
+        return self._text(MAX_NAME_BYTES), self._value(int(self._scalar("<I")))
+
+    def _value(self, kind: int) -> Value | None:
+        if kind == TEXT:
+            return self._text(MAX_TEXT_BYTES)
+        if kind == ARRAY:
+            return self._array()
+        if kind not in SCALARS:
+            raise self._error(f"is damaged: no metadata type {kind}")
+        return self._scalar(SCALARS[kind])
+
+    def _array(self) -> list[Scalar] | None:
+        kind, count = int(self._scalar("<I")), self._count(MAX_ITEMS)
+        self._items += count
+        if self._items > MAX_ITEMS or (kind not in SCALARS and kind != TEXT):
+            raise self._error(f"is damaged, or beyond what is read here: an array of {count} items of type {kind}")
+        if kind == TEXT:
+            return self._texts(count)
+        layout = struct.Struct(f"<{count}{SCALARS[kind][1]}")
+        if self._arrays:
+            return list(layout.unpack(self._take(layout.size)))
+        self._skip(layout.size)
+        return None
+
+    def _texts(self, count: int) -> list[Scalar] | None:
+        if self._arrays:
+            return [self._text(MAX_TEXT_BYTES) for _ in range(count)]
+        for _ in range(count):
+            self._skip(self._count(MAX_TEXT_BYTES))
+        return None
+
+    def _tensor(self) -> GgufTensor:
+        name, dimensions = self._text(MAX_NAME_BYTES), int(self._scalar("<I"))
+        if not 0 < dimensions <= MAX_DIMENSIONS:
+            raise self._error(f"is damaged: {dimensions} dimensions of {name!r:.80}")
+        shape = tuple(int(self._scalar("<Q")) for _ in range(dimensions))
+        kind, offset = int(self._scalar("<I")), int(self._scalar("<Q"))
+        if kind not in TENSOR_TYPES:
+            raise self._error(f"has a tensor of type {kind}, which is not known here")
+        type_name, block, block_bytes = TENSOR_TYPES[kind]
+        if 0 in shape or shape[0] % block:
+            raise self._error(f"is damaged: shape {shape} of {name!r:.80} does not fit {type_name}")
+        size = math.prod(shape) // block * block_bytes
+        return GgufTensor(name=name, shape=shape, type=type_name, offset=offset, size_bytes=size)
+
+    def _text(self, limit: int) -> str:
+        return self._take(self._count(limit)).decode("utf-8", errors="replace")
+
+    def _count(self, limit: int) -> int:
+        count = int(self._scalar("<Q"))
+        if count > min(limit, self._left):
+            raise self._error(f"is cut short or damaged: {count} bytes or items at {self._size - self._left}")
+        return count
+
+    def _scalar(self, layout: str) -> int | float | bool:
+        value: int | float | bool = struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
+        return value
+
+    def _take(self, count: int) -> bytes:
+        self._spend(count)
+        data = self._file.read(count)
+        if len(data) != count:
+            raise self._error("changed while it was read")
+        return data
+
+    def _skip(self, count: int) -> None:
+        self._spend(count)
+        self._file.seek(count, 1)
+
+    def _spend(self, count: int) -> None:
+        if count > self._left:
+            raise self._error(f"is cut short: {self._size} bytes, and its header goes on")
+        self._left -= count
+
+    def _error(self, what: str) -> UnusableModelError:
+        return UnusableModelError(f"{self._path} {what}")

@@ -1,0 +1,1 @@
+"""Pydantic shapes of everything that crosses a process boundary; no behaviour."""

@@ -1,0 +1,117 @@
+"""Model management, health and metrics: specification sections 2.7-2.9 and 4.2-4.3. 1 GB is 10^9 bytes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+from lmx_lab.wire.errors import ErrorDetail
+
+
+class ModelRecord(BaseModel):
+    id: str
+    path: str
+    loaded: bool
+    vram_gb: float | None
+    """Null when not loaded."""
+    format: Literal["mlx", "gguf"]
+    kind: Literal["chat", "embedding", "rerank"]
+    size_gb: float
+    quantization: str | None
+    context_length: int | None
+    pinned: bool = False
+
+
+class ModelRecords(BaseModel):
+    models: list[ModelRecord]
+
+
+class LoadRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+class LoadAnswer(BaseModel):
+    success: Literal[True] = True
+    model: str
+    load_time_ms: float
+    vram_gb: float
+
+
+class UnloadAnswer(BaseModel):
+    success: Literal[True] = True
+    freed_vram_gb: float
+
+
+class Alive(BaseModel):
+    status: Literal["ok"] = "ok"
+
+
+class Ready(BaseModel):
+    ready: bool
+    model: str
+    vram_gb: float
+
+
+class NotReady(Ready):
+    error: ErrorDetail
+
+
+class Throughput(BaseModel):
+    type: Literal["throughput"] = "throughput"
+    tokens_per_second: float
+    active_requests: int
+
+
+class Memory(BaseModel):
+    type: Literal["memory"] = "memory"
+    vram_used_gb: float
+    vram_total_gb: float
+    pct: float
+    """Percent, 0 to 100."""
+
+
+class Heartbeat(BaseModel):
+    type: Literal["heartbeat"] = "heartbeat"
+    uptime: float
+    """Seconds."""
+
+
+class ModelEvent(BaseModel):
+    """Progress of a load; only for watchers who ask with ``include=models``."""
+
+    type: Literal["model"] = "model"
+    model: str
+    stage: Literal["download", "verify", "convert", "store", "load", "loaded", "unloaded", "failed"]
+    done_bytes: int | None = None
+    total_bytes: int | None = None
+    message: str | None = None
+
+
+class RequestEvent(BaseModel):
+    """The end of a generation; only for watchers who ask with ``include=requests``."""
+
+    type: Literal["request"] = "request"
+    request_id: str
+    model: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    tokens_per_second: float
+    ttft_ms: float
+
+
+class ModelCard(BaseModel):
+    """A row of GET /v1/models."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["lmx-lab"] = "lmx-lab"
+
+
+class ModelCards(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,17 @@
+"""The error body: ``code`` and ``message`` are the specification's, the rest is what chat-format clients expect."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+
+class ErrorDetail(BaseModel):
+    code: str
+    message: str
+    type: str
+    param: str | None = None
+    request_id: str | None = None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail

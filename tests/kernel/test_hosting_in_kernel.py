@@ -1,0 +1,259 @@
+"""The hosting rules in real kernels, one fresh kernel a test."""
+
+import http.client
+import socket
+import textwrap
+from queue import Empty
+
+import pytest
+from jupyter_client import KernelManager
+
+SETUP = """
+import asyncio, atexit, signal
+from lmx_lab.hosting import bind, serve
+from lmx_lab.loops import LoopThread, run_nested
+
+async def app(scope, receive, send, fail=False):
+    if scope["type"] == "lifespan":
+        await receive()
+        if fail:
+            raise ValueError("no such model")
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+    else:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+async def failing(scope, receive, send):
+    await app(scope, receive, send, fail=True)
+
+async def forever():
+    print("started", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0.01)
+        print("cancelled", flush=True)
+"""
+
+VERBS = {
+    "kernel": """
+        loop = asyncio.get_running_loop()
+        def block(coro):
+            return run_nested(loop, coro)
+    """,
+    "thread": """
+        thread = LoopThread()
+        thread.start()
+        atexit.register(thread.stop)
+        block = thread.run
+    """,
+}
+
+LAUNCH = """
+    sock = bind("127.0.0.1", 0, explicit=True)
+    host = block(serve(app, sock))
+    atexit.register(host.stop_at_exit)
+    print(host.port)
+"""
+
+
+class Kernel:
+    """A kernel, as a notebook sees it."""
+
+    def __init__(self):
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel()
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.process = self.manager.provisioner.process
+
+    def start(self, code):
+        self.client.execute(textwrap.dedent(code), store_history=False)
+
+    def read(self, until=None):
+        """What the cell prints, up to a text or to its end, and the name of its error."""
+        text, error = "", None
+        while until is None or until not in text:
+            message = self.client.get_iopub_msg(timeout=30)
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                text += content["text"]
+            elif message["msg_type"] == "error":
+                error = content["ename"]
+            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+                break
+        return text, error
+
+    def run(self, code):
+        self.start(code)
+        text, error = self.read()
+        assert error is None, (error, text)
+        return text.strip()
+
+    def error(self, code):
+        self.start(code)
+        return self.read()[1]
+
+    def interrupt(self, code):
+        """Run a cell until it has printed, press the stop button, return what else it prints and its error."""
+        self.start(code)
+        self.read(until="started")
+        self.manager.interrupt_kernel()
+        return self.read()
+
+    def leave(self):
+        self.client.stop_channels()
+        if self.manager.is_alive():
+            self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+
+
+@pytest.fixture
+def kernel():
+    kernel = Kernel()
+    try:
+        yield kernel
+    finally:
+        kernel.leave()
+
+
+@pytest.fixture(params=["kernel", "thread"])
+def lab(kernel, request):
+    kernel.run(SETUP)
+    kernel.run(VERBS[request.param])
+    return kernel
+
+
+def fetch(port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def is_free(port):
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        return sock.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_requests_are_answered_while_the_kernel_is_idle(lab):
+    port = int(lab.run(LAUNCH))
+    assert fetch(port) == b"ok"
+    assert lab.run("print(1)") == "1"
+    assert fetch(port) == b"ok"
+    assert lab.run("block(host.stop()); print(host.running)") == "False"
+    assert is_free(port)
+
+
+def test_an_awaited_start_serves_too(kernel):
+    kernel.run(SETUP)
+    port = int(kernel.run('host = await serve(app, bind("127.0.0.1", 0, explicit=True)); print(host.port)'))
+    assert fetch(port) == b"ok"
+    kernel.run("await host.stop()")
+    assert is_free(port)
+
+
+def test_a_request_during_the_blocking_launch_cell_is_answered_by_it(lab):
+    lab.start("""
+        sock = bind("127.0.0.1", 0, explicit=True)
+        print(sock.getsockname()[1], flush=True)
+        go = input()
+        host = block(serve(app, sock))
+    """)
+    port = int(lab.read(until="\n")[0])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        lab.client.get_stdin_msg(timeout=30)
+        lab.client.input("go")
+        assert lab.read()[1] is None
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_taken_port_is_an_error_in_the_cell_and_the_kernel_lives(lab):
+    lab.run('sock = bind("127.0.0.1", 0, explicit=True)')
+    assert lab.error('bind("127.0.0.1", sock.getsockname()[1], explicit=True)') == "PortTakenError"
+    assert fetch(int(lab.run(LAUNCH))) == b"ok"
+
+
+def test_a_failing_start_is_an_error_in_the_cell_and_the_kernel_lives(lab):
+    assert lab.error('block(serve(failing, bind("127.0.0.1", 0, explicit=True)))') == "HostingError"
+    assert fetch(int(lab.run(LAUNCH))) == b"ok"
+
+
+def test_an_awaited_failing_start_is_an_error_in_the_cell_and_the_kernel_lives(kernel):
+    kernel.run(SETUP)
+    assert kernel.error('await serve(failing, bind("127.0.0.1", 0, explicit=True))') == "HostingError"
+    assert kernel.run("print(1)") == "1"
+
+
+@pytest.mark.parametrize("prefix", ["", "await asyncio.sleep(0)\n"], ids=["plain cell", "cell with await"])
+def test_the_stop_button_cancels_a_blocking_verb_and_the_server_goes_on(lab, prefix):
+    port = int(lab.run(LAUNCH))
+    text, error = lab.interrupt(prefix + "block(forever())")
+    assert ("cancelled" in text, error) == (True, "KeyboardInterrupt")
+    assert lab.run("print(1)") == "1"
+    assert fetch(port) == b"ok"
+
+
+def test_a_blocking_verb_serves_meanwhile(lab):
+    port = int(lab.run(LAUNCH))
+    lab.start("block(forever())")
+    lab.read(until="started")
+    assert fetch(port) == b"ok"
+    lab.manager.interrupt_kernel()
+    assert lab.read()[1] == "KeyboardInterrupt"
+
+
+def test_sigint_stays_the_kernels(lab):
+    handler = "print(signal.getsignal(signal.SIGINT))"
+    before = lab.run(handler)
+    lab.run(LAUNCH)
+    assert lab.run(handler) == before
+    lab.start("print('started', flush=True)\nwhile True: pass")
+    lab.read(until="started")
+    lab.manager.interrupt_kernel()
+    assert lab.read()[1] == "KeyboardInterrupt"
+
+
+def test_nothing_is_logged_into_cells(lab):
+    port = int(lab.run(LAUNCH))
+    fetch(port)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"not http\r\n\r\n")
+        client.recv(65536)
+    lab.run("block(host.stop())")
+    with pytest.raises(Empty):
+        lab.client.get_iopub_msg(timeout=0.2)
+    assert "Invalid HTTP" in lab.run("from lmx_lab.hosting import recent_logs; print(recent_logs())")
+
+
+def test_shutting_the_kernel_down_ends_the_lifespan_frees_the_port_and_ends_with_zero(lab, tmp_path):
+    lab.run(f"""
+        async def inner(scope, receive, send, app=app):
+            await app(scope, receive, send)
+            if scope["type"] == "lifespan":
+                open({str(tmp_path / "ended")!r}, "w").close()
+
+        app = inner
+    """)
+    port = int(lab.run(LAUNCH))
+    assert fetch(port) == b"ok"
+    lab.manager.shutdown_kernel()
+    assert lab.process.wait(30) == 0
+    assert is_free(port)
+    assert (tmp_path / "ended").exists()
+
+
+def test_a_restarted_kernel_gets_the_same_port_again(lab):
+    port = int(lab.run(LAUNCH))
+    lab.manager.restart_kernel()
+    lab.client.wait_for_ready(timeout=60)
+    lab.run(SETUP)
+    host = f'host = await serve(app, bind("127.0.0.1", {port}, explicit=True)); print(host.port)'
+    assert int(lab.run(host)) == port
+    assert fetch(port) == b"ok"

@@ -1,0 +1,295 @@
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
+from lmx_lab.guard import Guard, GuardPolicy, check, local_policy, loopback_hosts
+from lmx_lab.hosting import bind, serve
+
+STATUS = {"host-forbidden": 421, "origin-forbidden": 403, "unauthorized": 401}
+POLICY = local_policy(8400, hosts=["MyBox", "lab.example:8400", "fe80::7"], origins=["http://localhost:3000/"])
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+def scope(host="localhost:8400", *, kind="http", path="/v1/models", method="GET", scheme="http", **more):
+    hosts = [host] if isinstance(host, str) else host
+    headers = [(b"host", value.encode("latin-1")) for value in hosts]
+    for name, value in more.items():
+        values = [value] if isinstance(value, str) else value
+        headers += [(name.replace("_", "-").encode(), v.encode("latin-1")) for v in values]
+    return {"type": kind, "path": path, "method": method, "scheme": scheme, "headers": headers}
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost:8400", "LocalHost:8400", "127.0.0.1:8400", "[::1]:8400", "mybox", "mybox:1", "[fe80::7]:8400"],
+)
+def test_a_listed_host_passes(host):
+    check(scope(host), POLICY)
+
+
+FOREIGN_HOSTS = [
+    *["evil.example:8400", "localhost", "localhost:8401", "localhost:", "localhost:08400", "localhost:8400:8400", ""],
+    *["me@localhost:8400", "localhost:8400@evil.example", "localhost:8400/", "localhost:8400#", "localhost:8400, x"],
+    *["localhost.:8400", "::1:8400", "[::1]", "[::1:8400", "127.0.0.1.evil.example:8400", "2130706433:8400"],
+    *["localhost\x00:8400", "loc\u00e4lhost:8400", "localhost:٨٤٠٠".encode().decode("latin-1"), "*", "*:8400"],
+    *[[], ["localhost:8400", "localhost:8400"], ["localhost:8400", "evil.example:8400"]],
+]
+
+
+@pytest.mark.parametrize("host", FOREIGN_HOSTS)
+def test_any_other_host_is_refused(host):
+    with pytest.raises(HostForbiddenError):
+        check(scope(host), POLICY)
+
+
+def test_the_refusal_names_the_value_the_allowed_hosts_and_the_setting():
+    with pytest.raises(HostForbiddenError) as caught:
+        check(scope("evil.example:8400"), POLICY)
+    for part in ("evil.example:8400", "localhost:8400", "mybox", "--allow-host", "allowed_hosts"):
+        assert part in caught.value.message
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("ws", 80), ("https", 443), ("wss", 443)])
+def test_a_host_without_port_means_the_port_of_the_scheme(scheme, port):
+    policy = GuardPolicy(hosts=frozenset({f"lab.example:{port}"}))
+    check(scope("lab.example", scheme=scheme), policy)
+    with pytest.raises(HostForbiddenError):
+        check(scope("lab.example", scheme=scheme), GuardPolicy(hosts=frozenset({f"lab.example:{523 - port}"})))
+
+
+def test_only_on_port_80_a_bare_loopback_name_is_listed():
+    assert "localhost" in loopback_hosts(80)
+    assert "localhost" not in loopback_hosts(8400)
+
+
+@given(st.text(alphabet=st.characters(max_codepoint=255), max_size=40))
+def test_no_text_outside_the_list_passes_as_host(text):
+    allowed = POLICY.hosts | {"mybox"}
+    lowered = text.encode("latin-1").decode("latin-1").lower()
+    if lowered not in allowed and not lowered.startswith(("mybox:", "[fe80::7]")):
+        with pytest.raises(HostForbiddenError):
+            check(scope(text), POLICY)
+
+
+@given(
+    st.sampled_from(["http", "https", "ws", "file", "HTTP"]),
+    st.sampled_from(
+        ["localhost", "127.0.0.1", "[::1]", "mybox", "evil.example", "localhost.evil.example", "x@localhost"]
+    ),
+    st.sampled_from(["", ":8400", ":3000", ":80", ":443", ":8400/", ":8400.evil.example"]),
+)
+def test_no_origin_outside_the_list_passes(scheme, name, port):
+    origin = f"{scheme}://{name}{port}"
+    own = scheme.lower() in ("http", "https") and name in ("localhost", "127.0.0.1", "[::1]") and port == ":8400"
+    if own or origin.lower() == "http://localhost:3000":
+        check(scope(origin=origin), POLICY)
+    else:
+        with pytest.raises(OriginForbiddenError):
+            check(scope(origin=origin), POLICY)
+
+
+@pytest.mark.parametrize("origin", ["null", "", "*", "http://", ["http://localhost:3000", "http://localhost:3000"]])
+def test_an_origin_that_is_none_is_refused(origin):
+    with pytest.raises(OriginForbiddenError):
+        check(scope(origin=origin), POLICY)
+
+
+def test_null_stays_refused_even_when_listed():
+    with pytest.raises(OriginForbiddenError):
+        check(scope(origin="null"), GuardPolicy(hosts=loopback_hosts(8400), origins=frozenset({"null"})))
+
+
+def test_on_an_any_port_name_another_port_is_another_program():
+    check(scope("mybox:8400", origin="http://mybox:8400"), POLICY)
+    check(scope("mybox", origin="https://mybox"), POLICY)
+    with pytest.raises(OriginForbiddenError, match="--cors-origin"):
+        check(scope("mybox:8400", origin="http://mybox:9999"), POLICY)
+
+
+KEYED = local_policy(8400, origins=["http://localhost:3000"], key="s3cret")
+
+
+@pytest.mark.parametrize("header", ["Bearer s3cret", "bearer s3cret", "Bearer  s3cret"])
+def test_the_key_opens(header):
+    check(scope(authorization=header), KEYED)
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret x", "Bearer \xff"]
+)
+def test_anything_but_the_key_is_refused_alike(header):
+    with pytest.raises(UnauthorizedError) as caught:
+        check(scope(authorization=header), KEYED)
+    with pytest.raises(UnauthorizedError) as missing:
+        check(scope(), KEYED)
+    assert caught.value.message == missing.value.message
+
+
+def test_two_keys_are_refused_even_if_one_is_right():
+    with pytest.raises(UnauthorizedError):
+        check(scope(authorization=["Bearer s3cret", "Bearer s3cret"]), KEYED)
+
+
+@given(st.text(max_size=20))
+def test_no_other_text_is_the_key(text):
+    if text.strip() != "s3cret":
+        request = scope()
+        request["headers"].append((b"authorization", b"Bearer " + text.encode("utf-8", "surrogatepass")))
+        with pytest.raises(UnauthorizedError):
+            check(request, KEYED)
+
+
+def test_probes_and_preflights_need_no_key():
+    check(scope(path="/healthz"), KEYED)
+    check(scope(path="/readyz"), KEYED)
+    origin = "http://localhost:3000"
+    check(scope(method="OPTIONS", origin=origin, access_control_request_method="POST"), KEYED)
+    with pytest.raises(UnauthorizedError):
+        check(scope(method="OPTIONS", origin=origin), KEYED)
+    with pytest.raises(UnauthorizedError):
+        check(scope(path="/healthz/"), KEYED)
+
+
+def test_a_probe_under_a_foreign_name_is_refused_all_the_same():
+    with pytest.raises(HostForbiddenError):
+        check(scope("evil.example:8400", path="/healthz"), KEYED)
+
+
+def test_the_key_never_shows_in_a_repr():
+    assert "s3cret" not in repr(KEYED)
+
+
+@pytest.mark.parametrize("host", ["*", "*:8400", "http://mybox", "a b", "", "mybox:", "mybox:port"])
+def test_a_configured_host_that_could_never_match_is_refused(host):
+    with pytest.raises(InvalidRequestError, match="allowed_hosts"):
+        local_policy(8400, hosts=[host])
+
+
+@pytest.mark.parametrize("origin", ["*", "http://*", "localhost:3000", "http://a/b", "null", ""])
+def test_a_configured_origin_that_could_never_match_is_refused(origin):
+    with pytest.raises(InvalidRequestError, match="cors_origins"):
+        local_policy(8400, origins=[origin])
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "schlüssel", "a\n"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key):
+    with pytest.raises(InvalidRequestError) as caught:
+        local_policy(8400, key=key)
+    assert "schl" not in caught.value.message
+
+
+def test_configured_origins_match_what_browsers_send():
+    policy = local_policy(8400, origins=["HTTPS://App.Example:443/", "chrome-extension://abc"])
+    assert policy.origins == {"https://app.example", "chrome-extension://abc"}
+
+
+async def hello(scope, receive, send):
+    """A tiny application: says hello over HTTP and WebSocket, and has a lifespan."""
+    if scope["type"] == "lifespan":
+        while (message := await receive())["type"] != "lifespan.shutdown":
+            await send({"type": message["type"] + ".complete"})
+        await send({"type": "lifespan.shutdown.complete"})
+    elif scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.send", "text": "hello"})
+        await send({"type": "websocket.close"})
+    else:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+        await send({"type": "http.response.body", "body": b"hello"})
+
+
+def respond(error: LabError):
+    body = json.dumps({"error": {"code": error.code, "message": error.message}}).encode()
+
+    async def app(scope, receive, send):
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": STATUS[error.code], "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+REFUSED = [
+    ({"Host": "evil.example:8400"}, 421, "host-forbidden"),
+    ({"Origin": "http://evil.example"}, 403, "origin-forbidden"),
+    ({"Origin": "null"}, 403, "origin-forbidden"),
+    ({"Authorization": "Bearer wrong"}, 401, "unauthorized"),
+    ({}, 401, "unauthorized"),
+]
+
+
+@pytest.fixture
+async def address():
+    sock = bind("127.0.0.1", 0, explicit=True)
+    port = sock.getsockname()[1]
+    host = await serve(Guard(hello, policy=lambda: local_policy(port, key="s3cret"), respond=respond), sock)
+    yield f"127.0.0.1:{port}"
+    await host.stop()
+
+
+async def get(address, headers):
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    lines = {"Host": address, **headers, "Connection": "close"}
+    writer.write(b"GET / HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items()).encode() + b"\r\n")
+    answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("headers", "status", "code"), REFUSED)
+async def test_a_refused_request_sees_status_and_body(address, headers, status, code):
+    got, body = await get(address, headers)
+    assert (got, json.loads(body)["error"]["code"]) == (status, code)
+
+
+@pytest.mark.anyio
+async def test_an_allowed_request_reaches_the_application(address):
+    headers = {"Authorization": "Bearer s3cret", "Origin": f"http://{address}"}
+    assert await get(address, headers) == (200, b"hello")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("headers", "status", "code"), REFUSED)
+async def test_a_refused_handshake_sees_status_and_body(address, headers, status, code):
+    extra = [(name, value) for name, value in headers.items() if name != "Host"]
+    name = headers.get("Host", address)
+    ip, port = address.split(":")
+    with pytest.raises(InvalidStatus) as caught:
+        await connect(f"ws://{name}/v1/chat/stream", additional_headers=extra, host=ip, port=int(port), proxy=None)
+    assert caught.value.response.status_code == status
+    assert json.loads(caught.value.response.body)["error"]["code"] == code
+
+
+@pytest.mark.anyio
+async def test_an_allowed_handshake_reaches_the_application(address):
+    headers = {"Authorization": "Bearer s3cret"}
+    async with connect(f"ws://{address}/", additional_headers=headers, proxy=None) as socket:
+        assert await socket.recv() == "hello"
+
+
+@pytest.mark.anyio
+async def test_a_server_without_the_extension_closes_the_handshake():
+    sent = []
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message):
+        sent.append(message)
+
+    guard = Guard(hello, policy=POLICY, respond=respond)
+    await guard(scope("evil.example", kind="websocket"), receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
