@@ -86,7 +86,7 @@ def _blas(_: Settings) -> Iterator[Finding]:
     if hasattr(ctypes.CDLL(None), "openblas_get_config"):
         yield Finding(topic="blas", verdict="fine", text="OpenBLAS, preloaded")
     else:
-        text = "the reference BLAS of MLX's Linux wheel: float products run on one slow core; preload OpenBLAS (LD_PRELOAD)"
+        text = "the slow reference BLAS of MLX's Linux wheel; preload OpenBLAS (LD_PRELOAD) for float models"
         yield Finding(topic="blas", verdict="note", text=text)
 
 

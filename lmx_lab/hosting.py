@@ -264,10 +264,11 @@ class Host:
             if self.loop.is_running():
                 asyncio.run_coroutine_threadsafe(self.stop(1), self.loop).result(1 + 2 * CANCEL_S)
             else:
-                # A kernel ends with a stop of its loop still pending; it would end ours at once.
-                self.loop.stop()
-                self.loop.run_forever()
-                self.loop.run_until_complete(self.stop(1))
+                stopping = self.loop.create_task(self.stop(1))
+                stopping.add_done_callback(lambda _: self.loop.stop())
+                # Again and again: an ended kernel has a stop of its loop still scheduled, which would end this early.
+                while not stopping.done():
+                    self.loop.run_forever()
 
     async def _accepting(self) -> None:
         """Return when requests are accepted; raise what prevented it."""

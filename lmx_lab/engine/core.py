@@ -130,6 +130,7 @@ class EngineCore:
                 f"{generation.model.entry.id} is being unloaded; load a model first: POST /admin/models/load"
             )
         self._scheduler.add(generation, deadline=generation.arrived_at + generation.timeout_s)
+        self._publish()
 
     def cancel(self, generation: Generation) -> None:
         """The reader has left: free the slot, tell nobody."""

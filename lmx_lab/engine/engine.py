@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -51,6 +53,8 @@ class Engine:
 
     def start(self) -> None:
         """Start the engine thread, or a new one after the old one died."""
+        if self._dead is not None and self._thread is not None:
+            self._thread.join()  # on its way out
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
                 return
@@ -155,7 +159,9 @@ class Engine:
             arrived_at=arrived_at,
             timeout_s=request.timeout_s or self.settings.request_timeout_s,
         )
-        stream = TokenStream(generation.mailbox, lambda: self._post(lambda core: core.cancel(generation)))
+        # Weakly: a stream that somebody keeps must not keep the model in memory.
+        cancel = functools.partial(_cancel, weakref.ref(generation))
+        stream = TokenStream(generation.mailbox, lambda: self._post(cancel))
         try:
             await self._call(lambda core: core.submit(generation))
         except LabError as exc:
@@ -247,6 +253,11 @@ def _perform(core: EngineCore, command: Callable[[EngineCore], Any], future: Fut
         future.set_result(command(core))
     except Exception as exc:
         future.set_exception(exc)
+
+
+def _cancel(ended: weakref.ref[Generation], core: EngineCore) -> None:
+    if (generation := ended()) is not None:
+        core.cancel(generation)
 
 
 def _check_length(prompt: list[int], model: LoadedModel) -> None:

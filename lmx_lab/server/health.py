@@ -20,7 +20,9 @@ def health_routes(engine: Engine, *, stall_limit_s: float) -> APIRouter:
     async def healthz() -> Alive:
         return Alive()
 
-    @router.get("/readyz", responses={503: {"model": NotReady, "description": "No model, or no progress"}})
+    @router.get(
+        "/readyz", response_model=Ready, responses={503: {"model": NotReady, "description": "No model, or no progress"}}
+    )
     async def readyz(request: Request) -> Ready | JSONResponse:
         error = _problem(engine, stall_limit_s)
         now = engine.snapshot

@@ -1,4 +1,4 @@
-"""Read what a model folder (``config.json`` and safetensors) is, and refuse what cannot be loaded, from the files alone."""
+"""Say what a model folder (``config.json`` and safetensors) holds, or why it cannot be loaded, from its files alone."""
 
 from __future__ import annotations
 

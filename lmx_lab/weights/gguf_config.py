@@ -13,9 +13,10 @@ from lmx_lab.weights.gguf_header import GgufHeader, GgufTensor
 
 GROUP_SIZE = 32
 QUANTIZED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
-FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Not BF16: MLX reads it from GGUF as float16.
+FLOAT_DTYPES = {"F32": "float32", "F16": "float16"}
 EXPANDED = "Q6_K"
-"""llama.cpp keeps embedding and output so in its Q4_0 files; MLX reads it as float16, which loses nothing that matters."""
+"""llama.cpp keeps embedding and output so in its Q4_0 files; MLX reads it as float16, off by that rounding only."""
 MAY_EXPAND = ("token_embd.weight", "output.weight")
 
 TOP_NAMES = {
@@ -93,7 +94,7 @@ def mlx_name(name: str) -> str | None:
 
 
 def converted_bytes(header: GgufHeader) -> int:
-    """An upper bound of what the import writes: scales of 16 bits in pairs, expanded tensors, 32 MiB for the tokenizer."""
+    """An upper bound of what the import writes: scales in pairs, expanded tensors, 32 MiB for the tokenizer."""
     weights = sum(
         tensor.size_bytes * 5 // 2 if tensor.type == EXPANDED else tensor.size_bytes * 9 // 8
         for tensor in header.tensors
@@ -124,20 +125,13 @@ def mlx_config(header: GgufHeader, eos_ids: list[int], rope_scaling: dict[str, A
         "rope_traditional": True,
         "rope_scaling": rope_scaling or _linear_scaling(header),
         "tie_word_embeddings": "output.weight" not in names,
-        "torch_dtype": float_dtype(header),
+        "torch_dtype": FLOAT_DTYPES.get(embedding.type, "float16"),
         "bos_token_id": bos,
         "eos_token_id": eos_ids,
         "pad_token_id": pad,
         **_quantization(header),
     }
     return {key: value for key, value in config.items() if value is not None}
-
-
-def float_dtype(header: GgufHeader) -> str:
-    """The one type of everything that is not quantized: float16 beside MLX's float16 scales, else the embedding's."""
-    if any(tensor.type in QUANTIZED_BITS or tensor.type == EXPANDED for tensor in header.tensors):
-        return "float16"
-    return next(FLOAT_DTYPES[tensor.type] for tensor in header.tensors if tensor.name == "token_embd.weight")
 
 
 def head_dim(header: GgufHeader) -> int:

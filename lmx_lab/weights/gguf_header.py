@@ -1,7 +1,7 @@
 """Read the header of a GGUF file (versions 2 and 3): metadata and the table of tensors, with ``struct`` alone.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The file may be hostile: every length is bounded by
-the file's size and by a limit, so that reading takes a bounded time and memory.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The file may be hostile: every length is bounded
+by the file's size and by a limit, so that reading takes a bounded time and memory.
 """
 
 from __future__ import annotations

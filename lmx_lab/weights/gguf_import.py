@@ -1,8 +1,8 @@
 """Convert a llama-family GGUF file into an MLX folder: ``python -m lmx_lab.weights.gguf_import SOURCE FOLDER``.
 
-A process of its own: MLX lives on the engine thread of the server and nowhere else, and a hostile file can at worst end
-this process. The last line of standard output is ``{"ok": true}`` or ``{"error": "...", "full": false}``, where ``full``
-says that the disk was.
+A process of its own: MLX lives on the engine thread of the server and nowhere else, and a hostile file can at worst
+end this process. The last line of standard output is ``{"ok": true}`` or ``{"error": "...", "full": false}``, where
+``full`` says that the disk was.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -20,7 +20,6 @@ from lmx_lab.weights.gguf_config import (
     GROUP_SIZE,
     QUANTIZED_BITS,
     ROPE_FACTORS,
-    float_dtype,
     head_dim,
     llama3_scaling,
     mlx_config,
@@ -30,13 +29,12 @@ from lmx_lab.weights.gguf_config import (
 from lmx_lab.weights.gguf_header import GgufHeader, GgufTensor, read_header
 from lmx_lab.weights.gguf_tokenizer import build_tokenizer, eos_ids, read_vocabulary, tokenizer_config
 
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-
 
 def convert(source: Path, folder: Path) -> None:
     """Write ``config.json``, ``model.safetensors`` and the tokenizer's files into an existing folder.
 
-    Quantized matrices keep their bits. MLX must not be in use elsewhere in this process.
+    Every tensor keeps its bits, the float32 norms too: they make MLX compute in float32, where its CPU kernels, in
+    float16, lose the answers of a small model. MLX must not be in use elsewhere in this process.
 
     Raises:
         UnusableModelError: the file is damaged, or nothing that can be imported without quantizing anew.
@@ -57,9 +55,11 @@ def convert(source: Path, folder: Path) -> None:
 
 def _load(source: Path) -> dict[str, mx.array]:
     try:
-        arrays: dict[str, mx.array] = mx.load(str(source), format="gguf")
+        arrays = mx.load(str(source), format="gguf")
     except (RuntimeError, ValueError) as exc:
         raise UnusableModelError(f"{source} cannot be read by MLX: {exc}") from exc
+    if not isinstance(arrays, dict):
+        raise UnusableModelError(f"{source} is read by MLX as {type(arrays).__name__}, not as named tensors")
     return arrays
 
 
@@ -67,28 +67,27 @@ def _rope_scaling(header: GgufHeader, factors: mx.array | None) -> dict[str, Any
     if factors is None:
         return None
     theta = header.number("llama.rope.freq_base") or 10_000.0
-    scaling = llama3_scaling(factors.astype(mx.float32).tolist(), head_dim(header), theta)
+    scaling = llama3_scaling(cast("list[float]", factors.tolist()), head_dim(header), theta)
     if scaling is None:
         raise UnusableModelError(f"{header.path} scales positions in a way that cannot be imported ({ROPE_FACTORS})")
     return scaling
 
 
 def _mlx_weights(header: GgufHeader, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    dtype = DTYPES[float_dtype(header)]
     weights: dict[str, mx.array] = {}
     for tensor in header.tensors:
         if tensor.name != ROPE_FACTORS:
-            weights.update(_renamed(tensor, arrays, dtype))
+            weights.update(_renamed(tensor, arrays))
     return weights
 
 
-def _renamed(tensor: GgufTensor, arrays: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+def _renamed(tensor: GgufTensor, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """One tensor under MLX's names; a quantized one comes as weight, scales and biases."""
     name = str(mlx_name(tensor.name))
     bits = QUANTIZED_BITS.get(tensor.type)
     shape = tuple(reversed(tensor.shape))
     if bits is None:
-        return {name: _expect(arrays, tensor.name, shape).astype(dtype)}
+        return {name: _expect(arrays, tensor.name, shape)}
     stem, mlx_stem = tensor.name.removesuffix("weight"), name.removesuffix("weight")
     groups = (*shape[:-1], shape[-1] // GROUP_SIZE)
     packed = _expect(arrays, tensor.name, (*shape[:-1], shape[-1] * bits // 32))

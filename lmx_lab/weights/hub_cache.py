@@ -1,0 +1,50 @@
+"""The layout of the hub cache, read without huggingface_hub.
+
+``models--org--name/refs/main`` names a commit, ``models--org--name/snapshots/<commit>/`` holds its files:
+https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+PREFIX = "models--"
+COMMIT = re.compile(r"[0-9a-f]{7,64}")
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where hub models are cached, by the hub's own environment variables."""
+    environ = os.environ if environ is None else environ
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if folder := environ.get(name):
+            return Path(os.path.expandvars(folder)).expanduser()
+    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(os.path.expandvars(home)).expanduser() / "hub"
+
+
+def repo_folder(cache: Path, repo_id: str) -> Path:
+    """Where the cache keeps a repository, present or not."""
+    return cache / (PREFIX + repo_id.replace("/", "--"))
+
+
+def snapshots(cache: Path) -> Iterator[tuple[str, Path]]:
+    """The id and the current snapshot of every model in the cache, whole or not."""
+    for folder in sorted(cache.glob(f"{PREFIX}*")):
+        snapshot = _current(folder)
+        if snapshot is not None:
+            yield folder.name.removeprefix(PREFIX).replace("--", "/", 1), snapshot
+
+
+def _current(folder: Path) -> Path | None:
+    """What ``refs/main`` names; the only snapshot, where a model was fetched by its commit."""
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        found = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
+        return found[0] if len(found) == 1 else None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if COMMIT.fullmatch(commit) and snapshot.is_dir() else None

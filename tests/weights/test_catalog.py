@@ -1,0 +1,239 @@
+"""What is on disk, and what is not a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.errors import ModelNotFoundError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, ModelEntry
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MakeModel = Callable[..., Path]
+
+
+def put_in_hub_cache(make_model: MakeModel, hub: Path, repo: str) -> Path:
+    folder = hub / f"models--{repo.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(COMMIT)
+    return make_model(folder / "snapshots" / COMMIT)
+
+
+def test_scan_lists_store_hub_cache_and_extra_folders_by_id(
+    catalog: Catalog, tmp_path: Path, make_model: MakeModel
+) -> None:
+    make_model(tmp_path / "home/models/small")
+    make_model(tmp_path / "home/models/org/name")
+    put_in_hub_cache(make_model, tmp_path / "hub", "hub-org/big--model")
+    make_model(tmp_path / "extra/mine")
+    found = [(entry.id, entry.source) for entry in catalog.scan()]
+    assert found == [("hub-org/big--model", "hub"), ("mine", "folder"), ("org/name", "store"), ("small", "store")]
+
+
+def test_of_one_id_the_store_wins_and_then_the_hub(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+    for folder in ("home/models/org/a", "extra/org/a", "extra/org/b"):
+        make_model(tmp_path / folder)
+    for repo in ("org/a", "org/b"):
+        put_in_hub_cache(make_model, tmp_path / "hub", repo)
+    assert [(entry.id, entry.source) for entry in catalog.scan()] == [("org/a", "store"), ("org/b", "hub")]
+    assert catalog.resolve("org/b").source == "hub"
+
+
+def test_a_damaged_copy_gives_way_to_a_whole_one(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+    (make_model(tmp_path / "home/models/org/a") / "model.safetensors").write_bytes(b"")
+    put_in_hub_cache(make_model, tmp_path / "hub", "org/a")
+    assert [entry.source for entry in catalog.scan()] == ["hub"]
+    assert catalog.resolve("org/a").source == "hub"
+
+
+def test_an_extra_folder_may_be_a_model_itself(tmp_path: Path, make_model: MakeModel) -> None:
+    catalog = Catalog(Settings(home=tmp_path / "home", model_folders=(make_model(tmp_path / "one"),)))
+    assert [entry.id for entry in catalog.scan()] == ["one"]
+
+
+def test_nothing_on_disk_is_an_empty_list(catalog: Catalog) -> None:
+    assert catalog.scan() == []
+
+
+def test_a_ref_of_the_hub_cache_cannot_lead_elsewhere(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+    snapshot = put_in_hub_cache(make_model, tmp_path / "hub", "org/a")
+    make_model(tmp_path / "elsewhere")
+    (snapshot.parents[1] / "refs" / "main").write_text("../../../elsewhere")
+    assert catalog.scan() == []
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "kind"),
+    [
+        ({}, {}, "chat"),
+        ({"architectures": None}, {}, "chat"),
+        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, {"modules.json": {}}, "embedding"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, {"1_Pooling/config.json": {}}, "embedding"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, {}, "embedding"),
+        ({"architectures": ["XLMRobertaForMaskedLM"], "model_type": "xlm-roberta"}, {}, "embedding"),
+        ({"architectures": ["XLMRobertaForSequenceClassification"], "model_type": "xlm-roberta"}, {}, "rerank"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, {"modules.json": {}}, "rerank"),
+        ({}, {"config_sentence_transformers.json": {"model_type": "CrossEncoder"}, "modules.json": {}}, "rerank"),
+    ],
+)
+def test_the_kind_is_told_from_the_files(
+    catalog: Catalog,
+    tmp_path: Path,
+    make_model: MakeModel,
+    config: Mapping[str, Any],
+    files: Mapping[str, Any],
+    kind: str,
+) -> None:
+    make_model(tmp_path / "extra/reranker-embedding-chat", config, files)
+    assert [entry.kind for entry in catalog.scan()] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization"),
+    [
+        ({}, "float16"),
+        ({"quantization": {"bits": 4, "group_size": 64}}, "4-bit, group 64"),
+        ({"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}}, "mxfp4, 4-bit, group 32"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "awq, 4-bit, group 128"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+    ],
+)
+def test_quantization_is_named_in_one_way(
+    catalog: Catalog, tmp_path: Path, make_model: MakeModel, config: Mapping[str, Any], quantization: str
+) -> None:
+    make_model(tmp_path / "extra/m", config)
+    assert catalog.resolve("m").quantization == quantization
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "length"),
+    [
+        ({}, {}, 2048),
+        ({"max_position_embeddings": None}, {}, None),
+        ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 99}}, {}, 99),
+        ({}, {"sentence_bert_config.json": {"max_seq_length": 256}}, 256),
+    ],
+)
+def test_context_length_is_read_from_the_files(
+    catalog: Catalog,
+    tmp_path: Path,
+    make_model: MakeModel,
+    config: Mapping[str, Any],
+    files: Mapping[str, Any],
+    length: int | None,
+) -> None:
+    make_model(tmp_path / "extra/m", config, files)
+    assert catalog.resolve("m").context_length == length
+
+
+def spoil(folder: Path, how: str) -> None:
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    index = {"weight_map": {"w": "model-00002-of-00002.safetensors"}}
+    changes: dict[str, Callable[[], object]] = {
+        "no config": (folder / "config.json").unlink,
+        "config no JSON": lambda: (folder / "config.json").write_text("{"),
+        "config deeply nested": lambda: (folder / "config.json").write_text("[" * 100_000),
+        "config a list": lambda: (folder / "config.json").write_text("[]"),
+        "no model_type": lambda: (folder / "config.json").write_text("{}"),
+        "own code": lambda: (folder / "config.json").write_text('{"model_type": "llama", "model_file": "m.py"}'),
+        "only own code": lambda: (folder / "config.json").write_text('{"auto_map": {"AutoModel": "m.M"}}'),
+        "no tokenizer": (folder / "tokenizer.json").unlink,
+        "no weights": weights.unlink,
+        "empty weights": lambda: weights.write_bytes(b""),
+        "cut in the data": lambda: weights.write_bytes(whole[:-1]),
+        "cut in the header": lambda: weights.write_bytes(whole[:20]),
+        "longer than said": lambda: weights.write_bytes(whole + b"x"),
+        "huge header": lambda: weights.write_bytes(b"\xff" * 8 + whole),
+        "header no object": lambda: weights.write_bytes(b"\x02" + bytes(7) + b"[]"),
+        "header malformed": lambda: weights.write_bytes(b"\x07" + bytes(7) + b'{"w":1}'),
+        "missing shard": lambda: (folder / "model.safetensors.index.json").write_text(json.dumps(index)),
+        "missing shard, no index": lambda: weights.rename(folder / "model-00001-of-00002.safetensors"),
+        "index elsewhere": lambda: (folder / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"w": "../../x.safetensors"}}'
+        ),
+        "index malformed": lambda: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": 1}}'),
+    }
+    changes[how]()
+
+
+DAMAGES = {
+    "no config": "no config.json", "config no JSON": "JSON", "config deeply nested": "JSON", "config a list": "JSON",
+    "no model_type": "model_type", "own code": "code of its own", "only own code": "code of its own",
+    "no tokenizer": "tokenizer", "no weights": "safetensors", "empty weights": "cut short",
+    "cut in the data": "cut short", "cut in the header": "cut short", "longer than said": "longer",
+    "huge header": "no safetensors", "header no object": "no JSON object", "header malformed": "malformed",
+    "missing shard": "lacks 1 of 2", "missing shard, no index": "lacks 1 of 2", "index elsewhere": "malformed",
+    "index malformed": "malformed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_folder_is_refused_with_the_reason_and_left_out_of_the_list(
+    catalog: Catalog, tmp_path: Path, make_model: MakeModel, how: str
+) -> None:
+    folder = make_model(tmp_path / "model")
+    entry = catalog.resolve(str(folder))
+    spoil(folder, how)
+    for look in (lambda: catalog.check(entry), lambda: catalog.resolve(str(folder))):
+        with pytest.raises(UnusableModelError, match=DAMAGES[how]):
+            look()
+    assert Catalog(Settings(home=tmp_path / "home", model_folders=(tmp_path,))).scan() == []
+
+
+def test_a_path_is_taken_from_local_callers_only(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+    folder = make_model(tmp_path / "model")
+    entry = catalog.resolve(str(folder))
+    assert (entry.id, entry.path, entry.source) == ("model", folder, "path")
+    with pytest.raises(ModelNotFoundError):
+        catalog.resolve(str(folder), local=False)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../extra/m", "/etc", "~", "a\0b", "\ud800", "x" * 5000, "org/../m"])
+def test_odd_names_from_elsewhere_find_nothing(
+    catalog: Catalog, tmp_path: Path, make_model: MakeModel, name: str
+) -> None:
+    make_model(tmp_path / "extra/m")
+    with pytest.raises(ModelNotFoundError):
+        catalog.resolve(name, local=False)
+
+
+def test_a_missing_model_names_what_there_is_and_the_next_step(
+    catalog: Catalog, tmp_path: Path, make_model: MakeModel
+) -> None:
+    make_model(tmp_path / "extra/present")
+    with pytest.raises(ModelNotFoundError, match=r"'absent'.*present.*lmx-lab pull.*smollm2-135m"):
+        catalog.resolve("absent")
+
+
+def test_a_starters_id_never_means_a_folder_that_happens_to_be_here(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "smollm2-135m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError):
+        catalog.resolve("smollm2-135m")
+
+
+def test_fetching_what_is_there_returns_it_at_once(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+    make_model(tmp_path / "extra/m")
+    entry = catalog.fetch("m")
+    assert isinstance(entry, ModelEntry)
+    assert entry == catalog.resolve("m")
+
+
+def test_fetching_an_unknown_bare_name_asks_no_hub(catalog: Catalog) -> None:
+    with pytest.raises(ModelNotFoundError):
+        catalog.fetch("unheard-of")
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, lmx_lab.weights; print([m for m in ('mlx', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
