@@ -31,7 +31,6 @@ STATUS: dict[type[LabError], int] = {
     errors.ModelBusyError: 409,
     errors.QueueFullError: 429,
     errors.StorageFullError: 507,
-    errors.DownloadError: 502,
     errors.EngineError: 500,
     errors.GenerationTimeoutError: 504,
     errors.OutOfMemoryError: 503,
@@ -42,11 +41,11 @@ NO_RETRY = (
     errors.NotLoadedError,
     errors.OutOfMemoryError,
     errors.StorageFullError,
-    errors.DownloadError,
     errors.GenerationTimeoutError,
     errors.EngineDeadError,
     errors.ModelBusyError,
 )
+NOT_FIELDS = ("body", "query", "str", "constrained-str")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -80,16 +79,23 @@ def request_id_of(connection: Request | WebSocket) -> str | None:
 
 def invalid(exc: ValidationError | RequestValidationError) -> InvalidRequestError:
     """The first thing that is wrong with a body, by field."""
-    first: dict[str, Any] = dict(exc.errors()[0])
-    path = [str(part) for part in first["loc"] if part not in ("body", "query")]
-    # A union reports the alternative it tried as a part of the path; the field before it says enough.
-    field = ".".join(part for part in path if part.isidentifier() or part.isdigit())
-    said = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
+    wrong = _first(list(exc.errors()))
+    # A union puts the alternative it tried into the path: a name of a type, not of a field.
+    path = [str(part) for part in wrong["loc"] if part not in NOT_FIELDS and "[" not in str(part)]
+    field = ".".join(path)
+    said = wrong["msg"].removeprefix("Value error, ")
+    if wrong["type"] == "extra_forbidden":
         said = "is not a field of this request, or not supported by this version"
-    given = first.get("input")
+    given = wrong.get("input")
     shown = f" (given: {given!r:.80})" if isinstance(given, str | int | float | bool) else ""
     return InvalidRequestError(f"{field or 'body'}: {said}{shown}", param=field or None)
+
+
+def _first(problems: list[Any]) -> dict[str, Any]:
+    """The first problem; of a union's alternatives the one that got furthest, which is what the caller meant."""
+    place = problems[0]["loc"][:-1]
+    alternatives = [problem for problem in problems if problem["loc"][: len(place)] == place]
+    return dict(max(alternatives if place else problems[:1], key=lambda problem: len(problem["loc"])))
 
 
 async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:

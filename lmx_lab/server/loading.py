@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from lmx_lab.engine import Engine, LoadReport
-from lmx_lab.errors import AdminForbiddenError, LabError, ModelBusyError, ModelNotFoundError
+from lmx_lab.errors import AdminForbiddenError, DownloadError, LabError, ModelBusyError, ModelNotFoundError
 from lmx_lab.feed import Feed
 from lmx_lab.weights import Catalog, ModelEntry, Progress
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
@@ -30,7 +30,8 @@ class ModelLoader:
         A caller who leaves does not stop the load; who asks for the same model meanwhile waits for the same load.
 
         Raises:
-            ModelNotFoundError, UnusableModelError, StorageFullError, DownloadError, OutOfMemoryError: nothing changed.
+            ModelNotFoundError: not on disk, and not to be had.
+            UnusableModelError, StorageFullError, OutOfMemoryError: see the message for what is loaded now.
             ModelBusyError: another model is being loaded.
         """
         if self._task is None or self._task.done():
@@ -92,7 +93,11 @@ class ModelLoader:
     async def _download(self, name: str, missing: ModelNotFoundError, *, local: bool) -> ModelEntry:
         if not self._downloads or not local:
             raise missing
-        return await self._fetch(name)
+        try:
+            return await self._fetch(name)
+        except DownloadError as exc:
+            # For the caller of a load there is one answer: the model is not here. The message says why.
+            raise ModelNotFoundError(f"{name} is not on this disk: {exc.message}", param="model") from exc
 
     async def _fetch(self, name: str) -> ModelEntry:
         def tell(progress: Progress) -> None:

@@ -43,6 +43,13 @@ def refuse_unsupported(header: GgufHeader) -> None:
     _refuse_variant(header)
     for tensor in header.tensors:
         _refuse_tensor(header, tensor)
+    _refuse_gaps(header)
+    if header.text("tokenizer.ggml.model") not in ("gpt2", "llama"):
+        model = header.text("tokenizer.ggml.model")
+        raise UnusableModelError(f"{header.path} has a vocabulary of kind {model}; gpt2 and llama can be imported")
+
+
+def _refuse_gaps(header: GgufHeader) -> None:
     names = {tensor.name for tensor in header.tensors}
     layers = _required(header, "block_count")
     if layers > 10_000:
@@ -50,9 +57,31 @@ def refuse_unsupported(header: GgufHeader) -> None:
     wanted = {f"blk.{n}.{name}.weight" for n in range(layers) for name in LAYER_NAMES} | set(TOP_NAMES)
     if missing := sorted(wanted - names - {"output.weight"}):
         raise UnusableModelError(f"{header.path} lacks {len(missing)} tensors, first {missing[0]}")
-    if header.text("tokenizer.ggml.model") not in ("gpt2", "llama"):
-        model = header.text("tokenizer.ggml.model")
-        raise UnusableModelError(f"{header.path} has a vocabulary of kind {model}; gpt2 and llama can be imported")
+    for tensor in header.tensors:
+        _refuse_shape(header, tensor)
+
+
+def _refuse_shape(header: GgufHeader, tensor: GgufTensor) -> None:
+    if tensor.name == ROPE_FACTORS:
+        return
+    match = LAYER.fullmatch(tensor.name)
+    expected = _shape(header, match[2] if match else tensor.name.removesuffix(".weight"), tensor.shape[-1])
+    if tensor.shape != expected:
+        raise UnusableModelError(f"{header.path} is damaged: {tensor.name} of shape {tensor.shape}, not {expected}")
+
+
+def _shape(header: GgufHeader, name: str, rows: int) -> tuple[int, ...]:
+    """What the metadata says of a tensor; ``rows`` is for embedding and output, which define the vocabulary's size."""
+    hidden, inner = _required(header, "embedding_length"), _required(header, "feed_forward_length")
+    heads = _required(header, "attention.head_count")
+    queries = heads * head_dim(header)
+    values = (header.integer("llama.attention.head_count_kv") or heads) * head_dim(header)
+    shapes = {
+        "attn_q": (hidden, queries), "attn_k": (hidden, values), "attn_v": (hidden, values),
+        "attn_output": (queries, hidden), "ffn_gate": (hidden, inner), "ffn_up": (hidden, inner),
+        "ffn_down": (inner, hidden), "token_embd": (hidden, rows), "output": (hidden, rows),
+    }  # fmt: skip
+    return shapes.get(name, (hidden,))
 
 
 def _refuse_variant(header: GgufHeader) -> None:

@@ -108,6 +108,12 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _is_full_disk(exc: Exception) -> bool:
+    """MLX and tokenizers raise errors of no kind with the system's message, or MLX's own, in them."""
+    known = isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)
+    return known or any(phrase in str(exc) for phrase in ("[write] Unable", "No space left", "quota exceeded"))
+
+
 def main(source: str, folder: str) -> int:
     """Run ``convert`` and print one line of JSON about it."""
     answer: dict[str, object] = {"ok": True}
@@ -115,9 +121,9 @@ def main(source: str, folder: str) -> int:
         convert(Path(source), Path(folder))
     except UnusableModelError as exc:
         answer = {"error": exc.message, "full": False}
-    except (OSError, RuntimeError, ValueError, MemoryError) as exc:
-        full = isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)
-        answer = {"error": f"{source} cannot be imported: {exc!r}", "full": full}
+    # Whatever it is, this process ends with it, and its last word is for the caller.
+    except Exception as exc:
+        answer = {"error": f"{source} cannot be imported: {exc!r}", "full": _is_full_disk(exc)}
     finally:
         mx.synchronize()
         # Streams are per thread; the process aborts at exit if they outlive it.

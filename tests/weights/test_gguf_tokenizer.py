@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from lmx_lab.weights.gguf_header import read_header
 from lmx_lab.weights.gguf_tokenizer import build_tokenizer, read_vocabulary
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "stone", "roofs", "and", "nobody", "came", "to", "see", "it", "at", "all", "naïve", "日本"]
+TEXT = "the cat sat on a mat while rain fell over old stone roofs and nobody came to see it at all naïve 日本"
+WORDS = TEXT.split()
 
 
 def tokenizer_of(path: Path, data: bytes) -> Tokenizer:
@@ -55,7 +56,7 @@ def trained() -> sentencepiece.SentencePieceProcessor:
     sentences = (" ".join(chance.choices(WORDS, k=12)) for _ in range(400))
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences, model_writer=model, vocab_size=420, model_type="bpe", byte_fallback=True,
+        sentence_iterator=sentences, model_writer=model, vocab_size=380, model_type="bpe", byte_fallback=True,
         normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=1.0, minloglevel=2,
     )  # fmt: skip
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())

@@ -1,0 +1,273 @@
+"""Model management, health, metrics: specification sections 2.7-2.9, 3, 4.2, 4.3."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab.lab import Lab
+from tests.conftest import write_tiny_llama
+from tests.flows.conftest import chat_body, serving
+
+CHAT = "/v1/chat/completions"
+
+
+def load(http: httpx2.Client, model: str) -> httpx2.Response:
+    return http.post("/admin/models/load", json={"model": model})
+
+
+def code(response: httpx2.Response) -> str:
+    return str(response.json()["error"]["code"])
+
+
+def test_health_says_the_process_runs(http: httpx2.Client) -> None:
+    assert http.get("/healthz").json() == {"status": "ok"}
+
+
+def test_readiness_follows_the_model(fresh_http: httpx2.Client) -> None:
+    ready = fresh_http.get("/readyz")
+    assert ready.status_code == 200
+    assert (ready.json()["ready"], ready.json()["model"]) == (True, "tiny")
+    assert ready.json()["vram_gb"] > 0
+    unloaded = fresh_http.post("/admin/models/unload")
+    assert unloaded.json()["success"] is True
+    assert unloaded.json()["freed_vram_gb"] == pytest.approx(ready.json()["vram_gb"], rel=0.1)
+    not_ready = fresh_http.get("/readyz")
+    assert not_ready.status_code == 503
+    body = not_ready.json()
+    assert (body["ready"], body["model"], body["vram_gb"]) == (False, "", 0.0)
+    assert body["error"]["code"] == "no-model-loaded"
+    refused = fresh_http.post(CHAT, json=chat_body())
+    assert (refused.status_code, code(refused)) == (503, "no-model-loaded")
+    assert "load" in refused.json()["error"]["message"]
+    assert load(fresh_http, "tiny").status_code == 200
+    assert fresh_http.get("/readyz").status_code == 200
+
+
+def test_unloading_nothing_succeeds(fresh_http: httpx2.Client) -> None:
+    fresh_http.post("/admin/models/unload")
+    assert fresh_http.post("/admin/models/unload").json() == {"success": True, "freed_vram_gb": 0.0}
+
+
+def test_the_list_has_everything_on_disk_and_what_is_loaded(http: httpx2.Client, tiny_home: Path) -> None:
+    records = {record["id"]: record for record in http.get("/admin/models").json()["models"]}
+    assert {"tiny", "tiny-two"} <= set(records)
+    loaded, other = records["tiny"], records["tiny-two"]
+    assert (loaded["loaded"], loaded["format"], loaded["kind"]) == (True, "mlx", "chat")
+    assert loaded["vram_gb"] > 0
+    assert loaded["context_length"] == 512
+    assert Path(loaded["path"]) == tiny_home / "models" / "tiny"
+    assert (other["loaded"], other["vram_gb"]) == (False, None)
+
+
+def test_the_chat_formats_list(http: httpx2.Client) -> None:
+    body = http.get("/v1/models").json()
+    assert body["object"] == "list"
+    assert {"tiny", "tiny-two"} <= {card["id"] for card in body["data"]}
+    assert http.get("/v1/models/tiny").json()["object"] == "model"
+
+
+def test_a_load_takes_the_place_of_what_is_loaded(fresh_http: httpx2.Client) -> None:
+    body = load(fresh_http, "tiny-two").json()
+    assert set(body) == {"success", "model", "load_time_ms", "vram_gb"}
+    assert (body["success"], body["model"]) == (True, "tiny-two")
+    assert body["load_time_ms"] > 0
+    loaded = [record["id"] for record in fresh_http.get("/admin/models").json()["models"] if record["loaded"]]
+    assert loaded == ["tiny-two"]
+    assert fresh_http.post(CHAT, json=chat_body(model="tiny-two")).status_code == 200
+    assert fresh_http.post(CHAT, json=chat_body(model="tiny")).status_code == 503
+
+
+def test_loading_what_is_loaded_is_done_at_once(fresh_http: httpx2.Client) -> None:
+    assert load(fresh_http, "tiny").json()["load_time_ms"] == 0
+
+
+def test_a_path_can_be_loaded_from_this_machine(fresh_http: httpx2.Client, tiny_home: Path) -> None:
+    assert load(fresh_http, str(tiny_home / "models" / "tiny-two")).json()["success"] is True
+
+
+@pytest.mark.parametrize("body", [{}, {"model": ""}, {"model": 3}, {"model": "tiny", "quickly": True}])
+def test_a_malformed_load_is_400(http: httpx2.Client, body: dict[str, Any]) -> None:
+    response = http.post("/admin/models/load", json=body)
+    assert (response.status_code, code(response)) == (400, "invalid-request")
+
+
+class TestWhatCannotBeLoaded:
+    """The loaded model stays and answers."""
+
+    @pytest.fixture(autouse=True)
+    def _tiny_still_answers(self, http: httpx2.Client) -> Iterator[None]:
+        yield
+        assert http.post(CHAT, json=chat_body()).status_code == 200
+
+    @pytest.mark.parametrize("name", ["unheard-of", "/no/such/folder", "../no/such/folder"])
+    def test_an_unknown_name_is_404(self, http: httpx2.Client, name: str) -> None:
+        response = load(http, name)
+        assert (response.status_code, code(response)) == (404, "model-not-found")
+
+    def test_a_hub_id_that_nobody_can_fetch_is_404(self, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        response = load(http, "nobody/nothing")
+        assert (response.status_code, code(response)) == (404, "model-not-found")
+
+    def test_a_folder_that_is_no_model(self, http: httpx2.Client, tmp_path: Path) -> None:
+        response = load(http, str(tmp_path))
+        assert (response.status_code, code(response)) == (400, "invalid-request")
+        assert "config.json" in response.json()["error"]["message"]
+
+    def test_a_truncated_safetensors_file(self, http: httpx2.Client, tiny_home: Path, tmp_path: Path) -> None:
+        shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "cut")
+        weights = tmp_path / "cut" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        response = load(http, str(tmp_path / "cut"))
+        assert (response.status_code, code(response)) == (400, "invalid-request")
+        assert "model.safetensors" in response.json()["error"]["message"]
+
+    def test_weights_that_do_not_fit_the_architecture(
+        self, http: httpx2.Client, tiny_home: Path, tmp_path: Path
+    ) -> None:
+        shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "odd")
+        config = json.loads((tmp_path / "odd" / "config.json").read_text())
+        (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+        response = load(http, str(tmp_path / "odd"))
+        assert (response.status_code, code(response)) == (400, "invalid-request")
+        assert "tiny is loaded again" in response.json()["error"]["message"]
+
+    def test_an_architecture_that_mlx_lm_does_not_know(
+        self, http: httpx2.Client, tiny_home: Path, tmp_path: Path
+    ) -> None:
+        shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "new")
+        config = json.loads((tmp_path / "new" / "config.json").read_text())
+        (tmp_path / "new" / "config.json").write_text(
+            json.dumps({**config, "model_type": "from_the_future", "architectures": ["FutureForCausalLM"]})
+        )
+        response = load(http, str(tmp_path / "new"))
+        assert (response.status_code, code(response)) == (400, "invalid-request")
+
+
+def test_a_full_disk_is_507_before_the_first_byte(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with serving(home, None, disk_reserve_bytes=10**18) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+        response = load(http, "smollm2-135m")
+    assert (response.status_code, code(response)) == (507, "storage-full")
+    assert response.headers["x-should-retry"] == "false"
+    assert [path for path in home.rglob("*") if path.stat().st_size > 4096] == []
+
+
+def test_downloads_can_be_forbidden(tmp_path: Path) -> None:
+    with serving(tmp_path, None, downloads=False) as lab, httpx2.Client(base_url=lab.url) as http:
+        assert load(http, "smollm2-135m").status_code == 404
+
+
+def test_running_requests_end_well_before_a_swap(fresh_http: httpx2.Client) -> None:
+    with fresh_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=200)) as response:
+        pieces = response.iter_text()
+        first = next(pieces)
+        swapped = threading.Thread(target=load, args=(fresh_http, "tiny-two"))
+        swapped.start()
+        text = first + "".join(pieces)
+    swapped.join()
+    assert text.endswith("data: [DONE]\n\n")
+    assert '"predicted_n":200' in text
+    assert fresh_http.get("/readyz").json()["model"] == "tiny-two"
+
+
+def test_an_encoder_says_that_it_is_none_for_chat(tiny_home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "encoder"
+    write_tiny_llama(folder, tiny_home / "models" / "tiny", seed=1)
+    (folder / "modules.json").write_text('[{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]')
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    with serving(tmp_path, None) as lab, httpx2.Client(base_url=lab.url) as http:
+        response = load(http, "encoder")
+    assert (response.status_code, code(response)) == (400, "invalid-request")
+    assert "embedding" in response.json()["error"]["message"]
+
+
+def events(lab: Lab, query: str = "") -> Iterator[dict[str, Any]]:
+    with httpx2.stream("GET", f"{lab.url}/admin/events{query}", timeout=30) as response:
+        for line in response.iter_lines():
+            if line:
+                yield json.loads(line.removeprefix("data: "))
+
+
+def test_metrics_have_the_specified_three_types_and_no_others(lab: Lab) -> None:
+    stream = events(lab)
+    seen = {}
+    while len(seen) < 3:
+        event = next(stream)
+        seen[event["type"]] = event
+    assert set(seen) == {"throughput", "memory", "heartbeat"}
+    assert set(seen["throughput"]) == {"type", "tokens_per_second", "active_requests"}
+    memory = seen["memory"]
+    assert memory["pct"] == pytest.approx(100 * memory["vram_used_gb"] / memory["vram_total_gb"])
+    assert seen["heartbeat"]["uptime"] > 0
+
+
+def test_throughput_shows_running_work(lab: Lab, http: httpx2.Client) -> None:
+    stream = events(lab)
+    next(stream)
+    with http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=450)) as response:
+        assert response.status_code == 200
+        pieces = response.iter_text()  # dropped, it would close the connection
+        next(pieces)
+        while (event := next(stream))["type"] != "throughput" or event["tokens_per_second"] == 0:
+            pass
+
+
+def test_watchers_who_ask_see_loads_and_requests(fresh_lab: Lab, fresh_http: httpx2.Client) -> None:
+    stream = events(fresh_lab, "?include=models,requests")
+    next(stream)
+    fresh_http.post(CHAT, json=chat_body())
+    load(fresh_http, "tiny-two")
+    seen: list[dict[str, Any]] = []
+    while not any(event["type"] == "model" and event["stage"] == "loaded" for event in seen):
+        seen.append(next(stream))
+    (request,) = [event for event in seen if event["type"] == "request"]
+    assert (request["model"], request["completion_tokens"]) == ("tiny", 8)
+
+
+def test_an_unknown_include_is_400(http: httpx2.Client) -> None:
+    assert http.get("/admin/events?include=secrets").status_code == 400
+
+
+def test_a_key_is_needed_where_one_is_set_but_not_for_health(tiny_home: Path) -> None:
+    with serving(tiny_home, "tiny", api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
+        assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
+        refused = http.post(CHAT, json=chat_body())
+        assert (refused.status_code, code(refused)) == (401, "unauthorized")
+        assert "s3cret" not in refused.text
+        allowed = http.post(CHAT, json=chat_body(), headers={"authorization": "Bearer s3cret"})
+        assert allowed.status_code == 200
+        assert "s3cret" not in repr(lab)
+
+
+def test_any_key_is_accepted_where_none_is_set(http: httpx2.Client) -> None:
+    assert http.post(CHAT, json=chat_body(), headers={"authorization": "Bearer anything"}).status_code == 200
+
+
+def test_a_page_that_was_allowed_can_call_and_read_refusals(tiny_home: Path) -> None:
+    page = "http://localhost:3000"
+    with serving(tiny_home, "tiny", cors_origins=(page,)) as lab, httpx2.Client(base_url=lab.url) as http:
+        preflight = http.options(
+            CHAT, headers={"origin": page, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+        )
+        answer = http.post(CHAT, json=chat_body(), headers={"origin": page})
+        foreign = http.post(CHAT, json=chat_body(), headers={"origin": "http://evil.example"})
+    assert preflight.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == preflight.headers["access-control-allow-origin"] == page
+    assert foreign.status_code == 403
+    assert "access-control-allow-origin" not in foreign.headers
+
+
+def test_openapi_describes_every_route(http: httpx2.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/models", "/healthz", "/readyz", "/admin/models", "/admin/events"} <= set(paths)
+    assert http.get("/docs").status_code == 200

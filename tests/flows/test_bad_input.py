@@ -1,0 +1,160 @@
+"""Whatever strangers send: a clear error, nothing lost, and the next good request works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.flows.conftest import HELLO, chat_body
+
+PATH = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def _next_good_request_works(http: httpx2.Client) -> Iterator[None]:
+    yield
+    assert http.post(PATH, json=chat_body(max_tokens=1)).status_code == 200
+
+
+def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == code
+    assert error["message"]
+    assert set(error) == {"code", "message", "type", "param", "request_id"}
+    return error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b'{"model": NaN}',
+        b'{"model": Infinity}',
+        b'{"model": "x", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"[" * 100 + b"]" * 100,
+        b"[" * 100_000,
+        b'{"a":' * 65 + b"1" + b"}" * 65,
+        b"null",
+        b"[]",
+        b'"text"',
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: bytes) -> None:
+    error_of(http.post(PATH, content=body, headers=JSON), 400, "invalid-request")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
+        ({"model": 5}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
+        ({"messages": [{"content": "hello"}]}, "messages.0.role"),
+        ({"messages": [{"role": "king", "content": "hello"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"seed": 1}, "seed"),
+        ({"colour": "blue"}, "colour"),
+    ],
+)
+def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+    error = error_of(http.post(PATH, json=chat_body(**changes)), 400, "invalid-request")
+    assert error["param"] == param
+    assert param.partition(".")[0] in error["message"]
+
+
+@pytest.mark.parametrize("missing", ["model", "messages"])
+def test_a_missing_field_is_400_and_named(http: httpx2.Client, missing: str) -> None:
+    body = chat_body()
+    del body[missing]
+    assert error_of(http.post(PATH, json=body), 400, "invalid-request")["param"] == missing
+
+
+def test_the_message_names_value_and_limit(http: httpx2.Client) -> None:
+    message = error_of(http.post(PATH, json=chat_body(temperature=2.1)), 400, "invalid-request")["message"]
+    assert "2.1" in message
+    assert "2" in message.replace("2.1", "")
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    request = http.build_request("POST", PATH, content=b'{"model": "tiny"}', headers=headers)
+    error = error_of(http.send(request), 400, "invalid-request")
+    assert "application/json" in error["message"]
+
+
+def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http: httpx2.Client) -> None:
+    body = chat_body(messages=[{"role": "user", "content": "a" * 20_000_000}])
+    error_of(http.post(PATH, json=body), 413, "invalid-request")
+
+
+def test_a_body_without_a_length_is_bounded_too(http: httpx2.Client) -> None:
+    pieces = (b"a" * 100_000 for _ in range(100))
+    error_of(http.post(PATH, content=pieces, headers=JSON), 413, "invalid-request")
+
+
+def test_a_prompt_longer_than_the_context_is_400_with_both_numbers(http: httpx2.Client) -> None:
+    body = chat_body(messages=[{"role": "user", "content": "word " * 1000}])
+    message = error_of(http.post(PATH, json=body), 400, "context-length-exceeded")["message"]
+    assert "512" in message
+
+
+def test_an_unknown_model_is_404(http: httpx2.Client) -> None:
+    error_of(http.post(PATH, json=chat_body(model="unheard-of")), 404, "model-not-found")
+
+
+def test_a_model_that_is_on_disk_but_not_loaded_is_503_naming_both(http: httpx2.Client) -> None:
+    response = http.post(PATH, json=chat_body(model="tiny-two"))
+    message = error_of(response, 503, "no-model-loaded")["message"]
+    assert "tiny-two" in message
+    assert "tiny is" in message
+    assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", PATH, 405), ("POST", "/healthz", 405), ("GET", "/v1/models/unheard-of", 404)],
+)
+def test_a_wrong_address_has_the_same_error_body(http: httpx2.Client, method: str, path: str, status: int) -> None:
+    response = http.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"host": "localhost:1"}])
+def test_a_foreign_host_is_421(http: httpx2.Client, headers: dict[str, str]) -> None:
+    error_of(http.get("/healthz", headers=headers), 421, "host-forbidden")
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null"])
+def test_a_foreign_page_is_403(http: httpx2.Client, origin: str) -> None:
+    error_of(http.post(PATH, json={"messages": HELLO}, headers={"origin": origin}), 403, "origin-forbidden")

@@ -1,0 +1,157 @@
+"""POST /v1/chat/completions as the specification has it: sections 2.2, 2.3, 4.1."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab.lab import Lab
+from tests.flows.conftest import chat_body, serving
+
+PATH = "/v1/chat/completions"
+
+
+def lines(http: httpx2.Client, **changes: Any) -> list[str]:
+    with http.stream("POST", PATH, json=chat_body(stream=True, **changes)) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        text = "".join(response.iter_text())
+    blocks = text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    return [block.removeprefix("data: ") for block in blocks]
+
+
+def test_a_completion_has_the_specified_shape(http: httpx2.Client) -> None:
+    body = http.post(PATH, json=chat_body()).json()
+    assert body["object"] == "chat.completion"
+    assert isinstance(body["id"], str)
+    assert body["model"] == "tiny"
+    (choice,) = body["choices"]
+    assert choice["index"] == 0
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"]
+    assert choice["finish_reason"] == "length"
+    usage = body["usage"]
+    assert usage["completion_tokens"] == 8
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 8
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert body["timings"]["predicted_n"] == 8
+    assert body["timings"]["predicted_per_second"] > 0
+
+
+def test_a_stream_has_one_id_an_empty_last_delta_and_a_terminator(http: httpx2.Client) -> None:
+    *chunks, done = lines(http)
+    assert done == "[DONE]"
+    parsed = [json.loads(chunk) for chunk in chunks]
+    assert len({chunk["id"] for chunk in parsed}) == 1
+    assert {chunk["object"] for chunk in parsed} == {"chat.completion.chunk"}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in parsed[:-1]] == [None] * (len(parsed) - 1)
+    assert parsed[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert parsed[-1]["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "length"}
+    assert parsed[-1]["timings"]["predicted_n"] == 8
+    assert "usage" not in parsed[-1]
+
+
+@pytest.mark.parametrize("stop", [None, ["zzz"], "e"])
+def test_streamed_text_equals_the_whole(http: httpx2.Client, stop: object) -> None:
+    whole = http.post(PATH, json=chat_body(max_tokens=40, stop=stop)).json()["choices"][0]
+    chunks = [json.loads(line)["choices"][0] for line in lines(http, max_tokens=40, stop=stop)[:-1]]
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == whole["message"]["content"]
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"]
+
+
+def test_include_usage_adds_one_chunk_without_choices(http: httpx2.Client) -> None:
+    *_, last, usage, _ = lines(http, stream_options={"include_usage": True})
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+    assert json.loads(usage)["choices"] == []
+    assert json.loads(usage)["usage"]["completion_tokens"] == 8
+
+
+def test_a_stop_string_is_not_part_of_the_text(http: httpx2.Client) -> None:
+    whole = http.post(PATH, json=chat_body()).json()["choices"][0]["message"]["content"]
+    stop = whole[len(whole) // 2 :][:3]
+    choice = http.post(PATH, json=chat_body(stop=[stop])).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == whole[: whole.index(stop)]
+
+
+def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
+    assert http.post(PATH, json=chat_body(model="default")).json()["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"user": "me"},
+        {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+        {"n": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
+        {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
+        {"temperature": None, "top_p": None, "max_tokens": None, "max_completion_tokens": 3, "stop": None},
+        {"top_p": 0},
+        {"messages": [{"role": "developer", "content": [{"type": "text", "text": "be brief"}]}] + chat_body()["messages"]},
+        {"messages": [*chat_body()["messages"], {"role": "assistant", "content": None}, {"role": "user", "content": ""}]},
+    ],
+)
+def test_what_the_format_knows_and_changes_nothing_is_accepted(http: httpx2.Client, extra: dict[str, Any]) -> None:
+    response = http.post(PATH, json=chat_body(**extra))
+    assert response.status_code == 200, response.text
+
+
+def test_a_client_that_leaves_a_stream_frees_its_slot(lab: Lab, http: httpx2.Client) -> None:
+    with http.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as response:
+        next(response.iter_text())
+    wait_until_idle(lab)
+    assert http.post(PATH, json=chat_body()).status_code == 200
+
+
+def test_a_client_that_leaves_a_whole_answer_frees_its_slot(lab: Lab, http: httpx2.Client) -> None:
+    tokens = lab.engine.snapshot.output_tokens
+    with pytest.raises(httpx2.ReadTimeout):
+        http.post(PATH, json=chat_body(max_tokens=450), timeout=0.05)
+    wait_until_idle(lab)
+    assert lab.engine.snapshot.output_tokens - tokens < 450
+    assert http.post(PATH, json=chat_body()).status_code == 200
+
+
+def wait_until_idle(lab: Lab) -> None:
+    idle = threading.Event()
+    while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:
+        idle.wait(0.005)
+
+
+def test_a_full_queue_is_429_with_retry_after(lab: Lab, http: httpx2.Client) -> None:
+    streams = [http.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) for _ in range(4)]
+    for stream in streams:
+        stream.__enter__()
+    try:
+        refused = http.post(PATH, json=chat_body())
+    finally:
+        for stream in streams:
+            stream.__exit__(None, None, None)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "queue-full"
+    assert int(refused.headers["retry-after"]) >= 1
+    wait_until_idle(lab)
+
+
+def test_a_deadline_is_504_before_the_first_byte_and_an_error_line_after_it(tiny_home: Path) -> None:
+    with serving(tiny_home, "tiny", request_timeout_s=0.02) as lab, httpx2.Client(base_url=lab.url) as http:
+        late = http.post(PATH, json=chat_body(max_tokens=450))
+        *_, last = lines(http, max_tokens=450)
+    assert late.status_code == 504
+    assert late.json()["error"]["code"] == "lmx-timeout"
+    assert late.headers["x-should-retry"] == "false"
+    assert json.loads(last)["error"]["code"] == "lmx-timeout"
+
+
+def test_every_answer_has_a_request_id(http: httpx2.Client) -> None:
+    ids = {http.get(path).headers["x-request-id"] for path in ("/healthz", "/readyz", "/nope", "/v1/models")}
+    assert len(ids) == 4
+    error = http.post(PATH, json={})
+    assert error.json()["error"]["request_id"] == error.headers["x-request-id"]

@@ -1,0 +1,112 @@
+"""WS /v1/chat/stream with the ``websockets`` client: specification section 4.1 and 2.4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from socket import SHUT_RDWR
+from typing import Any
+
+import httpx2
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from lmx_lab.lab import Lab
+from tests.flows.conftest import chat_body
+from tests.flows.test_chat import wait_until_idle
+
+
+@pytest.fixture
+def socket(lab: Lab) -> Iterator[ClientConnection]:
+    with connect(address(lab)) as socket:
+        yield socket
+    wait_until_idle(lab)
+
+
+def address(lab: Lab) -> str:
+    return lab.url.replace("http", "ws") + "/v1/chat/stream"
+
+
+def ask(socket: ClientConnection, **changes: Any) -> None:
+    socket.send(json.dumps(chat_body(**changes)))
+
+
+def receive(socket: ClientConnection) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(socket.recv(timeout=30))
+    return message
+
+
+def until_done(socket: ClientConnection) -> list[dict[str, Any]]:
+    messages = [receive(socket)]
+    while "done" not in messages[-1] and "error" not in messages[-1]:
+        messages.append(receive(socket))
+    return messages
+
+
+def test_tokens_come_then_statistics_then_the_client_closes(socket: ClientConnection, http: httpx2.Client) -> None:
+    ask(socket)
+    *tokens, last = until_done(socket)
+    whole = http.post("/v1/chat/completions", json=chat_body()).json()
+    assert all(set(message) == {"token"} for message in tokens)
+    assert "".join(message["token"] for message in tokens) == whole["choices"][0]["message"]["content"]
+    assert last["done"] is True
+    stats = last["stats"]
+    assert stats["tokens_per_second"] > 0
+    assert stats["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert (stats["completion_tokens"], stats["finish_reason"]) == (8, "length")
+    assert 0 < stats["ttft_ms"] <= stats["total_ms"]
+    socket.close()
+    assert socket.close_code == 1000
+
+
+@pytest.mark.parametrize("message", ["{", "[]", '{"model": NaN}', json.dumps({"model": "tiny"}), b"\x00\x01"])
+def test_a_bad_message_is_answered_and_the_socket_closed(socket: ClientConnection, message: str | bytes) -> None:
+    socket.send(message)
+    assert receive(socket)["error"]["code"] == "invalid-request"
+    with pytest.raises(ConnectionClosed):
+        socket.recv(timeout=30)
+    assert socket.close_code == 1011
+
+
+def test_a_model_that_is_not_loaded_is_said(socket: ClientConnection) -> None:
+    ask(socket, model="tiny-two")
+    assert receive(socket)["error"]["code"] == "no-model-loaded"
+
+
+def test_a_second_message_is_refused_and_the_first_answer_goes_on(socket: ClientConnection) -> None:
+    ask(socket, max_tokens=60)
+    first = receive(socket)
+    ask(socket)
+    messages = [first]
+    while "done" not in messages[-1]:
+        messages.append(receive(socket))
+    errors = [message["error"]["code"] for message in messages if "error" in message]
+    assert errors == ["invalid-request"]
+    assert messages[-1]["stats"]["completion_tokens"] == 60
+
+
+def test_closing_early_frees_the_slot(lab: Lab) -> None:
+    tokens = lab.engine.snapshot.output_tokens
+    with connect(address(lab)) as socket:
+        ask(socket, max_tokens=450)
+        receive(socket)
+    wait_until_idle(lab)
+    assert lab.engine.snapshot.output_tokens - tokens < 450
+
+
+def test_a_client_that_vanishes_without_a_word_frees_the_slot(lab: Lab) -> None:
+    with connect(address(lab)) as socket:
+        ask(socket, max_tokens=450)
+        receive(socket)
+        socket.socket.shutdown(SHUT_RDWR)
+        wait_until_idle(lab)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({"Origin": "http://evil.example"}, 403), ({"Host": "evil.example"}, 421)]
+)
+def test_strangers_are_refused_before_the_handshake(lab: Lab, headers: dict[str, str], status: int) -> None:
+    with pytest.raises(InvalidStatus) as refused, connect(address(lab), additional_headers=headers):
+        pass
+    assert refused.value.response.status_code in {status, 400}

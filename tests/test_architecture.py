@@ -1,0 +1,178 @@
+"""The import table: who may import whom inside the package, and which outside packages belong to whom."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "lmx_lab"
+
+
+@dataclass(frozen=True)
+class Row:
+    inside: str = ""
+    outside: str = ""
+
+
+EVERYTHING = "*"
+# A room is a top-level module or package. A room without a row fails, so a new one needs its row first.
+TABLE = {
+    "__init__": Row("errors settings lab replies"),
+    "__main__": Row("cli"),
+    "errors": Row(),
+    "settings": Row("errors"),
+    "links": Row(),
+    "feed": Row(),
+    "guard": Row("errors"),
+    "hosting": Row("errors", "uvicorn"),
+    # Beside hosting: running a coroutine for a blocking caller knows nothing of servers.
+    "loops": Row("errors", "nest_asyncio2"),
+    "wire": Row("errors", "pydantic"),
+    "weights": Row("errors settings", "huggingface_hub filelock tokenizers mlx"),
+    # psutil: on Linux, MLX does not know the memory's size.
+    "engine": Row("errors settings weights", "mlx mlx_lm llguidance numpy psutil"),
+    "server": Row("errors settings feed guard wire weights engine", "fastapi starlette pydantic pydantic_core"),
+    "client": Row("errors wire", "httpx2 anyio"),
+    "daemon": Row("errors settings feed guard wire client", "fastapi starlette mcp"),
+    "panels": Row("errors wire client", "anywidget ipywidgets traitlets"),
+    "bench": Row("errors wire client engine", "pandas"),
+    "progress": Row("", "rich"),
+    "replies": Row("engine wire"),
+    "lab": Row(EVERYTHING, "psutil pydantic rich"),
+    "cli": Row(EVERYTHING, "typer rich"),
+    "doctor": Row(EVERYTHING, "mlx psutil"),
+}
+# Packages with one importing file: what is behind them can be exchanged there.
+ONLY_IN = {
+    "uvicorn": {"hosting"},
+    "nest_asyncio2": {"loops"},
+    "huggingface_hub": {"weights.hub"},
+    "filelock": {"weights.store"},
+}
+MLX_IN_WEIGHTS = {"weights.gguf_import"}
+# Reading a value's own class is no dependency worth a row.
+FREE = {"typing_extensions"}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    target: str
+    line: int
+    lazy: bool
+
+    def __str__(self) -> str:
+        return f"lmx_lab/{self.module.replace('.', '/')}.py:{self.line} imports {self.target}"
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path
+
+
+def imports() -> Iterator[Import]:
+    for module, path in modules():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        top = {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(module, alias.name, node.lineno, id(node) not in top)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module}:{node.lineno} imports relatively"
+                yield from _from(module, node, lazy=id(node) not in top)
+
+
+def _from(module: str, node: ast.ImportFrom, *, lazy: bool) -> Iterator[Import]:
+    assert node.module is not None
+    for alias in node.names:
+        full = f"{node.module}.{alias.name}"
+        is_module = node.module.split(".")[0] == "lmx_lab" and _exists(full)
+        yield Import(module, full if is_module else node.module, node.lineno, lazy)
+
+
+def _exists(dotted: str) -> bool:
+    path = ROOT.parent / dotted.replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+IMPORTS = list(imports())
+
+
+def test_every_room_has_a_row() -> None:
+    rooms = {room(module) for module, _ in modules()}
+    assert rooms <= set(TABLE), f"without a row: {rooms - set(TABLE)}"
+
+
+@pytest.mark.parametrize("name", sorted({room(module) for module, _ in modules()}))
+def test_a_room_imports_only_what_its_row_allows(name: str) -> None:
+    row = TABLE[name]
+    wrong = []
+    for item in IMPORTS:
+        if room(item.module) != name:
+            continue
+        head, _, rest = item.target.partition(".")
+        if head == "lmx_lab":
+            target = room(rest) if rest else "__init__"
+            if row.inside != EVERYTHING and target not in {name, *row.inside.split()}:
+                wrong.append(str(item))
+        elif head not in sys.stdlib_module_names and head not in FREE and head not in row.outside.split():
+            wrong.append(str(item))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_should_have_one_importer_has_one() -> None:
+    wrong = [str(i) for i in IMPORTS if i.module not in ONLY_IN.get(i.target.split(".")[0], {i.module})]
+    wrong += [
+        str(item)
+        for item in IMPORTS
+        if item.target.split(".")[0] == "mlx" and room(item.module) == "weights" and item.module not in MLX_IN_WEIGHTS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_cycles_between_modules() -> None:
+    graph: dict[str, set[str]] = {module: set() for module, _ in modules()}
+    for item in IMPORTS:
+        target = item.target.removeprefix("lmx_lab.")
+        # The package itself hands out names lazily: that is no edge.
+        if not item.lazy and item.target.startswith("lmx_lab.") and item.module != "__init__" and target in graph:
+            graph[item.module].add(target)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"cycle: {' -> '.join((*path, module))}"
+        if module not in done:
+            for target in graph[module]:
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_modules_and_functions_stay_readable() -> None:
+    """At most 600 lines a module, 60 a function; over 400 the module's docstring has to say why."""
+    wrong = []
+    for module, path in modules():
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        lines = text.count("\n")
+        if lines > 600 or (lines > 400 and "lines" not in (ast.get_docstring(tree) or "")):
+            wrong.append(f"{module}: {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                if size > 60:
+                    wrong.append(f"{module}.{node.name}: {size} lines")
+    assert not wrong, "\n".join(wrong)
