@@ -25,8 +25,8 @@ test: setup
 	$(BIN)/python -m pytest
 
 check: setup
-	$(BIN)/ruff format --check lmx_lab tests
-	$(BIN)/ruff check lmx_lab tests
+	$(BIN)/ruff format --check lmx_lab tests notebooks
+	$(BIN)/ruff check lmx_lab tests notebooks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 

@@ -103,7 +103,7 @@ def _exists(dotted: str) -> bool:
 
 
 def room(module: str) -> str:
-    return module.split(".")[0]
+    return module.split(".", maxsplit=1)[0]
 
 
 IMPORTS = list(imports())

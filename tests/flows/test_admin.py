@@ -257,7 +257,12 @@ def test_a_page_that_was_allowed_can_call_and_read_refusals(tiny_home: Path) -> 
     page = "http://localhost:3000"
     with serving(tiny_home, "tiny", cors_origins=(page,)) as lab, httpx2.Client(base_url=lab.url) as http:
         preflight = http.options(
-            CHAT, headers={"origin": page, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+            CHAT,
+            headers={
+                "origin": page,
+                "access-control-request-method": "POST",
+                "access-control-request-headers": "content-type",
+            },
         )
         answer = http.post(CHAT, json=chat_body(), headers={"origin": page})
         foreign = http.post(CHAT, json=chat_body(), headers={"origin": "http://evil.example"})

@@ -94,8 +94,17 @@ def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
         {"temperature": None, "top_p": None, "max_tokens": None, "max_completion_tokens": 3, "stop": None},
         {"top_p": 0},
-        {"messages": [{"role": "developer", "content": [{"type": "text", "text": "be brief"}]}] + chat_body()["messages"]},
-        {"messages": [*chat_body()["messages"], {"role": "assistant", "content": None}, {"role": "user", "content": ""}]},
+        {
+            "messages": [{"role": "developer", "content": [{"type": "text", "text": "be brief"}]}]
+            + chat_body()["messages"]
+        },
+        {
+            "messages": [
+                *chat_body()["messages"],
+                {"role": "assistant", "content": None},
+                {"role": "user", "content": ""},
+            ]
+        },
     ],
 )
 def test_what_the_format_knows_and_changes_nothing_is_accepted(http: httpx2.Client, extra: dict[str, Any]) -> None:

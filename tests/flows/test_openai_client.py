@@ -83,8 +83,11 @@ def test_errors_are_the_clients_own_exceptions(client: OpenAI) -> None:
 
 
 def test_no_model_is_an_error_that_is_not_sent_again(starter_home: Path) -> None:
-    with serving(starter_home, None) as lab, OpenAI(**lab.openai, max_retries=2) as client:
-        with pytest.raises(openai.InternalServerError) as refused:
-            client.chat.completions.create(model=MODEL, messages=FRANCE)
+    with (
+        serving(starter_home, None) as lab,
+        OpenAI(**lab.openai, max_retries=2) as client,
+        pytest.raises(openai.InternalServerError) as refused,
+    ):
+        client.chat.completions.create(model=MODEL, messages=FRANCE)
     assert refused.value.code == "no-model-loaded"
     assert refused.value.response.headers["x-should-retry"] == "false"
