@@ -16,11 +16,14 @@ Key = TypeVar("Key", bound=Hashable)
 class Scheduler(Generic[Key]):
     """Orders requests, known here by a key and their deadline (seconds on the engine's clock)."""
 
-    def __init__(self, *, slots: int, queue_limit: int) -> None:
+    def __init__(self, *, slots: int, queue_limit: int, prefills: int) -> None:
         self.slots = slots
         self.queue_limit = queue_limit
+        self.prefills = prefills
+        """Prompts computed at the same time: more make the first token of each later, not the last one earlier."""
         self._queued: dict[Key, float] = {}
         self._running: dict[Key, float] = {}
+        self._prefilling: set[Key] = set()
 
     @property
     def queued(self) -> list[Key]:
@@ -49,11 +52,17 @@ class Scheduler(Generic[Key]):
         self._queued[key] = deadline
 
     def admit(self) -> list[Key]:
-        """The requests that take a slot now, in arrival order."""
-        admitted = list(self._queued)[: max(0, self.slots - len(self._running))]
+        """The requests that take a slot and begin their prefill now, in arrival order."""
+        room = min(self.slots - len(self._running), self.prefills - len(self._prefilling))
+        admitted = list(self._queued)[: max(0, room)]
         for key in admitted:
             self._running[key] = self._queued.pop(key)
+        self._prefilling.update(admitted)
         return admitted
+
+    def prefilled(self, key: Key) -> None:
+        """The prompt has been computed; the next one may begin."""
+        self._prefilling.discard(key)
 
     def expired(self, now: float) -> list[Key]:
         """Requests past their deadline, waiting or running; they stay until ``remove``."""
@@ -63,3 +72,4 @@ class Scheduler(Generic[Key]):
         """The request has ended, however; unknown keys are ignored, since an end can be reported twice."""
         self._queued.pop(key, None)
         self._running.pop(key, None)
+        self._prefilling.discard(key)
