@@ -14,6 +14,18 @@ from lmx_lab.errors import InvalidRequestError
 PREFIX = "LMX_LAB_"
 GIB = 2**30
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
+DAY_S = 86_400.0
+RANGES: dict[str, tuple[float, float]] = {
+    "port": (0, 65_535),
+    "slots": (1, 1024),
+    "queue_limit": (0, 100_000),
+    "max_body_bytes": (1024, GIB),
+    "request_timeout_s": (0.001, DAY_S),
+    "drain_s": (0, DAY_S),
+    "stall_limit_s": (1, DAY_S),
+    "memory_limit_bytes": (0, 2**50),
+    "disk_reserve_bytes": (0, 2**60),
+}
 
 
 def _default_home() -> Path:
@@ -37,7 +49,7 @@ class Settings:
 
     host: str = "127.0.0.1"
     port: int = 8400
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()
     """Origins of other web pages that may call the server, such as ``http://localhost:3000``."""
     allowed_hosts: tuple[str, ...] = ()
@@ -63,6 +75,12 @@ class Settings:
     """Free disk that a download must leave."""
     wired_memory: bool = False
     """Let mlx-lm raise macOS's wired-memory limit (off: mlx issue 3186 links it to kernel panics)."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InvalidRequestError(f"{name} is {value}; it must be {low} to {high}", param=name)
 
     @property
     def models_folder(self) -> Path:

@@ -1,0 +1,62 @@
+"""The error tree, its drawing, and the statuses and documentation that belong to it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.errors import LabError
+from lmx_lab.server.errors import respond, status_of
+
+
+def classes(root: type[LabError] = LabError) -> list[type[LabError]]:
+    return [root, *(found for child in root.__subclasses__() for found in classes(child))]
+
+
+def drawn() -> list[tuple[str, str | None]]:
+    """(class, parent) for each line of the tree in the module's docstring."""
+    path: list[tuple[int, str]] = []
+    found = []
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.match(r"( +)([A-Z]\w+Error|LabError)\b", line):
+            depth = len(match[1])
+            path = [(level, name) for level, name in path if level < depth]
+            found.append((match[2], path[-1][1] if path else None))
+            path.append((depth, match[2]))
+    return found
+
+
+def test_the_drawn_tree_is_the_real_one() -> None:
+    real = [(kind.__name__, None if kind is LabError else kind.__mro__[1].__name__) for kind in classes()]
+    assert sorted(drawn(), key=str) == sorted(real, key=str)
+
+
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_every_error_has_a_status_and_a_body(kind: type[LabError]) -> None:
+    response = respond(kind("what, the limit, the next step"), request_id="req_1")
+    assert 400 <= status_of(kind("")) == response.status_code < 600
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "status"),
+    [
+        (errors.NotLoadedError, "no-model-loaded", 503),
+        (errors.ModelNotFoundError, "model-not-found", 404),
+        (errors.StorageFullError, "storage-full", 507),
+        (errors.GenerationTimeoutError, "lmx-timeout", 504),
+        (errors.OutOfMemoryError, "oom-unloaded", 503),
+        (errors.InvalidRequestError, "invalid-request", 400),
+    ],
+)
+def test_the_specifications_codes_have_their_statuses(kind: type[LabError], code: str, status: int) -> None:
+    assert (kind.code, status_of(kind(""))) == (code, status)
+
+
+def test_codes_that_reach_clients_are_in_the_readme() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    local_only = {"start-failed", "port-taken", "download-failed"}
+    missing = {kind.code for kind in classes()} - local_only - set(re.findall(r"`([a-z-]+)`", readme))
+    assert not missing

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import os
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+
+
+def test_an_argument_wins_over_the_environment_and_that_over_the_default() -> None:
+    environ = {"LMX_LAB_PORT": "9000", "LMX_LAB_SLOTS": "3"}
+    settings = Settings.read(environ, port=9001)
+    assert (settings.port, settings.slots, settings.host) == (9001, 3, "127.0.0.1")
+
+
+def test_values_of_the_environment_take_their_types() -> None:
+    environ = {
+        "LMX_LAB_HOME": "~/lab",
+        "LMX_LAB_MODEL_FOLDERS": os.pathsep.join(["/a", "/b"]),
+        "LMX_LAB_DOWNLOADS": "false",
+        "LMX_LAB_DRAIN_S": "1.5",
+        "LMX_LAB_API_KEY": "k",
+        "LMX_LAB_CORS_ORIGINS": "http://a,http://b",
+        "LMX_LAB_MEMORY_LIMIT_BYTES": "1000",
+    }
+    settings = Settings.read(environ)
+    assert settings.home == Path.home() / "lab"
+    assert settings.model_folders == (Path("/a"), Path("/b"))
+    assert settings.downloads is False
+    assert settings.drain_s == 1.5
+    assert settings.cors_origins == ("http://a", "http://b")
+    assert settings.memory_limit_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("environ", "overrides"),
+    [
+        ({"LMX_LAB_PORT": "eighty"}, {}),
+        ({"LMX_LAB_DOWNLOADS": "maybe"}, {}),
+        ({}, {"port": "eighty"}),
+        ({}, {"colour": "blue"}),
+        ({}, {"slots": 0}),
+        ({}, {"drain_s": -1}),
+        ({}, {"port": 70000}),
+        ({}, {"drain_s": float("nan")}),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(environ: dict[str, str], overrides: dict[str, object]) -> None:
+    name = next(iter([*environ, *overrides]))
+    with pytest.raises(InvalidRequestError, match=name):
+        Settings.read(environ, **overrides)
+
+
+def test_settings_do_not_change_and_do_not_show_the_key() -> None:
+    settings = Settings(api_key="s3cret")
+    assert "s3cret" not in repr(settings)
+    with pytest.raises(FrozenInstanceError):
+        settings.port = 1  # type: ignore[misc]
