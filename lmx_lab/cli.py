@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
+
+if TYPE_CHECKING:
+    from lmx_lab.lab import Lab
 
 app = typer.Typer(
     name="lmx-lab",
@@ -26,6 +31,11 @@ err = Console(stderr=True, soft_wrap=True)
 FAILED = 1
 
 
+def say(text: str, *, style: str | None = None) -> None:
+    """One line as it is: names and paths may contain what rich takes for markup."""
+    out.print(text, style=style, markup=False, highlight=False)
+
+
 def main() -> None:
     """Entry point of the ``lmx-lab`` script: a deliberate error is one line, not a traceback."""
     try:
@@ -35,15 +45,17 @@ def main() -> None:
 
 
 def _fail(exc: LabError) -> NoReturn:
-    err.print(f"[bold red]{exc.code}[/]: ", end="")
-    err.print(exc.message, markup=False, highlight=False)
+    err.print(Text.assemble((exc.code, "bold red"), f": {exc.message}"), highlight=False)
     sys.exit(FAILED)
 
 
 @app.command()
 def serve(
+    *,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 serves the LAN.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [default: 8400]")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port; 0 takes a free one. By default 8400, or the next free one.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model to load first: an id (fetched if needed) or a path.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
@@ -70,37 +82,56 @@ def serve(
         log_level=log_level,
     )
     _start_logging(settings.log_level)
-    asyncio.run(_serve(settings, model))
+    asyncio.run(_serve(settings, model, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
 
 
-async def _serve(settings: Settings, model: str | None) -> None:
+async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) -> None:
+    stop = _stop_signal()
     from lmx_lab.lab import Lab
 
-    stop = asyncio.Event()
+    async with Lab(settings, loop="kernel", explicit_port=explicit_port) as lab:
+        work = [
+            asyncio.create_task(coro, name=f"lmx-lab {name}")
+            for name, coro in (("start", _announce(lab, model)), ("stop", stop.wait()), ("server", lab.wait()))
+        ]
+        try:
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            if work[0].done():
+                work[0].result()
+                await asyncio.wait(work[1:], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+        say("stopping")
+
+
+def _stop_signal() -> asyncio.Event:
+    """Set by the first SIGINT or SIGTERM; a second one ends the process as it would any."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def received() -> None:
+        stop.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    lab = Lab(settings, loop="kernel")
-    lab.start()
-    async with lab:
-        ready = asyncio.create_task(_announce(lab, model))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            ready.result()
-            await stopped
-        ready.cancel()
-        out.print("stopping")
+        loop.add_signal_handler(number, received)
+    return stop
 
 
-async def _announce(lab: Any, model: str | None) -> None:
+async def _announce(lab: Lab, model: str | None) -> None:
+    if lab.port != lab.settings.port != 0:
+        say(f"port {lab.settings.port} is in use; --port chooses one")
     if model is not None:
+        say(f"loading {model}")
         report = await lab.aload(model)
-        out.print(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
-    out.print(f"LMX Lab is ready at [bold]{lab.url}[/]  (chat format: {lab.url}/v1, docs: {lab.url}/docs)")
-    if lab.lan_url:
-        out.print(f"on the LAN at [bold]{lab.lan_url}[/]")
+        say(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
+    say(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
+    for url in lab.lan_urls:
+        say(f"on the LAN at {url}", style="bold")
     if model is None:
-        out.print("no model is loaded yet: POST /admin/models/load, or start with --model")
+        say("no model is loaded yet: POST /admin/models/load, or start with --model")
 
 
 def _start_logging(level: str) -> None:
@@ -125,27 +156,30 @@ def pull(
 
     with bar(model) as shown:
         entry = Catalog(Settings.read()).fetch(model, shown.update)
-    out.print(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}", highlight=False)
+    say(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
 
 
 @app.command()
 def models() -> None:
     """List the models on disk."""
-    from lmx_lab.weights import STARTERS, Catalog
+    from lmx_lab.weights import Catalog
+    from lmx_lab.weights.starters import STARTERS
 
     settings = Settings.read()
     entries = Catalog(settings).scan()
     table = Table("id", "kind", "format", "quantization", "size", "context", "from", box=None)
     for entry in entries:
         size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
-        table.add_row(entry.id, entry.kind, entry.format, entry.quantization or "", size, context, entry.source)
+        cells = (entry.id, entry.kind, entry.format, entry.quantization or "", size, context, entry.source)
+        table.add_row(*(Text(cell) for cell in cells))
     if entries:
-        out.print(table)
+        # Whole lines for programs; a terminal's are wrapped to fit.
+        out.print(table, width=None if out.is_terminal else 500)
     else:
-        out.print(f"no models in {settings.models_folder} or the hub cache; try: lmx-lab pull smollm2-135m")
+        say(f"no models in {settings.models_folder} or the hub cache; try: lmx-lab pull smollm2-135m")
     missing = sorted(set(STARTERS) - {entry.id for entry in entries})
     if entries and missing:
-        out.print(f"starters to pull: {', '.join(missing)}")
+        say(f"starters to pull: {', '.join(missing)}")
 
 
 @app.command()
@@ -154,9 +188,8 @@ def doctor() -> None:
     from lmx_lab.doctor import examine
 
     findings = examine(Settings.read())
-    marks = {"fine": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[bold red]bad[/]"}
+    marks = {"fine": ("ok  ", "green"), "note": ("note", "yellow"), "bad": ("bad ", "bold red")}
     for finding in findings:
-        out.print(f"{marks[finding.verdict]:<6} {finding.topic}: ", end="")
-        out.print(finding.text, markup=False, highlight=False)
+        out.print(Text.assemble(marks[finding.verdict], f" {finding.topic}: {finding.text}"), highlight=False)
     if any(finding.verdict == "bad" for finding in findings):
         sys.exit(FAILED)

@@ -1,11 +1,13 @@
-"""A progress bar for fetching and loading, in a terminal or a notebook."""
+"""A progress bar for fetching, in a terminal or a notebook; nowhere else, where it would be rubbish in a log."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
+from rich import get_console
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 
@@ -21,33 +23,51 @@ class Step(Protocol):
 
 
 class Bar:
-    """One line that shows the stage that runs now; nothing is drawn before the first step."""
+    """One line that shows the stage that runs now. Nothing is drawn before the first step, and only on the thread that
+    calls ``update``: rich's own refreshing thread would draw into another cell.
+    """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, console: Console) -> None:
         self._title = title
+        self._console = console
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), transient=True
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            auto_refresh=False,
         )
-        self._task = self._progress.add_task(title, total=None, start=True)
-        self._shown = False
+        self._task = self._progress.add_task(title, total=None)
+        self._display: Any = None
 
     def update(self, step: Step) -> None:
-        if not self._shown:
+        text = f"{self._title}: {step.stage}"
+        self._progress.update(self._task, description=text, completed=step.done_bytes or 0, total=step.total_bytes)
+        if self._console.is_jupyter:
+            self._show_in_notebook()
+        elif self._console.is_terminal:
             self._progress.start()
-            self._shown = True
-        description = f"{self._title}: {step.stage}"
-        self._progress.update(
-            self._task, description=description, completed=step.done_bytes or 0, total=step.total_bytes
-        )
+            self._progress.refresh()
 
     def stop(self) -> None:
-        if self._shown:
+        if self._progress.live.is_started:
             self._progress.stop()
+
+    def _show_in_notebook(self) -> None:
+        # Not rich's own way, which needs ipywidgets and leaves an empty widget behind.
+        if self._display is None:
+            from IPython.display import display
+
+            self._display = display(self._progress, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._display.update(self._progress)
 
 
 @contextmanager
-def bar(title: str) -> Iterator[Bar]:
-    shown = Bar(title)
+def bar(title: str, console: Console | None = None) -> Iterator[Bar]:
+    shown = Bar(title, console or get_console())
     try:
         yield shown
     finally:

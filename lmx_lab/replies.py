@@ -1,15 +1,52 @@
-"""What the notebook's chat verbs return: a reply, or a stream of text that ends in one."""
+"""What the notebook's verbs return: a reply, a stream of text that ends in one, a list of models."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import html
+import re
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from lmx_lab.engine import Delta, GenerationReport, TokenStream
+from lmx_lab.wire.admin import ModelRecord
 from lmx_lab.wire.chat import Timings, Usage
 
-T = TypeVar("T")
+_CODE = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})[^`\n]*\n(?P<block>.*?)(?:^ *(?P=fence)[`~]* *$|\Z)"
+    r"|(?P<ticks>`+)(?P<inline>[^`\n]+)(?P=ticks)(?!`)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def safe_markdown(text: str) -> str:
+    """Markdown that shows this text and cannot become live HTML, a link or an image, whichever parser reads it.
+
+    A model's text is untrusted, notebooks run what trusted outputs contain, and an image would fetch a foreign address.
+    Nothing here depends on where a parser sees code: code too is spelled in character references only.
+    """
+    pieces, end = [], 0
+    for match in _CODE.finditer(text):
+        pieces += [_safe_prose(text[end : match.start()]), _safe_code(match)]
+        end = match.end()
+    return "".join([*pieces, _safe_prose(text[end:])])
+
+
+def _safe_prose(text: str) -> str:
+    text = text.replace("&", "&amp;").replace("<", "&lt;")
+    # "](" and "]:" are what makes a link, an image or the definition of one; "][" refers to one.
+    return re.sub(r"\](?=[(:\[])", "&#93;", text)
+
+
+def _safe_code(match: re.Match[str]) -> str:
+    if match["block"] is None:
+        return f"<code>{_references(match['inline'])}</code>"
+    # On one line: an HTML block in a list would end with the list's indentation.
+    return f"{match['indent']}<pre><code>{_references(match['block'])}</code></pre>\n"
+
+
+def _references(text: str) -> str:
+    return "".join(char if char.isalnum() or char == " " else f"&#{ord(char)};" for char in text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,60 +75,112 @@ class Reply:
 
     def _repr_markdown_(self) -> str:
         cost = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
-        return f"{self.text}\n\n<small>{self.model} · {cost} · first after {self.ttft_s:.2f} s</small>"
+        line = f"{_references(self.model)} · {cost} · first after {self.ttft_s:.2f} s"
+        return f"{safe_markdown(self.text)}\n\n<small>{line}</small>"
 
 
 class ReplyStream:
     """Text as it is generated: ``for piece in stream`` or ``async for``. Afterwards ``reply`` has the whole.
 
-    Leaving the loop early and dropping the stream ends the generation; ``close()`` does it at once.
+    Leaving the loop early ends the generation, as does ``close()``.
     """
 
     def __init__(
         self,
         stream: TokenStream,
-        finish: Callable[[str, GenerationReport], Reply],
+        *,
+        finish: Callable[[str, GenerationReport | None], Reply],
         block: Callable[[Any], Any],
         hand_over: Callable[[Any], Awaitable[Any]],
     ) -> None:
-        self._stream = stream
+        self._stream: TokenStream | None = stream
         self._finish = finish
         self._block = block
         self._hand_over = hand_over
         self._text: list[str] = []
         self.reply: Reply | None = None
-        """Set when the generation has ended."""
+        """Set when the generation has ended; stays None when it was left early."""
 
     def __iter__(self) -> Iterator[str]:
-        while (delta := self._block(self._next())) is not None:
-            if text := self._take(delta):
-                yield text
-        self._end()
+        try:
+            while self._stream is not None and (delta := self._block(_next(self._stream))) is not None:
+                if text := self._take(delta):
+                    yield text
+            self._end()
+        finally:
+            self.close()
 
-    async def __aiter__(self) -> AsyncIterator[str]:
-        while (delta := await self._hand_over(self._next())) is not None:
-            if text := self._take(delta):
-                yield text
-        self._end()
+    def __aiter__(self) -> _AsyncPieces:
+        return _AsyncPieces(self)
 
     def close(self) -> None:
-        """End the generation. Idempotent."""
-        self._block(self._stream.aclose())
+        """End the generation; at once, from any thread. Idempotent."""
+        # A token stream that nobody holds is cancelled. That needs no loop, so it also works in a finalizer.
+        self._stream = None
 
     async def aclose(self) -> None:
-        await self._hand_over(self._stream.aclose())
+        self.close()
 
-    async def _next(self) -> Delta | None:
-        try:
-            return await anext(self._stream, None)
-        except BaseException:
-            await self._stream.aclose()
-            raise
+    async def _piece(self) -> str | None:
+        while self._stream is not None and (delta := await self._hand_over(_next(self._stream))) is not None:
+            if text := self._take(delta):
+                return text
+        self._end()
+        return None
 
     def _take(self, delta: Delta) -> str:
         self._text.append(delta.text)
         return delta.text
 
     def _end(self) -> None:
-        if self._stream.report is not None:
+        if self._stream is not None:
             self.reply = self._finish("".join(self._text), self._stream.report)
+        self.close()
+
+
+class _AsyncPieces:
+    """One ``async for`` over a stream; dropping it ends the generation.
+
+    Not an async generator: what those do when they are dropped is a task that nobody waits for.
+    """
+
+    def __init__(self, stream: ReplyStream) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> _AsyncPieces:
+        return self
+
+    async def __anext__(self) -> str:
+        try:
+            piece = await self._stream._piece()
+        except BaseException:
+            self._stream.close()
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    def __del__(self) -> None:
+        self._stream.close()
+
+
+async def _next(stream: TokenStream) -> Delta | None:
+    return await anext(stream, None)
+
+
+class ModelList(list[ModelRecord]):
+    """Model records, shown as a table in a notebook."""
+
+    def _repr_html_(self) -> str:
+        names = ["id", "loaded", "kind", "format", "quantization", "size_gb", "context_length"]
+        head = "".join(f"<th>{name}</th>" for name in names)
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{_cell(getattr(record, name))}</td>' for name in names)}</tr>" for record in self
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return html.escape(f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value))

@@ -1,0 +1,167 @@
+"""A server and its lifetime: start, serve, stop, in either mode; and the way of blocking callers to its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import socket
+from collections.abc import Coroutine, Generator, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from lmx_lab.engine import Engine
+from lmx_lab.errors import HostingError
+from lmx_lab.hosting import Host, bind, serve
+from lmx_lab.lab.addresses import Addresses
+from lmx_lab.lab.modes import LoopChoice, choose_loop
+from lmx_lab.loops import LoopThread, run_nested
+from lmx_lab.server import InferenceServer, create_server
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+
+T = TypeVar("T")
+
+
+class Serving:
+    """An engine behind a server: ``with``, ``async with``, or ``start()`` and ``stop()``. Once stopped it stays so."""
+
+    def __init__(self, settings: Settings, *, loop: LoopChoice = "auto", explicit_port: bool = True) -> None:
+        self.settings = settings
+        self.loop_choice = loop
+        self.mode = choose_loop(loop, settings)
+        self.explicit_port = explicit_port
+        self.catalog = Catalog(settings)
+        self.engine = Engine(settings)
+        self._addresses = Addresses(settings=settings, port=settings.port)
+        # Already now, whatever host and port will be: a setting that could never match shall start nothing.
+        self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).policy()
+        self._server: InferenceServer = create_server(
+            engine=self.engine, catalog=self.catalog, settings=settings, policy=lambda: self._policy
+        )
+        self._thread: LoopThread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._host: Host | None = None
+        self._stopped = False
+
+    def start(self, sock: socket.socket | None = None) -> None:
+        """Bind, start the engine, serve; returns once requests are accepted. Does nothing if that has happened.
+
+        Raises:
+            HostingError, PortTakenError: nothing was left behind.
+        """
+        if self._host is None:
+            with self._starting(sock) as serving:
+                self._host = self._block(serving)
+
+    async def astart(self) -> None:
+        if self._host is None:
+            with self._starting(None) as serving:
+                self._host = await self._hand_over(serving)
+
+    @contextlib.contextmanager
+    def _starting(self, sock: socket.socket | None) -> Iterator[Coroutine[Any, Any, Host]]:
+        """Everything before the server and, if that or the server fails, the way back."""
+        sock = sock or bind(self.settings.host, self.settings.port, explicit=self.explicit_port)
+        self._addresses = Addresses(settings=self.settings, port=sock.getsockname()[1])
+        self._policy = self._addresses.policy()
+        try:
+            if self.mode == "thread":
+                self._thread = LoopThread()
+                self._thread.start()
+            self._loop = self._thread.loop if self._thread else asyncio.get_running_loop()
+            self.engine.start()
+            # After the engine's own, so that it comes first: requests end before what answers them.
+            atexit.register(self._stop_at_exit)
+            yield serve(self._server.asgi, sock, ws_max_bytes=self.settings.max_body_bytes)
+        except BaseException:
+            sock.close()
+            self._close()
+            raise
+
+    @property
+    def running(self) -> bool:
+        """Whether the server accepts requests."""
+        return not self._stopped and self._host is not None and self._host.running
+
+    async def wait(self) -> None:
+        """Return when the server has ended, whoever ended it; on the server's loop."""
+        if self._host is not None:
+            await self._host.wait()
+
+    def stop(self) -> None:
+        """Stop serving, unload, free the port. Running requests have 3 s to end. Idempotent."""
+        try:
+            if self.running:
+                self._block(self._end())
+        except KeyboardInterrupt:
+            self._close()
+            raise
+        self._close()
+
+    async def astop(self) -> None:
+        if self.running:
+            await self._hand_over(self._end())
+        await asyncio.to_thread(self._close)
+
+    async def _end(self) -> None:
+        # First the watchers, who would never leave by themselves.
+        self._server.feed.close()
+        assert self._host is not None
+        await self._host.stop()
+
+    def _close(self) -> None:
+        self._stopped = True
+        self.engine.stop()
+        if self._thread is not None:
+            self._thread.stop()
+        atexit.unregister(self._stop_at_exit)
+
+    def _stop_at_exit(self) -> None:
+        if self._host is not None:
+            self._host.stop_at_exit()
+        self._close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.__aenter__().__await__()
+
+    async def __aenter__(self) -> Self:
+        await self.astart()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.astop()
+
+    # The way to the server's loop
+
+    def _block(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the work where the server runs, and wait. An interrupt cancels it."""
+        loop = self._check_running(work)
+        return self._thread.run(work) if self._thread is not None else run_nested(loop, work)
+
+    async def _hand_over(self, work: Coroutine[Any, Any, T]) -> T:
+        loop = self._check_running(work)
+        if loop is asyncio.get_running_loop():
+            return await work
+        future = self._thread.submit(work) if self._thread else asyncio.run_coroutine_threadsafe(work, loop)
+        return await asyncio.wrap_future(future)
+
+    def _check_running(self, work: Coroutine[Any, Any, Any] | None = None) -> asyncio.AbstractEventLoop:
+        if self._stopped or self._loop is None or self._loop.is_closed():
+            if work is not None:
+                work.close()
+            state = "was stopped" if self._stopped else "does not run"
+            raise HostingError(f"this lab {state}; launch() starts one")
+        return self._loop

@@ -1,0 +1,96 @@
+"""A kernel as a notebook sees it."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client import KernelManager
+
+WAIT_S = 20
+
+
+@dataclass
+class Output:
+    """What a cell has put out so far."""
+
+    text: str = ""
+    stderr: str = ""
+    error: str | None = None
+    message: str = ""
+    shown: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Notebook:
+    """A running kernel and the cells sent to it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.stderr = ""
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(env={**os.environ, "LMX_LAB_HOME": str(home)})
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=WAIT_S)
+        self.process = self.manager.provisioner.process
+
+    def start(self, code: str) -> None:
+        self.client.execute(textwrap.dedent(code), store_history=False)
+
+    def read(self, until: str | None = None) -> Output:
+        """The output up to a text, or to the end of the cell."""
+        output = Output()
+        while until is None or until not in output.text:
+            message = self.client.get_iopub_msg(timeout=WAIT_S)
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream" and content["name"] == "stdout":
+                output.text += content["text"]
+            elif kind == "stream":
+                output.stderr += content["text"]
+                self.stderr += content["text"]
+            elif kind == "error":
+                output.error, output.message = content["ename"], content["evalue"]
+            elif kind in ("display_data", "execute_result", "update_display_data"):
+                output.shown.append(content["data"])
+            elif kind == "status" and content["execution_state"] == "idle":
+                break
+        return output
+
+    def run(self, code: str) -> str:
+        """What the cell prints; it must not fail."""
+        self.start(code)
+        output = self.read()
+        assert output.error is None, (output.error, output.message, output.text)
+        return output.text.strip()
+
+    def fail(self, code: str) -> Output:
+        self.start(code)
+        output = self.read()
+        assert output.error is not None, output.text
+        return output
+
+    def interrupt(self, code: str) -> Output:
+        """Run a cell until it has printed "started", press the stop button, return what else comes."""
+        self.start(code)
+        self.read(until="started")
+        self.manager.interrupt_kernel()
+        return self.read()
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        if self.manager.is_alive():
+            self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+
+
+@pytest.fixture
+def fresh_notebook(tiny_home: Path) -> Iterator[Notebook]:
+    """A kernel for one test, which may end it."""
+    notebook = Notebook(tiny_home)
+    yield notebook
+    notebook.close()

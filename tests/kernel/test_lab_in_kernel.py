@@ -1,0 +1,315 @@
+"""The lab in real kernels: both loops, one kernel each for the tests that leave it alive."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.kernel.conftest import Notebook
+
+SETUP = """
+import asyncio, os, threading, psutil, lmx_lab
+from lmx_lab.lab import serving
+from lmx_lab.engine import Engine
+
+def listening():
+    return [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+
+def threads():
+    return {t.name for t in threading.enumerate() if t.name.startswith("lmx-lab")}
+
+def settled():
+    "Whether the slots become free: the engine needs a step to see that a reader has left."
+    deadline = threading.Event()
+    for _ in range(400):
+        if lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0:
+            return True
+        deadline.wait(0.01)
+    return False
+"""
+LAUNCH = "lab = lmx_lab.launch('tiny', loop={mode!r}, port=0); print(lab.port)"
+UNREST = ("was destroyed", "never retrieved", "never awaited", "Exception ignored", "Traceback")
+
+
+@pytest.fixture(scope="module", params=["kernel", "thread"])
+def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Notebook]:
+    from tests.kernel.conftest import Notebook
+
+    notebook = Notebook(tiny_home)
+    notebook.mode = request.param
+    notebook.run(SETUP)
+    yield notebook
+    notebook.run("import gc; lab = None; gc.collect()")
+    stderr = notebook.stderr
+    notebook.close()
+    assert not [word for word in UNREST if word in stderr], stderr
+
+
+@pytest.fixture
+def notebook(running: Notebook) -> Notebook:
+    """Without a lab at first."""
+    running.run("lab = lmx_lab.current()\nif lab: lab.stop()")
+    return running
+
+
+@pytest.fixture
+def lab(running: Notebook) -> Notebook:
+    """With one, and its model; the one that the test before has left, if it is as it should be."""
+    running.port = int(running.run(LAUNCH.format(mode=running.mode)))
+    return running
+
+
+def healthz(port: int) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def launch(notebook: Notebook, arguments: str = "port=0") -> str:
+    return f"lab = lmx_lab.launch(loop={notebook.mode!r}, {arguments}); print(lab.port)"
+
+
+def test_the_kernels_loop_serves_on_loopback_and_a_thread_serves_the_lan(notebook: Notebook) -> None:
+    assert notebook.run("lab = lmx_lab.launch(port=0); print(lab.mode, lab.lan_url)") == "kernel None"
+    assert notebook.run("lab = lmx_lab.launch(port=0, lan=True); print(lab.mode)") == "thread"
+    assert healthz(int(notebook.run("print(lab.port)"))) == 200
+
+
+def test_the_launch_cell_run_again_gives_the_same_lab(lab: Notebook) -> None:
+    again = f"other = lmx_lab.launch('tiny', loop={lab.mode!r}, port=0); print(other is lab is lmx_lab.current())"
+    assert lab.run(again) == "True"
+    assert lab.run("print(lab.engine.snapshot.model)") == "tiny"
+
+
+def test_changed_arguments_restart_in_place_on_the_same_port(lab: Notebook) -> None:
+    assert int(lab.run("old = lab\n" + launch(lab, "port=0, slots=2"))) == lab.port
+    assert lab.run("print(old.running, lab.settings.slots, listening().count(lab.port), sorted(threads()))") == (
+        f"False 2 1 {sorted(['lmx-lab-engine', *(['lmx-lab-server'] if lab.mode == 'thread' else [])])}"
+    )
+    assert healthz(lab.port) == 200
+
+
+def test_a_taken_port_is_an_error_in_the_cell_and_what_runs_goes_on(lab: Notebook) -> None:
+    lab.run("import socket; other = socket.create_server(('127.0.0.1', 0))")
+    output = lab.fail("lmx_lab.launch(port=other.getsockname()[1])")
+    assert (output.error, "another program" in output.message) == ("PortTakenError", True)
+    assert healthz(lab.port) == 200
+    assert lab.run("other.close(); print(lab.chat('hi', max_tokens=1).usage.completion_tokens)") == "1"
+
+
+def test_a_taken_port_names_a_lab_as_its_holder(lab: Notebook, fresh_notebook: Notebook) -> None:
+    output = fresh_notebook.fail(f"import lmx_lab; lmx_lab.launch(port={lab.port})")
+    assert (output.error, "another LMX Lab server" in output.message) == ("PortTakenError", True)
+    assert fresh_notebook.run("print(lmx_lab.current())") == "None"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "real, Engine.start = Engine.start, lambda self: 1 / 0",
+        "real, serving.serve = serving.serve, lambda app, sock, **k: real(broken, sock, **k)",
+    ],
+    ids=["engine", "lifespan"],
+)
+def test_a_failing_start_is_an_error_in_the_cell_and_leaves_nothing(notebook: Notebook, fault: str) -> None:
+    notebook.run("async def broken(scope, receive, send): raise ValueError('no')\nbefore = sorted(listening())")
+    notebook.run(fault)
+    assert notebook.fail(launch(notebook)).error in ("ZeroDivisionError", "HostingError")
+    notebook.run("serving.serve = real" if "serving" in fault else "Engine.start = real")
+    assert notebook.run("print(lmx_lab.current(), threads(), sorted(listening()) == before)") == "None set() True"
+    assert healthz(int(notebook.run(launch(notebook)))) == 200
+
+
+def test_a_request_during_the_blocking_launch_cell_is_answered(notebook: Notebook) -> None:
+    notebook.start(f"""
+        from lmx_lab.lab import launching
+        def bind_and_tell(*args, real=launching.bind, **kwargs):
+            sock = real(*args, **kwargs)
+            print(sock.getsockname()[1], flush=True)
+            input()
+            return sock
+        launching.bind, kept = bind_and_tell, launching.bind
+        lmx_lab.launch(loop={notebook.mode!r}, port=0)
+        launching.bind = kept
+    """)
+    port = int(notebook.read(until="\n").text)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    client.request("GET", "/healthz")
+    notebook.client.get_stdin_msg(timeout=30)
+    notebook.client.input("go")
+    assert notebook.read().error is None
+    assert client.getresponse().status == 200
+    client.close()
+
+
+def test_the_verbs_work_blocking(lab: Notebook) -> None:
+    assert lab.run("print(lab.load('tiny-two').model, [m.id for m in lab.models() if m.loaded])") == (
+        "tiny-two ['tiny-two']"
+    )
+    assert lab.run("print(lab.chat('hi', max_tokens=3, temperature=0).usage.completion_tokens)") == "3"
+    assert lab.run("s = lab.chat('hi', stream=True, max_tokens=9); print(''.join(s) == s.reply.text)") == "True"
+    assert lab.run("print(lab.unload() >= 0, lab.engine.snapshot.model)") == "True None"
+
+
+def test_the_verbs_work_awaited(lab: Notebook) -> None:
+    assert lab.run("print((await lab.aload('tiny-two')).model, len(await lab.amodels()) >= 2)") == "tiny-two True"
+    assert lab.run("print((await lab.achat('hi', max_tokens=3)).usage.completion_tokens)") == "3"
+    assert lab.run("""
+        stream = await lab.astream('hi', max_tokens=9)
+        print(''.join([piece async for piece in stream]) == stream.reply.text)
+    """) == "True"  # fmt: skip
+    assert lab.run("print(await lab.aunload() >= 0, lab.engine.snapshot.model)") == "True None"
+
+
+def test_leaving_a_stream_early_frees_its_slot(lab: Notebook) -> None:
+    assert lab.run("""
+        stream = lab.chat('hi', stream=True)
+        for piece in stream:
+            break
+        print(settled(), stream.reply)
+    """) == "True None"  # fmt: skip
+    assert lab.run("""
+        stream = await lab.astream('hi')
+        async for piece in stream:
+            break
+        print(settled(), stream.reply)
+    """) == "True None"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "lab.chat('hi')",
+        "''.join(lab.chat('hi', stream=True))",
+        "await lab.achat('hi')",
+        "[piece async for piece in await lab.astream('hi')]",
+    ],
+)
+def test_the_stop_button_ends_the_generation_and_the_next_one_works(lab: Notebook, body: str) -> None:
+    output = lab.interrupt(f"print('started', flush=True)\nwhile True:\n    {body}")
+    # ipykernel cancels a cell that awaits.
+    assert output.error in ({"CancelledError", "KeyboardInterrupt"} if "await lab" in body else {"KeyboardInterrupt"})
+    assert lab.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
+    assert healthz(lab.port) == 200
+
+
+def test_others_are_answered_while_a_cell_chats(lab: Notebook) -> None:
+    lab.start("print('started', flush=True)\nwhile True: lab.chat('hi')")
+    lab.read(until="started")
+    assert healthz(lab.port) == 200
+    lab.manager.interrupt_kernel()
+    assert lab.read().error == "KeyboardInterrupt"
+
+
+def test_what_is_wrong_is_said_clearly(lab: Notebook) -> None:
+    assert lab.fail("lab.chat('hi', temprature=1)").message.startswith("temprature")
+    assert lab.fail("lab.chat('hi', temperature=3)").message.startswith("temperature")
+    assert lab.fail("await lab.achat('hi', stream=True)").error == "InvalidRequestError"
+    assert lab.fail("lab.load('no-such-model')").error == "ModelNotFoundError"
+    lab.run("lab.unload()")
+    assert lab.fail("lab.chat('hi')").error == "NotLoadedError"
+    assert lab.fail("lmx_lab.launch(prot=1)").error == "InvalidRequestError"
+
+
+def test_a_stopped_lab_says_so(lab: Notebook) -> None:
+    lab.run("lab.stop(); lab.stop()")
+    for verb in ("lab.chat('hi')", "lab.load('tiny')", "lab.models()", "await lab.achat('hi')", "await lab.aunload()"):
+        output = lab.fail(verb)
+        assert (output.error, "was stopped" in output.message) == ("HostingError", True)
+    assert lab.run("print(lmx_lab.current(), repr(lab).splitlines()[0], threads())") == "None LMX Lab: stopped set()"
+
+
+def test_a_lab_is_a_context_and_awaitable(notebook: Notebook) -> None:
+    arguments = f"loop={notebook.mode!r}, port=0"
+    assert notebook.run(f"with lmx_lab.launch({arguments}) as lab: print(lab.running)") == "True"
+    assert notebook.run(f"async with lmx_lab.launch({arguments}) as lab: print(lab.running)") == "True"
+    assert notebook.run("print(lab.running, lmx_lab.current())") == "False None"
+    assert notebook.run(f"lab = await lmx_lab.launch({arguments}); print(lab.running)") == "True"
+    notebook.run("await lab.astop(); await lab.astop()")
+    assert notebook.run("print(lab.running, threads())") == "False set()"
+
+
+def test_the_last_value_of_a_cell_shows_addresses_mode_and_model(lab: Notebook) -> None:
+    lab.start("lab")
+    (bundle,) = lab.read().shown
+    for look in (bundle["text/plain"], bundle["text/html"]):
+        assert all(part in look for part in (f"http://127.0.0.1:{lab.port}", "running on", "tiny ("))
+    assert "<script" not in bundle["text/html"]
+
+
+def test_openai_works_in_the_cell_or_from_a_thread(lab: Notebook) -> None:
+    lab.run("""
+        from openai import OpenAI
+        def ask():
+            with OpenAI(**lab.openai) as client:
+                messages = [{"role": "user", "content": "hi"}]
+                return client.chat.completions.create(model="tiny", messages=messages, max_tokens=3).usage
+    """)
+    call = "ask()" if lab.mode == "thread" else "await asyncio.to_thread(ask)"
+    assert lab.run(f"print(({call}).completion_tokens)") == "3"
+
+
+def test_a_load_shows_its_download_in_the_cell_that_asked_and_nothing_else_does(lab: Notebook) -> None:
+    lab.start("lab.load('tiny-two')")
+    assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # the report, no bar
+    lab.start("""
+        from lmx_lab.weights import Progress
+        resolve = lab.catalog.resolve
+        def absent(name, local):
+            raise lmx_lab.errors.ModelNotFoundError(name)
+        def fetch(name, tell):
+            tell(Progress(stage="download", done_bytes=1_000_000, total_bytes=2_000_000))
+            tell(Progress(stage="download", done_bytes=2_000_000, total_bytes=2_000_000))
+            return resolve(name)
+        lab.catalog.resolve, lab.catalog.fetch = absent, fetch
+        report = lab.load('tiny')
+    """)
+    output = lab.read()
+    assert output.error is None, output.message
+    assert all("tiny: download" in bundle["text/plain"] and "text/html" in bundle for bundle in output.shown)
+    assert (len(output.shown), output.text, output.stderr) == (2, "", "")
+    lab.run("lab.stop()")
+
+
+@pytest.mark.parametrize("mode", ["kernel", "thread"])
+def test_a_kernel_that_generated_ends_with_zero_and_frees_its_port(fresh_notebook: Notebook, mode: str) -> None:
+    fresh_notebook.run("import lmx_lab")
+    port = int(fresh_notebook.run(LAUNCH.format(mode=mode)))
+    fresh_notebook.run("stream = lab.chat('hi', stream=True); print(next(iter(stream)))")
+    fresh_notebook.manager.shutdown_kernel()
+    assert fresh_notebook.process.wait(30) == 0
+    with pytest.raises(ConnectionRefusedError):
+        healthz(port)
+
+
+def test_a_restarted_kernel_gets_its_port_back(fresh_notebook: Notebook) -> None:
+    fresh_notebook.run("import lmx_lab")
+    port = int(fresh_notebook.run(LAUNCH.format(mode="kernel")))
+    fresh_notebook.run("lab.chat('hi', max_tokens=5)")
+    fresh_notebook.manager.restart_kernel()
+    fresh_notebook.client.wait_for_ready(timeout=60)
+    fresh_notebook.run("import lmx_lab")
+    assert fresh_notebook.run(f"print(lmx_lab.launch(port={port}).port)") == str(port)
+    assert healthz(port) == 200
+
+
+def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_home: Path) -> None:
+    from tests.kernel.conftest import Notebook
+
+    notebook = Notebook(starter_home)
+    try:
+        notebook.run("import lmx_lab; lab = lmx_lab.launch('smollm2-135m', port=0)")
+        text = notebook.run("print(lab.chat('What is the capital of France?', max_tokens=8, temperature=0).text)")
+        assert "Paris" in text
+        notebook.manager.shutdown_kernel()
+        assert notebook.process.wait(30) == 0
+    finally:
+        notebook.close()
