@@ -14,7 +14,8 @@
         OriginForbiddenError       Origin header of a page that is not allowed
         AdminForbiddenError        another host may not load, unload or download
       UnavailableError             right request, wrong moment; the message says when or what first
-        NotLoadedError             no model, or another one, is in memory
+        NotLoadedError             no model is in memory, or it is about to go
+          OtherModelLoadedError    another model than the one asked for
         ModelBusyError             another load is under way
         QueueFullError             too many requests wait
         StorageFullError           the disk cannot take the download
@@ -93,6 +94,10 @@ class UnavailableError(LabError):
 
 class NotLoadedError(UnavailableError):
     code = "no-model-loaded"
+
+
+class OtherModelLoadedError(NotLoadedError):
+    pass
 
 
 class ModelBusyError(UnavailableError):

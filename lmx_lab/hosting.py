@@ -346,8 +346,9 @@ async def _run(server: _Server, lifespan: _Lifespan, sock: socket.socket, port: 
         why = lifespan.reason or f"{type(cause).__name__}: {cause}"
         raise HostingError(f"the server on port {port} could not start: {why}; recent_logs() has the rest") from cause
     finally:
-        sock.close()
+        # The listeners first: they still watch the socket.
         for listener in getattr(server, "servers", []):
             listener.close()
+        sock.close()
         for connection in list(server.server_state.connections):
             connection.transport.abort()

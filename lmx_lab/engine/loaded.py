@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm import tokenizer_utils
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_config, load_model
 
 from lmx_lab.engine import memory
 from lmx_lab.engine.requests import ChatPrompt, TokenPrompt
@@ -80,19 +80,14 @@ def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
     """
     before = memory.used_bytes()
     try:
-        model, config = load_model(entry.path)
-        if mx.default_device() == mx.cpu:
-            # float16 is emulated on a CPU: activations follow the scales, which are small.
-            model.set_dtype(mx.float32)
-            mx.eval(model.parameters())
-        tokenizer = tokenizer_utils.load(entry.path, eos_token_ids=config.get("eos_token_id"))
+        model, tokenizer = _read(entry)
     except Exception as exc:
-        memory.release()
         if memory.is_out_of_memory(exc):
             raise OutOfMemoryError(
                 f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB allowed): {exc}"
             ) from exc
-        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {exc}", param="model") from exc
+        what = f"{type(exc).__name__}: {exc}"
+        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model") from exc
     return LoadedModel(
         entry=entry,
         model=model,
@@ -101,6 +96,18 @@ def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
         context_length=entry.context_length,
         memory_bytes=memory.used_bytes() - before,
     )
+
+
+def _read(entry: ModelEntry) -> tuple[Any, Any]:
+    """Model and tokenizer; the tokenizer first, since most that goes wrong goes wrong there, and it is small."""
+    config = load_config(entry.path)
+    tokenizer = tokenizer_utils.load(entry.path, eos_token_ids=config.get("eos_token_id"))
+    model, _ = load_model(entry.path)
+    if mx.default_device() == mx.cpu:
+        # float16 is emulated on a CPU: activations follow the scales, which are small.
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+    return model, tokenizer
 
 
 def check_fits(entry: ModelEntry, *, limit_bytes: int) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lmx_lab.weights import ModelEntry
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -108,7 +110,8 @@ class EngineSnapshot:
     """The engine as of its last step; replaced whole, so any thread may read it."""
 
     state: EngineState = "empty"
-    model: str | None = None
+    entry: ModelEntry | None = None
+    """The loaded model."""
     model_memory_bytes: int = 0
     context_length: int | None = None
     active_requests: int = 0
@@ -121,6 +124,11 @@ class EngineSnapshot:
     memory_total_bytes: int = 0
     progress_at: float = 0.0
     """When the engine thread last came round."""
+
+    @property
+    def model(self) -> str | None:
+        """The loaded model's id."""
+        return self.entry.id if self.entry else None
 
     def stalled(self, now: float, limit_s: float) -> bool:
         """Whether work waits and nothing has moved for longer than ``limit_s``."""

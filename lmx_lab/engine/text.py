@@ -56,10 +56,11 @@ class StopStrings:
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [at for at in map(text.find, self._stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
+            # The one that is complete first, as if the text had come letter by letter.
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         hold = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], False

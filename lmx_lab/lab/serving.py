@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import inspect
 import socket
 from collections.abc import Coroutine, Generator, Iterator
 from dataclasses import replace
@@ -12,8 +13,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from lmx_lab.engine import Engine
-from lmx_lab.errors import HostingError
-from lmx_lab.hosting import Host, bind, serve
+from lmx_lab.errors import EngineError, HostingError
+from lmx_lab.hosting import GRACE_S, Host, bind, serve
 from lmx_lab.lab.addresses import Addresses
 from lmx_lab.lab.modes import LoopChoice, choose_loop
 from lmx_lab.loops import LoopThread, run_nested
@@ -108,6 +109,10 @@ class Serving:
     async def _end(self) -> None:
         # First the watchers, who would never leave by themselves.
         self._server.feed.close()
+        # Then the loads and the generations, so that each request gets its answer before its connection goes.
+        await self._server.loader.close()
+        with contextlib.suppress(EngineError):
+            await self.engine.quiesce(GRACE_S)
         assert self._host is not None
         await self._host.stop()
 
@@ -148,8 +153,14 @@ class Serving:
 
     def _block(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the work where the server runs, and wait. An interrupt cancels it."""
-        loop = self._check_running(work)
-        return self._thread.run(work) if self._thread is not None else run_nested(loop, work)
+        try:
+            loop = self._check_running(work)
+            return self._thread.run(work) if self._thread is not None else run_nested(loop, work)
+        except KeyboardInterrupt:
+            # Before anything looked out for interrupts; what has begun is cancelled where it runs.
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()
+            raise
 
     async def _hand_over(self, work: Coroutine[Any, Any, T]) -> T:
         loop = self._check_running(work)

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -69,16 +70,19 @@ def admin_routes(
 def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["inference"])
 
+    def cards() -> list[ModelCard]:
+        return [_card(record) for record in records(catalog.scan(), engine.snapshot)]
+
     @router.get("")
     async def list_models() -> ModelCards:
-        return ModelCards(data=[_card(entry) for entry in await asyncio.to_thread(catalog.scan)])
+        return ModelCards(data=await asyncio.to_thread(cards))
 
     @router.get("/{model:path}")
     async def get_model(model: str) -> ModelCard:
-        for entry in await asyncio.to_thread(catalog.scan):
-            if entry.id == model:
-                return _card(entry)
-        raise ModelNotFoundError(f"there is no model {model!r} on disk; GET /v1/models lists all", param="model")
+        for card in await asyncio.to_thread(cards):
+            if card.id == model:
+                return card
+        raise ModelNotFoundError(f"there is no model {model[:200]!r} on disk; GET /v1/models lists all", param="model")
 
     return router
 
@@ -96,13 +100,16 @@ def is_local(request: Request) -> bool:
 
 
 def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
-    """The catalog as the admin routes and the notebook show it."""
+    """The catalog as the admin routes and the notebook show it; the loaded model is in it, wherever it lies."""
+    if now.entry is not None and all(entry.path != now.entry.path for entry in entries):
+        entries = [*entries, now.entry]
+    loaded = now.entry.path if now.entry else None
     return [
         ModelRecord(
             id=entry.id,
             path=str(entry.path),
-            loaded=entry.id == now.model,
-            vram_gb=now.model_memory_bytes / 1e9 if entry.id == now.model else None,
+            loaded=entry.path == loaded,
+            vram_gb=now.model_memory_bytes / 1e9 if entry.path == loaded else None,
             format=entry.format,
             kind=entry.kind,
             size_gb=entry.size_bytes / 1e9,
@@ -113,8 +120,13 @@ def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]
     ]
 
 
-def _card(entry: ModelEntry) -> ModelCard:
-    return ModelCard(id=entry.id, created=int(entry.path.stat().st_mtime))
+def _card(record: ModelRecord) -> ModelCard:
+    try:
+        created = int(Path(record.path).stat().st_mtime)
+    except OSError:
+        # Deleted while loaded, or since the scan.
+        created = 0
+    return ModelCard(id=record.id, created=created)
 
 
 def _extra(name: str) -> Literal["model", "request"]:

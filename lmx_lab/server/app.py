@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from lmx_lab.engine import Engine
 from lmx_lab.errors import LabError
@@ -47,7 +48,7 @@ def create_server(
     feed: Feed[Event] = Feed()
     loader = ModelLoader(engine=engine, catalog=catalog, feed=feed, downloads=settings.downloads)
     chat = ChatService(engine=engine, catalog=catalog, feed=feed)
-    api = FastAPI(title="LMX Lab inference server", version=VERSION)
+    api = FastAPI(title="LMX Lab inference server", version=VERSION, responses=errors.RESPONSES)
     api.state.max_body_bytes = settings.max_body_bytes
     api.include_router(health_routes(engine, stall_limit_s=settings.stall_limit_s))
     api.include_router(chat_routes(chat))
@@ -59,6 +60,7 @@ def create_server(
     api.add_exception_handler(LabError, errors.on_lab_error)
     api.add_exception_handler(RequestValidationError, errors.on_invalid)
     api.add_exception_handler(HTTPException, errors.on_http_error)
+    api.add_exception_handler(ClientDisconnect, errors.on_gone)
     api.add_exception_handler(Exception, errors.on_bug)
     return InferenceServer(asgi=_wrap(api, settings, policy), api=api, chat=chat, loader=loader, feed=feed)
 

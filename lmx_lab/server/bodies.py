@@ -94,6 +94,8 @@ class StrictRoute(APIRoute):
 
 
 def _check_content_type(request: Request) -> None:
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise InvalidRequestError(f"Content-Encoding is {encoding[:50]}; send the body as it is, uncompressed")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise InvalidRequestError(f"Content-Type is {kind or 'missing'}; send application/json")
+        raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")

@@ -10,10 +10,10 @@ from importlib.metadata import version
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import Engine, GenerationReport, TokenStream
-from lmx_lab.errors import EngineError, LabError, ModelNotFoundError, NotLoadedError
+from lmx_lab.errors import EngineError, LabError, ModelNotFoundError, OtherModelLoadedError
 from lmx_lab.feed import Feed
 from lmx_lab.server.bodies import StrictRoute
-from lmx_lab.server.connections import DONE, ClientGoneError, EventStream, while_connected
+from lmx_lab.server.connections import DONE, EventStream, while_connected
 from lmx_lab.server.errors import detail, request_id_of
 from lmx_lab.server.loading import Event
 from lmx_lab.server.translate import Answer, generation_request
@@ -24,8 +24,6 @@ from lmx_lab.wire.errors import ErrorBody
 
 log = logging.getLogger(__name__)
 FINGERPRINT = f"mlx-{version('mlx')}"
-# nginx's word for it: the client has closed the request. Nobody reads this status but the log.
-CLIENT_CLOSED = 499
 
 
 class ChatService:
@@ -45,20 +43,15 @@ class ChatService:
         """
         try:
             stream = await self._engine.submit(generation_request(request))
-        except NotLoadedError:
-            await self._check_known(request.model)
+        except OtherModelLoadedError as exc:
+            await self._check_known(request.model, exc)
             raise
         return Answer(model=self._engine.snapshot.model or request.model, fingerprint=FINGERPRINT), stream
 
-    async def _check_known(self, model: str) -> None:
-        loaded = self._engine.snapshot.model
-        if loaded is None or model == loaded:
-            return
+    async def _check_known(self, model: str, exc: OtherModelLoadedError) -> None:
         entries = await asyncio.to_thread(self._catalog.scan)
         if all(entry.id != model for entry in entries):
-            raise ModelNotFoundError(
-                f"there is no model {model!r} on disk; {loaded} is loaded; GET /v1/models lists all"
-            )
+            raise ModelNotFoundError(f"not on disk: {exc.message}; GET /v1/models lists all", param="model") from exc
 
     def ended(self, report: GenerationReport | None, request_id: str | None) -> GenerationReport:
         """Tell the watchers of requests that one has ended well."""
@@ -93,14 +86,11 @@ def chat_routes(service: ChatService) -> APIRouter:
         },
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        answer, stream = await service.start(body)
+        answer, stream = await while_connected(request, service.start(body))
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(_chunks(service, answer, stream, request_id_of(request), include_usage=include_usage))
-        try:
-            text = await while_connected(request, collect(stream))
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED)
+        text = await while_connected(request, collect(stream))
         report = service.ended(stream.report, request_id_of(request))
         return Response(answer.full(text, report).model_dump_json(), media_type="application/json")
 

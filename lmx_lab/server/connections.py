@@ -9,13 +9,10 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 
 T = TypeVar("T")
 DONE = "[DONE]"
-
-
-class ClientGoneError(Exception):
-    """The client left before its answer was ready; nobody will read what is sent."""
 
 
 class EventStream(StreamingResponse):
@@ -34,7 +31,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled when the client disconnects.
 
     Raises:
-        ClientGoneError: it did.
+        ClientDisconnect: it did.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -42,7 +39,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGoneError
+        raise ClientDisconnect
     finally:
         for future in (task, gone):
             future.cancel()

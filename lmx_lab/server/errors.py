@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fastapi import Request, WebSocket
+from fastapi import Request, Response, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
@@ -45,6 +45,13 @@ NO_RETRY = (
     errors.EngineDeadError,
     errors.ModelBusyError,
 )
+# nginx's word for it: the client has closed the request.
+CLIENT_CLOSED = 499
+# What any route may answer; "4XX" keeps FastAPI from promising its own 422.
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is wrong, or must wait: see `error.code`"},
+    "5XX": {"model": ErrorBody, "description": "No model, no memory, no time or a bug: see `error.code`"},
+}
 NOT_FIELDS = ("body", "query", "str", "constrained-str")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -80,8 +87,7 @@ def request_id_of(connection: Request | WebSocket) -> str | None:
 def invalid(exc: ValidationError | RequestValidationError) -> InvalidRequestError:
     """The first thing that is wrong with a body, by field."""
     wrong = _first(list(exc.errors()))
-    # A union puts the alternative it tried into the path: a name of a type, not of a field.
-    path = [str(part) for part in wrong["loc"] if part not in NOT_FIELDS and "[" not in str(part)]
+    path = [str(part) for part in wrong["loc"] if not _is_alternative(part)]
     field = ".".join(path)
     said = wrong["msg"].removeprefix("Value error, ")
     if wrong["type"] == "extra_forbidden":
@@ -93,9 +99,18 @@ def invalid(exc: ValidationError | RequestValidationError) -> InvalidRequestErro
 
 def _first(problems: list[Any]) -> dict[str, Any]:
     """The first problem; of a union's alternatives the one that got furthest, which is what the caller meant."""
-    place = problems[0]["loc"][:-1]
-    alternatives = [problem for problem in problems if problem["loc"][: len(place)] == place]
-    return dict(max(alternatives if place else problems[:1], key=lambda problem: len(problem["loc"])))
+    first = problems[0]
+    if not (first["loc"] and _is_alternative(first["loc"][-1])):
+        return dict(first)
+    field = first["loc"][:-1]
+    alternatives = [problem for problem in problems if problem["loc"][: len(field)] == field]
+    # Of two that got equally far, the one whose type was right.
+    return dict(max(alternatives, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type"))))
+
+
+def _is_alternative(part: str | int) -> bool:
+    """A union puts the type it tried into the path; so does FastAPI with the part of the request."""
+    return part in NOT_FIELDS or "[" in str(part)
 
 
 async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:
@@ -117,6 +132,11 @@ async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     response = respond(error, status=exc.status_code, request_id=request_id_of(request))
     response.headers.update(exc.headers or {})
     return response
+
+
+async def on_gone(request: Request, exc: Exception) -> Response:
+    """The client has left, while sending or while waiting; nobody will read this."""
+    return Response(status_code=CLIENT_CLOSED)
 
 
 async def on_bug(request: Request, exc: Exception) -> JSONResponse:

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
 
 from lmx_lab.engine import Engine, LoadReport
-from lmx_lab.errors import AdminForbiddenError, DownloadError, LabError, ModelBusyError, ModelNotFoundError
+from lmx_lab.errors import (
+    AdminForbiddenError,
+    DownloadError,
+    LabError,
+    ModelBusyError,
+    ModelNotFoundError,
+    NotLoadedError,
+)
 from lmx_lab.feed import Feed
 from lmx_lab.weights import Catalog, ModelEntry, Progress
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 
+T = TypeVar("T")
 Event = ModelEvent | RequestEvent
 
 
 class ModelLoader:
-    """Owns the running load. Progress goes to ``feed``, the result to whoever asked."""
+    """Owns the running loads. Progress goes to ``feed``, the result to whoever asked.
+
+    Any number of models may be on their way to this disk; one at a time enters the engine.
+    """
 
     def __init__(self, *, engine: Engine, catalog: Catalog, feed: Feed[Event], downloads: bool) -> None:
         self._engine = engine
         self._catalog = catalog
         self._feed = feed
         self._downloads = downloads
-        self._task: asyncio.Task[LoadReport] | None = None
-        self._name = ""
+        self._tasks: dict[str, asyncio.Task[LoadReport]] = {}
+        self._doing: str | None = None
+        """What is being done to the engine's model."""
 
     async def load(self, name: str, *, local: bool) -> LoadReport:
         """Load a model by id or, for local callers, by path or by an id that is downloaded first.
@@ -34,12 +52,22 @@ class ModelLoader:
             UnusableModelError, StorageFullError, OutOfMemoryError: see the message for what is loaded now.
             ModelBusyError: another model is being loaded.
         """
-        if self._task is None or self._task.done():
-            self._name = name
-            self._task = asyncio.create_task(self._load(name, local=local), name=f"load {name}")
-        elif self._name != name:
-            raise ModelBusyError(f"{self._name} is being loaded; ask again when that is done", retry_after_s=2)
-        return await asyncio.shield(self._task)
+        task = self._tasks.get(name)
+        if task is None:
+            task = self._tasks[name] = asyncio.create_task(self._load(name, local=local), name=f"load {name}")
+            task.add_done_callback(functools.partial(self._ended, name))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise NotLoadedError("the load was given up: the server is being stopped") from None
+            raise
+
+    def _ended(self, name: str, task: asyncio.Task[LoadReport]) -> None:
+        del self._tasks[name]
+        # Those who asked got the failure; if all of them have left, it is nobody's.
+        if not task.cancelled():
+            task.exception()
 
     async def unload(self) -> int:
         """Unload; returns the bytes freed, 0 when nothing was loaded.
@@ -47,23 +75,24 @@ class ModelLoader:
         Raises:
             ModelBusyError: a load is under way.
         """
-        if self._task is not None and not self._task.done():
-            raise ModelBusyError(f"{self._name} is being loaded; unload it when that is done", retry_after_s=2)
         model = self._engine.snapshot.model
-        freed = await self._engine.unload()
+        with self._entrance("the model is being unloaded"):
+            freed = await self._engine.unload()
         if model is not None:
             self._feed.publish(ModelEvent(model=model, stage="unloaded"))
         return freed
 
     async def close(self) -> None:
-        """Wait for a load that still runs."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        """Give up the loads that run; who waits for them is told."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load(self, name: str, *, local: bool) -> LoadReport:
         try:
             entry = await self._find(name, local=local)
-            report = self._loaded(entry) or await self._load_entry(entry)
+            report = self._loaded(entry) or await self._enter(entry)
         except LabError as exc:
             self._feed.publish(ModelEvent(model=name, stage="failed", message=exc.message))
             raise
@@ -72,14 +101,26 @@ class ModelLoader:
 
     def _loaded(self, entry: ModelEntry) -> LoadReport | None:
         now = self._engine.snapshot
-        if now.model != entry.id:
+        if self._doing is not None or now.entry is None or now.entry.path != entry.path:
             return None
         return LoadReport(model=entry.id, load_s=0.0, memory_bytes=now.model_memory_bytes)
 
-    async def _load_entry(self, entry: ModelEntry) -> LoadReport:
-        await asyncio.to_thread(self._catalog.check, entry)
-        self._feed.publish(ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes))
-        return await self._engine.load(entry)
+    async def _enter(self, entry: ModelEntry) -> LoadReport:
+        with self._entrance(f"{entry.id} is being loaded"):
+            await asyncio.to_thread(self._catalog.check, entry)
+            self._feed.publish(ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes))
+            return await self._engine.load(entry)
+
+    @contextlib.contextmanager
+    def _entrance(self, doing: str) -> Iterator[None]:
+        """Only one change of the engine's model at a time: who comes second should know what they replace."""
+        if self._doing is not None:
+            raise ModelBusyError(f"{self._doing}; ask again when that is done", retry_after_s=2)
+        self._doing = doing
+        try:
+            yield
+        finally:
+            self._doing = None
 
     async def _find(self, name: str, *, local: bool) -> ModelEntry:
         try:
@@ -110,7 +151,22 @@ class ModelLoader:
                 )
             )
 
-        return await asyncio.to_thread(self._catalog.fetch, name, tell)
+        return await _in_daemon_thread(lambda: self._catalog.fetch(name, tell))
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """For downloads: unlike an executor's, such a thread does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as exc:
+                future.set_exception(exc)
+
+    threading.Thread(target=run, name="lmx-lab-fetch", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def check_admin(*, local: bool, lan_admin: bool) -> None:

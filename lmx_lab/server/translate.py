@@ -25,6 +25,8 @@ from lmx_lab.wire.chat import (
     Usage,
 )
 
+COLDEST = 1e-6
+"""Temperatures below are greedy: nothing but the likeliest token has a chance."""
 ANY_MODEL = "default"
 """The model name that stands for whatever is loaded."""
 
@@ -33,8 +35,8 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     temperature = 0.7 if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
-    # A nucleus of nothing still holds the likeliest token.
-    greedy = temperature == 0 or top_p == 0
+    # A nucleus of nothing still holds the likeliest token; float32 cannot divide by less than about 1e-38.
+    greedy = temperature < COLDEST or top_p == 0
     return GenerationRequest(
         prompt=ChatPrompt(messages=tuple(_message(message) for message in request.messages)),
         model=None if request.model == ANY_MODEL else request.model,

@@ -53,8 +53,10 @@ class Catalog:
             UnusableModelError: it is there, but damaged or nothing that can be loaded; the message says why.
         """
         failure: UnusableModelError | None = None
-        for place in [*self._places(), *(path_places(name) if local else ())]:
-            if place.id == name or place.source == "path":
+        named = list(path_places(name)) if local else []
+        for place in [*self._places(), *named]:
+            # A path into the store or an extra folder means the model that is listed there.
+            if place.id == name or place.path in [path.path for path in named]:
                 try:
                     return read_entry(place)
                 except UnusableModelError as exc:

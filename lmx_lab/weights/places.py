@@ -39,21 +39,31 @@ def folder_places(folder: Path, source: Source) -> Iterator[Place]:
 
 
 def _is_model_place(path: Path) -> bool:
-    return (path / "config.json").exists() or (path.suffix == ".gguf" and path.is_file())
+    try:
+        return (path / "config.json").exists() or (path.suffix == ".gguf" and path.is_file())
+    except OSError:
+        # Another user's folder: nothing of ours.
+        return False
 
 
 def _visible(folder: Path) -> list[Path]:
     try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        return sorted(path for path in folder.iterdir() if _is_listable(path.name))
     except OSError:
         return []
+
+
+def _is_listable(name: str) -> bool:
+    """Neither hidden nor, as names of other encodings are, impossible to put into JSON."""
+    return not name.startswith(".") and name.isprintable()
 
 
 def path_places(name: str) -> Iterator[Place]:
     """The file or folder of that name; a starter's id never means a folder that happens to be here."""
     path = os.path.expanduser(name)
     if name not in STARTERS and name.strip() and os.path.exists(path):
-        yield Place(id=os.path.basename(os.path.abspath(path)), path=Path(path).absolute(), source="path")
+        # The whole path as its id: the folder's name alone may be that of another model.
+        yield Place(id=os.path.abspath(path), path=Path(path).absolute(), source="path")
 
 
 def read_entry(place: Place) -> ModelEntry:
@@ -62,7 +72,11 @@ def read_entry(place: Place) -> ModelEntry:
     Raises:
         UnusableModelError: nothing that can be loaded; the message says why.
     """
-    return ModelEntry(id=place.id, path=place.path, source=place.source, **asdict(read_facts(place.path)))
+    try:
+        facts = read_facts(place.path)
+    except OSError as exc:
+        raise UnusableModelError(f"{place.path} cannot be read: {exc.strerror}") from exc
+    return ModelEntry(id=place.id, path=place.path, source=place.source, **asdict(facts))
 
 
 def read_facts(path: Path) -> Facts:

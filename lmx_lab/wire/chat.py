@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, StringConstraints, model_validator
 
 from lmx_lab.wire.errors import ErrorDetail
 
 STOP_LIMIT = 16
+MESSAGE_LIMIT = 4096
+"""More could not be answered anyway; reading 100,000 takes seconds in which nobody else is served."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+# JSON has one kind of number: 5.0 counts five.
+Count = Annotated[
+    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+]
 FinishReason = Literal["stop", "length"]
 
 
@@ -54,13 +60,13 @@ class ChatRequest(RequestShape):
     """The body of POST /v1/chat/completions and the message of WS /v1/chat/stream."""
 
     model: NonEmpty
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MESSAGE_LIMIT)]
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = 0.7
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = 1.0
-    max_tokens: Annotated[int, Field(ge=1)] | None = 4096
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Count, Field(ge=1)] | None = 4096
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=STOP_LIMIT)] | None = None
 
     # Known to the format, changing nothing here.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -34,8 +36,11 @@ from lmx_lab.errors import (
     QueueFullError,
     UnusableModelError,
 )
+from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.wire.chat import ChatRequest
+from tests.flows.conftest import chat_body
 
 pytestmark = pytest.mark.anyio
 GREEDY = Sampling(temperature=0)
@@ -212,6 +217,7 @@ async def test_unloading_frees_the_memory_even_while_somebody_keeps_a_stream(eng
 async def test_running_requests_finish_before_a_swap(engine: Engine, tiny_home: Path) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     stream = await engine.submit(request(max_tokens=100))
+    await anext(stream)
     report = await engine.load(other)
     assert (await finish(stream))[1].output_tokens == 100
     assert report.model == engine.snapshot.model == "tiny-two"
@@ -220,6 +226,7 @@ async def test_running_requests_finish_before_a_swap(engine: Engine, tiny_home: 
 async def test_requests_that_wait_are_told_when_the_model_goes(engine: Engine, tiny_home: Path) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     streams = [await engine.submit(request(max_tokens=100)) for _ in range(3)]
+    await anext(streams[0])
     await engine.load(other)
     with pytest.raises(NotLoadedError):
         await finish(streams[2])
@@ -235,6 +242,53 @@ async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, ti
         await engine.load(other)
         with pytest.raises(NotLoadedError):
             await finish(stream)
+
+
+async def test_swaps_happen_in_order_even_if_nobody_waits_for_them(engine: Engine, tiny_home: Path) -> None:
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    stream = await engine.submit(request(max_tokens=100))
+    await anext(stream)
+    unloading = asyncio.create_task(engine.unload())
+    loading = asyncio.create_task(engine.load(other))
+    again = asyncio.create_task(engine.unload())
+    await asyncio.sleep(0)
+    unloading.cancel()
+    assert (await loading).model == "tiny-two"
+    assert await again > 0
+    assert (await finish(stream))[1].output_tokens == 100
+    assert engine.snapshot.state == "empty"
+
+
+async def test_loading_what_is_loaded_changes_nothing(engine: Engine, tiny: ModelEntry) -> None:
+    assert (await engine.load(tiny)).load_s == 0
+
+
+async def test_a_tiny_temperature_is_no_noise(engine: Engine) -> None:
+    cold = generation_request(ChatRequest.model_validate(chat_body(temperature=1e-38))).sampling
+    assert (await run(engine, sampling=cold))[0] == (await run(engine))[0]
+
+
+async def test_a_flood_of_long_prompts_meets_the_queue_limit(engine: Engine) -> None:
+    long = ChatPrompt(messages=({"role": "user", "content": "word " * 100_000},))
+    tasks = [asyncio.create_task(run(engine, prompt=long)) for _ in range(8)]
+    refused = [type(result) for result in await asyncio.gather(*tasks, return_exceptions=True)]
+    assert refused.count(QueueFullError) == 4
+    assert refused.count(ContextLengthError) == 4
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_failed_load_leaves_nothing_in_memory(engine: Engine, tiny: ModelEntry, tmp_path: Path) -> None:
+    before = engine.snapshot.memory_used_bytes
+    shutil.copytree(tiny.path, tmp_path / "broken")
+    (tmp_path / "broken" / "config.json").write_text(
+        json.dumps({**json.loads((tiny.path / "config.json").read_text()), "num_hidden_layers": 3})
+    )
+    failures = []
+    for _ in range(2):
+        with pytest.raises(UnusableModelError) as failed:
+            await engine.load(replace(tiny, id="broken", path=tmp_path / "broken"))
+        failures.append(failed)
+    assert engine.snapshot.memory_used_bytes < before * 1.5
 
 
 async def test_a_failed_load_brings_the_previous_model_back_and_says_so(engine: Engine, tmp_path: Path) -> None:
@@ -326,6 +380,7 @@ def test_a_script_that_generated_exits_with_0(tiny_home: Path, ending: str) -> N
     script = f"""
 import asyncio
 from lmx_lab.engine import Engine, GenerationRequest, TokenPrompt
+from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 engine = Engine(Settings())

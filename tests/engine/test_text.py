@@ -77,6 +77,23 @@ def test_stop_strings_cut_the_stream_as_they_cut_the_whole_text(text: str, stops
     assert (out, stopped) == cut(text, stops)
 
 
+@given(TEXTS, STOPS, st.lists(st.integers(1, 5), max_size=30))
+def test_where_the_text_is_split_does_not_matter(text: str, stops: list[str], sizes: list[int]) -> None:
+    matcher, out, rest = StopStrings(stops), "", text
+    for size in [*sizes, len(text) + 1]:
+        piece, stopped = matcher.feed(rest[:size])
+        out, rest = out + piece, rest[size:]
+        if stopped:
+            break
+    else:
+        out += matcher.finish()
+    assert (out, stopped) == cut(text, stops)
+
+
+def test_of_two_stop_strings_the_one_that_is_complete_first_counts() -> None:
+    assert StopStrings(["bc", "abcd"]).feed("abcd") == ("a", True)
+
+
 @pytest.mark.parametrize("pieces", [["a", "bb", "c"], ["ab", "bc"], ["abbc"], ["a", "b", "b", "c"]])
 def test_a_stop_string_is_found_whatever_the_split(pieces: list[str]) -> None:
     stops = StopStrings(["bb"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -161,6 +162,68 @@ def test_a_full_disk_is_507_before_the_first_byte(tmp_path: Path) -> None:
     assert [path for path in home.rglob("*") if path.stat().st_size > 4096] == []
 
 
+def test_unload_and_load_at_once_are_both_answered(fresh_http: httpx2.Client) -> None:
+    with fresh_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=300)) as response:
+        pieces = response.iter_text()
+        next(pieces)
+        answers: list[httpx2.Response] = []
+        calls = [
+            threading.Thread(target=lambda: answers.append(fresh_http.post("/admin/models/unload"))),
+            threading.Thread(target=lambda: answers.append(load(fresh_http, "tiny-two"))),
+            threading.Thread(target=lambda: answers.append(fresh_http.post("/admin/models/unload"))),
+        ]
+        for call in calls:
+            call.start()
+        assert "".join(pieces).endswith("data: [DONE]\n\n")
+    for call in calls:
+        call.join()
+    assert sorted(answer.status_code for answer in answers) in ([200, 409, 409], [200, 200, 409], [200, 200, 200])
+    assert {code(answer) for answer in answers if answer.status_code == 409} <= {"model-busy"}
+
+
+def test_default_is_told_503_not_404_while_the_model_goes(tiny_home: Path) -> None:
+    with serving(tiny_home, "tiny") as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+        with http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=450)) as response:
+            pieces = response.iter_text()
+            next(pieces)
+            unload = threading.Thread(target=http.post, args=("/admin/models/unload",))
+            unload.start()
+            while (answer := http.post(CHAT, json=chat_body(model="default"))).status_code == 200:
+                pass
+            "".join(pieces)
+        unload.join()
+    assert (answer.status_code, code(answer)) == (503, "no-model-loaded")
+
+
+def test_a_path_is_another_model_than_the_one_of_that_name(
+    fresh_http: httpx2.Client, tiny_home: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny"
+    write_tiny_llama(path, tiny_home / "models" / "tiny", seed=7)
+    before = fresh_http.post(CHAT, json=chat_body(model="default")).json()["choices"][0]["message"]
+    answer = load(fresh_http, str(path)).json()
+    assert answer["model"] == str(path)
+    assert answer["load_time_ms"] > 0
+    records = [record for record in fresh_http.get("/admin/models").json()["models"] if record["loaded"]]
+    assert [record["path"] for record in records] == [str(path)]
+    assert str(path) in [card["id"] for card in fresh_http.get("/v1/models").json()["data"]]
+    after = fresh_http.post(CHAT, json=chat_body(model=str(path))).json()["choices"][0]["message"]
+    assert before != after
+
+
+def test_odd_folders_do_not_hide_the_others(fresh_http: httpx2.Client, tiny_home: Path) -> None:
+    odd = tiny_home / "models" / os.fsdecode(b"caf\xe9")
+    odd.mkdir()
+    (odd / "config.json").write_text("{}")
+    locked = tiny_home / "models" / "locked"
+    locked.mkdir(mode=0)
+    try:
+        assert "tiny" in [record["id"] for record in fresh_http.get("/admin/models").json()["models"]]
+    finally:
+        shutil.rmtree(odd)
+        locked.rmdir()
+
+
 def test_downloads_can_be_forbidden(tmp_path: Path) -> None:
     with serving(tmp_path, None, downloads=False) as lab, httpx2.Client(base_url=lab.url) as http:
         assert load(http, "smollm2-135m").status_code == 404
@@ -276,3 +339,5 @@ def test_openapi_describes_every_route(http: httpx2.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/models", "/healthz", "/readyz", "/admin/models", "/admin/events"} <= set(paths)
     assert http.get("/docs").status_code == 200
+    responses = [operation["responses"] for path in paths.values() for operation in path.values()]
+    assert all("422" not in declared and {"4XX", "5XX"} <= set(declared) for declared in responses)

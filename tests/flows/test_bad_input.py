@@ -71,9 +71,12 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"messages": [{"role": "u", "content": 5}] * 100_000}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
         ({"stop": ["a", ""]}, "stop.1"),
         ({"n": 2}, "n"),
         ({"logprobs": True}, "logprobs"),
@@ -110,6 +113,21 @@ def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None)
     request = http.build_request("POST", PATH, content=b'{"model": "tiny"}', headers=headers)
     error = error_of(http.send(request), 400, "invalid-request")
     assert "application/json" in error["message"]
+
+
+def test_17_stops_are_told_the_limit(http: httpx2.Client) -> None:
+    assert "16" in error_of(http.post(PATH, json=chat_body(stop=["a"] * 17)), 400, "invalid-request")["message"]
+
+
+def test_a_compressed_body_is_named_as_such(http: httpx2.Client) -> None:
+    headers = {**JSON, "content-encoding": "gzip"}
+    error = error_of(http.post(PATH, content=b"\x1f\x8b", headers=headers), 400, "invalid-request")
+    assert "gzip" in error["message"]
+
+
+def test_a_long_name_is_not_echoed_whole(http: httpx2.Client) -> None:
+    error = error_of(http.post(PATH, json=chat_body(model="x" * 200_000)), 404, "model-not-found")
+    assert len(error["message"]) < 1000
 
 
 def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http: httpx2.Client) -> None:

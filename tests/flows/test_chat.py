@@ -94,6 +94,7 @@ def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
         {"temperature": None, "top_p": None, "max_tokens": None, "max_completion_tokens": 3, "stop": None},
         {"top_p": 0},
+        {"max_tokens": 5.0},
         {
             "messages": [{"role": "developer", "content": [{"type": "text", "text": "be brief"}]}]
             + chat_body()["messages"]
@@ -164,3 +165,17 @@ def test_every_answer_has_a_request_id(http: httpx2.Client) -> None:
     assert len(ids) == 4
     error = http.post(PATH, json={})
     assert error.json()["error"]["request_id"] == error.headers["x-request-id"]
+
+
+def test_stopping_the_server_ends_a_stream_with_an_error_line(tiny_home: Path) -> None:
+    with (
+        serving(tiny_home, "tiny") as lab,
+        httpx2.Client(base_url=lab.url, timeout=60) as http,
+        http.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as response,
+    ):
+        pieces = response.iter_text()
+        text = next(pieces)
+        lab._block(lab.engine.quiesce(0.0))
+        text += "".join(pieces)
+    *_, last = text.removesuffix("\n\n").split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "no-model-loaded"

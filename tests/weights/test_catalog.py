@@ -180,7 +180,7 @@ def test_a_damaged_folder_is_refused_with_the_reason_and_left_out_of_the_list(
 def test_a_path_is_taken_from_local_callers_only(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "model")
     entry = catalog.resolve(str(folder))
-    assert (entry.id, entry.path, entry.source) == ("model", folder, "path")
+    assert (entry.id, entry.path, entry.source) == (str(folder), folder, "path")
     with pytest.raises(ModelNotFoundError):
         catalog.resolve(str(folder), local=False)
 
