@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lmx_lab.engine import Delta, GenerationReport, TokenStream
@@ -49,7 +49,7 @@ def _references(text: str) -> str:
     return "".join(char if char.isalnum() or char == " " else f"&#{ord(char)};" for char in text)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Reply:
     """A whole answer and what it cost."""
 
@@ -58,7 +58,7 @@ class Reply:
     finish_reason: str
     usage: Usage
     timings: Timings
-    report: GenerationReport = field(repr=False)
+    report: GenerationReport
 
     @property
     def tokens_per_second(self) -> float:
@@ -73,10 +73,15 @@ class Reply:
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        return f"{self.text}\n\n{self.model} · {self._cost()}"
+
     def _repr_markdown_(self) -> str:
-        cost = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
-        line = f"{_references(self.model)} · {cost} · first after {self.ttft_s:.2f} s"
-        return f"{safe_markdown(self.text)}\n\n<small>{line}</small>"
+        return f"{safe_markdown(self.text)}\n\n<small>{_references(self.model)} · {self._cost()}</small>"
+
+    def _cost(self) -> str:
+        speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
+        return f"{speed} · first after {self.ttft_s:.2f} s"
 
 
 class ReplyStream:
@@ -168,19 +173,32 @@ async def _next(stream: TokenStream) -> Delta | None:
     return await anext(stream, None)
 
 
+SHOWN = ("id", "loaded", "kind", "format", "quantization", "size_gb", "context_length")
+
+
 class ModelList(list[ModelRecord]):
-    """Model records, shown as a table in a notebook."""
+    """Model records, shown as a table."""
+
+    def __repr__(self) -> str:
+        rows = [SHOWN, *(_cells(record) for record in self)]
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
-        names = ["id", "loaded", "kind", "format", "quantization", "size_gb", "context_length"]
-        head = "".join(f"<th>{name}</th>" for name in names)
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{_cell(getattr(record, name))}</td>' for name in names)}</tr>" for record in self
-        )
+        head = "".join(f"<th>{name}</th>" for name in SHOWN)
+        rows = "".join(f"<tr>{_table_cells(record)}</tr>" for record in self)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _table_cells(record: ModelRecord) -> str:
+    return "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(record))
+
+
+def _cells(record: ModelRecord) -> tuple[str, ...]:
+    return tuple(_cell(getattr(record, name)) for name in SHOWN)
 
 
 def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else ""
-    return html.escape(f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value))
+    return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)

@@ -42,7 +42,7 @@ def text_of(output: Any) -> str:
     if output.output_type == "error":
         return f"{output.ename}: {output.evalue}"
     data = output.get("data", {})
-    return str(data.get("text/markdown") or data.get("text/plain") or "")
+    return str(data.get("text/plain", "")) + "\n"
 
 
 if __name__ == "__main__":
