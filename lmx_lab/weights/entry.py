@@ -19,22 +19,6 @@ class Facts:
 
     kind: Kind
     format: Format
-    architecture: str
-    size_bytes: int
-    quantization: str | None
-    context_length: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelEntry:
-    """One usable model on this disk."""
-
-    id: str
-    """``smollm2-135m`` or ``org/name``; in extra folders and for paths, the name of the folder or file."""
-    path: Path
-    """A folder with ``config.json`` and safetensors, or a ``.gguf`` file."""
-    kind: Kind
-    format: Format
     """``mlx`` can be loaded as it is; ``gguf`` has to be imported with ``Catalog.fetch`` first."""
     architecture: str
     """``model_type`` of ``config.json``, or ``general.architecture`` of a GGUF file."""
@@ -44,6 +28,16 @@ class ModelEntry:
     """``4-bit, group 32``; of a GGUF file ``Q4_1``; of plain weights their type, ``float16``; ``None`` if unknown."""
     context_length: int | None
     """Tokens the model was made for; ``None`` if its files do not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEntry(Facts):
+    """One usable model on this disk."""
+
+    id: str
+    """``smollm2-135m`` or ``org/name``; in extra folders the name of the folder or file; for others their path."""
+    path: Path
+    """A folder with ``config.json`` and safetensors, or a ``.gguf`` file."""
     source: Source
 
 
