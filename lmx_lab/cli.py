@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -42,6 +44,17 @@ def main() -> None:
         app()
     except LabError as exc:
         _fail(exc)
+    finally:
+        _leave_downloads()
+
+
+def _leave_downloads() -> None:
+    """End now if a download still runs: its library's threads cannot be stopped, and Python would wait for them."""
+    if any(thread.name.startswith("lmx-lab-hub") for thread in threading.enumerate()):
+        leaving = sys.exc_info()[1]
+        code = leaving.code if isinstance(leaving, SystemExit) and isinstance(leaving.code, int) else FAILED
+        sys.stdout.flush()
+        os._exit(code if leaving is not None else 0)
 
 
 def _fail(exc: LabError) -> NoReturn:
@@ -135,15 +148,9 @@ async def _announce(lab: Lab, model: str | None) -> None:
 
 
 def _start_logging(level: str) -> None:
-    import logging
-
-    from lmx_lab.errors import InvalidRequestError
-
-    names = ("debug", "info", "warning", "error")
-    if level not in names:
-        raise InvalidRequestError(f"log level is {level!r}; it can be {', '.join(names)}")
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "httpx2", "httpcore2", "filelock"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import socket
@@ -94,6 +95,9 @@ def _disk(settings: Settings) -> Iterator[Finding]:
     folder = _existing(settings.home)
     free = shutil.disk_usage(folder).free
     text = f"{free / 1e9:.1f} GB free for {settings.home}"
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        yield Finding(topic="home", verdict="bad", text=f"{settings.home} cannot be written; set LMX_LAB_HOME")
+        return
     low = free < LOW_DISK_BYTES
     yield Finding(topic="disk", verdict="bad" if low else "fine", text=text + (": free some" if low else ""))
 

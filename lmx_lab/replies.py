@@ -106,6 +106,15 @@ class ReplyStream:
         self.reply: Reply | None = None
         """Set when the generation has ended; stays None when it was left early."""
 
+    @property
+    def text(self) -> str:
+        """What has come so far."""
+        return "".join(self._text)
+
+    def __repr__(self) -> str:
+        state = "ended" if self._stream is None else "running: iterate it for its text, or close() it"
+        return f"<ReplyStream, {state}>"
+
     def __iter__(self) -> Iterator[str]:
         try:
             while self._stream is not None and (delta := self._block(_next(self._stream))) is not None:
@@ -139,7 +148,7 @@ class ReplyStream:
 
     def _end(self) -> None:
         if self._stream is not None:
-            self.reply = self._finish("".join(self._text), self._stream.report)
+            self.reply = self._finish(self.text, self._stream.report)
         self.close()
 
 

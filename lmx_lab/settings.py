@@ -13,6 +13,7 @@ from lmx_lab.errors import InvalidRequestError
 
 PREFIX = "LMX_LAB_"
 GIB = 2**30
+LOG_LEVELS = ("debug", "info", "warning", "error")
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 DAY_S = 86_400.0
 RANGES: dict[str, tuple[float, float]] = {
@@ -58,6 +59,7 @@ class Settings:
     """Whether other hosts may load, unload and download."""
     max_body_bytes: int = 8 * 2**20
     log_level: str = "info"
+    """What ``lmx-lab serve`` prints: debug, info, warning or error."""
 
     slots: int = 8
     """Requests decoded at the same time; the rest wait in arrival order."""
@@ -79,8 +81,12 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise InvalidRequestError(f"{name} is {value}; it must be {low} to {high}", param=name)
+            if value is not None and not (isinstance(value, int | float) and low <= value <= high):
+                raise InvalidRequestError(f"{name} is {value!r}; it must be {low} to {high}", param=name)
+        if not self.host.strip():
+            raise InvalidRequestError("host is empty; use 127.0.0.1, or 0.0.0.0 to serve the LAN", param="host")
+        if self.log_level not in LOG_LEVELS:
+            raise InvalidRequestError(f"log_level is {self.log_level!r}; it can be {', '.join(LOG_LEVELS)}")
 
     @property
     def models_folder(self) -> Path:
@@ -89,7 +95,7 @@ class Settings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
-        """Settings from the environment, then from the overrides that are not ``None``.
+        """Settings from the environment (empty counts as unset), then from the overrides that are not ``None``.
 
         Raises:
             InvalidRequestError: an override that is no setting, or a value of the wrong type, by name.
@@ -103,7 +109,7 @@ class Settings:
         for name, f in fields.items():
             if overrides.get(name) is not None:
                 values[name] = _coerce(name, str(f.type), overrides[name])
-            elif (text := environ.get(PREFIX + name.upper())) is not None:
+            elif text := environ.get(PREFIX + name.upper()):
                 values[name] = _coerce(PREFIX + name.upper(), str(f.type), text)
         return cls(**values)
 
@@ -122,6 +128,8 @@ def _coerce(name: str, kind: str, value: Any) -> Any:
             )
         if kind == "Path":
             return Path(value).expanduser()
+        if kind == "int" and not isinstance(value, int | str):
+            raise TypeError
         return {"int": int, "float": float, "str": str}[kind](value)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InvalidRequestError(f"{name} is {value!r}; it must be of type {kind}") from None

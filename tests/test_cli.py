@@ -142,9 +142,10 @@ def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home: Pat
         with request(server.port, "POST", "/v1/chat/completions", body) as response:
             assert response.readline().startswith(b"data:")
             code, said = server.end(signal.SIGTERM)
-            assert b'"error"' in response.read()
+            rest = response.read()
+    # Within the grace time the model may come to its end.
+    assert rest.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in rest
     assert code == 0
-    assert "the server is stopped" in said
     assert "Traceback" not in said
 
 

@@ -427,3 +427,49 @@ def test_nothing_is_drawn_into_a_file_or_before_the_first_step(terminal: bool) -
         for step in [] if terminal else steps():
             shown.update(step)
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+# --- what is given wrongly
+
+
+@pytest.mark.parametrize("model", [5, "", b"tiny", ["tiny"]])
+def test_a_model_that_is_no_name_is_refused_before_anything_starts(model: object, tiny_home: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="model is"):
+        lmx_lab.launch(model, port=0, home=tiny_home)  # type: ignore[arg-type]
+    assert lmx_lab.current() is None
+
+
+def test_a_path_object_is_a_path(launched: lmx_lab.Lab, tiny_home: Path) -> None:
+    assert launched.load(tiny_home / "models" / "tiny-two").model == "tiny-two"
+
+
+@pytest.mark.parametrize("arguments", [{"lan": "no"}, {"lan": True, "host": "127.0.0.1"}, {"host": ""}])
+def test_arguments_that_contradict_each_other_start_nothing(arguments: dict[str, object], tiny_home: Path) -> None:
+    with pytest.raises(InvalidRequestError):
+        lmx_lab.launch(port=0, home=tiny_home, **arguments)  # type: ignore[arg-type]
+    assert lmx_lab.current() is None
+
+
+async def test_two_launches_at_once_on_one_loop_start_one_lab(tiny_home: Path) -> None:
+    async def launch() -> lmx_lab.Lab:
+        return lmx_lab.launch(port=0, home=tiny_home, loop="kernel")
+
+    results = await asyncio.gather(launch(), launch(), return_exceptions=True)
+    labs = [result for result in results if isinstance(result, lmx_lab.Lab)]
+    assert len(labs) == 1 or labs[0] is labs[1]
+    assert all(isinstance(result, lmx_lab.Lab | HostingError) for result in results)
+    await labs[0].astop()
+
+
+def test_a_lone_surrogate_is_named(launched: lmx_lab.Lab) -> None:
+    launched.load("tiny")
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        launched.chat("half \ud800")
+
+
+def test_a_stream_says_what_to_do_with_it_and_keeps_its_text(launched: lmx_lab.Lab) -> None:
+    launched.load("tiny")
+    stream = launched.chat("hello", stream=True, max_tokens=20)
+    assert "iterate" in repr(stream)
+    first = next(iter(stream))
+    assert stream.text.startswith(first)

@@ -43,6 +43,9 @@ def test_values_of_the_environment_take_their_types() -> None:
         ({}, {"port": "eighty"}),
         ({}, {"colour": "blue"}),
         ({}, {"slots": 0}),
+        ({}, {"slots": 2.9}),
+        ({}, {"host": ""}),
+        ({}, {"log_level": "loud"}),
         ({}, {"drain_s": -1}),
         ({}, {"port": 70000}),
         ({}, {"drain_s": float("nan")}),
@@ -52,6 +55,10 @@ def test_a_bad_value_is_refused_by_name(environ: dict[str, str], overrides: dict
     name = next(iter([*environ, *overrides]))
     with pytest.raises(InvalidRequestError, match=name):
         Settings.read(environ, **overrides)
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert Settings.read({"LMX_LAB_HOST": "", "LMX_LAB_HOME": "", "LMX_LAB_PORT": ""}) == Settings()
 
 
 def test_settings_do_not_change_and_do_not_show_the_key() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class PromptTokenizer:
         return tokens
 
     def _chat(self, prompt: ChatPrompt) -> list[int]:
+        _check_text(prompt.messages)
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError(f"{self._model} has no chat template: it takes plain prompts only", param="model")
         try:
@@ -48,6 +49,15 @@ class PromptTokenizer:
                 f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
             ) from exc
         return [int(token) for token in tokens]
+
+
+def _check_text(messages: Sequence[Mapping[str, Any]]) -> None:
+    for at, message in enumerate(messages):
+        try:
+            str(message.get("content", "")).encode()
+        except UnicodeEncodeError as exc:
+            what = f"the lone surrogate {exc.object[exc.start]!r}, which is no character"
+            raise InvalidRequestError(f"messages.{at}.content has {what}", param=f"messages.{at}.content") from exc
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

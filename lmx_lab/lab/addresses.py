@@ -12,7 +12,7 @@ from lmx_lab import links
 from lmx_lab.guard import GuardPolicy, local_policy
 from lmx_lab.settings import Settings
 
-EVERYWHERE = ("", "0.0.0.0", "::")
+EVERYWHERE = ("0.0.0.0", "::")
 # Bridges of containers and virtual machines: addresses of this machine, but nobody's way to it.
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "podman")
 

@@ -9,8 +9,11 @@ import types
 from dataclasses import replace
 from typing import Any
 
+from lmx_lab.errors import HostingError, InvalidRequestError
 from lmx_lab.hosting import bind
+from lmx_lab.lab.addresses import is_lan
 from lmx_lab.lab.modes import LoopChoice, choose_loop
+from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.running import Lab
 from lmx_lab.settings import PREFIX, Settings
 
@@ -18,7 +21,7 @@ from lmx_lab.settings import PREFIX, Settings
 def _registry() -> types.ModuleType:
     # A module without a file: autoreload leaves it alone, so a re-run cell finds the lab that runs.
     registry = sys.modules.setdefault("_lmx_lab_registry", types.ModuleType("_lmx_lab_registry"))
-    for name, value in (("lab", None), ("lock", threading.RLock())):
+    for name, value in (("lab", None), ("lock", threading.RLock()), ("starting", False)):
         registry.__dict__.setdefault(name, value)
     return registry
 
@@ -27,7 +30,12 @@ _REGISTRY: Any = _registry()
 
 
 def launch(
-    model: str | None = None, *, loop: LoopChoice = "auto", lan: bool = False, port: int | None = None, **settings: Any
+    model: str | os.PathLike[str] | None = None,
+    *,
+    loop: LoopChoice = "auto",
+    lan: bool = False,
+    port: int | None = None,
+    **settings: Any,
 ) -> Lab:
     """Start the inference server in this process, or return the one that runs if the arguments are the same.
 
@@ -48,16 +56,26 @@ def launch(
         InvalidRequestError: an argument that is no setting, or of the wrong type.
         LabError: the model could not be loaded; the server runs nevertheless, see ``current()``.
     """
-    if lan:
+    if lan is True:
         settings.setdefault("host", "0.0.0.0")
     chosen = Settings.read(port=port, **settings)
+    if lan not in (True, False) or (lan and not is_lan(chosen.host)):
+        raise InvalidRequestError(f"lan is {lan!r} and host {chosen.host!r}; leave one of them out", param="lan")
     explicit = is_explicit(port)
+    name = None if model is None else model_name(model)
     with _REGISTRY.lock:
+        if _REGISTRY.starting:
+            # The lock lets its own thread in, and a nested loop can run other cells' code on it.
+            raise HostingError("another launch() is under way on this loop; wait for it, then call launch() again")
         lab = current()
         if lab is None or not _fits(lab, chosen, loop, explicit=explicit):
-            lab = _replace(chosen, loop, explicit=explicit)
-    if model is not None:
-        lab.load(model)
+            _REGISTRY.starting = True
+            try:
+                lab = _replace(chosen, loop, explicit=explicit)
+            finally:
+                _REGISTRY.starting = False
+    if name is not None:
+        lab.load(name)
     return lab
 
 

@@ -1,7 +1,8 @@
-"""What the chat verbs are given, as the request that the server would get."""
+"""What the verbs are given, as the server would get it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,3 +32,15 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
         return ChatRequest.model_validate({"model": ANY_MODEL, "messages": messages, **fields})
     except ValidationError as exc:
         raise invalid(exc) from exc
+
+
+def model_name(model: object) -> str:
+    """The id or path of a model as text.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidRequestError(f"model is {model!r}; give an id such as 'smollm2-135m', or a path", param="model")
+    return name

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import html
+import os
 from typing import Any, Literal, overload
 
 from lmx_lab.engine import GenerationReport, LoadReport
 from lmx_lab.lab.loading import Loading
-from lmx_lab.lab.prompt import Prompt, chat_request
+from lmx_lab.lab.prompt import Prompt, chat_request, model_name
 from lmx_lab.lab.serving import Serving
 from lmx_lab.progress import bar
 from lmx_lab.replies import ModelList, Reply, ReplyStream
@@ -64,7 +65,7 @@ class Lab(Serving):
 
     # Models
 
-    def load(self, model: str) -> LoadReport:
+    def load(self, model: str | os.PathLike[str]) -> LoadReport:
         """Load a model by id (fetched first where needed) or path, in the place of what is loaded; shows progress.
 
         Interrupting ends the waiting, not the load.
@@ -72,15 +73,17 @@ class Lab(Serving):
         Raises:
             LabError: why not, and what is loaded now.
         """
-        loading = self._block(self._begin_load(model))
-        with bar(model) as shown:
+        name = model_name(model)
+        loading = self._block(self._begin_load(name))
+        with bar(name) as shown:
             while (step := self._block(loading.step())) is not None:
                 shown.update(step)
         return self._block(loading.result())
 
-    async def aload(self, model: str) -> LoadReport:
-        loading = await self._hand_over(self._begin_load(model))
-        with bar(model) as shown:
+    async def aload(self, model: str | os.PathLike[str]) -> LoadReport:
+        name = model_name(model)
+        loading = await self._hand_over(self._begin_load(name))
+        with bar(name) as shown:
             while (step := await self._hand_over(loading.step())) is not None:
                 shown.update(step)
         return await self._hand_over(loading.result())

@@ -51,7 +51,9 @@ class ChatService:
     async def _check_known(self, model: str, exc: OtherModelLoadedError) -> None:
         entries = await asyncio.to_thread(self._catalog.scan)
         if all(entry.id != model for entry in entries):
-            raise ModelNotFoundError(f"not on disk: {exc.message}; GET /v1/models lists all", param="model") from exc
+            loaded = self._engine.snapshot.model
+            missing = f"there is no model {model[:200]!r} on disk; {loaded} is loaded; GET /v1/models lists all"
+            raise ModelNotFoundError(missing, param="model") from exc
 
     def ended(self, report: GenerationReport | None, request_id: str | None) -> GenerationReport:
         """Tell the watchers of requests that one has ended well."""

@@ -29,6 +29,8 @@ WANTED = (
 MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 ASK_TIMEOUT_S = 15.0
 POLL_S = 0.2
+THREAD_NAME = "lmx-lab-hub"
+"""The command line looks for it when it ends."""
 
 
 def download(
@@ -57,7 +59,8 @@ def download(
     sizes = _wanted_sizes(repo_id, info)
     needed = _missing_bytes(repo_folder(cache, repo_id) / "snapshots" / str(info.sha), sizes)
     require_disk(cache, needed, reserve_bytes, repo_id)
-    with ThreadPoolExecutor(1) as pool:
+    pool = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
+    try:
         future = pool.submit(
             snapshot_download,
             repo_id,
@@ -67,6 +70,9 @@ def download(
             tqdm_class=_Silent,
         )
         _watch(future, repo_folder(cache, repo_id) / "blobs", needed, progress)
+    finally:
+        # Not waited for: an interrupt shall be heard now. What has come so far is kept and gone on from next time.
+        pool.shutdown(wait=False, cancel_futures=True)
     with _translated(repo_id, cache):
         return Path(str(future.result()))
 

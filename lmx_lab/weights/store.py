@@ -31,7 +31,12 @@ def exclusive(models: Path, model_id: str) -> Iterator[None]:
     The system frees the lock of a process that was killed.
     """
     folder = models / LOCKS_NAME
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise StorageFullError(
+            f"cannot write to {models}: {exc.strerror}; set LMX_LAB_HOME to a folder of yours"
+        ) from exc
     with FileLock(folder / f"{file_name(model_id)}.lock"):
         yield
 
