@@ -16,6 +16,7 @@ import pytest
 from lmx_lab.lab import Lab
 from tests.conftest import write_tiny_llama
 from tests.flows.conftest import chat_body, serving
+from tests.weights.conftest import gguf_bytes
 
 CHAT = "/v1/chat/completions"
 
@@ -130,6 +131,16 @@ class TestWhatCannotBeLoaded:
         response = load(http, str(tmp_path / "cut"))
         assert (response.status_code, code(response)) == (400, "invalid-request")
         assert "model.safetensors" in response.json()["error"]["message"]
+
+    @pytest.mark.parametrize("content", [b"GGUF", None])
+    def test_a_gguf_file_of_another_architecture_or_a_torn_one(
+        self, http: httpx2.Client, tmp_path: Path, content: bytes | None
+    ) -> None:
+        file = tmp_path / "qwen2.gguf"
+        file.write_bytes(content or gguf_bytes({"general.architecture": "qwen2"}, {}))
+        response = load(http, str(file))
+        assert (response.status_code, code(response)) == (400, "invalid-request")
+        assert ("qwen2" if content is None else "qwen2.gguf") in response.json()["error"]["message"]
 
     def test_weights_that_do_not_fit_the_architecture(
         self, http: httpx2.Client, tiny_home: Path, tmp_path: Path
