@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from asyncio import AbstractEventLoop
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -153,8 +154,8 @@ class EngineCore:
         Swaps happen one after the other, in the order asked for, whether or not somebody still waits for the result.
         From now until then no request is taken.
         """
-        for generation in self._scheduler.queued:
-            self._end(generation, NotLoadedError(f"{why} before this request began; ask again when a model is loaded"))
+        error = NotLoadedError(f"{why} before this request began; ask again when a model is loaded")
+        self._end_all(self._scheduler.queued, error)
         swap = Swap(perform=perform, why=why, deadline=time.perf_counter() + timeout_s)
         # Marked as running, it cannot be cancelled by a caller who leaves.
         swap.done.set_running_or_notify_cancel()
@@ -179,8 +180,8 @@ class EngineCore:
 
     def unload(self) -> int:
         """Drop the model and return the bytes that this freed, measured. Whatever still runs ends with an error."""
-        for generation in self._scheduler.queued + self._scheduler.running:
-            self._end(generation, NotLoadedError("the model was unloaded before this request ended"))
+        error = NotLoadedError("the model was unloaded before this request ended")
+        self._end_all(self._scheduler.queued + self._scheduler.running, error)
         before = memory.used_bytes()
         self._model = self._batch = None
         memory.release()
@@ -189,8 +190,7 @@ class EngineCore:
 
     def close(self, error: LabError) -> None:
         """The thread ends: every request gets its end, MLX its memory."""
-        for generation in self._scheduler.queued + self._scheduler.running:
-            self._end(generation, error)
+        self._end_all(self._scheduler.queued + self._scheduler.running, error)
         while self._swaps:
             self._swaps.popleft().done.set_exception(error)
         self._model = self._batch = None
@@ -235,20 +235,24 @@ class EngineCore:
 
     def step(self) -> None:
         """One round: deadlines, admissions, one batch step, one delivery per reader's loop."""
-        for generation in self._scheduler.expired(time.perf_counter()):
-            self._end(
-                generation,
-                GenerationTimeoutError(f"not finished after {generation.timeout_s:g} s, the request's limit"),
-            )
+        self._expire()
         try:
-            for generation in self._scheduler.admit():
-                self._insert(generation)
+            self._admit()
             if self._by_uid:
                 self._advance()
         except Exception as exc:
             self._fail_step(exc)
         self._settle_swaps()
         self._publish()
+
+    def _expire(self) -> None:
+        for generation in self._scheduler.expired(time.perf_counter()):
+            limit = f"not finished after {generation.timeout_s:g} s, the request's limit"
+            self._end(generation, GenerationTimeoutError(limit))
+
+    def _admit(self) -> None:
+        for generation in self._scheduler.admit():
+            self._insert(generation)
 
     def _insert(self, generation: Generation) -> None:
         assert self._batch is not None
@@ -292,7 +296,9 @@ class EngineCore:
 
     def _fail_step(self, exc: Exception) -> None:
         """The requests of this step fail, the engine goes on with a new batch, without the model if memory is short."""
-        log.exception("engine step failed")
+        # As text: an exception's frames hold the batch, and with it the weights that may have to go.
+        log.error("engine step failed:\n%s", "".join(traceback.format_exception(exc)))
+        exc.__traceback__ = None
         out_of_memory = memory.is_out_of_memory(exc)
         error = (
             OutOfMemoryError(
@@ -302,8 +308,7 @@ class EngineCore:
             else EngineError(f"the generation failed inside the engine: {type(exc).__name__}: {exc}")
         )
         self._batch = None
-        for generation in self._scheduler.running:
-            self._end(generation, error)
+        self._end_all(self._scheduler.running, error)
         if out_of_memory:
             self.unload()
         elif self._model is not None:
@@ -313,8 +318,7 @@ class EngineCore:
         while self._swaps:
             swap = self._swaps[0]
             if time.perf_counter() > swap.deadline:
-                for generation in self._scheduler.running:
-                    self._end(generation, NotLoadedError(f"{swap.why} before this request ended"))
+                self._end_all(self._scheduler.running, NotLoadedError(f"{swap.why} before this request ended"))
             if self._scheduler.running:
                 return
             self._swaps.popleft()
@@ -324,6 +328,11 @@ class EngineCore:
                 swap.done.set_exception(exc)
 
     # Ends and reports
+
+    def _end_all(self, generations: Sequence[Generation], error: LabError) -> None:
+        # A method of its own: a loop's variable would hold the last one's model in the caller, which may unload it.
+        for generation in generations:
+            self._end(generation, error)
 
     def _end(self, generation: Generation, item: GenerationReport | LabError) -> None:
         self._forget(generation)

@@ -239,6 +239,8 @@ async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, ti
         await engine.load(tiny)
         stream = await engine.submit(request(max_tokens=450))
         await anext(stream)
+        freed = await engine.unload()
+        assert freed > 6_000_000, "the request that was cut short still held the weights"
         await engine.load(other)
         with pytest.raises(NotLoadedError):
             await finish(stream)
@@ -327,12 +329,15 @@ async def poison(engine: Engine, exc: BaseException) -> None:
     """Make the next forward pass raise: no real model fails on demand."""
 
     def break_model(core: EngineCore) -> None:
-        assert core._batch is not None
+        batch = core._batch
+        assert batch is not None
 
         def fail() -> None:
+            weights = batch.model  # in the frame, as in a real forward pass
+            assert weights is not None
             raise exc
 
-        core._batch.next = fail
+        batch.next = fail
 
     await engine._call(break_model)
 
@@ -351,6 +356,7 @@ async def test_running_out_of_memory_unloads_the_model_and_says_so(engine: Engin
     with pytest.raises(NotLoadedError):
         await run(engine)
     assert engine.snapshot.state == "empty"
+    assert engine.snapshot.memory_used_bytes < 1_000_000, "the weights are still held"
 
 
 async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(engine: Engine, tiny: ModelEntry) -> None:
