@@ -1,11 +1,12 @@
-# setup: everything into .venv; lab: JupyterLab; demo: the quickstart in a real kernel, printed; test; check.
+# setup: everything into .venv; lab: JupyterLab; demo: the quickstart in a real kernel, printed; test; check;
+# bench: what was promised about speed, as a table and under build/bench (BENCH="--model tiny --quick" for a look).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test check lock clean
+.PHONY: setup lab demo test check bench lock clean
 
 setup: $(STAMP)
 
@@ -25,10 +26,13 @@ test: setup
 	$(BIN)/python -m pytest
 
 check: setup
-	$(BIN)/ruff format --check lmx_lab tests notebooks
-	$(BIN)/ruff check lmx_lab tests notebooks
+	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks
+	$(BIN)/ruff check lmx_lab tests notebooks benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+bench: setup
+	$(BIN)/python -m benchmarks $(BENCH)
 
 # The versions that everything was tested with, from a fresh environment without constraints.
 lock:

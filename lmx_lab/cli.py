@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import sys
@@ -80,6 +81,19 @@ def serve(
     lan_admin: Annotated[bool, typer.Option("--lan-admin", help="Let other hosts load and unload.")] = False,
     no_downloads: Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")] = False,
     models: Annotated[list[Path] | None, typer.Option(help="Further folder with models. Repeatable.")] = None,
+    swap: Annotated[bool, typer.Option("--swap", help="Load the model that a request names.")] = False,
+    idle_unload: Annotated[
+        float | None, typer.Option("--idle-unload", "--ttl", help="Seconds without a request until the model goes.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option("--slots", "--parallel", help="Requests answered at the same time. By default 8.")
+    ] = None,
+    queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait beside them. By default 64.")] = None,
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds for one request. By default 600.")] = None,
+    memory_limit: Annotated[float | None, typer.Option(help="GB for models and caches. By default 80 %.")] = None,
+    prefix_cache: Annotated[
+        float | None, typer.Option(help="GB of that for prompts seen before; 0 keeps none. By default 10 % of it.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
@@ -92,10 +106,22 @@ def serve(
         lan_admin=lan_admin or None,
         downloads=False if no_downloads else None,
         model_folders=models or None,
+        swap=swap or None,
+        idle_unload_s=idle_unload,
+        slots=slots,
+        queue_limit=queue_limit,
+        request_timeout_s=request_timeout,
+        memory_limit_bytes=_bytes(memory_limit),
+        prefix_cache_bytes=_bytes(prefix_cache),
         log_level=log_level,
     )
     _start_logging(settings.log_level)
     asyncio.run(_serve(settings, model, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
+
+
+def _bytes(size_gb: float | None) -> float | None:
+    # What is no number is left for the settings to refuse by name.
+    return round(size_gb * 1e9) if size_gb is not None and math.isfinite(size_gb) else size_gb
 
 
 async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) -> None:

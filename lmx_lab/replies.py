@@ -6,11 +6,11 @@ import html
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from lmx_lab.engine import Delta, GenerationReport, TokenStream
+from lmx_lab.engine import Delta, GenerationReport
 from lmx_lab.wire.admin import ModelRecord
-from lmx_lab.wire.chat import Timings, Usage
+from lmx_lab.wire.generation import Timings, Usage
 
 _CODE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})[^`\n]*\n(?P<block>.*?)(?:^ *(?P=fence)[`~]* *$|\Z)"
@@ -84,6 +84,16 @@ class Reply:
         return f"{speed} · first after {self.ttft_s:.2f} s"
 
 
+class Deltas(Protocol):
+    """A generation that is under way; dropping it ends it."""
+
+    async def __anext__(self) -> Delta:
+        """The next piece of text, until ``StopAsyncIteration``."""
+
+    def finished(self) -> GenerationReport:
+        """What it cost, once it was read to its end."""
+
+
 class ReplyStream:
     """Text as it is generated: ``for piece in stream`` or ``async for``. Afterwards ``reply`` has the whole.
 
@@ -92,13 +102,13 @@ class ReplyStream:
 
     def __init__(
         self,
-        stream: TokenStream,
+        stream: Deltas,
         *,
-        finish: Callable[[str, GenerationReport | None], Reply],
+        finish: Callable[[str, GenerationReport], Reply],
         block: Callable[[Any], Any],
         hand_over: Callable[[Any], Awaitable[Any]],
     ) -> None:
-        self._stream: TokenStream | None = stream
+        self._stream: Deltas | None = stream
         self._finish = finish
         self._block = block
         self._hand_over = hand_over
@@ -129,7 +139,7 @@ class ReplyStream:
 
     def close(self) -> None:
         """End the generation; at once, from any thread. Idempotent."""
-        # A token stream that nobody holds is cancelled. That needs no loop, so it also works in a finalizer.
+        # A generation that nobody holds is cancelled. That needs no loop, so it also works in a finalizer.
         self._stream = None
 
     async def aclose(self) -> None:
@@ -148,7 +158,7 @@ class ReplyStream:
 
     def _end(self) -> None:
         if self._stream is not None:
-            self.reply = self._finish(self.text, self._stream.report)
+            self.reply = self._finish(self.text, self._stream.finished())
         self.close()
 
 
@@ -178,7 +188,7 @@ class _AsyncPieces:
         self._stream.close()
 
 
-async def _next(stream: TokenStream) -> Delta | None:
+async def _next(stream: Deltas) -> Delta | None:
     return await anext(stream, None)
 
 

@@ -24,7 +24,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "request_timeout_s": (0.001, DAY_S),
     "drain_s": (0, DAY_S),
     "stall_limit_s": (1, DAY_S),
+    "idle_unload_s": (0.001, 30 * DAY_S),
     "memory_limit_bytes": (0, 2**50),
+    "prefix_cache_bytes": (0, 2**50),
     "disk_reserve_bytes": (0, 2**60),
 }
 
@@ -71,8 +73,15 @@ class Settings:
     """How long running requests may go on when another model is to be loaded."""
     stall_limit_s: float = 60.0
     """No engine step for so long while work waits: readiness turns 503."""
+    swap: bool = False
+    """Whether a request that names another model on disk loads it, instead of being refused."""
+    idle_unload_s: float | None = None
+    """Unload the model when no request has come for so long; by default never."""
     memory_limit_bytes: int | None = None
     """What models and caches may take together; by default 80 % of the device's memory."""
+    prefix_cache_bytes: int | None = None
+    """What the KV caches of ended requests may take, for requests that begin alike; by default 10 % of the memory
+    limit, 0 keeps none."""
     disk_reserve_bytes: int = 1 * GIB // 4
     """Free disk that a download must leave."""
     wired_memory: bool = False

@@ -9,7 +9,11 @@ from lmx_lab.engine.requests import (
     GenerationReport,
     GenerationRequest,
     LoadReport,
+    PromptProgress,
+    PromptScores,
     Sampling,
+    TextPrompt,
+    TokenLogprob,
     TokenPrompt,
 )
 from lmx_lab.engine.stream import TokenStream
@@ -23,7 +27,11 @@ __all__ = [
     "GenerationReport",
     "GenerationRequest",
     "LoadReport",
+    "PromptProgress",
+    "PromptScores",
     "Sampling",
+    "TextPrompt",
+    "TokenLogprob",
     "TokenPrompt",
     "TokenStream",
 ]

@@ -13,25 +13,25 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, GenerationBatch
 
 from lmx_lab.engine import loaded, memory
+from lmx_lab.engine.batch import Batch, Computed, Scored, Token
+from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.requests import (
     Delta,
     EngineSnapshot,
     EngineState,
-    FinishReason,
     GenerationReport,
-    GenerationRequest,
     LoadReport,
+    PromptProgress,
+    UnloadCause,
 )
 from lmx_lab.engine.sampling import Samplers
-from lmx_lab.engine.scheduler import Scheduler
-from lmx_lab.engine.stream import Mailbox
-from lmx_lab.engine.text import TextSplitter
+from lmx_lab.engine.scheduler import Scheduler, Verdict
+from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import (
     EngineDeadError,
     EngineError,
@@ -45,48 +45,8 @@ from lmx_lab.weights import ModelEntry
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-Item = Delta | GenerationReport | LabError
-
-
-@dataclass(kw_only=True, eq=False)
-class Generation:
-    """One request on its way: what was asked, where it stands, when it got there."""
-
-    request: GenerationRequest
-    prompt: list[int]
-    mailbox: Mailbox
-    model: loaded.LoadedModel
-    arrived_at: float
-    timeout_s: float
-    admitted_at: float = 0.0
-    decoding_at: float = 0.0
-    first_token_at: float = 0.0
-    output_tokens: int = 0
-    peak_memory_bytes: int = 0
-    uid: int | None = None
-    splitter: TextSplitter = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.splitter = TextSplitter(self.model.decode, self.request.stop)
-
-    @property
-    def max_tokens(self) -> int:
-        room = (self.model.context_length or 2**31) - len(self.prompt)
-        return min(self.request.max_tokens, room)
-
-    def report(self, reason: FinishReason, now: float) -> GenerationReport:
-        return GenerationReport(
-            model=self.model.entry.id,
-            finish_reason=reason,
-            prompt_tokens=len(self.prompt),
-            cached_tokens=0,
-            output_tokens=self.output_tokens,
-            queue_s=self.admitted_at - self.arrived_at,
-            prefill_s=self.decoding_at - self.admitted_at,
-            ttft_s=self.first_token_at - self.arrived_at,
-            decode_s=now - self.decoding_at,
-            peak_memory_bytes=self.peak_memory_bytes,
-        )
+UNLOAD_ABOVE = 1.1
+"""Memory in use, as a multiple of the limit, that forces the model out: a little too much is better than no answer."""
 
 
 @dataclass(kw_only=True)
@@ -97,25 +57,36 @@ class Swap:
     why: str
     """What the requests that do not end in time are told."""
     deadline: float
+    finish_queued: bool
+    """Whether requests in the queue are still served before it."""
     done: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Tokens since the engine started, as the snapshot shows them."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
 
 
 class EngineCore:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        # A step is what a cancel has to wait for, and a CPU is busy with few tokens. Two prompts: a short one shall not
-        # have to wait for a long one before it.
-        on_cpu = mx.default_device() == mx.cpu
-        self._prefills, self._prefill_chunk_tokens = (2, 64) if on_cpu else (settings.slots, 2048)
+        self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
+        # A CPU is busy with few tokens: more prompts at once would only end later.
+        self._prefills = 2 if mx.default_device() == mx.cpu else settings.slots
         self._scheduler: Scheduler[Generation] = Scheduler(
             slots=settings.slots, queue_limit=settings.queue_limit, prefills=self._prefills
         )
         self._samplers = Samplers()
         self._model: loaded.LoadedModel | None = None
-        self._batch: BatchGenerator | None = None
-        self._by_uid: dict[int, Generation] = {}
+        self._batch: Batch | None = None
         self._swaps: deque[Swap] = deque()
         self._outbox: dict[AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
+        self._used_at = time.perf_counter()
+        self._totals = Totals()
         self.snapshot = EngineSnapshot(memory_total_bytes=memory.total_bytes(), progress_at=time.perf_counter())
 
     @property
@@ -130,33 +101,41 @@ class EngineCore:
 
     # Commands
 
-    def submit(self, generation: Generation) -> None:
-        """Take a request into the queue.
+    @property
+    def idle_left_s(self) -> float | None:
+        """How long until the model has been idle for too long; None when that is no matter."""
+        if self._settings.idle_unload_s is None or self._model is None or not self.idle:
+            return None
+        return max(0.0, self._used_at + self._settings.idle_unload_s - time.perf_counter())
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Take the answers to one request into the queue, all or none.
 
         Raises:
             NotLoadedError: its model has gone, or is about to.
             QueueFullError: too many wait.
         """
-        if self._swaps or generation.model is not self._model:
-            raise NotLoadedError(
-                f"{generation.model.entry.id} is being unloaded; load a model first: POST /admin/models/load"
-            )
-        self._scheduler.add(generation, deadline=generation.arrived_at + generation.timeout_s)
+        first = generations[0]
+        if self._swaps or self._model is None or first.model() is not self._model:
+            raise NotLoadedError(f"{first.model_id} is being unloaded; load a model first: POST /admin/models/load")
+        deadline = first.arrived_at + first.timeout_s
+        self._scheduler.add(generations, tokens=len(first.prompt), deadline=deadline)
         self._publish()
 
     def cancel(self, generation: Generation) -> None:
         """The reader has left: free the slot, tell nobody."""
         self._forget(generation)
 
-    def swap(self, perform: Callable[[], T], *, why: str, timeout_s: float) -> Future[T]:
+    def swap(self, perform: Callable[[], T], *, why: str, timeout_s: float, finish_queued: bool = False) -> Future[T]:
         """Change the model by ``perform`` once running requests have ended, at most ``timeout_s`` from now.
 
         Swaps happen one after the other, in the order asked for, whether or not somebody still waits for the result.
-        From now until then no request is taken.
+        From now until then no request is taken; those in the queue end with an error, or are served first.
         """
-        error = NotLoadedError(f"{why} before this request began; ask again when a model is loaded")
-        self._end_all(self._scheduler.queued, error)
-        swap = Swap(perform=perform, why=why, deadline=time.perf_counter() + timeout_s)
+        if not finish_queued:
+            error = NotLoadedError(f"{why} before this request began; ask again when a model is loaded")
+            self._end_all(self._scheduler.queued, error)
+        swap = Swap(perform=perform, why=why, deadline=time.perf_counter() + timeout_s, finish_queued=finish_queued)
         # Marked as running, it cannot be cancelled by a caller who leaves.
         swap.done.set_running_or_notify_cancel()
         self._swaps.append(swap)
@@ -178,15 +157,23 @@ class EngineCore:
         assert self._model is not None
         return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=self._model.memory_bytes)
 
-    def unload(self) -> int:
+    def unload(self, cause: UnloadCause = "asked") -> int:
         """Drop the model and return the bytes that this freed, measured. Whatever still runs ends with an error."""
         error = NotLoadedError("the model was unloaded before this request ended")
         self._end_all(self._scheduler.queued + self._scheduler.running, error)
+        unloaded = self._model.entry.id if self._model else self.snapshot.unloaded_model
         before = memory.used_bytes()
         self._model = self._batch = None
         memory.release()
+        self.snapshot = replace(self.snapshot, unloaded_model=unloaded, unload_cause=cause if unloaded else None)
         self._publish()
         return max(0, before - memory.used_bytes())
+
+    def unload_if_idle(self) -> None:
+        """Unload a model that nobody has used for the time set."""
+        if self.idle_left_s == 0:
+            log.info("%s was not used for %g s", self.snapshot.model, self._settings.idle_unload_s)
+            self.unload("idle")
 
     def close(self, error: LabError) -> None:
         """The thread ends: every request gets its end, MLX its memory."""
@@ -201,11 +188,13 @@ class EngineCore:
         """Load, or return why not: an exception would hold frames, and with them the weights, in memory."""
         self._publish(state="loading")
         try:
-            self._model = loaded.load(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes))
+            self._model = loaded.load(entry, limit_bytes=self._limit_bytes)
         except LabError as exc:
             failure = type(exc)(exc.message, param=exc.param)
         else:
             self._batch = self._new_batch(self._model)
+            self._used_at = time.perf_counter()
+            self.snapshot = replace(self.snapshot, unloaded_model=None, unload_cause=None)
             return None
         memory.release()
         return failure
@@ -218,18 +207,17 @@ class EngineCore:
             return f"the previous model {previous.id} could not be loaded again either: {failure.message}"
         return f"the previous model {previous.id} is loaded again"
 
-    def _new_batch(self, model: loaded.LoadedModel) -> BatchGenerator:
-        batch = BatchGenerator(
-            model.model,
-            stop_tokens=model.eos_tokens,
-            completion_batch_size=self._settings.slots,
-            prefill_batch_size=self._prefills,
-            prefill_step_size=self._prefill_chunk_tokens,
+    def _new_batch(self, model: loaded.LoadedModel) -> Batch:
+        settings = self._settings
+        kept = self._limit_bytes // 10 if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
+        return Batch(
+            model,
+            self._samplers,
+            slots=settings.slots,
+            prefills=min(self._prefills + 1, settings.slots),
+            prefix_bytes=kept,
+            wired=settings.wired_memory,
         )
-        if not self._settings.wired_memory:
-            # The constructor raises macOS's wired limit; closing puts it back and does nothing else.
-            batch.close()
-        return batch
 
     # Steps
 
@@ -238,8 +226,8 @@ class EngineCore:
         self._expire()
         try:
             self._admit()
-            if self._by_uid:
-                self._advance()
+            if self._batch is not None and not self._batch.empty:
+                self._advance(self._batch)
         except Exception as exc:
             self._fail_step(exc)
         self._settle_swaps()
@@ -251,48 +239,69 @@ class EngineCore:
             self._end(generation, GenerationTimeoutError(limit))
 
     def _admit(self) -> None:
-        for generation in self._scheduler.admit():
-            self._insert(generation)
+        while self._batch is not None and (generation := self._scheduler.admit(self._judge)) is not None:
+            generation.admitted_at = time.perf_counter()
+            self._batch.insert(generation)
+            self._post(generation.mailbox, _progress(generation))
 
-    def _insert(self, generation: Generation) -> None:
+    def _judge(self, generation: Generation) -> Verdict:
         assert self._batch is not None
-        generation.admitted_at = time.perf_counter()
-        (uid,) = self._batch.insert(
-            [generation.prompt],
-            max_tokens=[generation.max_tokens],
-            samplers=[self._samplers.get(generation.request.sampling)],
-        )
-        generation.uid = uid
-        self._by_uid[uid] = generation
+        if self._batch.shares(generation):
+            return Verdict.LATER
+        return Verdict.TAKE if self._make_room(generation) else Verdict.BLOCKED
 
-    def _advance(self) -> None:
+    def _make_room(self, generation: Generation) -> bool:
+        """Whether the request fits into memory beside those that run; drops kept prefixes for it."""
         assert self._batch is not None
-        prefills, tokens = self._batch.next()
+        assert self._model is not None
+        running = self._scheduler.running
+        lengths = [it.length for it in (*running, generation)]
+        needed = self._model.footprint.running_bytes(lengths, chunk=memory.LARGEST_CHUNK_TOKENS)
+        self._batch.prefixes.shrink(max(0, self._limit_bytes - needed))
+        # Alone it fits: the context it was checked against is what memory holds.
+        return needed <= self._limit_bytes or not running
+
+    def _advance(self, batch: Batch) -> None:
+        for event in batch.step():
+            generation = event.generation
+            match event:
+                case Computed():
+                    self._totals.prompt_tokens += event.tokens
+                    self._post(generation.mailbox, _progress(generation))
+                    if event.done:
+                        self._totals.prompt_tokens += generation.cached_tokens
+                        self._totals.cached_tokens += generation.cached_tokens
+                        self._scheduler.prefilled(generation)
+                case Scored():
+                    self._post(generation.mailbox, event.scores)
+                    if not generation.max_tokens:
+                        self._end(generation, generation.report("length", time.perf_counter()))
+                case Token():
+                    self._take_token(generation, event)
+        if memory.used_bytes() > self._limit_bytes:
+            self._relieve(batch)
+
+    def _take_token(self, generation: Generation, event: Token) -> None:
         now = time.perf_counter()
-        peak = memory.take_peak_bytes()
-        for generation in self._by_uid.values():
-            generation.peak_memory_bytes = max(generation.peak_memory_bytes, peak)
-        for prefill in prefills:
-            if prefill.end_of_prompt:
-                generation = self._by_uid[prefill.uid]
-                self._count(prompt_tokens=len(generation.prompt))
-                self._scheduler.prefilled(generation)
-                generation.decoding_at = now
-        for token in tokens:
-            self._take_token(self._by_uid[token.uid], token, now)
-
-    def _take_token(self, generation: Generation, response: GenerationBatch.Response, now: float) -> None:
         generation.first_token_at = generation.first_token_at or now
         generation.output_tokens += 1
-        self._count(output_tokens=1)
-        text, stopped = generation.splitter.add(response.token)
-        reason = cast("FinishReason | None", response.finish_reason)
-        if reason is not None and not stopped:
-            rest, stopped = generation.splitter.finish()
-            text += rest
-        self._post(generation.mailbox, Delta(text=text, tokens=1))
-        if stopped or reason is not None:
-            self._end(generation, generation.report("stop" if stopped else reason or "stop", now))
+        self._totals.output_tokens += 1
+        piece = generation.splitter.add(event.token, event.logprob)
+        text, entries, stopped = piece.text, piece.entries, piece.stopped
+        if event.finish is not None and not stopped:
+            rest = generation.splitter.finish()
+            text, entries, stopped = text + rest.text, (*entries, *rest.entries), rest.stopped
+        self._post(generation.mailbox, Delta(text=text, tokens=1, logprobs=tuple(entries)))
+        if stopped or event.finish is not None:
+            self._end(generation, generation.report("stop" if stopped else event.finish or "stop", now))
+
+    def _relieve(self, batch: Batch) -> None:
+        """More is in use than may be: estimates were wrong. Give up what is only kept; if that is not enough, all."""
+        if batch.prefixes.nbytes:
+            batch.prefixes.shrink(0)
+            memory.release()
+        if (used := memory.used_bytes()) > UNLOAD_ABOVE * self._limit_bytes:
+            raise MemoryError(f"{used / 1e9:.2f} GB are in use, {self._limit_bytes / 1e9:.2f} GB are allowed")
 
     def _fail_step(self, exc: Exception) -> None:
         """The requests of this step fail, the engine goes on with a new batch, without the model if memory is short."""
@@ -310,7 +319,8 @@ class EngineCore:
         self._batch = None
         self._end_all(self._scheduler.running, error)
         if out_of_memory:
-            self.unload()
+            self._end_all(self._scheduler.queued, error)
+            self.unload("memory")
         elif self._model is not None:
             self._batch = self._new_batch(self._model)
 
@@ -318,8 +328,9 @@ class EngineCore:
         while self._swaps:
             swap = self._swaps[0]
             if time.perf_counter() > swap.deadline:
-                self._end_all(self._scheduler.running, NotLoadedError(f"{swap.why} before this request ended"))
-            if self._scheduler.running:
+                late = self._scheduler.queued + self._scheduler.running
+                self._end_all(late, NotLoadedError(f"{swap.why} before this request ended"))
+            if self._scheduler.running or (swap.finish_queued and self._scheduler.queued):
                 return
             self._swaps.popleft()
             try:
@@ -340,10 +351,9 @@ class EngineCore:
 
     def _forget(self, generation: Generation) -> None:
         self._scheduler.remove(generation)
-        if generation.uid is not None and generation.uid in self._by_uid:
-            del self._by_uid[generation.uid]
-            if self._batch is not None:
-                self._batch.remove([generation.uid])
+        self._used_at = time.perf_counter()
+        if self._batch is not None:
+            self._batch.remove(generation)
 
     def _forget_readers_on(self, loop: AbstractEventLoop) -> None:
         """That loop is closed: nobody is left to read, and the slots are needed."""
@@ -353,13 +363,6 @@ class EngineCore:
 
     def _post(self, mailbox: Mailbox, item: Item) -> None:
         self._outbox[mailbox.loop].append((mailbox, item))
-
-    def _count(self, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        self.snapshot = replace(
-            self.snapshot,
-            prompt_tokens=self.snapshot.prompt_tokens + prompt_tokens,
-            output_tokens=self.snapshot.output_tokens + output_tokens,
-        )
 
     def _publish(self, state: EngineState | None = None) -> None:
         """Renew the snapshot, then hand each reader's loop its items in one call."""
@@ -372,6 +375,10 @@ class EngineCore:
             context_length=model.context_length if model else None,
             active_requests=len(self._scheduler.running),
             queued_requests=len(self._scheduler.queued),
+            prefix_cache_bytes=self._batch.prefixes.nbytes if self._batch else 0,
+            prompt_tokens=self._totals.prompt_tokens,
+            cached_tokens=self._totals.cached_tokens,
+            output_tokens=self._totals.output_tokens,
             memory_used_bytes=memory.used_bytes(),
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
             progress_at=time.perf_counter(),
@@ -382,6 +389,10 @@ class EngineCore:
                 loop.call_soon_threadsafe(_deliver, items)
             except RuntimeError:
                 self._forget_readers_on(loop)
+
+
+def _progress(generation: Generation) -> PromptProgress:
+    return PromptProgress(done=generation.cached_tokens + generation.computed_tokens, total=len(generation.prompt))
 
 
 def _deliver(items: list[tuple[Mailbox, Item]]) -> None:

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -23,16 +23,19 @@ from typing import Any, Self, TypeVar
 import mlx.core as mx
 
 from lmx_lab.engine import memory
-from lmx_lab.engine.core import EngineCore, Generation
-from lmx_lab.engine.loaded import LoadedModel, check_fits
-from lmx_lab.engine.requests import EngineSnapshot, GenerationRequest, LoadReport
+from lmx_lab.engine.core import EngineCore
+from lmx_lab.engine.generation import Generation
+from lmx_lab.engine.loaded import LoadedModel, PromptTokenizer, check_fits
+from lmx_lab.engine.requests import ChatPrompt, EngineSnapshot, GenerationRequest, LoadReport, TokenPrompt
 from lmx_lab.engine.stream import Mailbox, TokenStream
 from lmx_lab.errors import (
     ContextLengthError,
     EngineDeadError,
+    InvalidRequestError,
     LabError,
     NotLoadedError,
     OtherModelLoadedError,
+    OutOfMemoryError,
     QueueFullError,
 )
 from lmx_lab.settings import Settings
@@ -121,8 +124,10 @@ class Engine:
         """
         check_fits(entry, limit_bytes=memory.limit_bytes(self.settings.memory_limit_bytes))
 
-    async def load(self, entry: ModelEntry) -> LoadReport:
+    async def load(self, entry: ModelEntry, *, finish_queued: bool = False) -> LoadReport:
         """Load ``entry`` in the place of what is loaded, after running requests have ended (``drain_s`` at most).
+
+        Requests in the queue end with an error; with ``finish_queued`` they are served first, within the same time.
 
         Raises:
             UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
@@ -131,7 +136,7 @@ class Engine:
         if not self.alive or self._dead is not None:
             await asyncio.to_thread(self.start)
         why = f"{entry.id} is loaded in the model's place"
-        return await self._swap(lambda core: core.load(entry), why)
+        return await self._swap(lambda core: core.load(entry), why, finish_queued=finish_queued)
 
     async def unload(self) -> int:
         """Unload the model after running requests have ended; returns the bytes freed, 0 when there was none."""
@@ -149,35 +154,77 @@ class Engine:
 
         Raises:
             NotLoadedError: no model, or not the one that ``request.model`` names.
+            OutOfMemoryError: the model had to be unloaded for lack of memory.
             ContextLengthError: the prompt leaves no room in the model's context.
-            InvalidRequestError: the prompt cannot be made into tokens.
+            InvalidRequestError: the prompt cannot be made into tokens, or a token id is not in the vocabulary.
             QueueFullError: too many requests wait.
             EngineDeadError: the engine thread is gone.
         """
+        (stream,) = await self.submit_all(request, choices=1)
+        return stream
+
+    async def submit_all(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
+        """Accept a request for several answers, all or none. Its prompt is computed once; seeds differ by choice.
+
+        Raises: as ``submit``.
+        """
         arrived_at = time.perf_counter()
-        model = self._wanted(request.model)
         loop = asyncio.get_running_loop()
+        prompts = self._wanted(request.model).prompts
         with self._place_in_queue():
-            prompt = await loop.run_in_executor(self._prompts, model.prompts.encode, request.prompt)
-        _check_length(prompt, model)
-        generation = Generation(
-            request=request,
-            prompt=prompt,
-            mailbox=Mailbox(loop),
-            model=model,
-            arrived_at=arrived_at,
-            timeout_s=request.timeout_s or self.settings.request_timeout_s,
-        )
+            prompt = await loop.run_in_executor(self._prompts, prompts.encode, request.prompt)
+        generations = self._generations(request, prompt, prompts, arrived_at=arrived_at, choices=choices)
+        streams = [self._stream(generation) for generation in generations]
+        try:
+            await self._call(lambda core: core.submit(generations))
+        except LabError as exc:
+            for generation in generations:
+                generation.mailbox.deliver(exc)
+            raise
+        # Leaving here by any other way, cancellation included, drops the streams, which cancels the generations.
+        return streams
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids as the loaded model's tokenizer shows it.
+
+        Raises:
+            NotLoadedError: no model is loaded.
+        """
+        prompts = self._wanted(None).prompts
+        return await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.decode, tokens)
+
+    def _generations(
+        self,
+        request: GenerationRequest,
+        prompt: list[int],
+        prompts: PromptTokenizer,
+        *,
+        arrived_at: float,
+        choices: int,
+    ) -> list[Generation]:
+        # Looked up again: nobody may hold the model while something else is awaited, or it could not be unloaded.
+        model = self._wanted(request.model)
+        if model.prompts is not prompts:
+            raise NotLoadedError(f"the model was exchanged for {model.entry.id} before this request began; ask again")
+        _check_length(request, prompt, model)
+        _check_tokens(request, prompt, model)
+        return [
+            Generation(
+                request=request,
+                prompt=prompt,
+                mailbox=Mailbox(asyncio.get_running_loop()),
+                model=weakref.ref(model),
+                arrived_at=arrived_at,
+                timeout_s=request.timeout_s or self.settings.request_timeout_s,
+                choice=choice,
+            )
+            for choice in range(choices)
+        ]
+
+    def _stream(self, generation: Generation) -> TokenStream:
         # Weakly: a stream that somebody keeps must not keep the model in memory.
         cancel = functools.partial(_cancel, weakref.ref(generation))
-        stream = TokenStream(generation.mailbox, lambda: self._post(cancel))
-        try:
-            await self._call(lambda core: core.submit(generation))
-        except LabError as exc:
-            generation.mailbox.deliver(exc)
-            raise
-        # Leaving here by any other way, cancellation included, drops the stream, which cancels the generation.
-        return stream
+        return TokenStream(generation.mailbox, lambda: self._post(cancel), tuple(generation.prompt))
 
     @contextlib.contextmanager
     def _place_in_queue(self) -> Iterator[None]:
@@ -203,6 +250,9 @@ class Engine:
         if model is None:
             if self.snapshot.state == "loading":
                 raise NotLoadedError("a model is being loaded; ask again when GET /readyz says 200", retry_after_s=1)
+            if self.snapshot.unload_cause == "memory":
+                unloaded = self.snapshot.unloaded_model
+                raise OutOfMemoryError(f"{unloaded} was unloaded for lack of memory; load it again, or a smaller one")
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
         if name is not None and name != model.entry.id:
             raise OtherModelLoadedError(f"{name[:200]} is not loaded, {model.entry.id} is; {LOAD_FIRST}", param="model")
@@ -210,9 +260,18 @@ class Engine:
 
     # The way to the thread
 
-    async def _swap(self, perform: Callable[[EngineCore], T], why: str, timeout_s: float | None = None) -> T:
+    async def _swap(
+        self,
+        perform: Callable[[EngineCore], T],
+        why: str,
+        timeout_s: float | None = None,
+        *,
+        finish_queued: bool = False,
+    ) -> T:
         drain_s = self.settings.drain_s if timeout_s is None else timeout_s
-        done = await self._call(lambda core: core.swap(lambda: perform(core), why=why, timeout_s=drain_s))
+        done = await self._call(
+            lambda core: core.swap(lambda: perform(core), why=why, timeout_s=drain_s, finish_queued=finish_queued)
+        )
         return await asyncio.wrap_future(done)
 
     async def _call(self, command: Callable[[EngineCore], T]) -> T:
@@ -254,8 +313,9 @@ class Engine:
         block = core.idle
         while True:
             try:
-                command = self._commands.get(block=block)
+                command = self._commands.get(block=block, timeout=core.idle_left_s if block else None)
             except queue.Empty:
+                core.unload_if_idle()
                 return True
             if command is None:
                 return False
@@ -284,10 +344,26 @@ def _cancel(ended: weakref.ref[Generation], core: EngineCore) -> None:
         core.cancel(generation)
 
 
-def _check_length(prompt: list[int], model: LoadedModel) -> None:
-    if model.context_length is not None and len(prompt) >= model.context_length:
+def _check_length(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
+    if request.max_tokens < 1 and not request.score_prompt:
+        raise InvalidRequestError(f"max_tokens is {request.max_tokens}; at least 1 is generated", param="max_tokens")
+    limit, own = model.context_length, model.entry.context_length
+    if limit is not None and len(prompt) + min(1, request.max_tokens) > limit:
+        why = f" (of its {own}: memory holds no more)" if own is not None and limit < own else ""
         raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens and {model.entry.id} holds {model.context_length} in all, "
+            f"the prompt has {len(prompt)} tokens and {model.entry.id} holds {limit} in all{why}, "
             "the answer included; shorten the prompt",
-            param="messages",
+            param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
         )
+
+
+def _check_tokens(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
+    """Token ids that the caller wrote must be tokens of this model."""
+    size, bias = model.vocabulary_size, [token for token, _ in request.sampling.logit_bias]
+    given = prompt if isinstance(request.prompt, TokenPrompt) else []
+    for param, tokens in (("logit_bias", bias), ("prompt", given)):
+        unknown = next((token for token in tokens if not 0 <= token < size), None)
+        if unknown is not None:
+            raise InvalidRequestError(
+                f"{param} has the token id {unknown}; {model.entry.id} knows 0 to {size - 1}", param=param
+            )

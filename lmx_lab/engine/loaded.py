@@ -12,9 +12,15 @@ from mlx_lm import tokenizer_utils
 from mlx_lm.utils import load_config, load_model
 
 from lmx_lab.engine import memory
-from lmx_lab.engine.requests import ChatPrompt, TokenPrompt
+from lmx_lab.engine.footprint import UNBOUNDED_TOKENS, Footprint
+from lmx_lab.engine.kv import measure
+from lmx_lab.engine.requests import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from lmx_lab.engine.vocabulary import Vocabulary
 from lmx_lab.errors import InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.weights import ModelEntry
+
+LEAST_CONTEXT_TOKENS = 256
+"""A model that cannot answer even this much is not worth loading."""
 
 
 class PromptTokenizer:
@@ -24,16 +30,29 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._model = model
 
-    def encode(self, prompt: ChatPrompt | TokenPrompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of the prompt, through the model's chat template where it is a chat.
 
         Raises:
             InvalidRequestError: no chat template, the template refuses these messages, or the prompt is empty.
         """
-        tokens = list(prompt.tokens) if isinstance(prompt, TokenPrompt) else self._chat(prompt)
+        match prompt:
+            case ChatPrompt():
+                tokens = self._chat(prompt)
+            case TextPrompt():
+                _check_characters(prompt.text, "prompt")
+                tokens = [int(token) for token in self._tokenizer.encode(prompt.text)]
+            case TokenPrompt():
+                tokens = list(prompt.tokens)
         if not tokens:
-            raise InvalidRequestError("the prompt is empty: no token came out of it", param="messages")
+            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+            raise InvalidRequestError("the prompt is empty: no token came out of it", param=param)
         return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special tokens shown."""
+        text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return text
 
     def _chat(self, prompt: ChatPrompt) -> list[int]:
         _check_text(prompt.messages)
@@ -53,11 +72,27 @@ class PromptTokenizer:
 
 def _check_text(messages: Sequence[Mapping[str, Any]]) -> None:
     for at, message in enumerate(messages):
-        try:
-            str(message.get("content", "")).encode()
-        except UnicodeEncodeError as exc:
-            what = f"the lone surrogate {exc.object[exc.start]!r}, which is no character"
-            raise InvalidRequestError(f"messages.{at}.content has {what}", param=f"messages.{at}.content") from exc
+        _check_characters(str(message.get("content", "")), f"messages.{at}.content")
+
+
+def _check_characters(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        what = f"the lone surrogate {exc.object[exc.start]!r}, which is no character"
+        raise InvalidRequestError(f"{param} has {what}", param=param) from exc
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerText:
+    """Output tokens to text: without special tokens, nothing cleaned up."""
+
+    tokenizer: Any
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        # Cleaning up spaces would rewrite text that has already been streamed.
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,16 +104,17 @@ class LoadedModel:
     tokenizer: Any
     prompts: PromptTokenizer
     context_length: int | None
+    """Tokens of one request, prompt and answer: the model's limit, or less where memory does not hold as much."""
     memory_bytes: int
+    footprint: Footprint
+    vocabulary_size: int
+    """The width of the logits: token ids are below."""
+    vocabulary: Vocabulary
+    text: AnswerText
 
     @property
     def eos_tokens(self) -> list[list[int]]:
         return [[int(token)] for token in sorted(self.tokenizer.eos_token_ids)]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        # Cleaning up spaces would rewrite text that has already been streamed.
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
 
 
 def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
@@ -91,6 +127,7 @@ def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
     before = memory.used_bytes()
     try:
         model, tokenizer = _read(entry)
+        footprint, vocabulary_size = measure(model, memory.used_bytes() - before)
     except Exception as exc:
         if memory.is_out_of_memory(exc):
             raise OutOfMemoryError(
@@ -103,8 +140,12 @@ def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
         model=model,
         tokenizer=tokenizer,
         prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id),
-        context_length=entry.context_length,
-        memory_bytes=memory.used_bytes() - before,
+        context_length=_context_length(entry, footprint, limit_bytes),
+        memory_bytes=footprint.weights_bytes,
+        footprint=footprint,
+        vocabulary_size=vocabulary_size,
+        vocabulary=Vocabulary(tokenizer),
+        text=AnswerText(tokenizer),
     )
 
 
@@ -118,6 +159,23 @@ def _read(entry: ModelEntry) -> tuple[Any, Any]:
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
     return model, tokenizer
+
+
+def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int) -> int | None:
+    """The model's own limit, or what memory holds.
+
+    Raises:
+        OutOfMemoryError: memory holds the weights and next to nothing besides.
+    """
+    held = footprint.longest_request(limit_bytes, chunk=memory.LARGEST_CHUNK_TOKENS)
+    if held < min(LEAST_CONTEXT_TOKENS, entry.context_length or LEAST_CONTEXT_TOKENS):
+        raise OutOfMemoryError(
+            f"{entry.id} takes {footprint.weights_bytes / 1e9:.2f} GB, {limit_bytes / 1e9:.2f} GB are allowed: what is "
+            f"left holds {held} tokens; choose a smaller or more quantized model, or raise memory_limit_bytes"
+        )
+    if entry.context_length is None:
+        return held if held < UNBOUNDED_TOKENS else None
+    return min(held, entry.context_length)
 
 
 def check_fits(entry: ModelEntry, *, limit_bytes: int) -> None:

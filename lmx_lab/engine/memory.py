@@ -7,6 +7,9 @@ import gc
 import mlx.core as mx
 import psutil
 
+LARGEST_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
+"""Prompt tokens computed in one step at most, all prompts together; longer ones gain nothing."""
+
 
 def total_bytes() -> int:
     """Memory of the device. MLX reports none on a CPU, where it is the machine's."""

@@ -29,26 +29,74 @@ class TokenPrompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextPrompt:
+    """Plain text, without a chat template."""
+
+    text: str
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. Equal values share one sampler, so that a batch is sampled in one call."""
+    """How the next token is drawn.
+
+    First the penalties and the bias change the logits, then ``top_p``, ``min_p`` and ``top_k`` cut, then the
+    temperature spreads what is left.
+    """
 
     temperature: float = 0.7
     """0 is greedy."""
     top_p: float = 1.0
+    top_k: int = 0
+    """0 cuts nothing, like anything from the vocabulary's size up."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one's probability are cut."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens in the output so far, multiplies the negative ones (arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token in the output so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time the token is in the output so far."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token id and what is added to its logit."""
+    seed: int | None = None
+    """Any integer. The same seed, prompt and parameters draw the same tokens, whatever else is in the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    prompt: ChatPrompt | TokenPrompt
+    prompt: Prompt
     model: str | None = None
     """The id that must be loaded; None takes whatever is."""
     sampling: Sampling = Sampling()
     max_tokens: int = 4096
-    """Upper bound; the room left in the model's context may be smaller."""
+    """Upper bound; the room left in the model's context may be smaller. 0 only scores the prompt."""
     stop: tuple[str, ...] = ()
     """Strings that end the text before them."""
+    ignore_eos: bool = False
+    """Go on to ``max_tokens`` even if the model ends its text."""
+    top_logprobs: int | None = None
+    """How many alternatives to report for each token, beside the token itself; None reports nothing."""
+    score_prompt: bool = False
+    """Report the log-probability of every token of the prompt, with ``top_logprobs`` alternatives."""
     timeout_s: float | None = None
     """From arrival to the last token; None takes the engine's setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """One token and how likely the model held it, after penalties and bias, before temperature and cuts."""
+
+    token: int
+    text: str
+    """What the token shows; ``bytes:\\xe2\\x82`` where it is only a part of a character."""
+    bytes: bytes
+    logprob: float | None
+    """Natural logarithm; None for the first token of a prompt, which nothing precedes."""
+    top: tuple[TokenLogprob, ...] = ()
+    """The likeliest tokens in this place, likeliest first; their own ``top`` is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +105,23 @@ class Delta:
 
     text: str
     tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens whose text has gone out with this piece; tokens that end the text have none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptProgress:
+    """How far the prompt of a request that has a slot is computed, in tokens; cached ones count as done."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptScores:
+    """The prompt's tokens, each with the log-probability that the model gave it."""
+
+    tokens: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +168,7 @@ class LoadReport:
 
 
 EngineState = Literal["empty", "loading", "ready", "dead"]
+UnloadCause = Literal["asked", "idle", "memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +183,15 @@ class EngineSnapshot:
     active_requests: int = 0
     queued_requests: int = 0
     output_tokens: int = 0
-    """Since the engine started, like the next one."""
+    """Since the engine started, like the next two."""
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had; part of ``prompt_tokens``."""
+    prefix_cache_bytes: int = 0
+    unloaded_model: str | None = None
+    """The model that was loaded before, while none is."""
+    unload_cause: UnloadCause | None = None
+    """Why it is not loaded any more."""
     memory_used_bytes: int = 0
     memory_peak_bytes: int = 0
     memory_total_bytes: int = 0

@@ -1,17 +1,26 @@
-"""Samplers, one object per distinct parameter set, for the engine thread only."""
+"""From logits to tokens, for the engine thread only: what cuts, what draws, what penalizes.
+
+mlx-lm's own samplers are compiled anew for every value of every parameter, and never forgotten: two thousand
+temperatures take minutes and 90 MB (measured). These are plain operations.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_sampler
 
 from lmx_lab.engine.requests import Sampling
 
 Sampler = Callable[[mx.array], mx.array]
+"""Log-probabilities (rows, vocabulary) to one token for each row."""
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""All tokens so far and logits (1, vocabulary) to changed logits."""
 KEPT_SAMPLERS = 256
 
 
@@ -21,11 +30,107 @@ class Samplers:
     def __init__(self) -> None:
         # MLX's random state is per thread and starts equal in every new one.
         mx.random.seed(int.from_bytes(os.urandom(8), "little"))
-        self._made: OrderedDict[Sampling, Sampler] = OrderedDict()
+        self._made: OrderedDict[Cut, Sampler] = OrderedDict()
 
-    def get(self, sampling: Sampling) -> Sampler:
-        sampler = self._made.pop(sampling, None) or make_sampler(temp=sampling.temperature, top_p=sampling.top_p)
-        self._made[sampling] = sampler
+    def get(self, sampling: Sampling, *, choice: int) -> Sampler:
+        """The sampler of the ``choice``-th answer to a request. A seeded one is new and draws from its own key."""
+        if sampling.temperature == 0:
+            return _likeliest
+        cut = Cut(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        if sampling.seed is not None:
+            return SeededSampler(cut, sampling.seed, choice)
+        sampler = self._made.pop(cut, None) or cut.sample
+        self._made[cut] = sampler
         if len(self._made) > KEPT_SAMPLERS:
             self._made.popitem(last=False)
         return sampler
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which tokens may be drawn at all, and how flat their probabilities are made."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+
+    def sample(self, logprobs: mx.array, key: mx.array | None = None) -> mx.array:
+        return mx.random.categorical(self.apply(logprobs) * (1 / self.temperature), key=key)
+
+    def apply(self, logprobs: mx.array) -> mx.array:
+        if self.top_p < 1:
+            logprobs = _top_p(logprobs, self.top_p)
+        if self.min_p > 0:
+            least = logprobs.max(axis=-1, keepdims=True) + math.log(self.min_p)
+            logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
+        if 0 < self.top_k < logprobs.shape[-1]:
+            least = mx.topk(logprobs, self.top_k, axis=-1).min(axis=-1, keepdims=True)
+            logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
+        return logprobs
+
+
+class SeededSampler:
+    """Draws with a key that only this request splits, so its neighbours in the batch change nothing."""
+
+    def __init__(self, cut: Cut, seed: int, choice: int) -> None:
+        self._cut = cut
+        # Any integer has a key, and different ones very likely different keys.
+        digest = hashlib.blake2b(f"{seed:x}:{choice}".encode(), digest_size=8).digest()
+        self._key = mx.random.key(int.from_bytes(digest, "little"))
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        self._key, key = mx.random.split(self._key)
+        return self._cut.sample(logprobs, key)
+
+
+def _likeliest(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
+
+
+def _top_p(logprobs: mx.array, top_p: float) -> mx.array:
+    """The likeliest tokens that together have at least ``top_p`` (arXiv 1904.09751); ties stay."""
+    ordered = mx.sort(logprobs, axis=-1)
+    likelier = mx.cumsum(mx.exp(ordered.astype(mx.float32)), axis=-1, reverse=True, inclusive=False)
+    cut = (likelier >= top_p).sum(axis=-1, keepdims=True)
+    # The likeliest one stays, however small top_p is.
+    least = mx.take_along_axis(ordered, mx.minimum(cut, logprobs.shape[-1] - 1), axis=-1)
+    return mx.where(logprobs < least, -mx.inf, logprobs)
+
+
+def processors(sampling: Sampling) -> list[Processor]:
+    """What changes this request's logits; new objects, since they count its output. Empty for most requests."""
+    made: list[Processor] = []
+    if sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
+        made.append(OutputPenalties(sampling))
+    if sampling.logit_bias:
+        made.append(_bias(dict(sampling.logit_bias)))
+    return made
+
+
+class OutputPenalties:
+    """The three penalties over the whole output so far; the prompt is not counted."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._counts: mx.array | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._counts is None:
+            # Called first with the prompt, whose last token is no output.
+            self._counts = mx.zeros((1, logits.shape[-1]), dtype=mx.float32)
+            return logits
+        self._counts = self._counts.at[:, tokens[-1:]].add(1.0)
+        met = self._counts > 0
+        penalty = self._sampling.repetition_penalty
+        logits = mx.where(met, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
+        return logits - (self._sampling.presence_penalty * met + self._sampling.frequency_penalty * self._counts)
+
+
+def _bias(biases: dict[int, float]) -> Processor:
+    tokens, values = mx.array(list(biases)), mx.array(list(biases.values()), dtype=mx.float32)
+
+    def add_bias(_: mx.array, logits: mx.array) -> mx.array:
+        return logits.at[:, tokens].add(values.astype(logits.dtype))
+
+    return add_bias

@@ -1,28 +1,49 @@
 """Who runs next: arrival order, a number of slots, a bounded queue, a deadline each. Pure: it is told the time.
 
-A request is *queued*, then *running*, then gone. The engine thread performs what is decided here.
+A request is *queued*, then *running* (first its prompt is computed, then it decodes), then gone. The engine thread
+performs what is decided here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Generic, TypeVar
 
 from lmx_lab.errors import QueueFullError
 
 Key = TypeVar("Key", bound=Hashable)
+SHORT_PROMPT_TOKENS = 256
+
+
+class Verdict(Enum):
+    """What the engine says about a request whose turn it would be."""
+
+    TAKE = auto()
+    LATER = auto()
+    """Not yet, for a reason of its own: others may pass it."""
+    BLOCKED = auto()
+    """Not yet, for want of memory: nobody may pass it, or it might wait for ever."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    deadline: float
+    short: bool
 
 
 class Scheduler(Generic[Key]):
-    """Orders requests, known here by a key and their deadline (seconds on the engine's clock)."""
+    """Orders requests, known here by a key, the length of their prompt and their deadline (engine's clock, seconds)."""
 
     def __init__(self, *, slots: int, queue_limit: int, prefills: int) -> None:
         self.slots = slots
         self.queue_limit = queue_limit
         self.prefills = prefills
-        """Prompts computed at the same time: more make the first token of each later, not the last one earlier."""
-        self._queued: dict[Key, float] = {}
-        self._running: dict[Key, float] = {}
+        """Long prompts computed at the same time: more make the first token of each later, not the last one earlier.
+        One short prompt may be computed beside them, so that it does not wait for minutes behind them."""
+        self._queued: dict[Key, _Entry] = {}
+        self._running: dict[Key, _Entry] = {}
         self._prefilling: set[Key] = set()
 
     @property
@@ -34,31 +55,48 @@ class Scheduler(Generic[Key]):
         return list(self._running)
 
     @property
+    def prefilling(self) -> list[Key]:
+        return [key for key in self._running if key in self._prefilling]
+
+    @property
     def idle(self) -> bool:
         return not self._queued and not self._running
 
-    def add(self, key: Key, *, deadline: float) -> None:
-        """Queue a request behind those already there.
+    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float) -> None:
+        """Queue requests of one prompt behind those already there: all of them or none.
 
         Raises:
-            QueueFullError: all slots are taken and ``queue_limit`` requests wait.
+            QueueFullError: all slots are taken and more than ``queue_limit`` requests would wait.
         """
-        waiting = len(self._queued) - (self.slots - len(self._running))
-        if waiting >= self.queue_limit:
+        waiting = len(self._queued) + len(keys) - (self.slots - len(self._running))
+        if waiting > self.queue_limit:
             raise QueueFullError(
-                f"{self.queue_limit} requests already wait for {self.slots} slots; try again when some have ended",
+                f"{max(0, waiting - len(keys))} requests already wait for {self.slots} slots, at most "
+                f"{self.queue_limit} may; try again when some have ended",
                 retry_after_s=1.0,
             )
-        self._queued[key] = deadline
+        for key in keys:
+            self._queued[key] = _Entry(deadline, short=tokens <= SHORT_PROMPT_TOKENS)
 
-    def admit(self) -> list[Key]:
-        """The requests that take a slot and begin their prefill now, in arrival order."""
-        room = min(self.slots - len(self._running), self.prefills - len(self._prefilling))
-        admitted = list(self._queued)[: max(0, room)]
-        for key in admitted:
-            self._running[key] = self._queued.pop(key)
-        self._prefilling.update(admitted)
-        return admitted
+    def admit(self, judge: Callable[[Key], Verdict]) -> Key | None:
+        """The next request that takes a slot and begins its prefill, or None. Call it until it says so."""
+        if len(self._running) >= self.slots:
+            return None
+        for key, entry in self._queued.items():
+            if not self._has_lane(entry):
+                continue
+            verdict = judge(key)
+            if verdict is Verdict.TAKE:
+                self._running[key] = self._queued.pop(key)
+                self._prefilling.add(key)
+                return key
+            if verdict is Verdict.BLOCKED:
+                return None
+        return None
+
+    def _has_lane(self, entry: _Entry) -> bool:
+        long = sum(not self._running[key].short for key in self._prefilling)
+        return len(self._prefilling) <= self.prefills and (entry.short or long < self.prefills)
 
     def prefilled(self, key: Key) -> None:
         """The prompt has been computed; the next one may begin."""
@@ -66,7 +104,7 @@ class Scheduler(Generic[Key]):
 
     def expired(self, now: float) -> list[Key]:
         """Requests past their deadline, waiting or running; they stay until ``remove``."""
-        return [key for group in (self._queued, self._running) for key, deadline in group.items() if now > deadline]
+        return [key for group in (self._queued, self._running) for key, it in group.items() if now > it.deadline]
 
     def remove(self, key: Key) -> None:
         """The request has ended, however; unknown keys are ignored, since an end can be reported twice."""

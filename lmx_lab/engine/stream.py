@@ -11,7 +11,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from lmx_lab.engine.requests import Delta, GenerationReport
+from lmx_lab.engine.requests import Delta, GenerationReport, PromptProgress, PromptScores, TokenLogprob
+from lmx_lab.errors import LabError
+
+Item = Delta | PromptProgress | PromptScores | GenerationReport | LabError
 
 
 class Mailbox:
@@ -20,36 +23,51 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.changed = asyncio.Event()
-        self.end: GenerationReport | Exception | None = None
+        self.end: GenerationReport | LabError | None = None
+        self.progress: PromptProgress | None = None
+        self.scores: PromptScores | None = None
         self._text: list[str] = []
         self._tokens = 0
+        self._logprobs: list[TokenLogprob] = []
 
-    def deliver(self, item: Delta | GenerationReport | Exception) -> None:
+    def deliver(self, item: Item) -> None:
         """Called on ``loop``, in order, at most once with an end."""
-        if isinstance(item, Delta):
-            self._text.append(item.text)
-            self._tokens += item.tokens
-        else:
-            self.end = item
+        match item:
+            case Delta():
+                self._text.append(item.text)
+                self._tokens += item.tokens
+                self._logprobs += item.logprobs
+            case PromptProgress():
+                self.progress = item
+                return
+            case PromptScores():
+                self.scores = item
+                return
+            case _:
+                self.end = item
         self.changed.set()
 
     def take(self) -> Delta | None:
         """Everything since the last call as one delta."""
         if not self._tokens:
             return None
-        delta = Delta(text="".join(self._text), tokens=self._tokens)
-        self._text, self._tokens = [], 0
+        delta = Delta(text="".join(self._text), tokens=self._tokens, logprobs=tuple(self._logprobs))
+        self._text, self._tokens, self._logprobs = [], 0, []
         return delta
 
 
 class TokenStream:
     """Iterate for ``Delta`` values; after the last, ``report`` is set. A failed generation raises its ``LabError``.
 
+    ``asyncio.wait_for(anext(stream), s)`` waits for a limited time and loses nothing.
+
     Leaving early needs ``aclose()`` (or ``async with``): it frees the slot within one engine step. A stream that is
     dropped without it is cancelled when it is collected.
     """
 
-    def __init__(self, mailbox: Mailbox, cancel: Callable[[], object]) -> None:
+    def __init__(self, mailbox: Mailbox, cancel: Callable[[], object], prompt: tuple[int, ...] = ()) -> None:
+        self.prompt = prompt
+        """The tokens of the prompt."""
         self._mailbox = mailbox
         self._cancel = cancel
         self._left = False
@@ -59,6 +77,16 @@ class TokenStream:
         """What the generation cost; None until it has ended well."""
         end = self._mailbox.end
         return end if isinstance(end, GenerationReport) else None
+
+    @property
+    def progress(self) -> PromptProgress | None:
+        """How far the prompt is computed; None while the request waits for a slot."""
+        return self._mailbox.progress
+
+    @property
+    def prompt_scores(self) -> PromptScores | None:
+        """For a request with ``score_prompt``: set before the first delta, or the end."""
+        return self._mailbox.scores
 
     def __aiter__(self) -> Self:
         return self

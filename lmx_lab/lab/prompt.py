@@ -13,6 +13,8 @@ from lmx_lab.server.errors import invalid
 from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 
+ONE_TEXT = ("n", "logprobs")
+"""Parameters of the chat format whose results a ``Reply`` does not hold."""
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
@@ -29,9 +31,15 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
     if isinstance(messages, Sequence):
         messages = [*([{"role": "system", "content": system}] if system is not None else []), *messages]
     try:
-        return ChatRequest.model_validate({"model": ANY_MODEL, "messages": messages, **fields})
+        request = ChatRequest.model_validate({"model": ANY_MODEL, "messages": messages, **fields})
     except ValidationError as exc:
         raise invalid(exc) from exc
+    for name in ONE_TEXT:
+        if fields.get(name) not in (None, False, 0, 1):
+            raise InvalidRequestError(
+                f"{name}: a reply is one text; ask over HTTP, with OpenAI(**lab.openai)", param=name
+            )
+    return request
 
 
 def model_name(model: object) -> str:

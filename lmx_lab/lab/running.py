@@ -17,7 +17,7 @@ from lmx_lab.lab.serving import Serving
 from lmx_lab.progress import bar
 from lmx_lab.replies import ModelList, Reply, ReplyStream
 from lmx_lab.server.admin import records
-from lmx_lab.server.chat import collect
+from lmx_lab.server.generations import Generation
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.wire.chat import ChatRequest
 
@@ -137,21 +137,24 @@ class Lab(Serving):
         return await self._hand_over(self._stream(chat_request(prompt, parameters)))
 
     async def _chat(self, request: ChatRequest) -> Reply:
-        _, stream = await self._server.chat.start(request)
-        text = await collect(stream)
-        return self._reply(text, stream.report)
+        generation = await self._generation(request)
+        text = (await generation.whole()).text
+        return self._reply(text, generation.finished())
 
     async def _stream(self, request: ChatRequest) -> ReplyStream:
-        _, stream = await self._server.chat.start(request)
-        return ReplyStream(stream, finish=self._reply, block=self._block, hand_over=self._hand_over)
+        generation = await self._generation(request)
+        return ReplyStream(generation, finish=self._reply, block=self._block, hand_over=self._hand_over)
 
-    def _reply(self, text: str, report: GenerationReport | None) -> Reply:
-        report = self._server.chat.ended(report, None)
+    async def _generation(self, request: ChatRequest) -> Generation:
+        _, (generation,) = await self._server.chat.start(request)
+        return generation
+
+    def _reply(self, text: str, report: GenerationReport) -> Reply:
         return Reply(
             text=text,
             model=report.model,
             finish_reason=report.finish_reason,
-            usage=usage(report),
+            usage=usage([report]),
             timings=timings(report),
             report=report,
         )

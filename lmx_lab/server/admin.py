@@ -26,6 +26,7 @@ from lmx_lab.wire.admin import (
     Memory,
     ModelCard,
     ModelCards,
+    ModelEvent,
     ModelRecord,
     ModelRecords,
     Throughput,
@@ -143,9 +144,13 @@ async def _lines(engine: Engine, feed: Feed[Event], wanted: set[Literal["model",
         while True:
             now = time.monotonic()
             if now >= due:
-                for event in _sample(last, engine.snapshot, SAMPLE_S + now - due):
+                snapshot = engine.snapshot
+                for event in sample(last, snapshot, SAMPLE_S + now - due):
                     yield event.model_dump_json()
-                last, due = engine.snapshot, now + SAMPLE_S
+                gone = vanished(last, snapshot, idle_unload_s=engine.settings.idle_unload_s)
+                if gone is not None and "model" in wanted:
+                    yield gone.model_dump_json()
+                last, due = snapshot, now + SAMPLE_S
             if now >= beat:
                 yield Heartbeat(uptime=engine.uptime_s).model_dump_json()
                 beat = now + HEARTBEAT_S
@@ -159,14 +164,31 @@ async def _lines(engine: Engine, feed: Feed[Event], wanted: set[Literal["model",
                 yield extra.model_dump_json()
 
 
-def _sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
+def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
+    """The figures of the time between two snapshots."""
+    # A new engine thread counts from 0.
     rate = max(0, now.output_tokens - before.output_tokens) / elapsed_s
     total = now.memory_total_bytes
     return [
-        Throughput(tokens_per_second=rate, active_requests=now.active_requests + now.queued_requests),
+        Throughput(
+            tokens_per_second=rate,
+            active_requests=now.active_requests + now.queued_requests,
+            queued_requests=now.queued_requests,
+        ),
         Memory(
             vram_used_gb=now.memory_used_bytes / 1e9,
             vram_total_gb=total / 1e9,
             pct=100 * now.memory_used_bytes / total if total else 0.0,
         ),
     ]
+
+
+def vanished(before: EngineSnapshot, now: EngineSnapshot, *, idle_unload_s: float | None) -> ModelEvent | None:
+    """The model that went away by itself between two snapshots; those that were asked to go, the loader tells."""
+    if now.model is not None or now.unloaded_model is None or now.unload_cause not in ("idle", "memory"):
+        return None
+    known = (before.unloaded_model, before.unload_cause) == (now.unloaded_model, now.unload_cause)
+    if known and before.model is None:
+        return None
+    message = "out of memory" if now.unload_cause == "memory" else f"idle for {idle_unload_s:g} s"
+    return ModelEvent(model=now.unloaded_model, stage="unloaded", message=message)

@@ -20,10 +20,14 @@ from lmx_lab.feed import Feed
 from lmx_lab.guard import ASGIApp, Guard, GuardPolicy, Message, Receive, Scope, Send
 from lmx_lab.server import errors
 from lmx_lab.server.admin import admin_routes, listing_routes
-from lmx_lab.server.chat import ChatService, chat_routes
+from lmx_lab.server.chat import chat_routes
+from lmx_lab.server.completions import completion_routes
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.loading import Event, ModelLoader
+from lmx_lab.server.metrics import Metrics, metrics_routes
+from lmx_lab.server.service import ChatService
 from lmx_lab.server.socket import socket_routes
+from lmx_lab.server.swapping import ModelSwap
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 
@@ -47,16 +51,20 @@ def create_server(
     """Routes, errors, guard, CORS and request ids around an engine. Starts nothing."""
     feed: Feed[Event] = Feed()
     loader = ModelLoader(engine=engine, catalog=catalog, feed=feed, downloads=settings.downloads)
-    chat = ChatService(engine=engine, catalog=catalog, feed=feed)
+    swap = ModelSwap(engine=engine, catalog=catalog, loader=loader, settings=settings) if settings.swap else None
+    metrics = Metrics(engine)
+    chat = ChatService(engine=engine, catalog=catalog, feed=feed, swap=swap, observe=metrics.observe)
     api = FastAPI(title="LMX Lab inference server", version=VERSION, responses=errors.RESPONSES)
     api.state.max_body_bytes = settings.max_body_bytes
-    api.include_router(health_routes(engine, stall_limit_s=settings.stall_limit_s))
+    api.include_router(health_routes(engine))
     api.include_router(chat_routes(chat))
+    api.include_router(completion_routes(chat, slots=settings.slots))
     api.include_router(socket_routes(chat, max_body_bytes=settings.max_body_bytes))
     api.include_router(listing_routes(engine=engine, catalog=catalog))
     api.include_router(
         admin_routes(engine=engine, catalog=catalog, loader=loader, feed=feed, lan_admin=settings.lan_admin)
     )
+    api.include_router(metrics_routes(metrics))
     api.add_exception_handler(LabError, errors.on_lab_error)
     api.add_exception_handler(RequestValidationError, errors.on_invalid)
     api.add_exception_handler(HTTPException, errors.on_http_error)

@@ -2,75 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
-from importlib.metadata import version
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import Engine, GenerationReport, TokenStream
-from lmx_lab.errors import EngineError, LabError, ModelNotFoundError, OtherModelLoadedError
-from lmx_lab.feed import Feed
+from lmx_lab.errors import LabError
+from lmx_lab.server.answers import Answer
 from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.connections import DONE, EventStream, while_connected
 from lmx_lab.server.errors import detail, request_id_of
-from lmx_lab.server.loading import Event
-from lmx_lab.server.translate import Answer, generation_request
-from lmx_lab.weights import Catalog
-from lmx_lab.wire.admin import RequestEvent
+from lmx_lab.server.generations import Generation, attended
+from lmx_lab.server.joining import merged, together
+from lmx_lab.server.service import ChatService
+from lmx_lab.server.translate import usage
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from lmx_lab.wire.errors import ErrorBody
 
 log = logging.getLogger(__name__)
-FINGERPRINT = f"mlx-{version('mlx')}"
-
-
-class ChatService:
-    """A chat request becomes a running generation. The notebook's verbs use the same entry as the routes."""
-
-    def __init__(self, *, engine: Engine, catalog: Catalog, feed: Feed[Event]) -> None:
-        self._engine = engine
-        self._catalog = catalog
-        self._feed = feed
-
-    async def start(self, request: ChatRequest) -> tuple[Answer, TokenStream]:
-        """Accept the request; everything that is wrong with it is raised here, before the first token.
-
-        Raises:
-            NotLoadedError, ModelNotFoundError: the model it names is not loaded, or not there at all.
-            CallerError, QueueFullError: as ``Engine.submit``.
-        """
-        try:
-            stream = await self._engine.submit(generation_request(request))
-        except OtherModelLoadedError as exc:
-            await self._check_known(request.model, exc)
-            raise
-        return Answer(model=self._engine.snapshot.model or request.model, fingerprint=FINGERPRINT), stream
-
-    async def _check_known(self, model: str, exc: OtherModelLoadedError) -> None:
-        entries = await asyncio.to_thread(self._catalog.scan)
-        if all(entry.id != model for entry in entries):
-            loaded = self._engine.snapshot.model
-            missing = f"there is no model {model[:200]!r} on disk; {loaded} is loaded; GET /v1/models lists all"
-            raise ModelNotFoundError(missing, param="model") from exc
-
-    def ended(self, report: GenerationReport | None, request_id: str | None) -> GenerationReport:
-        """Tell the watchers of requests that one has ended well."""
-        if report is None:
-            raise EngineError("the generation ended without a report")
-        self._feed.publish(
-            RequestEvent(
-                request_id=request_id or "",
-                model=report.model,
-                finish_reason=report.finish_reason,
-                prompt_tokens=report.prompt_tokens,
-                completion_tokens=report.output_tokens,
-                tokens_per_second=report.tokens_per_second,
-                ttft_ms=report.ttft_s * 1e3,
-            )
-        )
-        return report
 
 
 def chat_routes(service: ChatService) -> APIRouter:
@@ -88,39 +38,51 @@ def chat_routes(service: ChatService) -> APIRouter:
         },
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        answer, stream = await while_connected(request, service.start(body))
+        request_id = request_id_of(request)
+        answer, generations = await while_connected(request, service.start(body, request_id))
         if body.stream:
-            include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(_chunks(service, answer, stream, request_id_of(request), include_usage=include_usage))
-        text = await while_connected(request, collect(stream))
-        report = service.ended(stream.report, request_id_of(request))
-        return Response(answer.full(text, report).model_dump_json(), media_type="application/json")
+            lines = _lines(answer, generations, include_usage=body.include_usage)
+            return EventStream(until_done(lines, request_id), remark=lambda: generations[0].remark)
+        text = await while_connected(request, _whole(answer, generations))
+        return Response(text, media_type="application/json")
 
     return router
 
 
-async def collect(stream: TokenStream) -> str:
-    """The whole text; frees the slot however it ends."""
-    async with stream:
-        return "".join([delta.text async for delta in stream])
-
-
-async def _chunks(
-    service: ChatService, answer: Answer, stream: TokenStream, request_id: str | None, *, include_usage: bool
-) -> AsyncIterator[str]:
-    """The lines of one streamed answer; an error ends it, without ``[DONE]``."""
-    async with stream:
-        yield answer.first()
+async def until_done(lines: AsyncGenerator[str, None], request_id: str | None) -> AsyncGenerator[str, None]:
+    """The lines of one streamed answer and its terminator; an error ends it, without ``[DONE]``."""
+    async with aclosing(lines):
         try:
-            async for delta in stream:
-                if delta.text:
-                    yield answer.piece(delta.text)
-            report = service.ended(stream.report, request_id)
+            async for line in lines:
+                yield line
         except LabError as exc:
             log.warning("%s: stream ended by %s", request_id, exc)
             yield ErrorBody(error=detail(exc, request_id)).model_dump_json()
             return
-        yield answer.last(report)
-        if include_usage:
-            yield answer.usage(report)
-        yield DONE
+    yield DONE
+
+
+async def _whole(answer: Answer, generations: list[Generation]) -> str:
+    """The body; the first choice that fails ends all."""
+    async with attended(generations):
+        deltas = await together(generation.whole() for generation in generations)
+    reports = [generation.finished() for generation in generations]
+    return answer.full(list(zip(deltas, reports, strict=True)), usage(reports))
+
+
+async def _lines(answer: Answer, generations: list[Generation], *, include_usage: bool) -> AsyncGenerator[str, None]:
+    """The chunks of all choices as they come."""
+    choices = [_choice(answer, index, generation) for index, generation in enumerate(generations)]
+    async with attended(generations), aclosing(merged(choices)) as lines:
+        async for line in lines:
+            yield line
+    if include_usage:
+        yield answer.usage(usage([generation.finished() for generation in generations]))
+
+
+async def _choice(answer: Answer, index: int, generation: Generation) -> AsyncGenerator[str, None]:
+    yield answer.first(index)
+    async for delta in generation:
+        if delta.text or delta.logprobs:
+            yield answer.piece(delta, index)
+    yield answer.last(generation.finished(), index)

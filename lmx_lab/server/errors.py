@@ -87,14 +87,20 @@ def request_id_of(connection: Request | WebSocket) -> str | None:
 def invalid(exc: ValidationError | RequestValidationError) -> InvalidRequestError:
     """The first thing that is wrong with a body, by field."""
     wrong = _first(list(exc.errors()))
-    path = [str(part) for part in wrong["loc"] if not _is_alternative(part)]
+    # A part may be a name that the caller chose, of any length.
+    path = [str(part)[:80] for part in wrong["loc"] if not _is_alternative(part)]
     field = ".".join(path)
     said = wrong["msg"].removeprefix("Value error, ")
     if wrong["type"] == "extra_forbidden":
         said = "is not a field of this request, or not supported by this version"
-    given = wrong.get("input")
-    shown = f" (given: {given!r:.80})" if isinstance(given, str | int | float | bool) else ""
-    return InvalidRequestError(f"{field or 'body'}: {said}{shown}", param=field or None)
+    return InvalidRequestError(f"{field or 'body'}: {said}{_given(wrong.get('input'))}", param=field or None)
+
+
+def _given(value: Any) -> str:
+    # From the notebook an integer may be longer than Python writes out.
+    if not isinstance(value, str | int | float) or (isinstance(value, int) and value.bit_length() > 1000):
+        return ""
+    return f" (given: {value!r:.80})"
 
 
 def _first(problems: list[Any]) -> dict[str, Any]:

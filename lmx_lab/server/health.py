@@ -7,13 +7,14 @@ import time
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from lmx_lab.engine import Engine
-from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError
+from lmx_lab.engine import Engine, EngineSnapshot
+from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError
 from lmx_lab.server.errors import detail, request_id_of
+from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import Alive, NotReady, Ready
 
 
-def health_routes(engine: Engine, *, stall_limit_s: float) -> APIRouter:
+def health_routes(engine: Engine) -> APIRouter:
     router = APIRouter(tags=["health"])
 
     @router.get("/healthz")
@@ -24,8 +25,8 @@ def health_routes(engine: Engine, *, stall_limit_s: float) -> APIRouter:
         "/readyz", response_model=Ready, responses={503: {"model": NotReady, "description": "No model, or no progress"}}
     )
     async def readyz(request: Request) -> Ready | JSONResponse:
-        error = _problem(engine, stall_limit_s)
         now = engine.snapshot
+        error = problem(now, settings=engine.settings, alive=engine.alive)
         if error is None:
             return Ready(ready=True, model=now.model or "", vram_gb=now.model_memory_bytes / 1e9)
         body = NotReady(ready=False, model="", vram_gb=0.0, error=detail(error, request_id_of(request)))
@@ -34,12 +35,20 @@ def health_routes(engine: Engine, *, stall_limit_s: float) -> APIRouter:
     return router
 
 
-def _problem(engine: Engine, stall_limit_s: float) -> LabError | None:
-    now = engine.snapshot
-    if now.state == "dead" or not engine.alive:
+def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> LabError | None:
+    """Why no request would be answered now, and what to do about it."""
+    if now.state == "dead" or not alive:
         return EngineDeadError("the engine thread is gone; load a model to start it again: POST /admin/models/load")
-    if now.stalled(time.perf_counter(), stall_limit_s):
-        return EngineDeadError(f"no engine step for {stall_limit_s:g} s while {now.active_requests} requests run")
-    if now.state != "ready":
-        return NotLoadedError(f"the engine is {now.state}; load a model first: POST /admin/models/load")
-    return None
+    if now.stalled(time.perf_counter(), settings.stall_limit_s):
+        return EngineDeadError(
+            f"no engine step for {settings.stall_limit_s:g} s while {now.active_requests} requests run"
+        )
+    if now.state == "ready":
+        return None
+    if now.state == "empty" and now.unload_cause == "memory":
+        why = f"{now.unloaded_model} was unloaded for lack of memory"
+        return OutOfMemoryError(f"{why}; load it again, or a smaller or more quantized one: POST /admin/models/load")
+    if now.state == "empty" and now.unload_cause == "idle":
+        why = f"{now.unloaded_model} was unloaded because no request came for {settings.idle_unload_s:g} s"
+        return NotLoadedError(f"{why}; load it again: POST /admin/models/load")
+    return NotLoadedError(f"the engine is {now.state}; load a model first: POST /admin/models/load")

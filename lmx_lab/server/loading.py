@@ -41,11 +41,16 @@ class ModelLoader:
         self._tasks: dict[str, asyncio.Task[LoadReport]] = {}
         self._doing: str | None = None
         """What is being done to the engine's model."""
+        self._settled = asyncio.Event()
+        self._settled.set()
 
-    async def load(self, name: str, *, local: bool) -> LoadReport:
+    async def load(self, name: str, *, local: bool, finish_queued: bool = False) -> LoadReport:
         """Load a model by id or, for local callers, by path or by an id that is downloaded first.
 
         A caller who leaves does not stop the load; who asks for the same model meanwhile waits for the same load.
+
+        Args:
+            finish_queued: As ``Engine.load``: the requests that wait for the present model are answered first.
 
         Raises:
             ModelNotFoundError: not on disk, and not to be had.
@@ -54,7 +59,8 @@ class ModelLoader:
         """
         task = self._tasks.get(name)
         if task is None:
-            task = self._tasks[name] = asyncio.create_task(self._load(name, local=local), name=f"load {name}")
+            work = self._load(name, local=local, finish_queued=finish_queued)
+            task = self._tasks[name] = asyncio.create_task(work, name=f"load {name}")
             task.add_done_callback(functools.partial(self._ended, name))
         try:
             return await asyncio.shield(task)
@@ -82,6 +88,10 @@ class ModelLoader:
             self._feed.publish(ModelEvent(model=model, stage="unloaded"))
         return freed
 
+    async def settled(self) -> None:
+        """Return when nothing is being done to the engine's model."""
+        await self._settled.wait()
+
     async def close(self) -> None:
         """Give up the loads that run; who waits for them is told."""
         tasks = list(self._tasks.values())
@@ -89,10 +99,10 @@ class ModelLoader:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _load(self, name: str, *, local: bool) -> LoadReport:
+    async def _load(self, name: str, *, local: bool, finish_queued: bool) -> LoadReport:
         try:
             entry = await self._find(name, local=local)
-            report = self._loaded(entry) or await self._enter(entry)
+            report = self._loaded(entry) or await self._enter(entry, finish_queued=finish_queued)
         except LabError as exc:
             self._feed.publish(ModelEvent(model=name, stage="failed", message=exc.message))
             raise
@@ -105,11 +115,11 @@ class ModelLoader:
             return None
         return LoadReport(model=entry.id, load_s=0.0, memory_bytes=now.model_memory_bytes)
 
-    async def _enter(self, entry: ModelEntry) -> LoadReport:
+    async def _enter(self, entry: ModelEntry, *, finish_queued: bool) -> LoadReport:
         with self._entrance(f"{entry.id} is being loaded"):
             await asyncio.to_thread(self._catalog.check, entry)
             self._feed.publish(ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes))
-            return await self._engine.load(entry)
+            return await self._engine.load(entry, finish_queued=finish_queued)
 
     @contextlib.contextmanager
     def _entrance(self, doing: str) -> Iterator[None]:
@@ -117,10 +127,12 @@ class ModelLoader:
         if self._doing is not None:
             raise ModelBusyError(f"{self._doing}; ask again when that is done", retry_after_s=2)
         self._doing = doing
+        self._settled.clear()
         try:
             yield
         finally:
             self._doing = None
+            self._settled.set()
 
     async def _find(self, name: str, *, local: bool) -> ModelEntry:
         try:

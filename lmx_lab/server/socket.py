@@ -12,11 +12,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.server.answers import socket_token
 from lmx_lab.server.bodies import parse_json
-from lmx_lab.server.chat import ChatService
 from lmx_lab.server.errors import detail, invalid, request_id_of
+from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import socket_stats
-from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError, SocketToken
+from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 
 log = logging.getLogger(__name__)
 CLOSE_WAIT_S = 5.0
@@ -61,13 +62,12 @@ async def _answer(socket: WebSocket, service: ChatService, request: ChatRequest)
 
 
 async def _send_tokens(socket: WebSocket, service: ChatService, request: ChatRequest) -> None:
-    _, stream = await service.start(request)
-    async with stream:
-        async for delta in stream:
-            if delta.text:
-                await _send(socket, SocketToken(token=delta.text))
-        report = service.ended(stream.report, request_id_of(socket))
-        await _send(socket, SocketDone(stats=socket_stats(report)))
+    _, (generation,) = await service.start(request, request_id_of(socket))
+    async with generation:
+        async for delta in generation:
+            if delta.text or delta.logprobs:
+                await _send_text(socket, socket_token(delta, logprobs=bool(request.logprobs)))
+    await _send(socket, SocketDone(stats=socket_stats(generation.finished())))
 
 
 async def _refuse_messages(socket: WebSocket) -> None:
@@ -96,9 +96,13 @@ def _parse(text: str | bytes, limit_bytes: int) -> ChatRequest:
     if len(text) > limit_bytes:
         raise InvalidRequestError(f"the message has more than {limit_bytes} characters, the limit of this server")
     try:
-        return ChatRequest.model_validate(parse_json(text))
+        request = ChatRequest.model_validate(parse_json(text))
     except ValidationError as exc:
         raise invalid(exc) from exc
+    if request.choices > 1:
+        several = f"n is {request.n}; a socket carries one answer: open one for each, or POST /v1/chat/completions"
+        raise InvalidRequestError(several, param="n")
+    return request
 
 
 def _error(socket: WebSocket, exc: LabError) -> SocketError:
@@ -106,8 +110,12 @@ def _error(socket: WebSocket, exc: LabError) -> SocketError:
 
 
 async def _send(socket: WebSocket, message: BaseModel) -> None:
+    await _send_text(socket, message.model_dump_json())
+
+
+async def _send_text(socket: WebSocket, text: str) -> None:
     try:
-        await socket.send_text(message.model_dump_json())
+        await socket.send_text(text)
     except RuntimeError as exc:
         # Starlette's word for a send after the close handshake has begun.
         raise WebSocketDisconnect(NORMAL) from exc

@@ -1,29 +1,22 @@
-"""Between the chat format and the engine's values. Pure."""
+"""Between the wire's formats and the engine's values. Pure."""
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lmx_lab.engine import ChatPrompt, GenerationReport, GenerationRequest, Sampling
-from lmx_lab.wire.chat import (
-    AnswerMessage,
-    ChatChunk,
-    ChatCompletion,
-    ChatMessage,
-    ChatRequest,
-    Choice,
-    ChoiceDelta,
-    ChunkChoice,
-    FinishReason,
-    PromptTokensDetails,
-    SocketStats,
-    Timings,
-    Usage,
+from lmx_lab.engine import (
+    ChatPrompt,
+    GenerationReport,
+    GenerationRequest,
+    Sampling,
+    TextPrompt,
+    TokenLogprob,
+    TokenPrompt,
 )
+from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
+from lmx_lab.wire.completions import CompletionRequest
+from lmx_lab.wire.generation import LOWEST_LOGPROB, GenerationFields, PromptTokensDetails, Timings, Usage
 
 COLDEST = 1e-6
 """Temperatures below are greedy: nothing but the likeliest token has a chance."""
@@ -32,17 +25,70 @@ ANY_MODEL = "default"
 
 
 def generation_request(request: ChatRequest) -> GenerationRequest:
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    temperature = 0.7 if request.temperature is None else request.temperature
+    return GenerationRequest(
+        prompt=ChatPrompt(messages=tuple(_message(message) for message in request.messages)),
+        model=_model(request),
+        sampling=_sampling(request, temperature=0.7),
+        max_tokens=request.max_completion_tokens or request.max_tokens or 4096,
+        stop=_stop(request),
+        ignore_eos=bool(request.ignore_eos),
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
+    """One for each prompt, in order."""
+    return [
+        GenerationRequest(
+            prompt=prompt,
+            model=_model(request),
+            sampling=_sampling(request, temperature=1.0),
+            max_tokens=16 if request.max_tokens is None else request.max_tokens,
+            stop=_stop(request),
+            ignore_eos=bool(request.ignore_eos),
+            top_logprobs=request.logprobs,
+            # The engine has to do something: without new tokens it scores, even if nobody reads that.
+            score_prompt=bool(request.echo) and (request.logprobs is not None or request.max_tokens == 0),
+        )
+        for prompt in _prompts(request)
+    ]
+
+
+def _prompts(request: CompletionRequest) -> list[TextPrompt | TokenPrompt]:
+    given = request.prompt
+    single = isinstance(given, str) or isinstance(given[0], int)
+    prompts: Iterable[Any] = [given] if single else given
+    return [TextPrompt(text=item) if isinstance(item, str) else TokenPrompt(tokens=tuple(item)) for item in prompts]
+
+
+def _model(request: GenerationFields) -> str | None:
+    return None if request.model == ANY_MODEL else request.model
+
+
+def _stop(request: GenerationFields) -> tuple[str, ...]:
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+
+
+def _sampling(request: GenerationFields, *, temperature: float) -> Sampling:
+    """
+    Args:
+        temperature: What null means.
+    """
+    temperature = temperature if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
     # A nucleus of nothing still holds the likeliest token; float32 cannot divide by less than about 1e-38.
     greedy = temperature < COLDEST or top_p == 0
-    return GenerationRequest(
-        prompt=ChatPrompt(messages=tuple(_message(message) for message in request.messages)),
-        model=None if request.model == ANY_MODEL else request.model,
-        sampling=Sampling(temperature=0) if greedy else Sampling(temperature=temperature, top_p=top_p),
-        max_tokens=request.max_completion_tokens or request.max_tokens or 4096,
-        stop=tuple(stop),
+    return Sampling(
+        temperature=0 if greedy else temperature,
+        top_p=1.0 if greedy else top_p,
+        top_k=0 if greedy else max(0, request.top_k or 0),
+        min_p=0.0 if greedy else request.min_p or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        # As a dict first: "7" and "07" are one token, and the last word about it counts.
+        logit_bias=tuple({int(token): bias for token, bias in (request.logit_bias or {}).items()}.items()),
+        seed=request.seed,
     )
 
 
@@ -54,12 +100,30 @@ def _message(message: ChatMessage) -> Mapping[str, Any]:
     return {"role": "system" if message.role == "developer" else message.role, "content": text, **shown}
 
 
-def usage(report: GenerationReport) -> Usage:
+def usage(choices: Iterable[GenerationReport]) -> Usage:
+    """What the choices of one prompt cost together; the prompt counts once, it is computed once."""
+    reports = list(choices)
+    # Beside the first one, a choice finds its whole prompt computed.
+    cached = min(report.cached_tokens for report in reports)
+    return _usage(reports[0].prompt_tokens, sum(report.output_tokens for report in reports), cached)
+
+
+def total_usage(prompts: Iterable[Usage]) -> Usage:
+    """What the prompts of one request cost together."""
+    parts = list(prompts)
+    return _usage(
+        sum(part.prompt_tokens for part in parts),
+        sum(part.completion_tokens for part in parts),
+        sum(part.prompt_tokens_details.cached_tokens for part in parts),
+    )
+
+
+def _usage(prompt: int, completion: int, cached: int) -> Usage:
     return Usage(
-        prompt_tokens=report.prompt_tokens,
-        completion_tokens=report.output_tokens,
-        total_tokens=report.prompt_tokens + report.output_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=report.cached_tokens),
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
 
 
@@ -91,51 +155,15 @@ def socket_stats(report: GenerationReport) -> SocketStats:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What all parts of one answer share: its id, its time, its model."""
-
-    model: str
-    fingerprint: str
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def full(self, text: str, report: GenerationReport) -> ChatCompletion:
-        return ChatCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            system_fingerprint=self.fingerprint,
-            choices=[Choice(index=0, message=AnswerMessage(content=text), finish_reason=report.finish_reason)],
-            usage=usage(report),
-            timings=timings(report),
-        )
-
-    def first(self) -> str:
-        return self._chunk([_choice(ChoiceDelta(role="assistant", content=""))])
-
-    def piece(self, text: str) -> str:
-        return self._chunk([_choice(ChoiceDelta(content=text))])
-
-    def last(self, report: GenerationReport) -> str:
-        return self._chunk([_choice(ChoiceDelta(), report.finish_reason)], timings=timings(report))
-
-    def usage(self, report: GenerationReport) -> str:
-        """The chunk after the last one, for those who asked with ``stream_options.include_usage``."""
-        return self._chunk([], usage=usage(report))
-
-    def _chunk(self, choices: list[ChunkChoice], **extra: Any) -> str:
-        chunk = ChatChunk(
-            id=self.id,
-            object="chat.completion.chunk",
-            created=self.created,
-            model=self.model,
-            system_fingerprint=self.fingerprint,
-            choices=choices,
-            **extra,
-        )
-        return chunk.model_dump_json(exclude_unset=True)
+def wire_logprob(logprob: float | None) -> float:
+    """As JSON can have it: what is impossible, or no number, is the format's lowest."""
+    return logprob if logprob is not None and logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
-def _choice(delta: ChoiceDelta, finish_reason: FinishReason | None = None) -> ChunkChoice:
-    return ChunkChoice(index=0, delta=delta, finish_reason=finish_reason)
+def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """The ``content`` of ``ChoiceLogprobs``, as plain values: this is done for every token."""
+    return [{**_plain(token), "top_logprobs": [_plain(other) for other in token.top]} for token in logprobs]
+
+
+def _plain(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": wire_logprob(token.logprob), "bytes": list(token.bytes)}

@@ -63,6 +63,9 @@ class Throughput(BaseModel):
     type: Literal["throughput"] = "throughput"
     tokens_per_second: float
     active_requests: int
+    """All that were accepted and have not ended."""
+    queued_requests: int
+    """Those of them that wait for a slot."""
 
 
 class Memory(BaseModel):
@@ -91,12 +94,18 @@ class ModelEvent(BaseModel):
 
 
 class RequestEvent(BaseModel):
-    """The end of a generation; only for watchers who ask with ``include=requests``."""
+    """The end of a generation, good or bad; only for watchers who ask with ``include=requests``.
+
+    A request with several choices has one for each, one that is refused has one. Speeds and times of what did not end
+    well are 0.
+    """
 
     type: Literal["request"] = "request"
     request_id: str
     model: str
-    finish_reason: str
+    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    code: str | None = None
+    """The error's."""
     prompt_tokens: int
     completion_tokens: int
     tokens_per_second: float

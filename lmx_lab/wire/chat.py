@@ -1,31 +1,29 @@
 """The chat-completions format: request, full response, stream chunk, WebSocket messages.
 
-Specification sections 2.1-2.4 and 4.1. Requests are strict: a number in quotes is a mistake, an unknown field too.
-What the format knows and this server cannot honour yet is refused unless it has its neutral value.
+Specification sections 2.1-2.4 and 4.1.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, StringConstraints, model_validator
+from pydantic import BaseModel, FailFast, Field, ValidationInfo, field_validator, model_validator
 
 from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.generation import (
+    Alternatives,
+    Count,
+    FinishReason,
+    GenerationFields,
+    RequestShape,
+    Temperature,
+    Timings,
+    Usage,
+)
 
-STOP_LIMIT = 16
 MESSAGE_LIMIT = 4096
 """More could not be answered anyway; reading 100,000 takes seconds in which nobody else is served."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-NonEmpty = Annotated[str, StringConstraints(min_length=1)]
-# JSON has one kind of number: 5.0 counts five.
-Count = Annotated[
-    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-]
-FinishReason = Literal["stop", "length"]
-
-
-class RequestShape(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class TextPart(RequestShape):
@@ -47,30 +45,22 @@ class ChatMessage(RequestShape):
         return self
 
 
-class StreamOptions(RequestShape):
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
 class TextFormat(RequestShape):
     type: Literal["text"]
 
 
-class ChatRequest(RequestShape):
+class ChatRequest(GenerationFields):
     """The body of POST /v1/chat/completions and the message of WS /v1/chat/stream."""
 
-    model: NonEmpty
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MESSAGE_LIMIT)]
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = 0.7
-    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = 1.0
+    temperature: Temperature | None = 0.7
     max_tokens: Annotated[Count, Field(ge=1)] | None = 4096
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
-    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=STOP_LIMIT)] | None = None
+    """The newer name; it wins over ``max_tokens``."""
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
 
     # Known to the format, changing nothing here.
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -78,41 +68,18 @@ class ChatRequest(RequestShape):
     prompt_cache_key: str | None = None
 
     # Known to the format, not offered yet: only the value that means "no".
-    n: Literal[1] | None = None
     response_format: TextFormat | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class Timings(BaseModel):
-    """llama.cpp's ``timings``: milliseconds, tokens per second; ``prompt_n`` counts the tokens that were computed."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
+    @field_validator("top_logprobs")
+    @classmethod
+    def _logprobs_are_asked_for(cls, value: int | None, info: ValidationInfo) -> int | None:
+        # Without logprobs 0 asks for what it gets: nothing.
+        if value and not info.data.get("logprobs"):
+            raise ValueError("needs logprobs: true")
+        return value
 
 
 class AnswerMessage(BaseModel):
@@ -120,10 +87,25 @@ class AnswerMessage(BaseModel):
     content: str
 
 
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[TokenLogprobs]
+    refusal: None = None
+
+
 class Choice(BaseModel):
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -136,7 +118,8 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[Choice]
     usage: Usage
-    timings: Timings
+    timings: Timings | None = None
+    """Of the one choice; absent where there are several, which have one each."""
 
 
 class ChoiceDelta(BaseModel):
@@ -147,6 +130,8 @@ class ChoiceDelta(BaseModel):
 class ChunkChoice(BaseModel):
     index: int
     delta: ChoiceDelta
+    logprobs: ChoiceLogprobs | None = None
+    """Of the tokens whose text is in ``delta``; absent unless asked for."""
     finish_reason: FinishReason | None
 
 
@@ -161,10 +146,14 @@ class ChatChunk(BaseModel):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: Timings | None = None
+    """Of the choice that ends with this chunk."""
 
 
 class SocketToken(BaseModel):
+    """Dump it with ``exclude_unset``: ``logprobs`` is there only for those who asked."""
+
     token: str
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class SocketStats(BaseModel):

@@ -8,23 +8,17 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmx_lab.engine import (
     ChatPrompt,
     Engine,
-    GenerationReport,
-    GenerationRequest,
     Sampling,
     TokenPrompt,
-    TokenStream,
 )
-from lmx_lab.engine.core import EngineCore
 from lmx_lab.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -40,40 +34,10 @@ from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.chat import ChatRequest
+from tests.engine.conftest import finish, poison, request, run, until_idle
 from tests.flows.conftest import chat_body
 
 pytestmark = pytest.mark.anyio
-GREEDY = Sampling(temperature=0)
-# Token 2 ends a text; the tiny model's greedy walk from these does not meet it.
-PROMPT = TokenPrompt(tokens=(300, 301, 302))
-
-
-@pytest.fixture
-async def engine(tiny: ModelEntry) -> AsyncIterator[Engine]:
-    async with Engine(Settings(slots=2, queue_limit=2)) as engine:
-        await engine.load(tiny)
-        yield engine
-
-
-def request(**changes: Any) -> GenerationRequest:
-    return replace(GenerationRequest(prompt=PROMPT, sampling=GREEDY, max_tokens=8), **changes)
-
-
-async def run(engine: Engine, **changes: Any) -> tuple[str, GenerationReport]:
-    stream = await engine.submit(request(**changes))
-    return await finish(stream)
-
-
-async def finish(stream: TokenStream) -> tuple[str, GenerationReport]:
-    text = "".join([delta.text async for delta in stream])
-    assert stream.report is not None
-    return text, stream.report
-
-
-async def until_idle(engine: Engine) -> None:
-    # Polled: the snapshot has no event, on purpose.
-    while engine.snapshot.active_requests + engine.snapshot.queued_requests:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 async def test_a_report_counts_tokens_and_times(engine: Engine) -> None:
@@ -323,23 +287,6 @@ async def test_an_encoder_is_refused_before_anything_is_unloaded(engine: Engine,
     with pytest.raises(UnusableModelError, match="embedding"):
         await engine.load(replace(tiny, id="encoder", kind="embedding"))
     assert engine.snapshot.model == "tiny"
-
-
-async def poison(engine: Engine, exc: BaseException) -> None:
-    """Make the next forward pass raise: no real model fails on demand."""
-
-    def break_model(core: EngineCore) -> None:
-        batch = core._batch
-        assert batch is not None
-
-        def fail() -> None:
-            weights = batch.model  # in the frame, as in a real forward pass
-            assert weights is not None
-            raise exc
-
-        batch.next = fail
-
-    await engine._call(break_model)
 
 
 async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(engine: Engine) -> None:

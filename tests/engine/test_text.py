@@ -1,17 +1,30 @@
-"""Exactness of text: joined pieces are the whole, at every token and byte boundary."""
+"""Exactness of text: joined pieces are the whole, at every token and byte boundary, and entries go with their text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.text import Detokenizer, StopStrings, TextSplitter
+from lmx_lab.engine.text import Decode, Detokenizer, Piece, StopStrings, TextSplitter
 
 TEXTS = st.text(alphabet=st.sampled_from("ab -é€😀\n"), max_size=30)
 STOPS = st.lists(st.text(alphabet="ab -é", min_size=1, max_size=4), max_size=3)
+# Bytes that begin, continue and break characters, rather than any.
+BYTES = st.lists(
+    st.sampled_from(
+        [b"a", b" ", "é".encode(), "€".encode(), "😀".encode(), b"\x80", b"\xe2\x82", b"\xf0\x9f\x98", b"\xff"]
+    )
+    | st.binary(min_size=1, max_size=3)
+    | st.sampled_from([b"\x80" * 40, b"\xf0\x9f\x98" * 20, "€".encode() * 20]),
+    max_size=60,
+).map(b"".join)
+SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=40)
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
@@ -24,33 +37,149 @@ def decode_with_leading_space(tokens: Sequence[int]) -> str:
     return decode_bytes(tokens).removeprefix(" ")
 
 
+def decode_with_byte_fallback(tokens: Sequence[int]) -> str:
+    """As Hugging Face's decoder does: from 128 up byte tokens, whose whole run is broken if one is; the rest ASCII."""
+
+    def run(match: re.Match[bytes]) -> bytes:
+        try:
+            return match[0].decode().encode()
+        except UnicodeDecodeError:
+            return "\ufffd".encode() * len(match[0])
+
+    return re.sub(rb"[\x80-\xff]+", run, bytes(tokens)).decode().removeprefix(" ")
+
+
+class Chunks:
+    """A tokenizer whose tokens are these bytes; an empty one is a special token that is skipped."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self.chunks = list(chunks)
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.chunks)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.chunks[token] for token in tokens).decode("utf-8", "replace")
+
+    def decode_with_leading_space(self, tokens: Sequence[int]) -> str:
+        return self.decode(tokens).removeprefix(" ")
+
+
+def chunks(data: bytes, sizes: Sequence[int]) -> Chunks:
+    """The data in tokens of these sizes, over and over."""
+    out, at = [], 0
+    while at < len(data):
+        size = sizes[len(out) % len(sizes)] if any(sizes) else 1
+        out.append(data[at : at + size])
+        at += size
+    return Chunks(out)
+
+
+def streamed(decode: Decode, tokens: Iterable[int]) -> str:
+    detokenizer = Detokenizer(decode)
+    pieces = [detokenizer.add(token) for token in tokens]
+    assert sum(map(len, pieces)) <= detokenizer.length
+    pieces.append(detokenizer.finish())
+    assert detokenizer.length == sum(map(len, pieces))
+    return "".join(pieces)
+
+
 @given(TEXTS)
 def test_pieces_of_split_characters_join_to_the_text(text: str) -> None:
-    detokenizer = Detokenizer(decode_bytes)
-    pieces = [detokenizer.add(token) for token in text.encode()]
-    assert "".join(pieces) + detokenizer.finish() == text
+    assert streamed(decode_bytes, text.encode()) == text
 
 
-@given(st.binary(max_size=20))
+@given(BYTES)
 def test_broken_bytes_come_out_as_decoding_everything_at_once_has_them(data: bytes) -> None:
-    detokenizer = Detokenizer(decode_bytes)
-    pieces = [detokenizer.add(token) for token in data]
-    assert "".join(pieces) + detokenizer.finish() == data.decode("utf-8", "replace")
+    assert streamed(decode_bytes, data) == data.decode("utf-8", "replace")
 
 
-@given(TEXTS)
-def test_a_leading_space_is_dropped_once_and_inner_ones_are_kept(text: str) -> None:
-    detokenizer = Detokenizer(decode_with_leading_space)
-    pieces = [detokenizer.add(token) for token in text.encode()]
-    assert "".join(pieces) + detokenizer.finish() == text.removeprefix(" ")
+@given(BYTES, SIZES)
+def test_tokens_of_several_bytes_and_of_none_join_to_the_text(data: bytes, sizes: list[int]) -> None:
+    tokenizer = chunks(data, sizes)
+    assert streamed(tokenizer.decode, range(len(tokenizer.chunks))) == data.decode("utf-8", "replace")
 
 
-@given(st.binary(max_size=20))
-def test_no_torn_character_is_streamed(data: bytes) -> None:
-    detokenizer = Detokenizer(decode_bytes)
+@given(BYTES, st.lists(st.integers(1, 5), min_size=1))
+def test_a_leading_space_is_dropped_once_and_inner_ones_are_kept(data: bytes, sizes: list[int]) -> None:
+    expected = data.decode("utf-8", "replace").removeprefix(" ")
+    tokenizer = chunks(data, sizes)
+    assert streamed(decode_with_leading_space, data) == expected
+    assert streamed(tokenizer.decode_with_leading_space, range(len(tokenizer.chunks))) == expected
+
+
+@given(BYTES)
+def test_nothing_is_streamed_that_a_further_byte_could_change(data: bytes) -> None:
+    detokenizer, settled, out = Detokenizer(decode_bytes), codecs.getincrementaldecoder("utf-8")("replace"), ""
+    final = ""
     for token in data:
-        piece = detokenizer.add(token)
-        assert not piece.endswith("\ufffd")
+        out += detokenizer.add(token)
+        final += settled.decode(bytes([token]))
+        assert final.startswith(out)
+        # Nor is much more held back than must be.
+        assert len(final) - len(out) <= 3
+
+
+@given(BYTES.filter(lambda data: "\ufffd".encode() not in data))
+def test_byte_fallback_loses_no_byte_and_tears_no_valid_character(data: bytes) -> None:
+    text = streamed(decode_with_byte_fallback, data)
+    data = data.removeprefix(b" ")
+    valid = data.decode("utf-8", "ignore")
+    assert text.replace("\ufffd", "") == valid
+    assert text.count("\ufffd") == len(data) - len(valid.encode())
+
+
+def test_a_character_is_streamed_as_soon_as_it_is_complete_even_behind_a_wrong_byte() -> None:
+    detokenizer = Detokenizer(decode_with_byte_fallback)
+    pieces = [detokenizer.add(token) for token in b"\x80\xe2\x82\xac\x80\xc3\xa9"]
+    assert pieces == ["", "", "", "\ufffd€", "", "", "\ufffdé"]
+
+
+@pytest.mark.parametrize("decode", [decode_bytes, decode_with_leading_space, decode_with_byte_fallback])
+@pytest.mark.parametrize(
+    "run", [b"\x80", b"\xff", b"\xf0\x9f\x98", b"\xe2\x82\xac", b"\xe2\x82", b"a", b" ", b"\xc3\xa9\x80"]
+)
+def test_the_work_grows_with_the_number_of_tokens_only(decode: Decode, run: bytes) -> None:
+    decoded = 0
+
+    def counting(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return decode(tokens)
+
+    count = 4000
+    streamed(counting, (run * count)[:count])
+    assert decoded <= 64 * count
+
+
+@pytest.mark.parametrize("before", [b"", b"a", b"\xe2"])
+def test_skipped_tokens_cost_no_more_the_more_there_are(before: bytes) -> None:
+    tokenizer = Chunks([before, b""])
+    decoded = 0
+
+    def counting(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return tokenizer.decode(tokens)
+
+    assert streamed(counting, [0, *[1] * 4000]) == before.decode("utf-8", "replace")
+    assert decoded <= 200 * 4000
+
+
+def test_a_character_survives_skipped_tokens_between_its_bytes() -> None:
+    tokenizer = Chunks([b"", b"\xf0", b"\x9f", b"\x98\x80"])
+    for before in range(20):
+        for between in range(30):
+            assert streamed(tokenizer.decode, [*[0] * before, 1, 2, *[0] * between, 3]) == "😀"
+
+
+def test_tokens_that_each_end_one_character_and_begin_the_next_are_streamed() -> None:
+    count = 500
+    tokenizer = Chunks([b"x\xe2", *[b"\x82\xac\xe2"] * count, b"\x82\xac"])
+    detokenizer = Detokenizer(tokenizer.decode)
+    pieces = [detokenizer.add(token) for token in range(count + 2)]
+    assert pieces == ["x", *["€"] * (count + 1)]
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
@@ -62,19 +191,20 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return text, False
 
 
+def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[Piece[int]]:
+    """Every token is its own entry."""
+    pieces = []
+    for token in tokens:
+        pieces.append(splitter.add(token, token))
+        if pieces[-1].stopped:
+            return pieces
+    return [*pieces, splitter.finish()]
+
+
 @given(TEXTS, STOPS)
 def test_stop_strings_cut_the_stream_as_they_cut_the_whole_text(text: str, stops: list[str]) -> None:
-    splitter = TextSplitter(decode_bytes, stops)
-    out = ""
-    for token in text.encode():
-        piece, stopped = splitter.add(token)
-        out += piece
-        if stopped:
-            break
-    else:
-        piece, stopped = splitter.finish()
-        out += piece
-    assert (out, stopped) == cut(text, stops)
+    pieces = run(TextSplitter(decode_bytes, stops), text.encode())
+    assert ("".join(piece.text for piece in pieces), pieces[-1].stopped) == cut(text, stops)
 
 
 @given(TEXTS, STOPS, st.lists(st.integers(1, 5), max_size=30))
@@ -110,3 +240,100 @@ def test_what_looked_like_a_stop_string_is_given_back_at_the_end() -> None:
     stops = StopStrings(["END"])
     assert stops.feed("the EN") == ("the ", False)
     assert stops.finish() == "EN"
+
+
+# Entries
+
+
+def places(tokenizer: Chunks) -> list[tuple[int, int]]:
+    """Where each token's text begins and ends, in characters; a part of a character counts as the whole."""
+    data, edges = tokenizer.data, [0]
+    for chunk in tokenizer.chunks:
+        edges.append(edges[-1] + len(chunk))
+    before = [len(data[:edge].decode("utf-8", "ignore")) for edge in edges]
+    upto = [len(data[:edge].decode("utf-8", "replace")) for edge in edges]
+    return [(before[i], upto[j]) if edges[i] < edges[j] else (upto[i],) * 2 for i, j in pairwise(range(len(edges)))]
+
+
+@given(TEXTS, STOPS, SIZES)
+def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    tokenizer = chunks(text.encode(), sizes)
+    pieces = run(TextSplitter(tokenizer.decode, stops), range(len(tokenizer.chunks)))
+    kept, stopped = cut(text, stops)
+    expected = [
+        token
+        for token, (start, end) in enumerate(places(tokenizer))
+        if not stopped or start < len(kept) or end <= len(kept)
+    ]
+    assert [entry for piece in pieces for entry in piece.entries] == expected
+
+
+@given(TEXTS, STOPS, SIZES)
+def test_an_entry_goes_out_with_the_last_of_its_text_not_before_and_not_later(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    tokenizer = chunks(text.encode(), sizes)
+    ends = [end for _, end in places(tokenizer)]
+    out, taken = 0, 0
+    for at, piece in enumerate(run(TextSplitter(tokenizer.decode, stops), range(len(tokenizer.chunks)))):
+        out, taken = out + len(piece.text), taken + len(piece.entries)
+        if not piece.stopped:
+            assert taken == sum(end <= out for end in ends[: at + 1])
+
+
+@given(BYTES, SIZES, st.sampled_from([decode_bytes, decode_with_byte_fallback]), STOPS)
+def test_entries_are_in_order_and_never_lost_however_broken_the_text(
+    data: bytes, sizes: list[int], decode: Decode, stops: list[str]
+) -> None:
+    for splitter, tokens in (
+        (TextSplitter[int](decode, stops), list(enumerate(data))),
+        (
+            TextSplitter[int](chunks(data, sizes).decode, stops),
+            [(i, i) for i in range(len(chunks(data, sizes).chunks))],
+        ),
+    ):
+        out: list[int] = []
+        for at, token in tokens:
+            piece = splitter.add(token, at)
+            out += piece.entries
+            if piece.stopped:
+                break
+        else:
+            out += splitter.finish().entries
+            assert len(out) == len(tokens)
+        assert out == list(range(len(out)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        # Held back by a possible stop string, then free.
+        ([b"a", b"E", b"x"], [("a", [0]), ("", []), ("Ex", [1, 2]), ("", [])]),
+        # The token in which the stop string begins goes out; the one that only ends it does not.
+        ([b"a", b"bE", b"ND"], [("a", [0]), ("b", []), ("", [1])]),
+        ([b"a", b"END"], [("a", [0]), ("", [])]),
+        # A torn character has one character for all its tokens.
+        ([b"\xe2", b"\x82", b"\xac"], [("", []), ("", []), ("€", [0, 1, 2]), ("", [])]),
+        ([b"\xe2", b"\x82\xacEND"], [("", []), ("€", [0, 1])]),
+        ([b"\xe2\x82", b"a"], [("", []), ("\ufffda", [0, 1]), ("", [])]),
+        # Without text: out with what is before them.
+        ([b"", b"a", b"", b"EN", b"", b"D"], [("", [0]), ("a", [1]), ("", [2]), ("", []), ("", []), ("", [])]),
+        ([b"E", b"", b""], [("", []), ("", []), ("", []), ("E", [0, 1, 2])]),
+    ],
+)
+def test_entries_go_with_the_text_of_their_tokens(tokens: list[bytes], expected: list[tuple[str, list[int]]]) -> None:
+    pieces = run(TextSplitter(Chunks(tokens).decode, ["END"]), range(len(tokens)))
+    assert [(piece.text, list(piece.entries)) for piece in pieces] == expected
+
+
+def test_bytes_that_turn_out_to_be_one_character_go_together() -> None:
+    pieces = run(TextSplitter(decode_with_byte_fallback, ["x"]), b"\xe2\x82\xacx")
+    assert [list(piece.entries) for piece in pieces] == [[], [], [0xE2, 0x82, 0xAC], []]
+
+
+def test_without_entries_pieces_have_none() -> None:
+    splitter: TextSplitter[object] = TextSplitter(decode_bytes, ())
+    assert [splitter.add(token) for token in b"ab"] == [Piece("a", False), Piece("b", False)]
+    assert splitter.finish() == Piece("", False)

@@ -14,8 +14,8 @@ import httpx2
 import pytest
 
 from lmx_lab.lab import Lab
-from tests.conftest import write_tiny_llama
 from tests.flows.conftest import chat_body, serving
+from tests.tiny import write_tiny_llama
 from tests.weights.conftest import gguf_bytes
 
 CHAT = "/v1/chat/completions"

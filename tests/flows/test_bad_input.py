@@ -44,6 +44,7 @@ def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any
         b"null",
         b"[]",
         b'"text"',
+        b'{"seed": ' + b"9" * 5000 + b"}",
     ],
 )
 def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: bytes) -> None:
@@ -78,13 +79,18 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
         ({"messages": [{"role": "u", "content": 5}] * 100_000}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
         ({"stop": ["a", ""]}, "stop.1"),
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"seed": 1}, "seed"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"logit_bias": {"49152": 1}}, "logit_bias"),
+        ({"seed": 1.5}, "seed"),
         ({"colour": "blue"}, "colour"),
     ],
 )
@@ -127,6 +133,11 @@ def test_a_compressed_body_is_named_as_such(http: httpx2.Client) -> None:
 
 def test_a_long_name_is_not_echoed_whole(http: httpx2.Client) -> None:
     error = error_of(http.post(PATH, json=chat_body(model="x" * 200_000)), 404, "model-not-found")
+    assert len(error["message"]) < 1000
+
+
+def test_a_long_field_name_is_not_echoed_whole(http: httpx2.Client) -> None:
+    error = error_of(http.post(PATH, json=chat_body(**{"x" * 200_000: 1})), 400, "invalid-request")
     assert len(error["message"]) < 1000
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import httpx2
 import pytest
 
 from lmx_lab.lab import Lab
-from tests.flows.conftest import chat_body, serving
+from tests.flows.conftest import chat_body, events, serving, wait_until_idle
 
 PATH = "/v1/chat/completions"
 
@@ -20,11 +19,7 @@ def lines(http: httpx2.Client, **changes: Any) -> list[str]:
     with http.stream("POST", PATH, json=chat_body(stream=True, **changes)) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
-        text = "".join(response.iter_text())
-    blocks = text.split("\n\n")
-    assert blocks.pop() == ""
-    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
-    return [block.removeprefix("data: ") for block in blocks]
+        return events("".join(response.iter_text()))
 
 
 def test_a_completion_has_the_specified_shape(http: httpx2.Client) -> None:
@@ -81,6 +76,107 @@ def test_a_stop_string_is_not_part_of_the_text(http: httpx2.Client) -> None:
     assert choice["message"]["content"] == whole[: whole.index(stop)]
 
 
+def choices(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
+    response = http.post(PATH, json=chat_body(**changes))
+    assert response.status_code == 200, response.text
+    found: list[dict[str, Any]] = response.json()["choices"]
+    return found
+
+
+def by_index(http: httpx2.Client, **changes: Any) -> dict[int, list[dict[str, Any]]]:
+    """The streamed chunks of each choice."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for line in lines(http, **changes)[:-1]:
+        for choice in json.loads(line)["choices"]:
+            found.setdefault(choice["index"], []).append(choice)
+    return found
+
+
+WARM: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
+
+
+def test_n_choices_differ_share_a_seed_and_count_the_prompt_once(http: httpx2.Client) -> None:
+    body = http.post(PATH, json=chat_body(n=2, **WARM)).json()
+    texts = [choice["message"]["content"] for choice in body["choices"]]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert texts[0] != texts[1]
+    assert [choice["message"]["content"] for choice in choices(http, n=2, **WARM)] == texts
+    alone = http.post(PATH, json=chat_body(**WARM)).json()
+    assert alone["choices"][0]["message"]["content"] == texts[0]
+    assert body["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    assert body["usage"]["completion_tokens"] == 24
+    assert "timings" not in body
+
+
+def test_streamed_choices_have_a_role_and_an_end_each(http: httpx2.Client) -> None:
+    whole = choices(http, n=2, **WARM)
+    *_, usage, _ = lines(http, n=2, stream_options={"include_usage": True}, **WARM)
+    assert json.loads(usage)["usage"]["completion_tokens"] == 24
+    streamed = by_index(http, n=2, **WARM)
+    for choice in whole:
+        first, *pieces, last = streamed[choice["index"]]
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert last["finish_reason"] == "length"
+        assert "".join(piece["delta"]["content"] for piece in pieces) == choice["message"]["content"]
+
+
+def test_choices_that_are_left_free_all_their_slots(lab: Lab, http: httpx2.Client) -> None:
+    with http.stream("POST", PATH, json=chat_body(stream=True, n=2, max_tokens=450)) as response:
+        next(response.iter_text())
+        assert lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests > 0
+    wait_until_idle(lab)
+
+
+def test_more_choices_than_there_is_room_for_are_refused_together(lab: Lab, http: httpx2.Client) -> None:
+    refused = http.post(PATH, json=chat_body(n=5))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue-full")
+    wait_until_idle(lab)
+
+
+def test_logprobs_name_each_token_its_bytes_and_its_rivals(http: httpx2.Client) -> None:
+    (choice,) = choices(http, logprobs=True, top_logprobs=3)
+    content = choice["logprobs"]["content"]
+    assert choice["logprobs"]["refusal"] is None
+    assert len(content) == 8
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == choice["message"]["content"]
+    for token in content:
+        assert set(token) == {"token", "logprob", "bytes", "top_logprobs"}
+        rivals = [rival["logprob"] for rival in token["top_logprobs"]]
+        assert len(rivals) == 3
+        assert rivals == sorted(rivals, reverse=True)
+        # Greedy: the token is the likeliest.
+        assert token["logprob"] == rivals[0] <= 0
+
+
+def test_without_top_logprobs_there_are_no_rivals(http: httpx2.Client) -> None:
+    (choice,) = choices(http, logprobs=True)
+    assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[]] * 8
+    assert choices(http)[0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("stop", [None, "e"])
+def test_streamed_logprobs_equal_the_whole(http: httpx2.Client, stop: str | None) -> None:
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 40, "stop": stop}
+    whole = choices(http, **asked)[0]["logprobs"]["content"]
+    first, *pieces, last = by_index(http, **asked)[0]
+    assert first["logprobs"] is last["logprobs"] is None
+    streamed = [token for piece in pieces for token in piece["logprobs"]["content"]]
+    # Alone or in a batch, float32 sums are rounded differently.
+    assert [token["token"] for token in streamed] == [token["token"] for token in whole]
+    assert [token["logprob"] for token in streamed] == pytest.approx([token["logprob"] for token in whole], abs=1e-4)
+
+
+def test_a_bias_of_100_is_the_only_token(http: httpx2.Client) -> None:
+    (choice,) = choices(http, logit_bias={"5": 100}, logprobs=True, max_tokens=3)
+    assert len({token["token"] for token in choice["logprobs"]["content"]}) == 1
+
+
+def test_unknown_ids_in_a_bias_are_named(http: httpx2.Client) -> None:
+    response = http.post(PATH, json=chat_body(logit_bias={"49152": 1}))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
+    assert "49152" in response.json()["error"]["message"]
+
+
 def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
     assert http.post(PATH, json=chat_body(model="default")).json()["model"] == "tiny"
 
@@ -94,6 +190,11 @@ def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
         {"temperature": None, "top_p": None, "max_tokens": None, "max_completion_tokens": 3, "stop": None},
         {"top_p": 0},
+        {"seed": -(10**400), "temperature": 1},
+        {"top_k": 10**9, "temperature": 1},
+        {"logit_bias": {"5": -100, "05": 100}, "min_p": 0, "repetition_penalty": 1},
+        {"logprobs": False, "top_logprobs": 0},
+        dict.fromkeys(["top_k", "min_p", "repetition_penalty", "seed", "n", "logprobs", "top_logprobs", "ignore_eos"]),
         {"max_tokens": 5.0},
         {
             "messages": [{"role": "developer", "content": [{"type": "text", "text": "be brief"}]}]
@@ -127,12 +228,6 @@ def test_a_client_that_leaves_a_whole_answer_frees_its_slot(lab: Lab, http: http
     wait_until_idle(lab)
     assert lab.engine.snapshot.output_tokens - tokens < 450
     assert http.post(PATH, json=chat_body()).status_code == 200
-
-
-def wait_until_idle(lab: Lab) -> None:
-    idle = threading.Event()
-    while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:
-        idle.wait(0.005)
 
 
 def test_a_full_queue_is_429_with_retry_after(lab: Lab, http: httpx2.Client) -> None:

@@ -13,8 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from lmx_lab.lab import Lab
-from tests.flows.conftest import chat_body
-from tests.flows.test_chat import wait_until_idle
+from tests.flows.conftest import chat_body, wait_until_idle
 
 
 @pytest.fixture
@@ -72,6 +71,28 @@ def test_a_bad_message_is_answered_and_the_socket_closed(socket: ClientConnectio
 def test_a_model_that_is_not_loaded_is_said(socket: ClientConnection) -> None:
     ask(socket, model="tiny-two")
     assert receive(socket)["error"]["code"] == "no-model-loaded"
+
+
+def test_logprobs_come_with_their_tokens_for_those_who_ask(socket: ClientConnection) -> None:
+    ask(socket, logprobs=True, top_logprobs=1)
+    *tokens, _ = until_done(socket)
+    content = [logprob for message in tokens for logprob in message["logprobs"]]
+    assert len(content) == 8
+    assert all(len(logprob["top_logprobs"]) == 1 for logprob in content)
+
+
+def test_sampling_is_as_in_the_other_routes(socket: ClientConnection, http: httpx2.Client) -> None:
+    warm: dict[str, Any] = {"temperature": 1.5, "seed": 3, "top_k": 50, "presence_penalty": 1}
+    ask(socket, **warm)
+    *tokens, _ = until_done(socket)
+    whole = http.post("/v1/chat/completions", json=chat_body(**warm)).json()
+    assert "".join(message["token"] for message in tokens) == whole["choices"][0]["message"]["content"]
+
+
+def test_a_socket_carries_one_answer(socket: ClientConnection) -> None:
+    ask(socket, n=2)
+    error = receive(socket)["error"]
+    assert (error["code"], error["param"]) == ("invalid-request", "n")
 
 
 def test_a_second_message_is_refused_and_the_first_answer_goes_on(socket: ClientConnection) -> None:

@@ -1,0 +1,113 @@
+"""Benchmarks of LMX Lab: ``make bench``, or ``python -m benchmarks`` in the checkout.
+
+Each figure is a ratio of two things measured in one run, or seconds with a wide limit, so that it means something on
+a noisy machine. Both sides of a comparison take turns on the same prompts; the value is the median over the rounds.
+Server, bare generator and clients are processes of their own; the clients only note the times of what comes.
+
+    python -m benchmarks                                   everything: about 25 minutes on two CPU cores
+    python -m benchmarks --model tiny --quick              a look, in a minute or two
+    python -m benchmarks --only turn --only stall --model smollm2
+
+| name       | figure                                                                     | models        |
+|------------|----------------------------------------------------------------------------|---------------|
+| stream     | HTTP decode tok/s ÷ mlx-lm's ``BatchGenerator`` alone, 1 and 8 streams      | tiny, smollm2 |
+| mlx-lm     | overall tok/s of 8 clients ÷ ``mlx_lm.server`` on the same files            | tiny, smollm2 |
+| turn       | time to first token of turn 2 ÷ turn 1, after 1,400 tokens                 | tiny, smollm2 |
+| stall      | p99 gap of a stream while 1,400 tokens come in ÷ alone                     | tiny, smollm2 |
+| disconnect | seconds from a cut connection to a free slot, nine cases                   | tiny, smollm2 |
+| leak       | resident memory after 1,000 requests ÷ after 100                           | tiny          |
+| flood      | seconds to a whole answer after 200 requests with a client timeout of 0.5 s | tiny          |
+
+``tiny`` is a two-layer llama of random weights with SmolLM2's tokenizer, where a token takes a millisecond and
+overheads show. ``smollm2`` is SmolLM2-135M-Instruct with its 4-bit weights and float32 scales, for every server alike
+(a CPU emulates float16). The limits on ratios of speed are about ``smollm2``; on ``tiny`` their verdict is in brackets.
+The exit status is 1 if a binding limit does not hold.
+
+The table is printed, and everything, every sample and what it was measured with, is kept in
+``build/bench/<time>.json``. Models made for it are kept in ``build/bench/models``, what the servers said in
+``build/bench/logs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from benchmarks import against_mlx_lm, disconnect, flood, leak, report, second_turn, stall, throughput
+from benchmarks.bench import Bench, BenchError, Model
+from benchmarks.models import folder_of
+from benchmarks.provenance import provenance
+from benchmarks.rows import Row
+
+MODELS: tuple[Model, ...] = get_args(Model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    title: str
+    measure: Callable[[Bench], list[Row]]
+    models: tuple[Model, ...] = MODELS
+
+
+FIGURES = {
+    "stream": Figure(title=throughput.FIGURE, measure=throughput.measure),
+    "mlx-lm": Figure(title=against_mlx_lm.FIGURE, measure=against_mlx_lm.measure),
+    "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
+    "stall": Figure(title=stall.FIGURE, measure=stall.measure),
+    "disconnect": Figure(title=disconnect.FIGURE, measure=disconnect.measure),
+    "leak": Figure(title=leak.FIGURE, measure=leak.measure, models=("tiny",)),
+    "flood": Figure(title=flood.FIGURE, measure=flood.measure, models=("tiny",)),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = _parser().parse_args(arguments)
+    # Leave by way of the contexts that end the servers.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    facts = provenance() | {"settings": {"quick": chosen.quick, "only": chosen.only, "models": chosen.model}}
+    rows = list(_measure(chosen.only or list(FIGURES), chosen.model or list(MODELS), quick=chosen.quick))
+    report.show(rows)
+    report.say(f"kept in {report.keep(rows, facts).name} under build/bench")
+    return int(any(row.verdict in {"FAIL", "ERROR"} for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what the issues promise.")
+    parser.add_argument("--only", action="append", choices=FIGURES, help="a figure; repeatable; default: all")
+    parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; default: both")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, for a look")
+    return parser
+
+
+def _measure(names: list[str], models: list[Model], *, quick: bool) -> Iterator[Row]:
+    for model in models:
+        for name in names:
+            if model in FIGURES[name].models:
+                bench = Bench(model=model, folder=folder_of(model), quick=quick)
+                yield from _rows(name, bench)
+
+
+def _rows(name: str, bench: Bench) -> list[Row]:
+    """A figure's rows; one that could not be measured is a row too."""
+    started = time.perf_counter()
+    try:
+        rows = FIGURES[name].measure(bench)
+    except (BenchError, OSError, EOFError) as exc:
+        rows = [_failed(FIGURES[name].title, bench, exc)]
+    values = ", ".join(report.value_of(row) for row in rows)
+    report.say(f"{name}, {bench.model}: {values}  ({time.perf_counter() - started:.0f} s)")
+    return rows
+
+
+def _failed(title: str, bench: Bench, exc: Exception) -> Row:
+    return Row(figure=title, case="", model=bench.model, value=math.nan, summary=str(exc)[:500])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Two hundred impatient clients, then a normal one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from statistics import median
+from typing import Any
+
+from benchmarks import client, prompts
+from benchmarks.bench import Bench, BenchError
+from benchmarks.rows import Limit, Row
+from benchmarks.servers import LabServer, lab_server
+
+FIGURE = "whole answer after a flood"
+CLIENTS = 200
+PATIENCE_S = 0.5
+PROMPT_TOKENS = 1000
+LONG_TOKENS = 6000
+RETRY_S = 0.05
+GIVE_UP_S = 60.0
+
+
+def measure(bench: Bench) -> list[Row]:
+    with lab_server(bench.folder) as ours:
+        runs = [asyncio.run(_run(ours, number)) for number in range(1 if bench.quick else 3)]
+    outcomes = Counter(runs[0]["flood"])
+    row = Row(
+        figure=FIGURE,
+        case=f"{CLIENTS} long requests, {PATIENCE_S:g} s each",
+        model=bench.model,
+        value=max(run["answer_s"] for run in runs),
+        unit="s",
+        limit=Limit(sign="≤", bound=2.0),
+        summary=f"median {median(run['answer_s'] for run in runs):.2f} s, "
+        f"{max(run['refusals'] for run in runs)} refusals; flood: "
+        + ", ".join(f"{count} {what}" for what, count in outcomes.most_common()),
+        detail={"runs": runs},
+    )
+    return [row]
+
+
+async def _run(ours: LabServer, number: int) -> dict[str, Any]:
+    flood = await asyncio.gather(*(_impatient(ours, 1000 * number + one) for one in range(CLIENTS)))
+    started = time.perf_counter()
+    refusals = await _patient(ours, number)
+    answer_s = time.perf_counter() - started
+    await ours.until_idle()
+    return {"answer_s": answer_s, "refusals": refusals, "flood": flood}
+
+
+async def _impatient(ours: LabServer, seed: int) -> str:
+    """Every other one streams."""
+    body = prompts.chat_body(prompts.history(seed, PROMPT_TOKENS), max_tokens=LONG_TOKENS, **ours.extras)
+    ask = client.stream if seed % 2 else client.whole
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await ask(ours.url, body)
+    except TimeoutError:
+        return "left"
+    except BenchError as exc:
+        return str(exc)[:8]
+    except (OSError, asyncio.IncompleteReadError) as exc:
+        return type(exc).__name__
+    return f"HTTP {answer[0]}" if isinstance(answer, tuple) else "answered"
+
+
+async def _patient(ours: LabServer, number: int) -> int:
+    """A normal request until it is answered; returns how often it was told to come again."""
+    body = prompts.chat_body(prompts.story(4000 + number), max_tokens=16)
+    deadline = time.perf_counter() + GIVE_UP_S
+    refusals = 0
+    while time.perf_counter() < deadline:
+        status, answer = await client.whole(ours.url, body)
+        if status == 200:
+            return refusals
+        if status != 429:
+            raise BenchError(f"HTTP {status}: {answer}")
+        refusals += 1
+        await asyncio.sleep(RETRY_S)
+    raise BenchError(f"no answer within {GIVE_UP_S:g} s")

@@ -1,0 +1,30 @@
+"""Child process: this project's server on a loopback port. Any line asks for the engine's figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from benchmarks.paths import BUILD
+from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
+from lmx_lab.lab import Lab
+from lmx_lab.settings import Settings
+
+
+def main() -> None:
+    channel = take_channel()
+    settings = child_settings()
+    model = Path(settings.pop("model"))
+    with Lab(Settings(home=BUILD / "home", port=0, **settings), loop="thread") as lab:
+        lab.load(model)
+
+        def snapshot(_: Reply) -> Reply:
+            now = lab.engine.snapshot
+            values = {field.name: getattr(now, field.name) for field in dataclasses.fields(now)}
+            return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+
+        serve_lines(channel, {"url": lab.url}, snapshot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The model folders: made once, kept under ``build/bench/models``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+
+from benchmarks.bench import Model
+from benchmarks.paths import MODELS, ROOT
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+from tests.tiny import write_tiny_llama
+
+CONTEXT_TOKENS = 8192
+
+
+def folder_of(model: Model) -> Path:
+    """The model's folder, made if it is not there."""
+    folder = MODELS / model
+    if not folder.exists():
+        unfinished = MODELS / f".{model}.part"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if model == "tiny":
+            write_tiny_llama(unfinished, _starter(), seed=0, context=CONTEXT_TOKENS)
+        else:
+            _copy_as_float32(_starter(), unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+def _starter() -> Path:
+    """SmolLM2-135M in the home that the tests use too, fetched if it is not there."""
+    home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
+    return Catalog(Settings(home=home)).fetch("smollm2-135m").path
+
+
+def _copy_as_float32(source: Path, target: Path) -> None:
+    """The same model with float32 where it has float16, quantization scales included; the integers stay.
+
+    Activations follow the scales, and a CPU emulates float16: ``mlx_lm.server`` would run at a token in three seconds.
+    """
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.suffix == ".safetensors":
+            weights = mx.load(str(path))
+            assert isinstance(weights, dict)
+            wide = {name: _wide(weight) for name, weight in weights.items()}
+            mx.save_safetensors(str(target / path.name), wide, metadata={"format": "mlx"})
+        else:
+            shutil.copy(path, target / path.name)
+
+
+def _wide(weight: mx.array) -> mx.array:
+    return weight.astype(mx.float32) if mx.issubdtype(weight.dtype, mx.floating) else weight

@@ -1,0 +1,145 @@
+"""Child processes that answer a line of JSON on standard input with one on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from benchmarks.bench import BenchError
+from benchmarks.paths import LOGS, ROOT
+
+START_S = 120.0
+STOP_S = 20.0
+Reply = dict[str, Any]
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's, without what would change the servers."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("LMX_LAB_")} | {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def spawn(name: str, arguments: list[str], *, channel: bool) -> subprocess.Popen[str]:
+    """A Python process whose messages go to a log file."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    pipe = subprocess.PIPE if channel else subprocess.DEVNULL
+    with (LOGS / f"{name}.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
+            env=clean_environment(),
+        )
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ask it to end, then make it."""
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def log_tail(name: str) -> str:
+    return "\n".join((LOGS / f"{name}.log").read_text(errors="replace").splitlines()[-5:])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+class Worker:
+    """The parent's end. A context: leaving it ends the child."""
+
+    def __init__(self, module: str, **settings: Any) -> None:
+        self._name = module.rpartition(".")[2]
+        self._process = spawn(self._name, ["-m", module, json.dumps(settings)], channel=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in: IO[str] = self._process.stdin
+        self._out: IO[str] = self._process.stdout
+        try:
+            self.ready = self._read(START_S)
+        except BenchError:
+            end(self._process)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, *, limit_s: float = 600.0, **question: Any) -> Reply:
+        """The child's answer.
+
+        Raises:
+            BenchError: it failed, or took longer than the limit and was ended.
+        """
+        self._in.write(json.dumps(question) + "\n")
+        self._in.flush()
+        return self._read(limit_s)
+
+    def _read(self, limit_s: float) -> Reply:
+        alarm = threading.Timer(limit_s, self._process.kill)
+        alarm.start()
+        try:
+            line = self._out.readline()
+        finally:
+            alarm.cancel()
+        if not line:
+            raise BenchError(f"{self._name} ended or did not answer within {limit_s:g} s: {log_tail(self._name)}")
+        reply: Reply = json.loads(line)
+        return reply
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # End of input is the way out that lets a server stop as it should.
+        self._in.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            end(self._process)
+        self._out.close()
+
+
+def child_settings() -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    return settings
+
+
+def take_channel() -> IO[str]:
+    """Standard output for answers only; whatever else is printed goes to the log."""
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return channel
+
+
+def serve_lines(channel: IO[str], ready: Reply, answer: Callable[[Reply], Reply]) -> None:
+    """Answer until the parent closes the pipe."""
+    channel.write(json.dumps(ready) + "\n")
+    for line in sys.stdin:
+        channel.write(json.dumps(answer(json.loads(line))) + "\n")
+
+
+def folder_argument(path: Path) -> str:
+    return str(path.absolute())

@@ -1,0 +1,51 @@
+"""Prompts made from a seed: the same for both sides of a comparison, new in every round."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+Message = dict[str, str]
+# Each is one token of SmolLM2's vocabulary when a space precedes it.
+_LINE = (
+    "apple river stone cloud garden winter letter market bridge forest silver window morning shadow summer kitchen "
+    "music ocean paper mountain bread circle island horse travel doctor picture engine school valley yellow camera "
+    "castle dinner farmer glass hammer jungle ladder mirror needle orange pencil rabbit saddle table uncle village"
+)
+WORDS = _LINE.split()
+
+
+def words(seed: int, count: int) -> str:
+    """About ``count`` tokens of nothing in particular."""
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def story(seed: int) -> list[Message]:
+    """A short prompt whose answer is long."""
+    return [_user(f"Write a very long story, in many chapters, about these: {words(seed, 5)}.")]
+
+
+def history(seed: int, tokens: int) -> list[Message]:
+    """A prompt of about so many tokens."""
+    return [_user(f"Here is a list of words: {words(seed, tokens - 45)}. Tell a story about them.")]
+
+
+def following(turn: list[Message], answer: str, question: str) -> list[Message]:
+    return [*turn, {"role": "assistant", "content": answer}, _user(question)]
+
+
+def chat_body(messages: list[Message], *, max_tokens: int, model: str = "default", **more: Any) -> dict[str, Any]:
+    """A greedy streaming request, with usage at the end."""
+    return {
+        "model": model,
+        "messages": messages,
+        "temperature": 0.0,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **more,
+    }
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}

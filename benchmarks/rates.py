@@ -1,0 +1,63 @@
+"""Tokens per second from the times of what came."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from benchmarks.bench import BenchError
+from benchmarks.client import Answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One stream: when its pieces came, and how many tokens they were in all (a piece may hold several, or parts)."""
+
+    times: list[float]
+    tokens: int
+
+    def tokens_until(self, at: float) -> float:
+        return self.tokens * bisect_right(self.times, at) / len(self.times)
+
+
+def timeline(answer: Answer) -> Timeline:
+    return Timeline(times=answer.times, tokens=answer.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Tokens over all streams within some seconds."""
+
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def decode_window(streams: list[Timeline]) -> Window:
+    """The time in which all streams decode: from the last first token to the first last one.
+
+    Prefill is outside for every side, whatever the order in which it takes the prompts.
+
+    Raises:
+        BenchError: that was less than a quarter of the tokens.
+    """
+    start, stop = max(s.times[0] for s in streams), min(s.times[-1] for s in streams)
+    tokens = sum(s.tokens_until(stop) - s.tokens_until(start) for s in streams)
+    if stop <= start or tokens < sum(s.tokens for s in streams) / 4:
+        raise BenchError("the streams hardly decoded together: make the answers longer")
+    return Window(tokens=tokens, seconds=stop - start)
+
+
+def overall_rate(answers: list[Answer]) -> float:
+    """Tokens per second from the first request to the last end, prefill included."""
+    started, ended = min(a.sent_at for a in answers), max(a.ended_at for a in answers)
+    return sum(a.tokens for a in answers) / (ended - started)
+
+
+def quantile(values: list[float], q: float) -> float:
+    """The smallest value with at least the share ``q`` of all values at or below it."""
+    return sorted(values)[max(0, math.ceil(q * len(values)) - 1)]

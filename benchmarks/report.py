@@ -1,0 +1,54 @@
+"""The table for people, the JSON file for later."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.paths import BUILD
+from benchmarks.rows import Row
+
+STYLES = {"pass": "green", "FAIL": "bold red", "ERROR": "bold red"}
+# Whole lines for files; a terminal's are wrapped to fit.
+console = Console(width=None if sys.stdout.isatty() else 220)
+
+
+def say(text: str) -> None:
+    console.print(text, markup=False, highlight=False)
+
+
+def show(rows: Iterable[Row]) -> None:
+    table = Table("figure", "case", "model", "value", "must", "verdict", "of which", box=None)
+    for row in rows:
+        must = f"{row.limit or ''} {row.unit}".strip()
+        cells = (row.figure, row.case, row.model, value_of(row), must)
+        style = STYLES.get(row.verdict)
+        table.add_row(*cells, f"[{style}]{row.verdict}[/]" if style else row.verdict, row.summary)
+    console.print(table, highlight=False)
+
+
+def value_of(row: Row) -> str:
+    return "-" if math.isnan(row.value) else f"{row.value:.3f}{f' {row.unit}' if row.unit else ''}"
+
+
+def keep(rows: Iterable[Row], facts: dict[str, Any]) -> Path:
+    """Write everything to ``build/bench/<time>.json``."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    path = BUILD / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.json"
+    content = facts | {"rows": [_plain(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    return path
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    value = None if math.isnan(row.value) else row.value
+    return asdict(row) | {"value": value, "limit": str(row.limit or ""), "verdict": row.verdict}

@@ -1,0 +1,50 @@
+"""The prefix cache as a user feels it: the first token of turn 2 after a long turn 1."""
+
+from __future__ import annotations
+
+import asyncio
+from statistics import median
+from typing import Any
+
+from benchmarks import client, prompts
+from benchmarks.bench import Bench
+from benchmarks.rows import Limit, Row
+from benchmarks.servers import LabServer, lab_server
+
+ANSWER_TOKENS = 16
+FIGURE = "first token, turn 2 ÷ turn 1"
+
+
+def measure(bench: Bench) -> list[Row]:
+    with lab_server(bench.folder) as ours:
+        samples = [asyncio.run(_session(bench, ours, number)) for number in range(bench.sizes.history_rounds)]
+    first, second = (median(sample[turn]["ttft_s"] for sample in samples) for turn in ("turn_1", "turn_2"))
+    history = samples[0]["turn_1"]["prompt_tokens"]
+    row = Row(
+        figure=FIGURE,
+        case=f"{history} tokens of history",
+        model=bench.model,
+        value=median(sample["turn_2"]["ttft_s"] / sample["turn_1"]["ttft_s"] for sample in samples),
+        limit=Limit(sign="≤", bound=0.10),
+        # A short history is not what was promised.
+        binding=bench.promised and history >= 1300,
+        summary=f"{second * 1e3:.0f} against {first * 1e3:.0f} ms, {samples[0]['turn_2']['cached_tokens']} cached",
+        detail={"samples": samples},
+    )
+    return [row]
+
+
+async def _session(bench: Bench, ours: LabServer, number: int) -> dict[str, dict[str, Any]]:
+    messages = prompts.history(9000 + number, bench.sizes.history_tokens)
+    first = await client.stream(ours.url, prompts.chat_body(messages, max_tokens=ANSWER_TOKENS))
+    messages = prompts.following(messages, first.text, "Go on, please.")
+    second = await client.stream(ours.url, prompts.chat_body(messages, max_tokens=ANSWER_TOKENS))
+    return {"turn_1": _facts(first), "turn_2": _facts(second)}
+
+
+def _facts(answer: client.Answer) -> dict[str, Any]:
+    return {
+        "ttft_s": answer.ttft_s,
+        "prompt_tokens": answer.usage["prompt_tokens"],
+        "cached_tokens": (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+    }

@@ -1,0 +1,104 @@
+"""The servers under measurement, each a process of its own, all on the same model folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import client, prompts
+from benchmarks.bench import BenchError
+from benchmarks.processes import START_S, Reply, Worker, end, folder_argument, free_port, log_tail, spawn
+
+POLL_S = 0.002
+
+
+class LabServer:
+    """This project's server, with a pipe to its engine's figures that costs the server nothing until asked."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.url: str = worker.ready["url"]
+        self.extras: dict[str, Any] = {}
+        """``ignore_eos`` where the server knows it; without it answers may end before ``max_tokens``."""
+
+    def snapshot(self) -> Reply:
+        return self._worker.ask(limit_s=60)
+
+    def rss_bytes(self) -> int:
+        return int(psutil.Process(self._worker.pid).memory_info().rss)
+
+    async def until(self, reached: Any, *, limit_s: float, what: str) -> float:
+        """Seconds until the engine's figures satisfy ``reached(snapshot)``."""
+        started = time.perf_counter()
+        while not reached(now := self.snapshot()):
+            if time.perf_counter() - started > limit_s:
+                raise BenchError(f"{what}: not within {limit_s:g} s; {now}")
+            await asyncio.sleep(POLL_S)
+        return time.perf_counter() - started
+
+    async def until_idle(self, limit_s: float = 120) -> None:
+        await self.until(is_idle, limit_s=limit_s, what="idle")
+
+
+def is_idle(now: Reply) -> bool:
+    return bool(now["active_requests"] == now["queued_requests"] == 0)
+
+
+@contextlib.contextmanager
+def lab_server(folder: Path, **settings: Any) -> Iterator[LabServer]:
+    """Loaded and warm."""
+    with Worker("benchmarks.lab_process", model=folder_argument(folder), **settings) as worker:
+        server = LabServer(worker)
+        asyncio.run(_warm(server))
+        yield server
+
+
+async def _warm(server: LabServer) -> None:
+    body = prompts.chat_body(prompts.story(0), max_tokens=4)
+    status, _ = await client.whole(server.url, body | {"ignore_eos": True})
+    if status == 200:
+        server.extras = {"ignore_eos": True}
+    await client.stream(server.url, body)
+
+
+@contextlib.contextmanager
+def bare_generator(folder: Path) -> Iterator[Worker]:
+    """Loaded and warm."""
+    with Worker("benchmarks.bare_process", model=folder_argument(folder)) as worker:
+        worker.ask(prompts=[prompts.story(0)], max_tokens=4)
+        yield worker
+
+
+@contextlib.contextmanager
+def mlx_lm_server(folder: Path) -> Iterator[str]:
+    """The URL of ``mlx_lm.server``, loaded and warm, with its own defaults."""
+    port = free_port()
+    arguments = ["--model", folder_argument(folder), "--port", str(port), "--log-level", "WARNING"]
+    process = spawn("mlx_lm_server", ["-m", "mlx_lm", "server", *arguments], channel=False)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + START_S
+        while not _answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise BenchError(f"mlx_lm.server did not start: {log_tail('mlx_lm_server')}")
+            time.sleep(0.2)
+        asyncio.run(client.stream(url, prompts.chat_body(prompts.story(0), max_tokens=4, model="default_model")))
+        yield url
+    finally:
+        end(process)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,117 @@
+"""What a running stream feels of somebody else's long prompt: its inter-token gaps, alone and meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from benchmarks import client, prompts
+from benchmarks.bench import Bench, BenchError
+from benchmarks.rates import quantile
+from benchmarks.rows import Limit, Row
+from benchmarks.servers import LabServer, lab_server
+
+FIGURE = "p99 gap during a prefill ÷ alone"
+ANSWER_TOKENS = 6000
+FEWEST_GAPS = 5
+WARM_UP = 3
+
+
+class Watch:
+    """A stream that decodes on and on, and the times of its pieces; it asks again when an answer ends."""
+
+    def __init__(self, ours: LabServer) -> None:
+        self._ours = ours
+        self._asked = 0
+        self._came = asyncio.Event()
+        self.times: list[float] = []
+        self.breaks: set[int] = set()
+        """Indices into ``times`` of the first piece of an answer: the gap before it is no gap between tokens."""
+
+    async def run(self) -> None:
+        while True:
+            self._asked += 1
+            self.breaks.add(len(self.times))
+            messages = prompts.story(7000 + self._asked)
+            body = prompts.chat_body(messages, max_tokens=ANSWER_TOKENS, **self._ours.extras)
+            async with client.Exchange(self._ours.url, body) as exchange:
+                async for at, line in exchange.events():
+                    if client.has_text(line):
+                        self.times.append(at)
+                        self._came.set()
+
+    def gaps(self, start: int, until: float) -> list[float]:
+        """From the piece with that index to the last one before that time."""
+        pieces = [(index, at) for index, at in enumerate(self.times) if index >= start and at <= until]
+        return [after - before for (_, before), (index, after) in pairwise(pieces) if index not in self.breaks]
+
+    async def grow(self, pieces: int, limit_s: float) -> None:
+        """Return when there are so many more, or it took so long."""
+        goal = len(self.times) + pieces
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while len(self.times) < goal:
+                    self._came.clear()
+                    await self._came.wait()
+
+
+def measure(bench: Bench) -> list[Row]:
+    with lab_server(bench.folder) as ours:
+        runs = [asyncio.run(_run(bench, ours, number)) for number in range(bench.sizes.history_rounds)]
+    alone, busy = ([gap for run in runs for gap in run[side]] for side in ("alone", "busy"))
+    if len(busy) < FEWEST_GAPS:
+        raise BenchError(f"only {len(busy)} gaps while the prompt was computed")
+    row = Row(
+        figure=FIGURE,
+        case=f"{bench.sizes.history_tokens} tokens come in",
+        model=bench.model,
+        value=quantile(busy, 0.99) / quantile(alone, 0.99),
+        limit=Limit(sign="≤", bound=3),
+        binding=bench.promised,
+        summary=f"{quantile(busy, 0.99) * 1e3:.1f} ms of {len(busy)} against "
+        f"{quantile(alone, 0.99) * 1e3:.1f} ms of {len(alone)}; "
+        f"medians {median(busy) * 1e3:.1f} and {median(alone) * 1e3:.1f}",
+        detail={"runs": runs},
+    )
+    return [row]
+
+
+async def _run(bench: Bench, ours: LabServer, number: int) -> dict[str, Any]:
+    watch = Watch(ours)
+    running = asyncio.create_task(watch.run())
+    try:
+        await watch.grow(WARM_UP, 60)
+        start = len(watch.times)
+        await watch.grow(bench.sizes.gaps, bench.sizes.gaps_s)
+        alone = watch.gaps(start, time.perf_counter())
+        busy, prefill_s, finished = await _disturbed(bench, ours, watch, number)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        if not running.cancelled() and (error := running.exception()):
+            raise error
+    await ours.until_idle()
+    return {"alone": alone, "busy": busy, "prefill_s": prefill_s, "prefill_finished": finished}
+
+
+async def _disturbed(bench: Bench, ours: LabServer, watch: Watch, number: int) -> tuple[list[float], float, bool]:
+    """Gaps while the long prompt is computed, to its first token or as long as is measured."""
+    start = len(watch.times) - 1
+    sent_at = time.perf_counter()
+    prompt = prompts.chat_body(prompts.history(8000 + number, bench.sizes.history_tokens), max_tokens=1)
+    prefill = asyncio.create_task(client.stream(ours.url, prompt))
+    await asyncio.wait([prefill], timeout=bench.sizes.gaps_s)
+    finished = prefill.done()
+    ended_at = prefill.result().times[0] if finished else time.perf_counter()
+    if not finished:
+        prefill.cancel()
+        await asyncio.wait([prefill])
+    else:
+        # The gap in which the prefill ended.
+        await watch.grow(1, 10)
+    after = next((at for at in watch.times if at > ended_at), ended_at)
+    return watch.gaps(start, after), ended_at - sent_at, finished

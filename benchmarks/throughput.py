@@ -1,0 +1,69 @@
+"""What HTTP costs: decode over our server against mlx-lm's bare ``BatchGenerator``, one stream and eight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from benchmarks import client, prompts
+from benchmarks.bench import Bench, BenchError
+from benchmarks.processes import Worker
+from benchmarks.rates import Timeline, decode_window, timeline
+from benchmarks.rows import Limit, Row
+from benchmarks.servers import LabServer, bare_generator, lab_server
+
+STREAMS = (1, 8)
+FIGURE = "stream tok/s ÷ bare BatchGenerator"
+
+
+def measure(bench: Bench) -> list[Row]:
+    with lab_server(bench.folder) as ours, bare_generator(bench.folder) as bare:
+        return [_compare(bench, ours, bare, streams) for streams in STREAMS]
+
+
+def _compare(bench: Bench, ours: LabServer, bare: Worker, streams: int) -> Row:
+    max_tokens = bench.sizes.alone_tokens if streams == 1 else bench.sizes.together_tokens
+    samples = [_round(ours, bare, streams, max_tokens, number) for number in range(bench.sizes.rounds)]
+    ours_rate, bare_rate = (median(sample[side] for sample in samples) for side in ("ours", "bare"))
+    return Row(
+        figure=FIGURE,
+        case="1 stream" if streams == 1 else f"{streams} streams",
+        model=bench.model,
+        # Of each pair: what else the machine does falls on both halves.
+        value=median(sample["ours"] / sample["bare"] for sample in samples),
+        limit=Limit(sign="≥", bound=0.95),
+        binding=bench.promised,
+        summary=f"{ours_rate:.1f} against {bare_rate:.1f} tok/s",
+        detail={"samples": samples, "max_tokens": max_tokens, "request_extras": ours.extras},
+    )
+
+
+def _round(ours: LabServer, bare: Worker, streams: int, max_tokens: int, number: int) -> dict[str, Any]:
+    """One run of each side on the same prompts; who begins changes from round to round."""
+    asked = [prompts.story(1000 * number + 10 * streams + stream) for stream in range(streams)]
+    sides: list[tuple[str, Callable[[], list[Timeline]]]] = [
+        ("ours", lambda: _ours(ours, asked, max_tokens)),
+        ("bare", lambda: _bare(bare, asked, max_tokens)),
+    ]
+    timelines = {side: run() for side, run in (sides if number % 2 == 0 else reversed(sides))}
+    windows = {side: decode_window(lines) for side, lines in timelines.items()}
+    return {side: window.rate for side, window in windows.items()} | {
+        "window_tokens": {side: window.tokens for side, window in windows.items()},
+        # Fewer pieces than tokens: text was held back, or the reader was slow and tokens were merged.
+        "pieces": [len(line.times) for line in timelines["ours"]],
+        "tokens": [line.tokens for line in timelines["ours"]],
+    }
+
+
+def _ours(ours: LabServer, asked: list[list[prompts.Message]], max_tokens: int) -> list[Timeline]:
+    bodies = [prompts.chat_body(messages, max_tokens=max_tokens, **ours.extras) for messages in asked]
+    return [timeline(answer) for answer in asyncio.run(client.streams(ours.url, bodies))]
+
+
+def _bare(bare: Worker, asked: list[list[prompts.Message]], max_tokens: int) -> list[Timeline]:
+    streams = bare.ask(prompts=asked, max_tokens=max_tokens)["times"]
+    if any(len(times) != max_tokens for times in streams):
+        raise BenchError("the bare generator stopped early")
+    return [Timeline(times=times, tokens=len(times)) for times in streams]

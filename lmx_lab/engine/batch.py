@@ -1,0 +1,211 @@
+"""The running batch of one loaded model: mlx-lm's ``BatchGenerator``, fed in chunks, with a prefix cache beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch, StopSequences
+from mlx_lm.models.cache import make_prompt_cache
+
+from lmx_lab.engine import memory
+from lmx_lab.engine.generation import Generation
+from lmx_lab.engine.kv import KvState
+from lmx_lab.engine.loaded import LoadedModel
+from lmx_lab.engine.logprobs import as_rows, token_logprob
+from lmx_lab.engine.pacing import PrefillPace
+from lmx_lab.engine.prefix import MIN_TOKENS, PrefixCache, common_prefix
+from lmx_lab.engine.requests import PromptScores, TokenLogprob
+from lmx_lab.engine.sampling import Samplers, processors
+from lmx_lab.engine.scoring import Scoring
+
+NO_STOP = StopSequences()
+# Fewer tokens cost a GPU as much: it reads all weights for each step.
+SMALLEST_CHUNK_TOKENS = 1 if mx.default_device() == mx.cpu else 64
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A chunk of a prompt has been computed; ``done`` when it was the last."""
+
+    generation: Generation
+    tokens: int
+    done: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """The whole prompt has been scored; unless no token is wanted, generating begins with the next step."""
+
+    generation: Generation
+    scores: PromptScores
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """The next token of an answer."""
+
+    generation: Generation
+    token: int
+    logprob: TokenLogprob | None
+    finish: Literal["stop", "length"] | None
+    """``stop``: the model ended its text, and the token shows nothing."""
+
+
+Event = Computed | Scored | Token
+
+
+class Batch:
+    """Takes requests in, hands out what happened to them in each step. Knows no deadlines, no readers, no text."""
+
+    def __init__(
+        self, model: LoadedModel, samplers: Samplers, *, slots: int, prefills: int, prefix_bytes: int, wired: bool
+    ) -> None:
+        self._model = model
+        self._samplers = samplers
+        self._generations: dict[int, Generation] = {}
+        self._scorings: list[Scoring] = []
+        self._pace = PrefillPace(minimum=SMALLEST_CHUNK_TOKENS, maximum=memory.LARGEST_CHUNK_TOKENS)
+        self.prefixes: PrefixCache[KvState] = PrefixCache(prefix_bytes)
+        self._generator = BatchGenerator(
+            model.model,
+            stop_tokens=model.eos_tokens,
+            completion_batch_size=slots,
+            prefill_batch_size=prefills,
+            prefill_step_size=memory.LARGEST_CHUNK_TOKENS,
+        )
+        if not wired:
+            # The constructor raises macOS's wired limit; closing puts it back and does nothing else.
+            self._generator.close()
+
+    @property
+    def empty(self) -> bool:
+        return not self._generations and not self._scorings
+
+    def shares(self, generation: Generation) -> bool:
+        """Whether to wait: a prompt being computed begins like this one, and further than any that is kept.
+
+        That one's cache is kept for it as soon as it is complete.
+        """
+        if generation.awaits is not None and self._is_prefilling(generation.awaits):
+            return True
+        generation.awaits = None
+        for other in filter(self._is_prefilling, self._generations.values()):
+            shared = min(common_prefix(other.key, generation.key), len(generation.prompt) - 1)
+            if shared >= MIN_TOKENS and shared - self._known(generation) >= MIN_TOKENS:
+                generation.awaits, other.awaited = other, True
+                return True
+        return False
+
+    def _is_prefilling(self, generation: Generation) -> bool:
+        return generation.uid in self._generations and not generation.decoding_at
+
+    def _known(self, generation: Generation) -> int:
+        hit = self.prefixes.find(generation.key)
+        return hit.tokens if hit else 0
+
+    def insert(self, generation: Generation) -> None:
+        """Begin to compute a request, after what is kept of its prompt."""
+        if generation.request.score_prompt:
+            # Scores need every token of the prompt computed.
+            self._scorings.append(Scoring(generation, self._model))
+        elif (hit := self.prefixes.find(generation.key)) is not None:
+            generation.cached_tokens = hit.tokens
+            self._insert(generation, hit.tokens, hit.kept.layers)
+        else:
+            self._insert(generation, 0, make_prompt_cache(self._model.model))
+
+    def _insert(self, generation: Generation, known: int, layers: Sequence[Any]) -> None:
+        """Compute the prompt after its first ``known`` tokens, whose caches are ``layers``."""
+        request = generation.request
+        (generation.uid,) = self._generator.insert(
+            [generation.prompt[known:]],
+            max_tokens=[generation.max_tokens],
+            caches=[list(layers)],
+            all_tokens=[generation.prompt[:known]],
+            samplers=[self._samplers.get(request.sampling, choice=generation.choice)],
+            logits_processors=[processors(request.sampling)],
+            stop_sequences=[NO_STOP] if request.ignore_eos else None,
+        )
+        self._generations[generation.uid] = generation
+
+    def remove(self, generation: Generation) -> None:
+        """Stop computing a request; what was computed of it is kept for requests that begin alike."""
+        self._scorings = [scoring for scoring in self._scorings if scoring.generation is not generation]
+        if generation.uid is None or self._generations.pop(generation.uid, None) is None:
+            return
+        taken = self._generator.remove([generation.uid], return_prompt_caches=self.prefixes.limit_bytes > 0)
+        for layers, tokens in taken.values():
+            if len(tokens) > generation.cached_tokens:
+                self._keep(layers, tokens)
+
+    def step(self) -> list[Event]:
+        """One token for every answer that decodes, one chunk of every prompt that is being computed."""
+        decoding = any(generation.decoding_at for generation in self._generations.values())
+        prompts = sum(not generation.decoding_at for generation in self._generations.values())
+        chunk = self._pace.chunk(prompts=prompts + bool(self._scorings), decoding=decoding)
+        self._generator.prefill_step_size = chunk
+        started = time.perf_counter()
+        events = self._score(chunk)
+        scored_tokens = sum(event.tokens for event in events if isinstance(event, Computed))
+        progress, tokens = self._generator.next() if self._generations else ([], [])
+        now = time.perf_counter()
+        self._note_peak()
+        computed = [self._computed(it, now) for it in progress]
+        prompt_tokens = scored_tokens + sum(event.tokens for event in computed)
+        self._pace.took(now - started, prompt_tokens=prompt_tokens, decoding=decoding)
+        # Tokens first: a request that has just begun to decode has none in this step.
+        return [*events, *(self._token(response) for response in tokens), *computed]
+
+    def _score(self, chunk: int) -> list[Event]:
+        """A chunk of the scoring that came first."""
+        if not self._scorings:
+            return []
+        scoring = self._scorings[0]
+        generation = scoring.generation
+        with mx.stream(self._generator.stream):
+            generation.computed_tokens += (tokens := scoring.advance(chunk))
+        if not scoring.done:
+            return [Computed(generation, tokens, done=False)]
+        del self._scorings[0]
+        if generation.max_tokens:
+            self._insert(generation, len(generation.prompt) - 1, scoring.layers)
+        return [Computed(generation, tokens, done=False), Scored(generation, scoring.scores)]
+
+    def _note_peak(self) -> None:
+        peak = memory.take_peak_bytes()
+        for generation in self._generations.values():
+            generation.peak_memory_bytes = max(generation.peak_memory_bytes, peak)
+
+    def _computed(self, progress: PromptProcessingBatch.Response, now: float) -> Computed:
+        generation = self._generations[progress.uid]
+        done, total = progress.progress
+        # Counted from the first token that neither the prefix cache nor a scoring has given.
+        known = len(generation.prompt) - total
+        tokens = known + done - generation.cached_tokens - generation.computed_tokens
+        generation.computed_tokens += tokens
+        if progress.end_of_prompt:
+            generation.decoding_at = now
+            if generation.awaited:
+                self._keep(*self._generator.extract_cache([progress.uid])[progress.uid])
+        return Computed(generation, tokens, done=progress.end_of_prompt)
+
+    def _token(self, response: GenerationBatch.Response) -> Token:
+        generation = self._generations[response.uid]
+        finish = cast("Literal['stop', 'length'] | None", response.finish_reason)
+        if finish is not None:
+            del self._generations[response.uid]
+            self._keep(response.prompt_cache or (), response.all_tokens or ())
+        logprob = None
+        if generation.request.top_logprobs is not None and finish != "stop":
+            row = as_rows(response.logprobs)[0]
+            logprob = token_logprob(self._model.vocabulary, row, response.token, generation.request.top_logprobs)
+        return Token(generation, response.token, logprob, finish)
+
+    def _keep(self, layers: Sequence[Any], tokens: Sequence[int]) -> None:
+        # Taking a cache out of the batch is a copy, worth its time only if it may be kept.
+        if self.prefixes.limit_bytes and len(tokens) >= MIN_TOKENS:
+            self.prefixes.keep(tokens, KvState.taken(layers))

@@ -1,0 +1,182 @@
+"""The bodies and the chunks of one answer, in the chat format and in the completions format. Pure.
+
+Chunks are written as text around what changes: building and dumping a pydantic model for every token costs more than
+everything else between the engine and the socket. Tests hold them against the models' own dumps.
+"""
+
+from __future__ import annotations
+
+import codecs
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pydantic_core import to_json
+
+from lmx_lab.engine import Delta, GenerationReport, TokenLogprob
+from lmx_lab.server.translate import chat_logprobs, timings, wire_logprob
+from lmx_lab.wire.chat import AnswerMessage, ChatCompletion, Choice, ChoiceLogprobs
+from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionLogprobs
+from lmx_lab.wire.generation import Usage
+
+
+def _json(value: Any) -> str:
+    return to_json(value).decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What all parts of one chat answer share: its id, its time, its model."""
+
+    model: str
+    fingerprint: str
+    logprobs: bool = False
+    """Whether they were asked for."""
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def full(self, parts: Sequence[tuple[Delta, GenerationReport]], usage: Usage) -> str:
+        """The whole body. Several choices share no ``timings``: each has its own, and none is the answer's."""
+        body = ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            system_fingerprint=self.fingerprint,
+            choices=[self._choice(index, delta, report) for index, (delta, report) in enumerate(parts)],
+            usage=usage,
+            timings=timings(parts[0][1]) if len(parts) == 1 else None,
+        )
+        return body.model_dump_json(exclude={"timings"} if body.timings is None else None)
+
+    def _choice(self, index: int, delta: Delta, report: GenerationReport) -> Choice:
+        logprobs = {"content": chat_logprobs(delta.logprobs)} if self.logprobs else None
+        return Choice(
+            index=index,
+            message=AnswerMessage(content=delta.text),
+            logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
+            finish_reason=report.finish_reason,
+        )
+
+    def first(self, index: int = 0) -> str:
+        return self._chunk(index, '{"role":"assistant","content":""}')
+
+    def piece(self, delta: Delta, index: int = 0) -> str:
+        logprobs = _json({"content": chat_logprobs(delta.logprobs), "refusal": None}) if self.logprobs else "null"
+        return self._chunk(index, f'{{"content":{_json(delta.text)}}}', logprobs)
+
+    def last(self, report: GenerationReport, index: int = 0) -> str:
+        end = f',"timings":{timings(report).model_dump_json()}'
+        return self._chunk(index, "{}", reason=f'"{report.finish_reason}"', end=end)
+
+    def usage(self, usage: Usage) -> str:
+        """The chunk after the last one, for those who asked with ``stream_options.include_usage``."""
+        return f'{self._head}],"usage":{usage.model_dump_json()}}}'
+
+    def _chunk(self, index: int, delta: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
+        shown = f',"logprobs":{logprobs}' if self.logprobs else ""
+        return f'{self._head}{{"index":{index},"delta":{delta}{shown},"finish_reason":{reason}}}]{end}}}'
+
+    @cached_property
+    def _head(self) -> str:
+        return _head(self, "chat.completion.chunk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextAnswer:
+    """What all parts of one answer in the completions format share."""
+
+    model: str
+    fingerprint: str
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def full(self, choices: list[CompletionChoice], usage: Usage, report: GenerationReport | None) -> str:
+        """The whole body.
+
+        Args:
+            report: Of the one choice; None where there are several, which have no ``timings`` in common.
+        """
+        shown = {"timings": timings(report)} if report else {}
+        body = Completion(
+            id=self.id,
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            system_fingerprint=self.fingerprint,
+            choices=choices,
+            usage=usage,
+            **shown,
+        )
+        return body.model_dump_json(exclude_unset=True)
+
+    def piece(self, text: str, logprobs: CompletionLogprobs | None, index: int) -> str:
+        return self._chunk(index, text, logprobs.model_dump_json() if logprobs else "null")
+
+    def last(self, report: GenerationReport, index: int) -> str:
+        end = f',"timings":{timings(report).model_dump_json()}'
+        return self._chunk(index, "", reason=f'"{report.finish_reason}"', end=end)
+
+    def usage(self, usage: Usage) -> str:
+        """The chunk after the last one, for those who asked with ``stream_options.include_usage``."""
+        return f'{self._head}],"usage":{usage.model_dump_json()}}}'
+
+    def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
+        fields = f'"text":{_json(text)},"index":{index},"logprobs":{logprobs},"finish_reason":{reason}'
+        return f"{self._head}{{{fields}}}]{end}}}"
+
+    @cached_property
+    def _head(self) -> str:
+        return _head(self, "text_completion")
+
+
+def _head(answer: Answer | TextAnswer, kind: str) -> str:
+    """A chunk up to its choices."""
+    shared = {
+        "id": answer.id,
+        "object": kind,
+        "created": answer.created,
+        "model": answer.model,
+        "system_fingerprint": answer.fingerprint,
+    }
+    return f'{_json(shared)[:-1]},"choices":['
+
+
+class TextLogprobs:
+    """The log-probabilities of one choice in the completions format, over its pieces: offsets go on."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        # Tokens may split characters: such a character begins where its first token does.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            tokens=[token.text for token in tokens],
+            token_logprobs=[None if token.logprob is None else wire_logprob(token.logprob) for token in tokens],
+            top_logprobs=[_alternatives(token) for token in tokens],
+            text_offset=[self._offset(token) for token in tokens],
+        )
+
+    def _offset(self, token: TokenLogprob) -> int:
+        offset = self._at
+        self._at += len(self._decoder.decode(token.bytes))
+        return offset
+
+
+def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
+    """By text, the token itself included; of several tokens that show the same text the likeliest one counts."""
+    if token.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for other in (*token.top, token):
+        found.setdefault(other.text, wire_logprob(other.logprob))
+    return found
+
+
+def socket_token(delta: Delta, *, logprobs: bool) -> str:
+    """A ``SocketToken``, as text for the same reason as the chunks."""
+    shown = f',"logprobs":{_json(chat_logprobs(delta.logprobs))}' if logprobs else ""
+    return f'{{"token":{_json(delta.text)}{shown}}}'

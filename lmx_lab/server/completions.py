@@ -1,0 +1,172 @@
+"""POST /v1/completions: plain prompts, for evaluation harnesses and older programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+
+from fastapi import APIRouter, Request, Response
+
+from lmx_lab.engine import Delta, GenerationReport, TextPrompt, TokenPrompt
+from lmx_lab.server.answers import TextAnswer, TextLogprobs
+from lmx_lab.server.bodies import StrictRoute
+from lmx_lab.server.chat import until_done
+from lmx_lab.server.connections import EventStream, while_connected
+from lmx_lab.server.errors import request_id_of
+from lmx_lab.server.generations import Generation, attended, joined
+from lmx_lab.server.joining import merged, together
+from lmx_lab.server.service import FINGERPRINT, ChatService
+from lmx_lab.server.translate import completion_requests, total_usage, usage
+from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionRequest
+from lmx_lab.wire.generation import Usage
+
+
+def completion_routes(service: ChatService, *, slots: int) -> APIRouter:
+    router = APIRouter(tags=["inference"], route_class=StrictRoute)
+
+    @router.post(
+        "/v1/completions",
+        response_model=Completion,
+        responses={
+            200: {
+                "content": {"text/event-stream": {"schema": Completion.model_json_schema()}},
+                "description": "A completion, or with stream: true its chunks",
+            }
+        },
+    )
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        request_id = request_id_of(request)
+        prompts = Prompts(service, body, slots=slots, request_id=request_id)
+        await while_connected(request, prompts.begin())
+        if body.stream:
+            return EventStream(until_done(prompts.lines(), request_id), remark=lambda: prompts.remark)
+        return Response(await while_connected(request, prompts.whole()), media_type="application/json")
+
+    return router
+
+
+class Prompts:
+    """The prompts of one request on their way: in order, as many at once as fill the slots, all or none.
+
+    A request so never fills the queue by itself.
+    """
+
+    def __init__(self, service: ChatService, body: CompletionRequest, *, slots: int, request_id: str | None) -> None:
+        self._service = service
+        self._body = body
+        self._request_id = request_id
+        self._requests = completion_requests(body)
+        self._at_once = max(1, slots // body.choices)
+        self._places = asyncio.Semaphore(self._at_once)
+        self._begun: dict[int, list[Generation]] = {}
+        self._latest: Generation | None = None
+        self._answer = TextAnswer(model=body.model, fingerprint=FINGERPRINT)
+
+    @property
+    def remark(self) -> str:
+        return self._latest.remark if self._latest is not None else "queued"
+
+    async def begin(self) -> None:
+        """Submit the first prompts, so that what is wrong with them is known before the first byte.
+
+        Raises:
+            LabError: as ``ChatService.submit``.
+        """
+        for at in range(len(self._requests))[: self._at_once]:
+            self._begun[at] = await self._submit(at)
+        self._answer = TextAnswer(model=self._begun[0][0].model, fingerprint=FINGERPRINT)
+
+    async def whole(self) -> str:
+        """The body; the first prompt that fails ends all."""
+        async with self._attended():
+            done = await together(self._choices(at) for at in range(len(self._requests)))
+        reports = [[report for _, report in choices] for choices in done]
+        choices = [choice for prompt in done for choice, _ in prompt]
+        single = reports[0][0] if len(choices) == 1 else None
+        return self._answer.full(choices, total_usage(usage(prompt) for prompt in reports), single)
+
+    async def lines(self) -> AsyncGenerator[str, None]:
+        """The chunks of all prompts and choices as they come."""
+        spent: list[Usage] = []
+        sources = [self._lines(at, spent) for at in range(len(self._requests))]
+        async with self._attended(), aclosing(merged(sources)) as lines:
+            async for line in lines:
+                yield line
+        if self._body.include_usage:
+            yield self._answer.usage(total_usage(spent))
+
+    async def _submit(self, at: int) -> list[Generation]:
+        asked = self._requests[at]
+        generations = await self._service.submit(asked, choices=self._body.choices, request_id=self._request_id)
+        self._latest = generations[0]
+        return generations
+
+    def _attended(self) -> AbstractAsyncContextManager[None]:
+        """Also those that were begun and whose turn never comes."""
+        return attended([generation for generations in self._begun.values() for generation in generations])
+
+    @asynccontextmanager
+    async def _running(self, at: int) -> AsyncIterator[tuple[list[Generation], str | None]]:
+        """The generations of a prompt, once it has a place, and the text to put before theirs."""
+        async with self._places:
+            generations = self._begun.pop(at, None) or await self._submit(at)
+            async with attended(generations):
+                yield generations, await self._echo(at)
+
+    async def _echo(self, at: int) -> str | None:
+        prompt = self._requests[at].prompt
+        if not self._body.echo:
+            return None
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        assert isinstance(prompt, TokenPrompt)
+        return await self._service.decode(prompt.tokens)
+
+    async def _choices(self, at: int) -> list[tuple[CompletionChoice, GenerationReport]]:
+        async with self._running(at) as (generations, echo):
+            deltas = await together(joined(_deltas(generation, echo)) for generation in generations)
+        first = at * self._body.choices
+        reports = [generation.finished() for generation in generations]
+        return [
+            (self._choice(first + index, delta, report), report)
+            for index, (delta, report) in enumerate(zip(deltas, reports, strict=True))
+        ]
+
+    def _choice(self, index: int, delta: Delta, report: GenerationReport) -> CompletionChoice:
+        logprobs = TextLogprobs().take(delta.logprobs) if self._body.logprobs is not None else None
+        return CompletionChoice(text=delta.text, index=index, logprobs=logprobs, finish_reason=report.finish_reason)
+
+    async def _lines(self, at: int, spent: list[Usage]) -> AsyncGenerator[str, None]:
+        async with self._running(at) as (generations, echo):
+            first = at * self._body.choices
+            choices = [self._choice_lines(first + i, _deltas(one, echo), one) for i, one in enumerate(generations)]
+            async with aclosing(merged(choices)) as lines:
+                async for line in lines:
+                    yield line
+        spent.append(usage([generation.finished() for generation in generations]))
+
+    async def _choice_lines(
+        self, index: int, deltas: AsyncGenerator[Delta, None], generation: Generation
+    ) -> AsyncGenerator[str, None]:
+        logprobs = TextLogprobs() if self._body.logprobs is not None else None
+        async for delta in deltas:
+            if delta.text or delta.logprobs:
+                yield self._answer.piece(delta.text, logprobs.take(delta.logprobs) if logprobs else None, index)
+        yield self._answer.last(generation.finished(), index)
+
+
+async def _deltas(generation: Generation, echo: str | None) -> AsyncGenerator[Delta, None]:
+    """With an echo the prompt is the first piece; its scores are there when the first token is, or the end."""
+    async for delta in generation:
+        if echo is not None:
+            yield _prompt(generation, echo)
+            echo = None
+        yield delta
+    if echo is not None:
+        yield _prompt(generation, echo)
+
+
+def _prompt(generation: Generation, echo: str) -> Delta:
+    scores = generation.prompt_scores
+    return Delta(text=echo, tokens=0, logprobs=scores.tokens if scores else ())

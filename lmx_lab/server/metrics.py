@@ -1,0 +1,121 @@
+"""GET /metrics: the engine's figures and the ends of requests, as Prometheus reads them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lmx_lab.engine import Engine, EngineSnapshot, GenerationReport
+from lmx_lab.server.generations import RequestEnd
+
+# 1 ms, a token of a small model, to 100 s, the first token of a long prompt on a CPU.
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+
+
+class Metrics:
+    """The figures of one server. Nothing is kept for the process, so two servers in it do not mix.
+
+    No label takes what a caller can choose: there are as many time series as there are outcomes and error codes, and
+    one for the loaded model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineFigures(engine))
+        self._requests = Counter(
+            "lmx_lab_requests",
+            "Generations that have ended: stop, length, cancelled, or error with its code.",
+            ("outcome", "code"),
+            registry=self._registry,
+        )
+        self._queue_s = self._histogram("queue", "From a request's arrival to its slot.")
+        self._ttft_s = self._histogram("time_to_first_token", "From a request's arrival to its first token.")
+        self._token_s = self._histogram("time_per_output_token", "Decoding time of a request, for each output token.")
+        self._request_s = self._histogram("request", "From a request's arrival to its last token.")
+
+    def _histogram(self, name: str, what: str) -> Histogram:
+        text = f"{what} Of generations that ended with stop or length."
+        return Histogram(f"lmx_lab_{name}_seconds", text, buckets=BUCKETS_S, registry=self._registry)
+
+    def observe(self, end: RequestEnd) -> None:
+        """Count one end. From any thread."""
+        self._requests.labels(outcome=end.outcome, code=end.code or "").inc()
+        if end.report is not None:
+            self._measure(end.report)
+
+    def _measure(self, report: GenerationReport) -> None:
+        self._queue_s.observe(report.queue_s)
+        self._request_s.observe(report.total_s)
+        if report.output_tokens:
+            self._ttft_s.observe(report.ttft_s)
+            self._token_s.observe(report.decode_s / report.output_tokens)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """All figures as of now, in the format that an Accept header asks for, and that format's content type."""
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):
+            # A version that is none (prometheus_client 0.26 compares it as a string).
+            encode, content_type = choose_encoder("")
+        return encode(self._registry), content_type
+
+
+class _EngineFigures(Collector):
+    """Read from the engine's snapshot when asked, so nothing is counted twice and an idle server does nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._engine.snapshot
+        up = self._engine.alive and now.state != "dead"
+        stalled = now.stalled(time.perf_counter(), self._engine.settings.stall_limit_s)
+        yield _gauge("engine_up", "Whether the engine thread runs.", up)
+        yield _gauge("engine_stalled", "Whether work waits and no engine step has come for too long.", stalled)
+        yield _gauge("uptime_seconds", "Since the server was made.", self._engine.uptime_s)
+        yield from _work(now)
+        yield from _memory(now)
+        loaded = GaugeMetricFamily("lmx_lab_model_loaded", "1 for the loaded model.", labels=("model",))
+        if now.model is not None:
+            loaded.add_metric((now.model,), 1)
+        yield loaded
+
+
+def _work(now: EngineSnapshot) -> Iterator[Metric]:
+    yield _gauge("requests_active", "Requests that are computed.", now.active_requests)
+    yield _gauge("requests_queued", "Requests that wait for a slot.", now.queued_requests)
+    for name, what, value in (
+        ("output_tokens", "Tokens generated.", now.output_tokens),
+        ("prompt_tokens", "Tokens of prompts, cached ones included.", now.prompt_tokens),
+        ("cached_tokens", "Tokens of prompts that the prefix cache had.", now.cached_tokens),
+    ):
+        yield CounterMetricFamily(f"lmx_lab_{name}", what, value=value)
+
+
+def _memory(now: EngineSnapshot) -> Iterator[Metric]:
+    yield _gauge("memory_used_bytes", "What MLX uses.", now.memory_used_bytes)
+    yield _gauge("memory_peak_bytes", "The most that MLX has used.", now.memory_peak_bytes)
+    yield _gauge("memory_total_bytes", "Memory of the device.", now.memory_total_bytes)
+    yield _gauge("model_memory_bytes", "What the loaded model takes.", now.model_memory_bytes)
+    yield _gauge("prefix_cache_bytes", "What the KV caches of ended requests take.", now.prefix_cache_bytes)
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"lmx_lab_{name}", what, value=float(value))
+
+
+def metrics_routes(metrics: Metrics) -> APIRouter:
+    router = APIRouter(tags=["admin"])
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def figures(request: Request) -> Response:
+        body, content_type = metrics.render(",".join(request.headers.getlist("accept")))
+        return Response(body, headers={"content-type": content_type})
+
+    return router

@@ -1,0 +1,108 @@
+"""What chat and plain completions share: the fields that steer a generation, usage, timings.
+
+Requests are strict: a number in quotes is a mistake, an unknown field too. ``null`` always means the default. What the
+format knows and this server cannot honour is refused unless it has its neutral value.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+STOP_LIMIT = 16
+CHOICE_LIMIT = 8
+LOGPROB_LIMIT = 20
+BIAS_LIMIT = 1024
+LOWEST_LOGPROB = -9999.0
+"""The chat format's word for "impossible": JSON has no infinity."""
+FinishReason = Literal["stop", "length"]
+NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+# JSON has one kind of number: 5.0 counts five.
+Count = Annotated[
+    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+]
+
+
+def _check_token_id(key: str) -> str:
+    # Twelve digits are more than any vocabulary has, and a bound on what int() is given.
+    if not (key.isascii() and key.isdigit() and len(key) <= 12):
+        raise ValueError("the keys of logit_bias are token ids, in digits")
+    return key
+
+
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+# vLLM's range, but for its lower end: a divisor near 0 would push logits out of float16.
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+TokenKey = Annotated[str, AfterValidator(_check_token_id)]
+Choices = Annotated[Count, Field(ge=1, le=CHOICE_LIMIT)]
+Alternatives = Annotated[Count, Field(ge=0, le=LOGPROB_LIMIT)]
+
+
+class RequestShape(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class StreamOptions(RequestShape):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationFields(RequestShape):
+    """How tokens are drawn and when the text ends; the same in every route."""
+
+    model: NonEmpty
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: Temperature | None = 1.0
+    top_p: Probability | None = 1.0
+    top_k: Annotated[Count, Field(ge=-1)] | None = None
+    """-1 and 0 cut nothing."""
+    min_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=BIAS_LIMIT)] | None = None
+    seed: Count | None = None
+    n: Choices | None = None
+    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=STOP_LIMIT)] | None = None
+    ignore_eos: bool | None = None
+
+    # Known to the format, changing nothing here.
+    user: str | None = None
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Timings(BaseModel):
+    """llama.cpp's ``timings``: milliseconds, tokens per second; ``prompt_n`` counts the tokens that were computed."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float

@@ -1,0 +1,82 @@
+"""An engine of two slots with the tiny model, and how to ask it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine import (
+    Engine,
+    GenerationReport,
+    GenerationRequest,
+    Sampling,
+    TokenLogprob,
+    TokenPrompt,
+    TokenStream,
+)
+from lmx_lab.engine.core import EngineCore
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+
+GREEDY = Sampling(temperature=0)
+# Token 2 ends a text; the tiny model's greedy walk from these does not meet it.
+PROMPT = TokenPrompt(tokens=(300, 301, 302))
+
+
+@pytest.fixture
+async def engine(tiny: ModelEntry) -> AsyncIterator[Engine]:
+    async with Engine(Settings(slots=2, queue_limit=2)) as engine:
+        await engine.load(tiny)
+        yield engine
+
+
+def request(**changes: Any) -> GenerationRequest:
+    return replace(GenerationRequest(prompt=PROMPT, sampling=GREEDY, max_tokens=8), **changes)
+
+
+def numbers(count: int, *, start: int = 1000) -> TokenPrompt:
+    """A prompt of ``count`` tokens that no other start shares."""
+    return TokenPrompt(tokens=tuple(range(start, start + count)))
+
+
+async def run(engine: Engine, **changes: Any) -> tuple[str, GenerationReport]:
+    stream = await engine.submit(request(**changes))
+    return await finish(stream)
+
+
+async def finish(stream: TokenStream) -> tuple[str, GenerationReport]:
+    text = "".join([delta.text async for delta in stream])
+    assert stream.report is not None
+    return text, stream.report
+
+
+async def finish_with_logprobs(stream: TokenStream) -> tuple[str, list[TokenLogprob]]:
+    deltas = [delta async for delta in stream]
+    return "".join(delta.text for delta in deltas), [entry for delta in deltas for entry in delta.logprobs]
+
+
+async def until_idle(engine: Engine) -> None:
+    # Polled: the snapshot has no event, on purpose.
+    while engine.snapshot.active_requests + engine.snapshot.queued_requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def poison(engine: Engine, exc: BaseException) -> None:
+    """Make the next forward pass raise: no real model fails on demand."""
+
+    def break_model(core: EngineCore) -> None:
+        batch = core._batch
+        assert batch is not None
+
+        def fail() -> None:
+            weights = batch._model  # in the frame, as in a real forward pass
+            assert weights is not None
+            raise exc
+
+        batch._generator.next = fail
+
+    await engine._call(break_model)

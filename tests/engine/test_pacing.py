@@ -1,0 +1,64 @@
+"""Chunks of prompts: short enough that streams do not stall, long enough to get anywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmx_lab.engine.pacing import ALONE_S, PrefillPace
+
+
+class Machine:
+    """Takes a fixed time for each decode step and each prompt token; runs the pace against it."""
+
+    def __init__(self, *, decode_s: float, token_s: float, step_s: float = 0.0) -> None:
+        self.decode_s, self.token_s, self.step_s = decode_s, token_s, step_s
+        self.pace = PrefillPace(minimum=1, maximum=2048)
+
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self.pace.took(self.decode_s, prompt_tokens=0, decoding=True)
+
+    def prefill(self, steps: int, *, prompts: int = 1, decoding: bool = False) -> float:
+        """Seconds of the longest of the last steps."""
+        longest = 0.0
+        for step in range(steps):
+            tokens = self.pace.chunk(prompts=prompts, decoding=decoding) * prompts
+            took = self.step_s + tokens * self.token_s + decoding * self.decode_s
+            self.pace.took(took, prompt_tokens=tokens, decoding=decoding)
+            longest = max(longest, took) if step > steps // 2 else 0.0
+        return longest
+
+
+@pytest.mark.parametrize("token_s", [1e-5, 1e-3, 0.1])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_while_others_decode_a_step_takes_about_twice_as_long(token_s: float, prompts: int) -> None:
+    machine = Machine(decode_s=0.5 * token_s * 20, token_s=token_s)
+    machine.decode(5)
+    assert machine.prefill(40, prompts=prompts, decoding=True) <= 3 * machine.decode_s
+
+
+@pytest.mark.parametrize("token_s", [1e-4, 1e-3, 0.01, 0.1])
+def test_alone_a_step_is_as_long_as_a_cancel_may_wait(token_s: float) -> None:
+    machine = Machine(decode_s=0.01, token_s=token_s)
+    longest = machine.prefill(40)
+    assert longest <= 1.2 * ALONE_S
+    assert longest >= min(0.5 * ALONE_S, 0.9 * 2048 * token_s)
+
+
+def test_the_first_chunk_on_an_unknown_machine_is_small() -> None:
+    assert PrefillPace(minimum=1, maximum=2048).chunk(prompts=1, decoding=False) <= 8
+
+
+def test_chunks_stay_within_their_bounds() -> None:
+    pace = PrefillPace(minimum=64, maximum=512)
+    assert pace.chunk(prompts=8, decoding=True) == 64
+    for _ in range(20):
+        pace.took(1e-6, prompt_tokens=pace.chunk(prompts=1, decoding=False), decoding=False)
+    assert pace.chunk(prompts=1, decoding=False) == 512
+    pace.took(1000.0, prompt_tokens=512, decoding=False)
+    assert pace.chunk(prompts=1, decoding=False) == 64
+
+
+def test_a_prompt_that_starts_with_others_decoding_finds_its_pace_too() -> None:
+    machine = Machine(decode_s=0.01, token_s=1e-3)
+    assert machine.prefill(60, decoding=True) <= 3 * machine.decode_s

@@ -1,0 +1,222 @@
+"""POST /v1/completions: prompts of every shape, echo and scores as evaluation harnesses read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab.lab import Lab
+from tests.flows.conftest import events, serving, wait_until_idle
+from tests.flows.test_bad_input import error_of
+
+PATH = "/v1/completions"
+SEA = "The sea is"
+WARM: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": SEA, "temperature": 0, "max_tokens": 8, **changes}
+
+
+def complete(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
+    response = http.post(PATH, json=body(**changes))
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def choice(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
+    (only,) = complete(http, **changes)["choices"]
+    found: dict[str, Any] = only
+    return found
+
+
+def streamed(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
+    with http.stream("POST", PATH, json=body(stream=True, **changes)) as response:
+        assert response.status_code == 200
+        *chunks, done = events("".join(response.iter_text()))
+    assert done == "[DONE]"
+    return [json.loads(chunk) for chunk in chunks]
+
+
+@pytest.fixture(scope="module")
+def ids(lab: Lab) -> list[int]:
+    """The prompt as the model's own tokenizer has it."""
+    from mlx_lm import tokenizer_utils
+
+    entry = lab.engine.snapshot.entry
+    assert entry is not None
+    return list(tokenizer_utils.load(entry.path).encode(SEA))
+
+
+def test_a_completion_has_the_formats_shape(http: httpx2.Client) -> None:
+    answer = complete(http)
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["model"] == "tiny"
+    (only,) = answer["choices"]
+    assert set(only) == {"text", "index", "logprobs", "finish_reason"}
+    assert (only["index"], only["logprobs"], only["finish_reason"]) == (0, None, "length")
+    assert only["text"]
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["timings"]["predicted_n"] == 8
+
+
+def test_the_formats_defaults_are_16_tokens_at_temperature_1(http: httpx2.Client) -> None:
+    response = http.post(PATH, json={"model": "default", "prompt": SEA, "ignore_eos": True})
+    assert response.json()["usage"]["completion_tokens"] == 16
+
+
+def test_token_ids_are_the_same_prompt(http: httpx2.Client, ids: list[int]) -> None:
+    assert choice(http, prompt=ids)["text"] == choice(http)["text"]
+    assert choice(http, prompt=[ids])["text"] == choice(http)["text"]
+
+
+def test_several_prompts_are_answered_in_order_and_counted_together(http: httpx2.Client) -> None:
+    prompts = [SEA, "One two three", "Dear", SEA, "x"]
+    answer = complete(http, prompt=prompts)
+    alone = [complete(http, prompt=prompt) for prompt in prompts]
+    assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3, 4]
+    assert [one["text"] for one in answer["choices"]] == [one["choices"][0]["text"] for one in alone]
+    assert answer["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
+    assert answer["usage"]["completion_tokens"] == 40
+    assert "timings" not in answer
+
+
+def test_many_prompts_do_not_fill_the_queue_by_themselves(http: httpx2.Client) -> None:
+    # The server of these tests holds four requests in all.
+    assert len(complete(http, prompt=["a", "b", "c"] * 10, max_tokens=2)["choices"]) == 30
+
+
+def test_choices_are_numbered_by_prompt_first(http: httpx2.Client) -> None:
+    answer = complete(http, prompt=[SEA, "Dear"], n=2, **WARM)
+    assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3]
+    alone = complete(http, prompt="Dear", n=2, **WARM)
+    assert [one["text"] for one in answer["choices"][2:]] == [one["text"] for one in alone["choices"]]
+
+
+@pytest.mark.parametrize("asked", [{}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 0}, {"stop": ["e"]}])
+def test_streamed_text_and_logprobs_equal_the_whole(http: httpx2.Client, asked: dict[str, Any]) -> None:
+    whole = complete(http, prompt=[SEA, "Dear"], max_tokens=30, **asked)
+    *chunks, usage = streamed(
+        http, prompt=[SEA, "Dear"], max_tokens=30, stream_options={"include_usage": True}, **asked
+    )
+    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], whole["usage"]["total_tokens"])
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for expected in whole["choices"]:
+        parts = [one for chunk in chunks for one in chunk["choices"] if one["index"] == expected["index"]]
+        assert "".join(part["text"] for part in parts) == expected["text"]
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [expected["finish_reason"]]
+        assert parts[-1]["finish_reason"]
+        if expected["logprobs"] is None:
+            assert {part["logprobs"] for part in parts} == {None}
+            continue
+        for name in ("tokens", "text_offset"):
+            assert [item for part in parts if part["logprobs"] for item in part["logprobs"][name]] == expected[
+                "logprobs"
+            ][name]
+
+
+def test_echo_puts_the_prompt_before_the_text(http: httpx2.Client, ids: list[int]) -> None:
+    text = choice(http)["text"]
+    assert choice(http, echo=True)["text"] == SEA + text
+    assert choice(http, prompt=ids, echo=True)["text"] == SEA + text
+
+
+def test_no_tokens_only_echo(http: httpx2.Client) -> None:
+    answer = complete(http, echo=True, max_tokens=0)
+    assert answer["choices"][0]["text"] == SEA
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_echo_with_logprobs_scores_the_prompt(http: httpx2.Client, ids: list[int], max_tokens: int) -> None:
+    logprobs = choice(http, prompt=ids, echo=True, logprobs=1, max_tokens=max_tokens)["logprobs"]
+    assert {len(values) for values in logprobs.values()} == {len(ids) + max_tokens}
+    assert "".join(logprobs["tokens"][: len(ids)]) == SEA
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+    for token, logprob, top in list(
+        zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    )[1:]:
+        assert top[token] == logprob <= max(top.values()) <= 0
+
+
+def test_a_harness_sees_what_is_greedy_and_what_is_not(http: httpx2.Client, ids: list[int]) -> None:
+    """lm-evaluation-harness compares each token's logprob with the highest in its place."""
+    greedy = choice(http, prompt=ids, logprobs=1, max_tokens=4)["logprobs"]["tokens"]
+    wrong = choice(http, prompt=ids, logprobs=1, max_tokens=4, temperature=2, seed=1)["logprobs"]["tokens"]
+    for tokens, expected in ((greedy, True), (wrong, False)):
+        scored = choice(http, prompt=SEA + "".join(tokens), echo=True, logprobs=1, max_tokens=1)["logprobs"]
+        rest = slice(len(ids), -1)
+        pairs = list(zip(scored["token_logprobs"][rest], scored["top_logprobs"][rest], strict=True))
+        assert all(logprob == max(top.values()) for logprob, top in pairs) is expected
+
+
+def test_the_score_of_a_continuation_is_what_generating_it_said(http: httpx2.Client, ids: list[int]) -> None:
+    made = choice(http, prompt=ids, logprobs=0, max_tokens=4)["logprobs"]
+    scored = choice(http, prompt=SEA + "".join(made["tokens"]), echo=True, logprobs=0, max_tokens=1)["logprobs"]
+    assert scored["tokens"][len(ids) : -1] == made["tokens"]
+    assert scored["token_logprobs"][len(ids) : -1] == pytest.approx(made["token_logprobs"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt.1"),
+        ({"prompt": [1, 49152]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt.1"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"messages": []}, "messages"),
+        ({"logit_bias": {"49152": 1}}, "logit_bias"),
+    ],
+)
+def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+    error = error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_bad_prompt_among_the_first_refuses_all(lab: Lab, http: httpx2.Client, stream: bool) -> None:
+    response = http.post(PATH, json=body(prompt=["a", "word " * 1000], stream=stream))
+    error = error_of(response, 400, "context-length-exceeded")
+    assert error["param"] == "prompt"
+    wait_until_idle(lab)
+
+
+def test_a_bad_prompt_later_on_ends_all(lab: Lab, http: httpx2.Client) -> None:
+    prompts = ["a"] * 5 + ["word " * 1000]
+    error_of(http.post(PATH, json=body(prompt=prompts)), 400, "context-length-exceeded")
+    with http.stream("POST", PATH, json=body(prompt=prompts, stream=True)) as response:
+        *_, last = events("".join(response.iter_text()))
+    assert json.loads(last)["error"]["code"] == "context-length-exceeded"
+    wait_until_idle(lab)
+
+
+def test_a_client_that_leaves_frees_the_slots_of_all_prompts(lab: Lab, http: httpx2.Client) -> None:
+    with http.stream("POST", PATH, json=body(prompt=["a", "b"] * 50, stream=True, max_tokens=400)) as response:
+        next(response.iter_text())
+    wait_until_idle(lab)
+    with pytest.raises(httpx2.ReadTimeout):
+        http.post(PATH, json=body(prompt=["a", "b"] * 50, max_tokens=400), timeout=0.1)
+    wait_until_idle(lab)
+
+
+def test_another_model_is_said_as_in_chat(http: httpx2.Client) -> None:
+    error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
+    error_of(http.post(PATH, json=body(model="tiny-two")), 503, "no-model-loaded")
+
+
+def test_nothing_loaded_is_said_as_in_chat(tiny_home: Path) -> None:
+    with serving(tiny_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
+        error_of(http.post(PATH, json=body()), 503, "no-model-loaded")

@@ -1,0 +1,193 @@
+"""From the wire to the engine's values and back: pure, so every parameter is tried here once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from lmx_lab.engine import GenerationReport, Sampling, TextPrompt, TokenLogprob, TokenPrompt
+from lmx_lab.server.errors import invalid
+from lmx_lab.server.translate import chat_logprobs, completion_requests, generation_request, total_usage, usage
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.completions import CompletionRequest
+
+
+def chat(**changes: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **changes})
+
+
+def completion(**changes: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "tiny", "prompt": "hello", **changes})
+
+
+def report(*, prompt: int = 10, cached: int = 0, output: int = 5) -> GenerationReport:
+    return GenerationReport(
+        model="tiny",
+        finish_reason="stop",
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        output_tokens=output,
+        queue_s=0.0,
+        prefill_s=1.0,
+        ttft_s=1.1,
+        decode_s=2.0,
+        peak_memory_bytes=0,
+    )
+
+
+def refusal(make: Any, **changes: Any) -> str | None:
+    with pytest.raises(ValidationError) as wrong:
+        make(**changes)
+    return invalid(wrong.value).param
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("top_k", 40, 40),
+        ("top_k", 0, 0),
+        ("top_k", -1, 0),
+        ("min_p", 0.1, 0.1),
+        ("top_p", 0.5, 0.5),
+        ("repetition_penalty", 1.2, 1.2),
+        ("presence_penalty", -2, -2.0),
+        ("frequency_penalty", 2, 2.0),
+        ("logit_bias", {"5": -100, "7": 1.5}, ((5, -100.0), (7, 1.5))),
+        ("logit_bias", {"7": 1, "07": 2}, ((7, 2.0),)),
+        ("seed", -(10**300), -(10**300)),
+        ("seed", 5.0, 5),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_each_parameter_arrives_in_the_engines_terms(make: Any, field: str, value: Any, expected: Any) -> None:
+    request = make(**{field: value})
+    asked = generation_request(request) if make is chat else completion_requests(request)[0]
+    assert getattr(asked.sampling, field) == expected
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_null_is_the_default(make: Any) -> None:
+    names = "stream stream_options temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
+    names += " logit_bias seed n stop ignore_eos logprobs max_tokens user"
+    request = make(**dict.fromkeys(names.split()))
+    asked = generation_request(request) if make is chat else completion_requests(request)[0]
+    assert asked.sampling == Sampling(temperature=0.7 if make is chat else 1.0)
+    assert asked.max_tokens == (4096 if make is chat else 16)
+    assert request.choices == 1
+    assert (asked.stop, asked.ignore_eos, asked.top_logprobs) == ((), False, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("top_k", -2, "top_k"),
+        ("top_k", 1.5, "top_k"),
+        ("min_p", 1.1, "min_p"),
+        ("repetition_penalty", 0, "repetition_penalty"),
+        ("repetition_penalty", 2.1, "repetition_penalty"),
+        ("presence_penalty", -2.1, "presence_penalty"),
+        ("frequency_penalty", 2.1, "frequency_penalty"),
+        ("logit_bias", {"five": 1}, "logit_bias.five"),
+        ("logit_bias", {"-5": 1}, "logit_bias.-5"),
+        ("logit_bias", {"9" * 13: 1}, "logit_bias." + "9" * 13),
+        ("logit_bias", {"\u0665": 1}, "logit_bias.\u0665"),
+        ("logit_bias", {"5": 101}, "logit_bias.5"),
+        ("logit_bias", {str(token): 1 for token in range(1025)}, "logit_bias"),
+        ("logit_bias", [1], "logit_bias"),
+        ("seed", True, "seed"),
+        ("seed", "1", "seed"),
+        ("seed", 1.5, "seed"),
+        ("n", 0, "n"),
+        ("n", 9, "n"),
+        pytest.param("n", 10**5000, "n", id="n-huge"),
+        ("ignore_eos", 1, "ignore_eos"),
+        ("stop", ["a"] * 17, "stop"),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_what_is_out_of_range_is_named(make: Any, field: str, value: Any, param: str) -> None:
+    assert refusal(make, **{field: value}) == param
+
+
+def test_greedy_keeps_penalties_and_bias_and_drops_the_cuts() -> None:
+    sampling = generation_request(chat(temperature=1e-9, top_k=3, min_p=0.1, top_p=0.5, presence_penalty=1)).sampling
+    assert sampling == Sampling(temperature=0, presence_penalty=1.0)
+
+
+def test_a_nucleus_of_nothing_is_greedy() -> None:
+    assert generation_request(chat(top_p=0)).sampling == Sampling(temperature=0)
+
+
+def test_top_logprobs_need_logprobs() -> None:
+    assert generation_request(chat(logprobs=True)).top_logprobs == 0
+    assert generation_request(chat(logprobs=True, top_logprobs=20)).top_logprobs == 20
+    assert generation_request(chat(logprobs=False, top_logprobs=0)).top_logprobs is None
+    assert refusal(chat, top_logprobs=2) == "top_logprobs"
+    assert refusal(chat, logprobs=True, top_logprobs=21) == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", [TextPrompt(text="a")]),
+        (["a", "b"], [TextPrompt(text="a"), TextPrompt(text="b")]),
+        ([1, 2], [TokenPrompt(tokens=(1, 2))]),
+        ([[1, 2], [3]], [TokenPrompt(tokens=(1, 2)), TokenPrompt(tokens=(3,))]),
+    ],
+)
+def test_a_prompt_is_text_or_tokens_one_or_several(prompt: Any, expected: Any) -> None:
+    assert [request.prompt for request in completion_requests(completion(prompt=prompt))] == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ([], "prompt"),
+        (None, "prompt"),
+        (5, "prompt"),
+        ([1, -1], "prompt.1"),
+        ([1, "a"], "prompt.1"),
+        (["a", 1], "prompt.1"),
+        ([[1], []], "prompt.1"),
+        ([[1], ["a"]], "prompt.1.0"),
+        ([True], "prompt.0"),
+        (["a"] * 1025, "prompt"),
+        (["x"] * 1_000_000, "prompt"),
+        ([1.5] * 1_000_000, "prompt.0"),
+    ],
+)
+def test_a_prompt_of_another_shape_is_named(prompt: Any, param: str) -> None:
+    assert refusal(completion, prompt=prompt) == param
+
+
+def test_no_tokens_are_for_echo_only() -> None:
+    (scored,) = completion_requests(completion(max_tokens=0, echo=True, logprobs=1))
+    assert (scored.max_tokens, scored.score_prompt, scored.top_logprobs) == (0, True, 1)
+    assert refusal(completion, max_tokens=0) == "max_tokens"
+
+
+def test_only_an_echo_with_logprobs_is_scored() -> None:
+    assert not completion_requests(completion(logprobs=1))[0].score_prompt
+    assert not completion_requests(completion(echo=True))[0].score_prompt
+
+
+def test_best_of_is_n_or_nothing() -> None:
+    assert completion(best_of=3, n=3).choices == 3
+    assert refusal(completion, best_of=2) == "best_of"
+    assert refusal(completion, suffix="end") == "suffix"
+
+
+def test_choices_share_the_prompt_in_usage() -> None:
+    spent = usage([report(cached=4), report(cached=9, output=7)])
+    assert (spent.prompt_tokens, spent.completion_tokens, spent.total_tokens) == (10, 12, 22)
+    assert spent.prompt_tokens_details.cached_tokens == 4
+    assert total_usage([spent, spent]).total_tokens == 44
+
+
+@pytest.mark.parametrize("impossible", [-math.inf, math.nan, -1e30])
+def test_an_impossible_token_has_the_lowest_logprob(impossible: float) -> None:
+    token = TokenLogprob(token=5, text="é", bytes="é".encode(), logprob=impossible)
+    assert chat_logprobs([token]) == [{"token": "é", "logprob": -9999.0, "bytes": [195, 169], "top_logprobs": []}]
