@@ -36,7 +36,9 @@ TABLE = {
     "weights": Row("errors settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size.
     "engine": Row("errors settings weights", "mlx mlx_lm llguidance numpy psutil"),
-    "server": Row("errors settings feed guard wire weights engine", "fastapi starlette pydantic pydantic_core prometheus_client"),
+    "server": Row(
+        "errors settings feed guard wire weights engine", "fastapi starlette pydantic pydantic_core prometheus_client"
+    ),
     "client": Row("errors wire", "httpx2 anyio"),
     "daemon": Row("errors settings feed guard wire client", "fastapi starlette mcp"),
     "panels": Row("errors wire client", "anywidget ipywidgets traitlets"),

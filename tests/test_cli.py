@@ -192,6 +192,14 @@ def test_a_taken_default_port_gives_way_to_the_next_free_one(tiny_home: Path) ->
         (["serve", "--port", "0", "--log-level", "loud"], "invalid-request"),
         (["serve", "--port", "0", "--cors-origin", "*"], "invalid-request"),
         (["serve", "--port", "70000"], "invalid-request"),
+        (["serve", "--port", "0", "--model", "tiny", "--memory-limit", "0.001"], "oom-unloaded"),
+        (["serve", "--slots", "0"], "invalid-request"),
+        (["serve", "--queue-limit", "-1"], "invalid-request"),
+        (["serve", "--idle-unload", "0"], "invalid-request"),
+        (["serve", "--request-timeout", "nan"], "invalid-request"),
+        (["serve", "--memory-limit", "inf"], "invalid-request"),
+        (["serve", "--prefix-cache", "nan"], "invalid-request"),
+        (["serve", "--prefix-cache", "-1"], "invalid-request"),
         (["pull", "no-such"], "model-not-found"),
     ],
 )
@@ -211,6 +219,16 @@ def test_a_key_and_an_origin_are_honoured(tiny_home: Path) -> None:
         allowed = {"authorization": "Bearer secret", "origin": "http://localhost:3000"}
         with request(port, "GET", "/v1/models", **allowed) as response:
             assert (response.status, response.headers["access-control-allow-origin"]) == (200, allowed["origin"])
+        assert server.end(signal.SIGTERM) == (0, "")
+
+
+def test_a_server_told_to_swap_loads_what_a_request_names(tiny_home: Path) -> None:
+    flags = ("--swap", "--ttl", "600", "--parallel", "2", "--prefix-cache", "0.01")
+    with serving(tiny_home, "--port", "0", "--model", "tiny", *flags) as server:
+        port = server.port
+        body = {"model": "tiny-two", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        with request(port, "POST", "/v1/chat/completions", body) as response:
+            assert (response.status, json.load(response)["model"]) == (200, "tiny-two")
         assert server.end(signal.SIGTERM) == (0, "")
 
 

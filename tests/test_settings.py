@@ -25,6 +25,9 @@ def test_values_of_the_environment_take_their_types() -> None:
         "LMX_LAB_API_KEY": "k",
         "LMX_LAB_CORS_ORIGINS": "http://a,http://b",
         "LMX_LAB_MEMORY_LIMIT_BYTES": "1000",
+        "LMX_LAB_PREFIX_CACHE_BYTES": "0",
+        "LMX_LAB_SWAP": "1",
+        "LMX_LAB_IDLE_UNLOAD_S": "300",
     }
     settings = Settings.read(environ)
     assert settings.home == Path.home() / "lab"
@@ -33,6 +36,9 @@ def test_values_of_the_environment_take_their_types() -> None:
     assert settings.drain_s == 1.5
     assert settings.cors_origins == ("http://a", "http://b")
     assert settings.memory_limit_bytes == 1000
+    assert settings.prefix_cache_bytes == 0
+    assert settings.swap is True
+    assert settings.idle_unload_s == 300.0
 
 
 @pytest.mark.parametrize(
@@ -49,6 +55,11 @@ def test_values_of_the_environment_take_their_types() -> None:
         ({}, {"drain_s": -1}),
         ({}, {"port": 70000}),
         ({}, {"drain_s": float("nan")}),
+        ({}, {"idle_unload_s": 0}),
+        ({}, {"idle_unload_s": "soon"}),
+        ({}, {"swap": "maybe"}),
+        ({}, {"prefix_cache_bytes": -1}),
+        ({"LMX_LAB_PREFIX_CACHE_BYTES": "1 GB"}, {}),
     ],
 )
 def test_a_bad_value_is_refused_by_name(environ: dict[str, str], overrides: dict[str, object]) -> None:

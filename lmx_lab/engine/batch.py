@@ -90,6 +90,8 @@ class Batch:
 
         That one's cache is kept for it as soon as it is complete.
         """
+        if generation.request.score_prompt:
+            return False
         if generation.awaits is not None and self._is_prefilling(generation.awaits):
             return True
         generation.awaits = None

@@ -87,6 +87,7 @@ class EngineCore:
         self._outbox: dict[AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
         self._used_at = time.perf_counter()
         self._totals = Totals()
+        self._slot_s = EngineSnapshot.slot_s
         self.snapshot = EngineSnapshot(memory_total_bytes=memory.total_bytes(), progress_at=time.perf_counter())
 
     @property
@@ -119,7 +120,7 @@ class EngineCore:
         if self._swaps or self._model is None or first.model() is not self._model:
             raise NotLoadedError(f"{first.model_id} is being unloaded; load a model first: POST /admin/models/load")
         deadline = first.arrived_at + first.timeout_s
-        self._scheduler.add(generations, tokens=len(first.prompt), deadline=deadline)
+        self._scheduler.add(generations, tokens=len(first.prompt), deadline=deadline, slot_s=self._slot_s)
         self._publish()
 
     def cancel(self, generation: Generation) -> None:
@@ -297,8 +298,9 @@ class EngineCore:
 
     def _relieve(self, batch: Batch) -> None:
         """More is in use than may be: estimates were wrong. Give up what is only kept; if that is not enough, all."""
+        excess = memory.used_bytes() - self._limit_bytes
         if batch.prefixes.nbytes:
-            batch.prefixes.shrink(0)
+            batch.prefixes.shrink(max(0, batch.prefixes.nbytes - excess))
             memory.release()
         if (used := memory.used_bytes()) > UNLOAD_ABOVE * self._limit_bytes:
             raise MemoryError(f"{used / 1e9:.2f} GB are in use, {self._limit_bytes / 1e9:.2f} GB are allowed")
@@ -347,6 +349,8 @@ class EngineCore:
 
     def _end(self, generation: Generation, item: GenerationReport | LabError) -> None:
         self._forget(generation)
+        if isinstance(item, GenerationReport):
+            self._slot_s += 0.2 * (item.prefill_s + item.decode_s - self._slot_s)
         self._post(generation.mailbox, item)
 
     def _forget(self, generation: Generation) -> None:
@@ -376,6 +380,7 @@ class EngineCore:
             active_requests=len(self._scheduler.running),
             queued_requests=len(self._scheduler.queued),
             prefix_cache_bytes=self._batch.prefixes.nbytes if self._batch else 0,
+            slot_s=self._slot_s,
             prompt_tokens=self._totals.prompt_tokens,
             cached_tokens=self._totals.cached_tokens,
             output_tokens=self._totals.output_tokens,

@@ -233,7 +233,7 @@ class Engine:
         if now.active_requests + now.queued_requests + self._encoding >= settings.slots + settings.queue_limit:
             raise QueueFullError(
                 f"{settings.slots + settings.queue_limit} requests run or wait; try again when some have ended",
-                retry_after_s=1,
+                retry_after_s=max(1.0, now.slot_s / settings.slots),
             )
         with self._lock:
             self._encoding += 1

@@ -188,6 +188,8 @@ class EngineSnapshot:
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache had; part of ``prompt_tokens``."""
     prefix_cache_bytes: int = 0
+    slot_s: float = 1.0
+    """How long requests hold a slot, the newest counting most."""
     unloaded_model: str | None = None
     """The model that was loaded before, while none is."""
     unload_cause: UnloadCause | None = None

@@ -62,8 +62,10 @@ class Scheduler(Generic[Key]):
     def idle(self) -> bool:
         return not self._queued and not self._running
 
-    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float) -> None:
+    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float, slot_s: float = 1.0) -> None:
         """Queue requests of one prompt behind those already there: all of them or none.
+
+        ``slot_s`` is how long a request holds its slot, for telling the refused when a place will be free.
 
         Raises:
             QueueFullError: all slots are taken and more than ``queue_limit`` requests would wait.
@@ -73,7 +75,7 @@ class Scheduler(Generic[Key]):
             raise QueueFullError(
                 f"{max(0, waiting - len(keys))} requests already wait for {self.slots} slots, at most "
                 f"{self.queue_limit} may; try again when some have ended",
-                retry_after_s=1.0,
+                retry_after_s=max(1.0, slot_s / self.slots),
             )
         for key in keys:
             self._queued[key] = _Entry(deadline, short=tokens <= SHORT_PROMPT_TOKENS)

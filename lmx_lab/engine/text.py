@@ -59,7 +59,9 @@ class Detokenizer:
         """The text that this token completes, or ``""``."""
         self._unread.append(token)
         before, self._text = self._text, self._read()
-        self.start = self._given - self._sent + _first_difference(before, self._text)
+        self.start = self._given - self._sent
+        if before:
+            self.start += _first_difference(before, self._text)
         if self._text.endswith(REPLACEMENT):
             return self._give_settled()
         if self._text:

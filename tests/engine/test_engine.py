@@ -34,7 +34,7 @@ from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.chat import ChatRequest
-from tests.engine.conftest import finish, poison, request, run, until_idle
+from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
 from tests.flows.conftest import chat_body
 
 pytestmark = pytest.mark.anyio
@@ -296,14 +296,82 @@ async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(engine: Eng
     assert (await run(engine))[1].output_tokens == 8
 
 
-async def test_running_out_of_memory_unloads_the_model_and_says_so(engine: Engine) -> None:
+async def test_running_out_of_memory_unloads_the_model_and_says_so(engine: Engine, tiny: ModelEntry) -> None:
     await poison(engine, RuntimeError("[malloc] Unable to allocate 1 bytes."))
     with pytest.raises(OutOfMemoryError, match="unloaded"):
         await run(engine)
-    with pytest.raises(NotLoadedError):
-        await run(engine)
     assert engine.snapshot.state == "empty"
+    assert (engine.snapshot.unloaded_model, engine.snapshot.unload_cause) == ("tiny", "memory")
     assert engine.snapshot.memory_used_bytes < 1_000_000, "the weights are still held"
+    with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
+        await run(engine)
+    await engine.load(tiny)
+    assert (await run(engine))[1].output_tokens == 8
+    assert engine.snapshot.unload_cause is None
+
+
+async def test_those_who_wait_are_told_of_the_memory_too(engine: Engine) -> None:
+    streams = [await engine.submit(request(max_tokens=300)) for _ in range(4)]
+    await poison(engine, MemoryError("none left"))
+    for stream in streams:
+        with pytest.raises(OutOfMemoryError):
+            await finish(stream)
+
+
+async def test_a_model_that_nobody_uses_is_unloaded(tiny: ModelEntry) -> None:
+    async with Engine(Settings(idle_unload_s=0.2)) as engine:
+        await engine.load(tiny)
+        # A request that takes longer than that is use.
+        assert (await run(engine, max_tokens=300))[1].output_tokens == 300
+        while engine.snapshot.state == "ready":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert (engine.snapshot.unloaded_model, engine.snapshot.unload_cause) == ("tiny", "idle")
+        with pytest.raises(NotLoadedError):
+            await run(engine)
+        await engine.load(tiny)
+        assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_patient_load_serves_those_who_wait_first(engine: Engine, tiny_home: Path) -> None:
+    streams = [await engine.submit(request(max_tokens=30)) for _ in range(4)]
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    report = await engine.load(other, finish_queued=True)
+    assert report.model == "tiny-two"
+    assert [(await finish(stream))[1].output_tokens for stream in streams] == [30] * 4
+
+
+async def test_a_patient_load_waits_no_longer_than_the_drain_either(tiny: ModelEntry, tiny_home: Path) -> None:
+    async with Engine(Settings(slots=1, drain_s=0.05)) as engine:
+        await engine.load(tiny)
+        streams = [await engine.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
+        await engine.load(Catalog(Settings(home=tiny_home)).resolve("tiny-two"), finish_queued=True)
+        with pytest.raises(NotLoadedError):
+            await finish(streams[2])
+
+
+async def test_a_short_prompt_overtakes_long_ones(tiny: ModelEntry) -> None:
+    async with Engine(Settings(slots=8)) as engine:
+        await engine.load(tiny)
+        long = [await engine.submit(request(prompt=numbers(500, start=500 * at), max_tokens=10)) for at in range(4)]
+        short = await engine.submit(request(max_tokens=1))
+        await finish(short)
+        assert sum(stream.report is None for stream in long) >= 2
+        for stream in long:
+            await finish(stream)
+
+
+async def test_progress_of_a_prompt_is_told(tiny: ModelEntry) -> None:
+    async with Engine(Settings(slots=1)) as engine:
+        await engine.load(tiny)
+        first = await engine.submit(request(prompt=numbers(400), max_tokens=10))
+        waits = await engine.submit(request(prompt=numbers(300, start=5000)))
+        seen = set()
+        async for _ in first:
+            seen.add(waits.progress)
+        assert seen == {None}
+        await finish(waits)
+        assert waits.progress is not None
+        assert (waits.progress.done, waits.progress.total) == (300, 300)
 
 
 async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(engine: Engine, tiny: ModelEntry) -> None:

@@ -279,7 +279,7 @@ def test_metrics_have_the_specified_three_types_and_no_others(lab: Lab) -> None:
         event = next(stream)
         seen[event["type"]] = event
     assert set(seen) == {"throughput", "memory", "heartbeat"}
-    assert set(seen["throughput"]) == {"type", "tokens_per_second", "active_requests"}
+    assert set(seen["throughput"]) == {"type", "tokens_per_second", "active_requests", "queued_requests"}
     memory = seen["memory"]
     assert memory["pct"] == pytest.approx(100 * memory["vram_used_gb"] / memory["vram_total_gb"])
     assert seen["heartbeat"]["uptime"] > 0

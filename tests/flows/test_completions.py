@@ -8,8 +8,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from tokenizers import Tokenizer
 
 from lmx_lab.lab import Lab
+from lmx_lab.weights import ModelEntry
 from tests.flows.conftest import events, serving, wait_until_idle
 from tests.flows.test_bad_input import error_of
 
@@ -44,13 +46,15 @@ def streamed(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def ids(lab: Lab) -> list[int]:
-    """The prompt as the model's own tokenizer has it."""
-    from mlx_lm import tokenizer_utils
+def tokenizer(tiny: ModelEntry) -> Tokenizer:
+    return Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
 
-    entry = lab.engine.snapshot.entry
-    assert entry is not None
-    return list(tokenizer_utils.load(entry.path).encode(SEA))
+
+@pytest.fixture(scope="module")
+def ids(tokenizer: Tokenizer) -> list[int]:
+    """The prompt as the model's own tokenizer has it."""
+    found: list[int] = tokenizer.encode(SEA).ids
+    return found
 
 
 def test_a_completion_has_the_formats_shape(http: httpx2.Client) -> None:
@@ -146,20 +150,32 @@ def test_an_echo_with_logprobs_scores_the_prompt(http: httpx2.Client, ids: list[
         assert top[token] == logprob <= max(top.values()) <= 0
 
 
-def test_a_harness_sees_what_is_greedy_and_what_is_not(http: httpx2.Client, ids: list[int]) -> None:
+def continued(tokenizer: Tokenizer, ids: list[int], made: dict[str, Any]) -> list[int]:
+    """The prompt and these tokens; as one text they might be cut into others."""
+    return ids + [token for text in made["tokens"] for token in tokenizer.encode(text).ids]
+
+
+def test_a_harness_sees_what_is_greedy_and_what_is_not(
+    http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
+) -> None:
     """lm-evaluation-harness compares each token's logprob with the highest in its place."""
-    greedy = choice(http, prompt=ids, logprobs=1, max_tokens=4)["logprobs"]["tokens"]
-    wrong = choice(http, prompt=ids, logprobs=1, max_tokens=4, temperature=2, seed=1)["logprobs"]["tokens"]
-    for tokens, expected in ((greedy, True), (wrong, False)):
-        scored = choice(http, prompt=SEA + "".join(tokens), echo=True, logprobs=1, max_tokens=1)["logprobs"]
+    greedy = choice(http, prompt=ids, logprobs=1, max_tokens=4)["logprobs"]
+    wrong = choice(http, prompt=ids, logprobs=1, max_tokens=4, temperature=2, seed=1)["logprobs"]
+    for made, expected in ((greedy, True), (wrong, False)):
+        prompt = continued(tokenizer, ids, made)
+        scored = choice(http, prompt=prompt, echo=True, logprobs=1, max_tokens=1)["logprobs"]
         rest = slice(len(ids), -1)
         pairs = list(zip(scored["token_logprobs"][rest], scored["top_logprobs"][rest], strict=True))
+        assert len(pairs) == 4
         assert all(logprob == max(top.values()) for logprob, top in pairs) is expected
 
 
-def test_the_score_of_a_continuation_is_what_generating_it_said(http: httpx2.Client, ids: list[int]) -> None:
+def test_the_score_of_a_continuation_is_what_generating_it_said(
+    http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
+) -> None:
     made = choice(http, prompt=ids, logprobs=0, max_tokens=4)["logprobs"]
-    scored = choice(http, prompt=SEA + "".join(made["tokens"]), echo=True, logprobs=0, max_tokens=1)["logprobs"]
+    prompt = continued(tokenizer, ids, made)
+    scored = choice(http, prompt=prompt, echo=True, logprobs=0, max_tokens=1)["logprobs"]
     assert scored["tokens"][len(ids) : -1] == made["tokens"]
     assert scored["token_logprobs"][len(ids) : -1] == pytest.approx(made["token_logprobs"], abs=1e-3)
 

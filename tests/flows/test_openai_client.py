@@ -1,4 +1,4 @@
-"""openai-python against the real SmolLM2: chat, stream, stop, usage, and errors as its own typed exceptions."""
+"""openai-python, each parameter and errors as its own exceptions: against the real SmolLM2 where the text matters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from lmx_lab.lab import Lab
 from tests.flows.conftest import serving
@@ -21,6 +23,13 @@ MODEL = "smollm2-135m"
 def smol_lab(starter_home: Path) -> Iterator[Lab]:
     with serving(starter_home, MODEL) as lab:
         yield lab
+
+
+@pytest.fixture(scope="module")
+def tiny(lab: Lab) -> Iterator[OpenAI]:
+    """For what any model shows: the real one takes its time."""
+    with OpenAI(**lab.openai, max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +74,135 @@ def test_max_tokens_ends_with_length(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2
+
+
+def ask(client: OpenAI, **parameters: Any) -> ChatCompletion:
+    asked = {"model": "default", "messages": FRANCE, "temperature": 0, "max_tokens": 8, **parameters}
+    answer: ChatCompletion = client.chat.completions.create(**asked)
+    return answer
+
+
+def text(client: OpenAI, **parameters: Any) -> str:
+    return ask(client, **parameters).choices[0].message.content or ""
+
+
+def test_max_completion_tokens_is_the_newer_name(client: OpenAI) -> None:
+    usage = ask(client, max_completion_tokens=3).usage
+    assert usage is not None
+    assert usage.completion_tokens == 3
+
+
+def test_16_stops_are_one_too_few_to_refuse(client: OpenAI) -> None:
+    stops = [f"zz{number}" for number in range(15)] + ["Paris"]
+    assert text(client, stop=stops, max_tokens=30) == "The capital of France is "
+    with pytest.raises(openai.BadRequestError):
+        ask(client, stop=["a"] * 17)
+
+
+def test_a_seed_says_the_same_again_and_another_something_else(tiny: OpenAI) -> None:
+    warm: dict[str, Any] = {"temperature": 1.5, "max_tokens": 16}
+    assert text(tiny, seed=1, **warm) == text(tiny, seed=1, **warm)
+    assert len({text(tiny, seed=seed, **warm) for seed in (1, 2, 3)}) > 1
+
+
+def test_n_choices_are_as_many_texts(tiny: OpenAI) -> None:
+    answer = ask(tiny, n=3, seed=1, temperature=1.5, max_tokens=16)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) == 3
+
+
+def test_streamed_choices_come_with_their_index(tiny: OpenAI) -> None:
+    whole = ask(tiny, n=2, seed=1, temperature=1.5)
+    texts = ["", ""]
+    for chunk in tiny.chat.completions.create(
+        model="tiny", messages=FRANCE, n=2, seed=1, temperature=1.5, max_tokens=8, stream=True
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+
+
+def test_logprobs_are_the_clients_own_objects(client: OpenAI) -> None:
+    logprobs = ask(client, logprobs=True, top_logprobs=2, max_tokens=6).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(token.token for token in logprobs.content) == "The capital of France is Paris"
+    for token in logprobs.content:
+        assert bytes(token.bytes or []).decode() == token.token
+        assert token.top_logprobs[0].logprob == token.logprob
+        assert len(token.top_logprobs) == 2
+
+
+def test_a_bias_forces_or_forbids_a_token(client: OpenAI) -> None:
+    assert text(client, logit_bias={"7042": 100}, max_tokens=4) == " Paris" * 4
+    assert "Paris" not in text(client, logit_bias={"7042": -100})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"top_p": 0.1},
+        {"presence_penalty": 2},
+        {"frequency_penalty": -2},
+        {"extra_body": {"top_k": 1}},
+        {"extra_body": {"top_k": 10**6}},
+        {"extra_body": {"min_p": 0.9}},
+        {"extra_body": {"repetition_penalty": 1.5}},
+        {"extra_body": {"ignore_eos": True}},
+        {"user": "me", "metadata": {"a": "b"}, "store": False},
+    ],
+)
+def test_each_parameter_is_taken(tiny: OpenAI, parameters: dict[str, Any]) -> None:
+    assert text(tiny, temperature=0.7, seed=1, **parameters)
+
+
+def test_top_k_1_and_min_p_1_are_greedy(tiny: OpenAI) -> None:
+    for extra in ({"top_k": 1}, {"min_p": 1}):
+        assert text(tiny, temperature=1.9, extra_body=extra) == text(tiny)
+
+
+def test_penalties_end_repetition(client: OpenAI) -> None:
+    def words(**penalty: Any) -> set[str]:
+        return set(complete(client, "one one one one one one", max_tokens=8, **penalty).choices[0].text.split())
+
+    repeated = words()
+    for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"extra_body": {"repetition_penalty": 2}}):
+        assert len(words(**penalty)) > len(repeated)
+
+
+def test_ignore_eos_goes_on_to_max_tokens(tiny: OpenAI) -> None:
+    answer = ask(tiny, max_tokens=40, extra_body={"ignore_eos": True})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 40
+
+
+def complete(client: OpenAI, prompt: Any, **parameters: Any) -> Completion:
+    answer: Completion = client.completions.create(model=MODEL, prompt=prompt, temperature=0, **parameters)
+    return answer
+
+
+def test_completions_continue_the_prompt(client: OpenAI) -> None:
+    answer = complete(client, ["The capital of France is", "Two plus two is"], max_tokens=4, echo=True)
+    assert answer.choices[0].text.startswith("The capital of France is Paris")
+    assert answer.choices[1].text.startswith("Two plus two is")
+    pieces = client.completions.create(model=MODEL, prompt="One, two,", temperature=0, max_tokens=4, stream=True)
+    streamed = "".join(piece.choices[0].text for piece in pieces)
+    assert streamed == complete(client, "One, two,", max_tokens=4).choices[0].text
+
+
+def test_an_echo_scores_what_is_likely_above_what_is_not(client: OpenAI) -> None:
+    scores = []
+    for end in (" Paris", " banana"):
+        prompt = "The capital of France is" + end
+        logprobs = complete(client, prompt, max_tokens=0, echo=True, logprobs=1).choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens is not None
+        assert "".join(logprobs.tokens) == prompt
+        assert logprobs.token_logprobs is not None
+        assert logprobs.token_logprobs[0] is None
+        scores.append(logprobs.token_logprobs[-1])
+    assert scores[0] > scores[1]
 
 
 def test_models_are_listed(client: OpenAI) -> None:

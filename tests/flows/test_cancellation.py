@@ -1,0 +1,70 @@
+"""A client that leaves frees its slot, whatever it asked for and wherever its request stood."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx2
+import pytest
+from websockets.sync.client import connect
+
+from lmx_lab.lab import Lab
+from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
+
+PATH = "/v1/chat/completions"
+Way = Literal["sse", "whole", "socket"]
+LONG: list[Any] = [{"role": "user", "content": "word " * 7000}]
+ENDLESS: dict[str, Any] = {"model": "default", "max_tokens": 7500, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def one_slot(long_home: Path) -> Iterator[Lab]:
+    # Without a cache: the second long prompt must take as long as the first.
+    with serving(long_home, "tiny-long", slots=1, prefix_cache_bytes=0) as lab:
+        yield lab
+
+
+@contextmanager
+def asked(lab: Lab, way: Way, body: dict[str, Any]) -> Iterator[None]:
+    """The request is sent; leaving the block closes the connection."""
+    if way == "socket":
+        with connect(lab.url.replace("http", "ws") + "/v1/chat/stream") as client:
+            client.send(json.dumps(body))
+            yield
+            client.socket.shutdown(socket.SHUT_RDWR)
+        return
+    content = json.dumps({**body, "stream": way == "sse"}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost:{lab.port}\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", lab.port)) as client:
+        client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+@pytest.mark.parametrize("way", ["sse", "whole", "socket"])
+def test_the_slot_is_free_and_the_next_request_is_served(one_slot: Lab, way: Way, phase: str) -> None:
+    before = one_slot.engine.snapshot
+    with ExitStack() as others:
+        if phase == "queued":
+            others.enter_context(asked(one_slot, "sse", chat_body(**ENDLESS)))
+            wait_until(lambda: one_slot.engine.snapshot.output_tokens > before.output_tokens)
+        messages = {"messages": LONG} if phase == "prefill" else {}
+        with asked(one_slot, way, chat_body(**ENDLESS, **messages)):
+            match phase:
+                case "queued":
+                    wait_until(lambda: one_slot.engine.snapshot.queued_requests == 1)
+                case "prefill":
+                    wait_until(lambda: one_slot.engine.snapshot.active_requests == 1)
+                case "decode":
+                    wait_until(lambda: one_slot.engine.snapshot.output_tokens > before.output_tokens)
+        wait_until(lambda: one_slot.engine.snapshot.queued_requests == 0)
+    wait_until_idle(one_slot)
+    made = one_slot.engine.snapshot.output_tokens - before.output_tokens
+    assert made == 0 if phase == "prefill" else 0 < made < 7500
+    fresh = httpx2.post(f"{one_slot.url}{PATH}", json=chat_body(model="tiny-long"), timeout=30)
+    assert fresh.status_code == 200

@@ -1,0 +1,121 @@
+"""Watchers hear of every end, once; those who wait for a first token hear that they are waited for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai import OpenAI
+
+from lmx_lab.lab import Lab
+from lmx_lab.server import connections
+from tests.flows.conftest import HELLO, chat_body, serving, wait_until, wait_until_idle
+
+PATH = "/v1/chat/completions"
+
+
+@contextmanager
+def watching(lab: Lab) -> Iterator[list[dict[str, Any]]]:
+    """The request events since now, as they come."""
+    seen: list[dict[str, Any]] = []
+    with httpx2.stream("GET", f"{lab.url}/admin/events?include=requests", timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+
+        def read() -> None:
+            for line in lines:
+                if '"type":"request"' in line:
+                    seen.append(json.loads(line.removeprefix("data: ")))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        yield seen
+        lab.stop()
+        reader.join()
+
+
+def test_every_end_is_told_once(tiny_home: Path) -> None:
+    with (
+        serving(tiny_home, "tiny", slots=2, queue_limit=0) as lab,
+        httpx2.Client(base_url=lab.url, timeout=60) as http,
+        watching(lab) as seen,
+    ):
+        good = http.post(PATH, json=chat_body())
+        http.post(PATH, json=chat_body(stream=True, max_tokens=3)).read()
+        http.post(PATH, json=chat_body(n=2))
+        http.post(PATH, json=chat_body(messages=[{"role": "user", "content": "word " * 1000}]))
+        http.post("/v1/completions", json={"model": "tiny", "prompt": ["a", "b"], "max_tokens": 1})
+        with http.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as response:
+            wait_for(response.iter_lines(), '"delta":{"content":')
+        wait_until_idle(lab)
+        wait_until(lambda: len(seen) == 8)
+        lab.chat("hello", max_tokens=1)
+        wait_until(lambda: len(seen) == 9)
+    told = [(event["finish_reason"], event["code"]) for event in seen]
+    length = ("length", None)
+    refused = ("error", "context-length-exceeded")
+    assert told == [length, length, length, length, refused, length, length, ("cancelled", None), length]
+    assert seen[0]["request_id"] == good.headers["x-request-id"]
+    assert (seen[0]["model"], seen[0]["completion_tokens"]) == ("tiny", 8)
+    assert 0 < seen[7]["completion_tokens"] < 450
+    assert seen[8]["request_id"] == ""
+
+
+def test_a_dropped_reply_stream_is_told_too(tiny_home: Path) -> None:
+    with serving(tiny_home, "tiny") as lab, watching(lab) as seen:
+        for _ in lab.chat("hello", stream=True, max_tokens=450):
+            break
+        wait_until(lambda: len(seen) == 1)
+    assert seen[0]["finish_reason"] == "cancelled"
+
+
+@contextmanager
+def slot_taken(lab: Lab) -> Iterator[None]:
+    body = chat_body(stream=True, max_tokens=450, ignore_eos=True)
+    with httpx2.stream("POST", f"{lab.url}{PATH}", json=body, timeout=60) as response:
+        pieces = response.iter_text()  # dropped, it would close the connection
+        next(pieces)
+        yield
+
+
+def test_who_waits_is_told_so_in_comments(long_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.02)
+    long = [{"role": "user", "content": "word " * 7000}]
+    with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+        body = chat_body(model="tiny-long", messages=long, stream=True, max_tokens=1)
+        with http.stream("POST", PATH, json=chat_body(model="tiny-long", stream=True, max_tokens=4000)) as running:
+            others = running.iter_text()  # dropped, it would close the connection
+            next(others)
+            with http.stream("POST", PATH, json=body) as waiting:
+                pieces = waiting.iter_lines()
+                wait_for(pieces, ": queued")
+                running.close()
+                wait_for(pieces, ": prompt ")
+                *_, done, _ = pieces
+    assert done == "data: [DONE]"
+
+
+def wait_for(lines: Iterator[str], part: str) -> None:
+    for line in lines:
+        if part in line:
+            return
+    raise AssertionError(f"no line had {part!r}")
+
+
+def test_openai_python_ignores_the_comments(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.001)
+    with serving(tiny_home, "tiny", slots=1) as lab, OpenAI(**lab.openai, max_retries=0) as client:
+        with slot_taken(lab):
+            messages: Any = HELLO
+            stream = client.chat.completions.create(
+                model="tiny", messages=messages, temperature=0, max_tokens=8, stream=True
+            )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        whole = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=8)
+    assert text == whole.choices[0].message.content

@@ -1,0 +1,100 @@
+"""GET /metrics and /admin/events on a running server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmx_lab.lab import Lab
+from tests.flows.conftest import chat_body, serving
+
+CHAT = "/v1/chat/completions"
+
+
+def scrape(http: httpx2.Client) -> dict[str, float]:
+    """Samples by name; those with labels as ``name{a=b}``."""
+    response = http.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[sample.name.removeprefix("lmx_lab_") + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found
+
+
+def test_a_request_shows_in_the_figures(fresh_http: httpx2.Client) -> None:
+    before = scrape(fresh_http)
+    assert (before["engine_up"], before["model_loaded{model=tiny}"], before["requests_active"]) == (1, 1, 0)
+    usage = fresh_http.post(CHAT, json=chat_body(max_tokens=8)).json()["usage"]
+    after = scrape(fresh_http)
+    assert after["requests_total{code=,outcome=length}"] == 1
+    assert after["output_tokens_total"] - before["output_tokens_total"] == usage["completion_tokens"] == 8
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == usage["prompt_tokens"]
+    for name in ("queue", "time_to_first_token", "time_per_output_token", "request"):
+        assert after[f"{name}_seconds_count"] == 1
+    assert after["memory_total_bytes"] > after["memory_used_bytes"] > after["model_memory_bytes"] / 2 > 0
+    assert after["uptime_seconds"] > before["uptime_seconds"]
+
+
+def test_a_refusal_is_counted_with_its_code_and_no_name_that_the_caller_chose(fresh_http: httpx2.Client) -> None:
+    assert fresh_http.post(CHAT, json=chat_body(model="no-such-model")).status_code == 404
+    assert scrape(fresh_http)["requests_total{code=model-not-found,outcome=error}"] == 1
+    assert "no-such-model" not in fresh_http.get("/metrics").text
+
+
+def test_a_client_that_leaves_is_counted(fresh_http: httpx2.Client) -> None:
+    with fresh_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=450)) as response:
+        next(response.iter_text())
+    while "requests_total{code=,outcome=cancelled}" not in (figures := scrape(fresh_http)):
+        assert figures.get("requests_total{code=,outcome=length}", 0) == 0
+    assert figures["requests_total{code=,outcome=cancelled}"] == 1
+
+
+def test_openmetrics_is_spoken_to_who_asks_for_it(http: httpx2.Client) -> None:
+    response = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert response.text.endswith("# EOF\n")
+
+
+@pytest.mark.parametrize(
+    "accept", ["application/openmetrics-text; version=x", "application/openmetrics-text;version=é"]
+)
+def test_an_accept_header_that_makes_no_sense_does_no_harm(http: httpx2.Client, accept: str) -> None:
+    assert http.get("/metrics", headers=[(b"accept", accept.encode())]).status_code == 200
+
+
+def test_the_key_is_needed_where_one_is_set(tiny_home: Path) -> None:
+    with serving(tiny_home, None, api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
+        assert http.get("/metrics").status_code == 401
+        assert http.get("/metrics", headers={"authorization": "Bearer s3cret"}).status_code == 200
+        assert http.post("/metrics", headers={"authorization": "Bearer s3cret"}).status_code == 405
+
+
+def events(lab: Lab, query: str) -> Iterator[dict[str, Any]]:
+    with httpx2.stream("GET", f"{lab.url}/admin/events{query}", timeout=30) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def test_watchers_see_an_idle_model_go_and_readiness_says_why(tiny_home: Path) -> None:
+    with serving(tiny_home, None, idle_unload_s=1.5) as lab, httpx2.Client(base_url=lab.url, timeout=30) as http:
+        stream = events(lab, "?include=models")
+        next(stream)
+        http.post("/admin/models/load", json={"model": "tiny"})
+        while (event := next(stream))["type"] != "model" or event["stage"] != "unloaded":
+            pass
+        assert (event["model"], event["message"]) == ("tiny", "idle for 1.5 s")
+        ready = http.get("/readyz")
+        error = ready.json()["error"]
+        assert (ready.status_code, error["code"]) == (503, "no-model-loaded")
+        assert "tiny was unloaded because no request came for 1.5 s" in error["message"]
+        assert not [name for name in scrape(http) if name.startswith("model_loaded")]

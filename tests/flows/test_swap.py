@@ -1,0 +1,147 @@
+"""``--swap``: naming a model that is on disk is enough."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab.lab import Lab
+from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
+
+PATH = "/v1/chat/completions"
+TWO = ("tiny", "tiny-two")
+
+
+@pytest.fixture
+def swapping(tiny_home: Path) -> Iterator[Lab]:
+    with serving(tiny_home, "tiny", swap=True) as lab:
+        yield lab
+
+
+@pytest.fixture
+def client(swapping: Lab) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=swapping.url, timeout=60) as client:
+        yield client
+
+
+def ask(client: httpx2.Client, model: str, **changes: Any) -> httpx2.Response:
+    return client.post(PATH, json=chat_body(model=model, **changes))
+
+
+def test_a_request_brings_its_model(swapping: Lab, client: httpx2.Client) -> None:
+    assert ask(client, "tiny-two").json()["model"] == "tiny-two"
+    assert swapping.engine.snapshot.model == "tiny-two"
+    completed = client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1})
+    assert completed.json()["model"] == "tiny"
+
+
+def test_default_stays_with_what_is_loaded(client: httpx2.Client) -> None:
+    assert ask(client, "default").json()["model"] == "tiny"
+
+
+def test_default_brings_back_what_was_unloaded(swapping: Lab, client: httpx2.Client) -> None:
+    ask(client, "tiny-two")
+    swapping.unload()
+    assert ask(client, "default").json()["model"] == "tiny-two"
+
+
+def test_default_has_nothing_to_bring_where_nothing_was(tiny_home: Path) -> None:
+    with serving(tiny_home, None, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
+        refused = ask(client, "default")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
+        assert ask(client, "tiny").status_code == 200
+
+
+def test_only_ids_of_what_is_on_disk_are_loaded(
+    swapping: Lab, client: httpx2.Client, tiny_home: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "elsewhere")
+    for name in (str(tmp_path / "elsewhere"), "unheard-of", "nobody/nothing", "qwen3-0.6b"):
+        refused = ask(client, name)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model-not-found")
+    assert swapping.engine.snapshot.model == "tiny"
+
+
+def test_running_and_waiting_requests_are_answered_before_the_swap(tiny_home: Path) -> None:
+    with serving(tiny_home, "tiny", swap=True, slots=1) as lab:
+        answers = at_once(lab, ["tiny", "tiny", "tiny", "tiny-two"], max_tokens=100)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {100}
+
+
+def test_many_who_want_two_models_are_all_served(swapping: Lab) -> None:
+    names = [TWO[at % 2] for at in range(6)]
+    answers = at_once(swapping, names)
+    assert [answer.json().get("model") for answer in answers] == names
+
+
+def at_once(lab: Lab, names: list[str], **changes: Any) -> list[httpx2.Response]:
+    async def all_of_them() -> list[httpx2.Response]:
+        async with httpx2.AsyncClient(base_url=lab.url, timeout=120) as client:
+            bodies = [chat_body(model=name, **changes) for name in names]
+            return list(await asyncio.gather(*(client.post(PATH, json=body) for body in bodies)))
+
+    return asyncio.run(all_of_them())
+
+
+def test_an_administrators_load_is_waited_for(swapping: Lab, client: httpx2.Client) -> None:
+    with client.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as running:
+        pieces = running.iter_text()
+        next(pieces)
+        load = threading.Thread(
+            target=client.post, args=("/admin/models/load",), kwargs={"json": {"model": "tiny-two"}}
+        )
+        load.start()
+        wait_until(lambda: swapping._server.loader._doing is not None)
+        answers: list[httpx2.Response] = []
+        asks = threading.Thread(target=lambda: answers.append(ask(client, "tiny")))
+        asks.start()
+        "".join(pieces)
+    load.join()
+    asks.join()
+    assert (answers[0].status_code, answers[0].json()["model"]) == (200, "tiny")
+
+
+def test_who_leaves_while_waiting_for_a_model_holds_nobody_up(swapping: Lab, client: httpx2.Client) -> None:
+    with client.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as running:
+        pieces = running.iter_text()
+        next(pieces)
+        with pytest.raises(httpx2.ReadTimeout):
+            client.post(PATH, json=chat_body(model="tiny-two"), timeout=0.05)
+    wait_until_idle(swapping)
+    assert ask(client, "tiny").json()["model"] == "tiny"
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_other_in_place(tiny_home: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(tiny_home, home)
+    (home / "models" / "tiny-two" / "config.json").write_text('{"model_type": "from_the_future"}')
+    with serving(home, "tiny", swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
+        refused = ask(client, "tiny-two")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid-request")
+        assert ask(client, "tiny").status_code == 200
+
+
+def test_the_line_for_a_model_has_an_end(tiny_home: Path) -> None:
+    with serving(tiny_home, "tiny", swap=True, slots=1, queue_limit=2) as lab:
+        answers = at_once(lab, ["tiny-two"] + ["tiny"] * 9, max_tokens=200)
+    assert {answer.status_code for answer in answers} <= {200, 429}
+    assert answers[0].status_code == 200
+
+
+def test_the_deadline_also_holds_for_the_wait(tiny_home: Path) -> None:
+    with serving(tiny_home, "tiny", swap=True, request_timeout_s=0.01) as lab:
+        (late,) = at_once(lab, ["tiny-two"])
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "lmx-timeout")
+
+
+def test_without_swap_another_model_is_refused(tiny_home: Path) -> None:
+    with serving(tiny_home, "tiny") as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
+        assert ask(client, "tiny-two").status_code == 503

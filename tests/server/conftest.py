@@ -1,0 +1,19 @@
+"""A model that is only talked about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lmx_lab.weights import ModelEntry
+
+ENTRY = ModelEntry(
+    id="tiny",
+    path=Path("/models/tiny"),
+    kind="chat",
+    architecture="llama",
+    format="mlx",
+    size_bytes=7,
+    quantization=None,
+    context_length=512,
+    source="store",
+)

@@ -1,0 +1,195 @@
+"""What a scrape shows, read back with the library's own parsers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+from prometheus_client import REGISTRY, openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from lmx_lab.engine import Engine, EngineSnapshot, GenerationReport
+from lmx_lab.server.generations import RequestEnd
+from lmx_lab.server.metrics import BUCKETS_S, Metrics
+from lmx_lab.settings import Settings
+from tests.server.conftest import ENTRY
+
+ODD = replace(ENTRY, id='odd "name"\n')
+REPORT = GenerationReport(
+    model="tiny",
+    finish_reason="stop",
+    prompt_tokens=10,
+    cached_tokens=4,
+    output_tokens=5,
+    queue_s=0.002,
+    prefill_s=0.1,
+    ttft_s=0.2,
+    decode_s=0.5,
+    peak_memory_bytes=1,
+)
+
+
+@dataclass
+class StillEngine:
+    """An engine that is only looked at."""
+
+    snapshot: EngineSnapshot = field(default_factory=EngineSnapshot)
+    alive: bool = True
+    uptime_s: float = 12.5
+    settings: Settings = field(default_factory=Settings)
+
+
+def metrics_of(engine: StillEngine) -> Metrics:
+    return Metrics(cast(Engine, engine))
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    body, _ = metrics.render()
+    return {
+        (sample.name.removeprefix("lmx_lab_"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in parse_text(body.decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return samples(metrics)[name, tuple(sorted(labels.items()))]
+
+
+def end(outcome: Any = "stop", code: str | None = None, report: GenerationReport | None = REPORT) -> RequestEnd:
+    return RequestEnd(request_id="req_1", model="tiny", outcome=outcome, code=code, report=report)
+
+
+def test_the_engines_figures_are_those_of_the_snapshot_at_the_time() -> None:
+    engine = StillEngine()
+    metrics = metrics_of(engine)
+    assert value(metrics, "output_tokens_total") == 0
+    engine.snapshot = EngineSnapshot(
+        state="ready",
+        entry=ODD,
+        model_memory_bytes=8,
+        active_requests=1,
+        queued_requests=2,
+        output_tokens=3,
+        prompt_tokens=4,
+        cached_tokens=5,
+        prefix_cache_bytes=6,
+        memory_used_bytes=7,
+        memory_peak_bytes=9,
+        memory_total_bytes=2**40,
+        progress_at=float("inf"),
+    )
+    expected = {
+        "requests_active": 1,
+        "requests_queued": 2,
+        "output_tokens_total": 3,
+        "prompt_tokens_total": 4,
+        "cached_tokens_total": 5,
+        "prefix_cache_bytes": 6,
+        "memory_used_bytes": 7,
+        "model_memory_bytes": 8,
+        "memory_peak_bytes": 9,
+        "memory_total_bytes": 2**40,
+        "uptime_seconds": 12.5,
+        "engine_up": 1,
+        "engine_stalled": 0,
+    }
+    assert {name: value(metrics, name) for name in expected} == expected
+
+
+def test_only_the_loaded_model_is_a_label() -> None:
+    engine = StillEngine(EngineSnapshot(state="ready", entry=ODD))
+    metrics = metrics_of(engine)
+    assert value(metrics, "model_loaded", model=ODD.id) == 1
+    engine.snapshot = EngineSnapshot(state="empty", unloaded_model=ODD.id, unload_cause="idle")
+    assert not [name for name, _ in samples(metrics) if name == "model_loaded"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "up", "stalled"),
+    [
+        (StillEngine(), 1, 0),
+        (StillEngine(EngineSnapshot(state="dead")), 0, 0),
+        (StillEngine(alive=False), 0, 0),
+        (StillEngine(EngineSnapshot(active_requests=1, progress_at=float("-inf"))), 1, 1),
+    ],
+)
+def test_a_dead_and_a_stalled_engine_show(engine: StillEngine, up: int, stalled: int) -> None:
+    metrics = metrics_of(engine)
+    assert (value(metrics, "engine_up"), value(metrics, "engine_stalled")) == (up, stalled)
+
+
+def test_ends_are_counted_by_outcome_and_code() -> None:
+    metrics = metrics_of(StillEngine())
+    for outcome, code in (("stop", None), ("stop", None), ("error", "queue-full"), ("error", "lmx-timeout")):
+        metrics.observe(end(outcome, code, None))
+    metrics.observe(end("cancelled", report=None))
+    counted = {labels: count for (name, labels), count in samples(metrics).items() if name == "requests_total"}
+    assert counted == {
+        (("code", ""), ("outcome", "stop")): 2,
+        (("code", "queue-full"), ("outcome", "error")): 1,
+        (("code", "lmx-timeout"), ("outcome", "error")): 1,
+        (("code", ""), ("outcome", "cancelled")): 1,
+    }
+
+
+def test_the_times_of_what_ended_well_are_in_the_histograms() -> None:
+    metrics = metrics_of(StillEngine())
+    metrics.observe(end())
+    metrics.observe(end("error", "internal-error", None))
+    sums = {
+        "queue_seconds": REPORT.queue_s,
+        "time_to_first_token_seconds": REPORT.ttft_s,
+        "time_per_output_token_seconds": 0.1,
+        "request_seconds": REPORT.total_s,
+    }
+    for name, seconds in sums.items():
+        assert value(metrics, f"{name}_count") == 1
+        assert value(metrics, f"{name}_sum") == pytest.approx(seconds)
+    bounds = [float(dict(labels)["le"]) for name, labels in samples(metrics) if name == "request_seconds_bucket"]
+    assert bounds == [*BUCKETS_S, float("inf")]
+    assert value(metrics, "queue_seconds_bucket", le="0.0025") == 1
+    assert value(metrics, "queue_seconds_bucket", le="0.001") == 0
+
+
+def test_what_has_no_output_has_no_time_per_token() -> None:
+    metrics = metrics_of(StillEngine())
+    scored = GenerationReport(**{**vars(REPORT), "output_tokens": 0, "finish_reason": "length"})
+    metrics.observe(end("length", report=scored))
+    assert value(metrics, "time_per_output_token_seconds_count") == 0
+    assert value(metrics, "request_seconds_count") == 1
+
+
+def test_two_servers_in_one_process_do_not_mix() -> None:
+    one, two = metrics_of(StillEngine()), metrics_of(StillEngine())
+    one.observe(end())
+    assert value(one, "request_seconds_count") == 1
+    assert value(two, "request_seconds_count") == 0
+    assert not [family.name for family in REGISTRY.collect() if family.name.startswith("lmx_lab")]
+
+
+def test_the_format_is_the_one_asked_for() -> None:
+    metrics = metrics_of(StillEngine(EngineSnapshot(state="ready", entry=ODD)))
+    metrics.observe(end())
+    body, content_type = metrics.render("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5")
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    names = {family.name for family in parse_openmetrics(body.decode())}
+    assert {"lmx_lab_requests", "lmx_lab_output_tokens", "lmx_lab_model_loaded", "lmx_lab_request_seconds"} <= names
+
+
+@pytest.mark.parametrize(
+    "accept", ["", "*/*", "text/html", ";;,", "application/openmetrics-text;version=abc", "text/plain;version=é"]
+)
+def test_whatever_is_asked_for_otherwise_gets_plain_text(accept: str) -> None:
+    body, content_type = metrics_of(StillEngine()).render(accept)
+    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
+    assert list(parse_text(body.decode()))
+
+
+def test_each_family_says_what_it_is() -> None:
+    body, _ = metrics_of(StillEngine()).render(openmetrics.exposition.CONTENT_TYPE_LATEST)
+    families = list(parse_openmetrics(body.decode()))
+    assert families
+    assert all(family.documentation and family.name.startswith("lmx_lab_") for family in families)
