@@ -21,7 +21,8 @@ Server, bare generator and clients are processes of their own; the clients only 
 ``tiny`` is a two-layer llama of random weights with SmolLM2's tokenizer, where a token takes a millisecond and
 overheads show. ``smollm2`` is SmolLM2-135M-Instruct with its 4-bit weights and float32 scales, for every server alike
 (a CPU emulates float16). The limits on ratios of speed are about ``smollm2``; on ``tiny`` their verdict is in brackets.
-The exit status is 1 if a binding limit does not hold.
+The exit status is 1 if a binding limit does not hold. "Others' cores" says how busy other programs kept the machine:
+with more than about half a core the figures are not to be trusted, those of decode least.
 
 The table is printed, and everything, every sample and what it was measured with, is kept in
 ``build/bench/<time>.json``. Models made for it are kept in ``build/bench/models``, what the servers said in
@@ -36,11 +37,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from benchmarks import against_mlx_lm, disconnect, flood, leak, report, second_turn, stall, throughput
 from benchmarks.bench import Bench, BenchError, Model
+from benchmarks.load import Load
 from benchmarks.models import folder_of
 from benchmarks.provenance import provenance
 from benchmarks.rows import Row
@@ -95,11 +97,12 @@ def _measure(names: list[str], models: list[Model], *, quick: bool) -> Iterator[
 
 def _rows(name: str, bench: Bench) -> list[Row]:
     """A figure's rows; one that could not be measured is a row too."""
-    started = time.perf_counter()
+    started, load = time.perf_counter(), Load()
     try:
         rows = FIGURES[name].measure(bench)
     except (BenchError, OSError, EOFError) as exc:
         rows = [_failed(FIGURES[name].title, bench, exc)]
+    rows = [replace(row, others_cores=load.others_cores()) for row in rows]
     values = ", ".join(report.value_of(row) for row in rows)
     report.say(f"{name}, {bench.model}: {values}  ({time.perf_counter() - started:.0f} s)")
     return rows

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.paths import BUILD
@@ -27,12 +28,13 @@ def say(text: str) -> None:
 
 
 def show(rows: Iterable[Row]) -> None:
-    table = Table("figure", "case", "model", "value", "must", "verdict", "of which", box=None)
+    table = Table("figure", "case", "model", "value", "must", "verdict", "others' cores", "of which", box=None)
     for row in rows:
         must = f"{row.limit or ''} {row.unit}".strip()
         cells = (row.figure, row.case, row.model, value_of(row), must)
         style = STYLES.get(row.verdict)
-        table.add_row(*cells, f"[{style}]{row.verdict}[/]" if style else row.verdict, row.summary)
+        verdict = f"[{style}]{row.verdict}[/]" if style else row.verdict
+        table.add_row(*cells, verdict, f"{row.others_cores:.1f}", escape(row.summary))
     console.print(table, highlight=False)
 
 

@@ -41,6 +41,8 @@ class Row:
     unit: str = ""
     summary: str = ""
     """The absolute numbers behind the value, in a few words."""
+    others_cores: float = 0.0
+    """Cores that other programs kept busy meanwhile."""
     detail: dict[str, Any] = field(default_factory=dict)
     """Every sample, for the JSON file."""
 

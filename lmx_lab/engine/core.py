@@ -9,7 +9,7 @@ import logging
 import time
 import traceback
 from asyncio import AbstractEventLoop
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ from lmx_lab.engine.requests import (
 )
 from lmx_lab.engine.sampling import Samplers
 from lmx_lab.engine.scheduler import Scheduler, Verdict
-from lmx_lab.engine.stream import Item, Mailbox
+from lmx_lab.engine.stream import Outbox
 from lmx_lab.errors import (
     EngineDeadError,
     EngineError,
@@ -84,7 +84,7 @@ class EngineCore:
         self._model: loaded.LoadedModel | None = None
         self._batch: Batch | None = None
         self._swaps: deque[Swap] = deque()
-        self._outbox: dict[AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
+        self._outbox = Outbox()
         self._used_at = time.perf_counter()
         self._totals = Totals()
         self._slot_s = EngineSnapshot.slot_s
@@ -243,7 +243,7 @@ class EngineCore:
         while self._batch is not None and (generation := self._scheduler.admit(self._judge)) is not None:
             generation.admitted_at = time.perf_counter()
             self._batch.insert(generation)
-            self._post(generation.mailbox, _progress(generation))
+            self._outbox.post(generation.mailbox, _progress(generation))
 
     def _judge(self, generation: Generation) -> Verdict:
         assert self._batch is not None
@@ -268,13 +268,13 @@ class EngineCore:
             match event:
                 case Computed():
                     self._totals.prompt_tokens += event.tokens
-                    self._post(generation.mailbox, _progress(generation))
+                    self._outbox.post(generation.mailbox, _progress(generation))
                     if event.done:
                         self._totals.prompt_tokens += generation.cached_tokens
                         self._totals.cached_tokens += generation.cached_tokens
                         self._scheduler.prefilled(generation)
                 case Scored():
-                    self._post(generation.mailbox, event.scores)
+                    self._outbox.post(generation.mailbox, event.scores)
                     if not generation.max_tokens:
                         self._end(generation, generation.report("length", time.perf_counter()))
                 case Token():
@@ -292,7 +292,7 @@ class EngineCore:
         if event.finish is not None and not stopped:
             rest = generation.splitter.finish()
             text, entries, stopped = text + rest.text, (*entries, *rest.entries), rest.stopped
-        self._post(generation.mailbox, Delta(text=text, tokens=1, logprobs=tuple(entries)))
+        self._outbox.post(generation.mailbox, Delta(text=text, tokens=1, logprobs=tuple(entries)))
         if stopped or event.finish is not None:
             self._end(generation, generation.report("stop" if stopped else event.finish or "stop", now))
 
@@ -351,7 +351,7 @@ class EngineCore:
         self._forget(generation)
         if isinstance(item, GenerationReport):
             self._slot_s += 0.2 * (item.prefill_s + item.decode_s - self._slot_s)
-        self._post(generation.mailbox, item)
+        self._outbox.post(generation.mailbox, item)
 
     def _forget(self, generation: Generation) -> None:
         self._scheduler.remove(generation)
@@ -364,9 +364,6 @@ class EngineCore:
         for generation in self._scheduler.queued + self._scheduler.running:
             if generation.mailbox.loop is loop:
                 self._forget(generation)
-
-    def _post(self, mailbox: Mailbox, item: Item) -> None:
-        self._outbox[mailbox.loop].append((mailbox, item))
 
     def _publish(self, state: EngineState | None = None) -> None:
         """Renew the snapshot, then hand each reader's loop its items in one call."""
@@ -388,18 +385,9 @@ class EngineCore:
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
             progress_at=time.perf_counter(),
         )
-        outbox, self._outbox = self._outbox, defaultdict(list)
-        for loop, items in outbox.items():
-            try:
-                loop.call_soon_threadsafe(_deliver, items)
-            except RuntimeError:
-                self._forget_readers_on(loop)
+        for loop in self._outbox.send():
+            self._forget_readers_on(loop)
 
 
 def _progress(generation: Generation) -> PromptProgress:
     return PromptProgress(done=generation.cached_tokens + generation.computed_tokens, total=len(generation.prompt))
-
-
-def _deliver(items: list[tuple[Mailbox, Item]]) -> None:
-    for mailbox, item in items:
-        mailbox.deliver(item)

@@ -253,6 +253,9 @@ class Engine:
             if self.snapshot.unload_cause == "memory":
                 unloaded = self.snapshot.unloaded_model
                 raise OutOfMemoryError(f"{unloaded} was unloaded for lack of memory; load it again, or a smaller one")
+            if self.snapshot.unload_cause == "idle":
+                unloaded = self.snapshot.unloaded_model
+                raise NotLoadedError(f"{unloaded} was unloaded after a time without use; {LOAD_FIRST}")
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
         if name is not None and name != model.entry.id:
             raise OtherModelLoadedError(f"{name[:200]} is not loaded, {model.entry.id} is; {LOAD_FIRST}", param="model")

@@ -7,6 +7,7 @@ most the text of one generation.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -54,6 +55,32 @@ class Mailbox:
         delta = Delta(text="".join(self._text), tokens=self._tokens, logprobs=tuple(self._logprobs))
         self._text, self._tokens, self._logprobs = [], 0, []
         return delta
+
+
+class Outbox:
+    """What the engine's step has to say to the mailboxes, handed to each reader's loop in one call."""
+
+    def __init__(self) -> None:
+        self._items: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
+
+    def post(self, mailbox: Mailbox, item: Item) -> None:
+        self._items[mailbox.loop].append((mailbox, item))
+
+    def send(self) -> list[asyncio.AbstractEventLoop]:
+        """Deliver all; returns the loops that are closed, where nobody is left to read."""
+        posted, self._items = self._items, defaultdict(list)
+        closed = []
+        for loop, items in posted.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, items)
+            except RuntimeError:
+                closed.append(loop)
+        return closed
+
+
+def _deliver(items: list[tuple[Mailbox, Item]]) -> None:
+    for mailbox, item in items:
+        mailbox.deliver(item)
 
 
 class TokenStream:

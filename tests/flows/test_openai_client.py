@@ -161,13 +161,18 @@ def test_top_k_1_and_min_p_1_are_greedy(tiny: OpenAI) -> None:
         assert text(tiny, temperature=1.9, extra_body=extra) == text(tiny)
 
 
-def test_penalties_end_repetition(client: OpenAI) -> None:
-    def words(**penalty: Any) -> set[str]:
-        return set(complete(client, "one one one one one one", max_tokens=8, **penalty).choices[0].text.split())
+def test_penalties_make_the_tokens_more_various(tiny: OpenAI) -> None:
+    twelve = {str(token): 100 for token in range(1000, 1012)}
 
-    repeated = words()
-    for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"extra_body": {"repetition_penalty": 2}}):
-        assert len(words(**penalty)) > len(repeated)
+    def various(**penalty: Any) -> int:
+        logprobs = ask(tiny, logit_bias=twelve, logprobs=True, max_tokens=24, **penalty).choices[0].logprobs
+        assert logprobs is not None
+        return len({token.token for token in logprobs.content or []})
+
+    without = various()
+    assert without < 12
+    for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"extra_body": {"repetition_penalty": 1.5}}):
+        assert various(**penalty) > without
 
 
 def test_ignore_eos_goes_on_to_max_tokens(tiny: OpenAI) -> None:
