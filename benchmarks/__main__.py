@@ -4,7 +4,7 @@ Each figure is a ratio of two things measured in one run, or seconds with a wide
 a noisy machine. Both sides of a comparison take turns on the same prompts; the value is the median over the rounds.
 Server, bare generator and clients are processes of their own; the clients only note the times of what comes.
 
-    python -m benchmarks                                   everything: about 25 minutes on two CPU cores
+    python -m benchmarks                                   everything: about half an hour on two CPU cores
     python -m benchmarks --model tiny --quick              a look, in a minute or two
     python -m benchmarks --only turn --only stall --model smollm2
 

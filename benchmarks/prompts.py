@@ -25,6 +25,11 @@ def story(seed: int) -> list[Message]:
     return [_user(f"Write a very long story, in many chapters, about these: {words(seed, 5)}.")]
 
 
+def brief(seed: int) -> list[Message]:
+    """As short as can be, without the template's own system message: for measuring decode, not prefill."""
+    return [{"role": "system", "content": "Go."}, _user(words(seed, 4))]
+
+
 def history(seed: int, tokens: int) -> list[Message]:
     """A prompt of about so many tokens."""
     return [_user(f"Here is a list of words: {words(seed, tokens - 45)}. Tell a story about them.")]

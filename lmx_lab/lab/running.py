@@ -118,7 +118,9 @@ class Lab(Serving):
         With ``stream=True`` iterate the result for text as it comes. Interrupting ends the generation.
 
         Args:
-            parameters: of the chat format: ``temperature``, ``top_p``, ``max_tokens``, ``stop``; also ``system``.
+            parameters: of the chat format: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``,
+                ``seed``, penalties, ``logit_bias``, ``ignore_eos``; also ``system``. A reply is one text: no ``n``, no
+                ``logprobs``.
 
         Raises:
             NotLoadedError: load a model first.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,8 @@ def test_many_who_want_two_models_are_all_served(swapping: Lab) -> None:
 
 
 def at_once(lab: Lab, names: list[str], **changes: Any) -> list[httpx2.Response]:
-    async def all_of_them() -> list[httpx2.Response]:
-        async with httpx2.AsyncClient(base_url=lab.url, timeout=120) as client:
-            bodies = [chat_body(model=name, **changes) for name in names]
-            return list(await asyncio.gather(*(client.post(PATH, json=body) for body in bodies)))
-
-    return asyncio.run(all_of_them())
+    with httpx2.Client(base_url=lab.url, timeout=120) as client, ThreadPoolExecutor(len(names)) as threads:
+        return list(threads.map(lambda name: ask(client, name, **changes), names))
 
 
 def test_an_administrators_load_is_waited_for(swapping: Lab, client: httpx2.Client) -> None:
@@ -130,10 +126,23 @@ def test_a_model_that_cannot_be_loaded_leaves_the_other_in_place(tiny_home: Path
 
 
 def test_the_line_for_a_model_has_an_end(tiny_home: Path) -> None:
-    with serving(tiny_home, "tiny", swap=True, slots=1, queue_limit=2) as lab:
-        answers = at_once(lab, ["tiny-two"] + ["tiny"] * 9, max_tokens=200)
-    assert {answer.status_code for answer in answers} <= {200, 429}
-    assert answers[0].status_code == 200
+    with (
+        serving(tiny_home, "tiny", swap=True, slots=1, queue_limit=1) as lab,
+        httpx2.Client(base_url=lab.url, timeout=60) as client,
+    ):
+        with client.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as running:
+            pieces = running.iter_text()
+            next(pieces)
+            waiting = [threading.Thread(target=ask, args=(client, "tiny-two")) for _ in range(2)]
+            for thread in waiting:
+                thread.start()
+            swap = lab._server.chat._swap
+            wait_until(lambda: swap is not None and swap._waiting == 2)
+            refused = ask(client, "tiny")
+        for thread in waiting:
+            thread.join()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue-full")
+    assert int(refused.headers["retry-after"]) >= 1
 
 
 def test_the_deadline_also_holds_for_the_wait(tiny_home: Path) -> None:

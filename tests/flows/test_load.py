@@ -1,0 +1,102 @@
+"""Many at once, and some of them badly behaved: nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from lmx_lab.lab import Lab
+from tests.flows.conftest import chat_body, events, serving, wait_until, wait_until_idle
+
+LONG = " ".join(f"word{number}" for number in range(600))
+
+
+@pytest.fixture(scope="module")
+def busy(long_home: Path) -> Iterator[Lab]:
+    with serving(long_home, "tiny-long", slots=8, queue_limit=64) as lab:
+        yield lab
+
+
+def post_all(lab: Lab, bodies: list[dict[str, object]], *, timeout_s: float = 120) -> list[httpx2.Response | None]:
+    """All at the same time; None for those that the client gave up on."""
+
+    async def one(client: httpx2.AsyncClient, body: dict[str, object]) -> httpx2.Response | None:
+        try:
+            return await client.post("/v1/chat/completions", json=body)
+        except httpx2.TimeoutException:
+            return None
+
+    async def story() -> list[httpx2.Response | None]:
+        limits = httpx2.Limits(max_connections=len(bodies))
+        async with httpx2.AsyncClient(base_url=lab.url, timeout=timeout_s, limits=limits) as client:
+            return list(await asyncio.gather(*(one(client, body) for body in bodies)))
+
+    return asyncio.run(story())
+
+
+def test_64_clients_at_once_are_served_by_8_slots(busy: Lab) -> None:
+    bodies = [chat_body(model="default", max_tokens=20, seed=at, temperature=1, ignore_eos=True) for at in range(64)]
+    responses = post_all(busy, bodies)
+    assert Counter(response and response.status_code for response in responses) == {200: 64}
+    usages = [response.json()["usage"] for response in responses if response]
+    assert {usage["completion_tokens"] for usage in usages} == {20}
+    alone = post_all(busy, bodies[:1])[0]
+    assert alone is not None
+    assert responses[0] is not None
+    assert alone.json()["choices"] == responses[0].json()["choices"]
+
+
+def test_200_long_requests_that_nobody_waits_for_leave_the_next_one_unharmed(busy: Lab) -> None:
+    bodies = [
+        chat_body(model="default", messages=[{"role": "user", "content": f"{at} {LONG}"}], max_tokens=4000)
+        for at in range(200)
+    ]
+    responses = post_all(busy, bodies, timeout_s=0.5)
+    assert {response and response.status_code for response in responses} <= {None, 429}
+    wait_until_idle(busy)
+    answered = post_all(busy, [chat_body(model="default")])[0]
+    assert answered is not None
+    assert answered.json()["usage"]["completion_tokens"] == 8
+
+
+def test_a_reader_that_stops_reading_gets_everything_and_holds_nobody_up(busy: Lab) -> None:
+    assert busy.port is not None
+    body = json.dumps(chat_body(model="default", stream=True, max_tokens=3000, ignore_eos=True)).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{busy.port}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.socket() as reader:
+        # So small that the server's side fills up after a few chunks.
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", busy.port))
+        reader.sendall(head.encode() + body)
+        wait_until(lambda: busy.engine.snapshot.active_requests == 1)
+        served = post_all(busy, [chat_body(model="default") for _ in range(3)])
+        assert [response and response.status_code for response in served] == [200] * 3
+        # The engine does not wait for the reader: it ends, the slot is free, and not one byte has been read.
+        wait_until_idle(busy)
+        received = b"".join(iter(lambda: reader.recv(65536), b""))
+    chunks = [json.loads(event) for event in _unchunked(received) if event != "[DONE]"]
+    text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+    whole = post_all(busy, [chat_body(model="default", max_tokens=3000, ignore_eos=True)])[0]
+    assert whole is not None
+    assert text == whole.json()["choices"][0]["message"]["content"]
+    assert received.rstrip().endswith(b"0")
+    assert "[DONE]" in _unchunked(received)
+
+
+def _unchunked(response: bytes) -> list[str]:
+    """The events of a chunked HTTP/1.1 answer."""
+    rest, data = response.partition(b"\r\n\r\n")[2], b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        data, rest = data + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return events(data.decode())
