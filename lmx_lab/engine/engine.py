@@ -54,7 +54,8 @@ class Engine:
         self.settings = settings
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._prompts: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        # Reentrant: a stream that is collected while this thread holds it cancels itself through it.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._core: EngineCore | None = None
         self._dead: BaseException | None = None
