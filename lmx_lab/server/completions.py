@@ -96,9 +96,10 @@ class Prompts:
         if self._body.include_usage:
             yield self._answer.usage(total_usage(spent))
 
-    async def _submit(self, at: int) -> list[Generation]:
-        asked = self._requests[at]
-        generations = await self._service.submit(asked, choices=self._body.choices, request_id=self._request_id)
+    async def _submit(self, at: int, *, patient: bool = False) -> list[Generation]:
+        generations = await self._service.submit(
+            self._requests[at], choices=self._body.choices, request_id=self._request_id, patient=patient
+        )
         self._latest = generations[0]
         return generations
 
@@ -110,7 +111,7 @@ class Prompts:
     async def _running(self, at: int) -> AsyncIterator[tuple[list[Generation], str | None]]:
         """The generations of a prompt, once it has a place, and the text to put before theirs."""
         async with self._places:
-            generations = self._begun.pop(at, None) or await self._submit(at)
+            generations = self._begun.pop(at, None) or await self._submit(at, patient=True)
             async with attended(generations):
                 yield generations, await self._echo(at)
 

@@ -6,7 +6,7 @@ import asyncio
 from importlib.metadata import version
 
 from lmx_lab.engine import Engine, GenerationRequest, TokenStream
-from lmx_lab.errors import LabError, ModelNotFoundError, OtherModelLoadedError
+from lmx_lab.errors import LabError, ModelNotFoundError, OtherModelLoadedError, QueueFullError
 from lmx_lab.feed import Feed
 from lmx_lab.server.answers import Answer
 from lmx_lab.server.generations import Generation, Observer, Outcome, RequestEnd
@@ -54,16 +54,18 @@ class ChatService:
         return answer, generations
 
     async def submit(
-        self, request: GenerationRequest, *, choices: int = 1, request_id: str | None = None
+        self, request: GenerationRequest, *, choices: int = 1, request_id: str | None = None, patient: bool = False
     ) -> list[Generation]:
         """Accept all choices of a request, or none; what is wrong with it is raised here, before the first token.
+
+        A ``patient`` request waits where the queue is full: it is part of one that is under way.
 
         Raises:
             NotLoadedError, ModelNotFoundError: the model it names is not loaded, or not there at all.
             CallerError, QueueFullError: as ``Engine.submit``; in swap mode also as ``ModelSwap.submit``.
         """
         try:
-            streams = await self._accepted(request, choices)
+            streams = await (self._in_time if patient else self._accepted)(request, choices)
         except LabError as exc:
             self._refused(request, request_id, "error", exc.code)
             raise
@@ -76,6 +78,13 @@ class ChatService:
     async def decode(self, tokens: tuple[int, ...]) -> str:
         """The text of token ids, by the loaded model."""
         return await self._engine.decode(tokens)
+
+    async def _in_time(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
+        while True:
+            try:
+                return await self._accepted(request, choices)
+            except QueueFullError as exc:
+                await asyncio.sleep(exc.retry_after_s or 1)
 
     async def _accepted(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
         if self._swap is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.lab import Lab
 from lmx_lab.weights import ModelEntry
-from tests.flows.conftest import events, serving, wait_until_idle
+from tests.flows.conftest import chat_body, events, serving, wait_until_idle
 from tests.flows.test_bad_input import error_of
 
 PATH = "/v1/completions"
@@ -236,3 +237,32 @@ def test_another_model_is_said_as_in_chat(http: httpx2.Client) -> None:
 def test_nothing_loaded_is_said_as_in_chat(tiny_home: Path) -> None:
     with serving(tiny_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
         error_of(http.post(PATH, json=body()), 503, "no-model-loaded")
+
+
+def test_a_queue_that_others_fill_only_delays_the_rest(lab: Lab, http: httpx2.Client) -> None:
+    over = threading.Event()
+    refused = 0
+
+    def crowd() -> None:
+        nonlocal refused
+        with httpx2.Client(base_url=lab.url, timeout=60) as client:
+            while not over.is_set():
+                response = client.post("/v1/chat/completions", json=chat_body(max_tokens=40, ignore_eos=True))
+                refused += response.status_code == 429
+
+    others = [threading.Thread(target=crowd) for _ in range(6)]
+    answer = None
+    try:
+        # Accepted while there is room; the others come when it is under way.
+        with http.stream("POST", PATH, json=body(prompt=[SEA] * 8, max_tokens=20, stream=True)) as response:
+            for other in others:
+                other.start()
+            answer = events("".join(response.iter_text()))
+    finally:
+        over.set()
+        for other in others:
+            other.join()
+    assert refused > 0
+    assert answer[-1] == "[DONE]"
+    ends = [end for chunk in answer[:-1] if (end := json.loads(chunk)["choices"][0]["finish_reason"])]
+    assert len(ends) == 8
