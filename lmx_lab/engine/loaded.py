@@ -16,9 +16,11 @@ from lmx_lab.engine.footprint import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.kv import measure
 from lmx_lab.engine.requests import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.vocabulary import Vocabulary
-from lmx_lab.errors import InvalidRequestError, OutOfMemoryError, UnusableModelError
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.weights import ModelEntry
 
+AMPLE_CHARACTERS = 10
+"""More than a token shows of ordinary text."""
 LEAST_CONTEXT_TOKENS = 256
 """A model that cannot answer even this much is not worth loading."""
 
@@ -26,21 +28,26 @@ LEAST_CONTEXT_TOKENS = 256
 class PromptTokenizer:
     """Prompts to token ids. Used by one thread at a time, beside the engine's (Rust tokenizers refuse to be shared)."""
 
-    def __init__(self, tokenizer: Any, model: str) -> None:
+    def __init__(self, tokenizer: Any, model: str, context_length: int | None) -> None:
         self._tokenizer = tokenizer
         self._model = model
+        self._context_length = context_length
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of the prompt, through the model's chat template where it is a chat.
 
         Raises:
             InvalidRequestError: no chat template, the template refuses these messages, or the prompt is empty.
+            ContextLengthError: the text is so long that its beginning alone does not fit.
         """
         match prompt:
             case ChatPrompt():
+                _check_text(prompt.messages)
+                self._check_beginning("\n".join(str(it.get("content", "")) for it in prompt.messages), "messages")
                 tokens = self._chat(prompt)
             case TextPrompt():
                 _check_characters(prompt.text, "prompt")
+                self._check_beginning(prompt.text, "prompt")
                 tokens = [int(token) for token in self._tokenizer.encode(prompt.text)]
             case TokenPrompt():
                 tokens = list(prompt.tokens)
@@ -49,13 +56,25 @@ class PromptTokenizer:
             raise InvalidRequestError("the prompt is empty: no token came out of it", param=param)
         return tokens
 
+    def _check_beginning(self, text: str, param: str) -> None:
+        # Others wait while a prompt becomes tokens: eight megabytes of text would take 13 s (measured).
+        context = self._context_length
+        if context is None or len(text) <= context * AMPLE_CHARACTERS:
+            return
+        tokens = len(self._tokenizer.encode(text[: context * AMPLE_CHARACTERS]))
+        if tokens > context:
+            raise ContextLengthError(
+                f"the prompt has more than {tokens} tokens and {self._model} holds {context} in all, "
+                "the answer included; shorten the prompt",
+                param=param,
+            )
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special tokens shown."""
         text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return text
 
     def _chat(self, prompt: ChatPrompt) -> list[int]:
-        _check_text(prompt.messages)
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError(f"{self._model} has no chat template: it takes plain prompts only", param="model")
         try:
@@ -135,12 +154,13 @@ def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
             ) from exc
         what = f"{type(exc).__name__}: {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model") from exc
+    context_length = _context_length(entry, footprint, limit_bytes)
     return LoadedModel(
         entry=entry,
         model=model,
         tokenizer=tokenizer,
-        prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id),
-        context_length=_context_length(entry, footprint, limit_bytes),
+        prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id, context_length),
+        context_length=context_length,
         memory_bytes=footprint.weights_bytes,
         footprint=footprint,
         vocabulary_size=vocabulary_size,

@@ -17,6 +17,7 @@ from lmx_lab.engine import (
     ChatPrompt,
     Engine,
     Sampling,
+    TextPrompt,
     TokenPrompt,
 )
 from lmx_lab.errors import (
@@ -90,6 +91,16 @@ async def test_the_context_bounds_the_answer(engine: Engine) -> None:
 async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(engine: Engine) -> None:
     with pytest.raises(ContextLengthError, match=r"512.*512"):
         await run(engine, prompt=TokenPrompt(tokens=(7,) * 512))
+
+
+async def test_a_prompt_far_too_long_is_refused_without_reading_all_of_it(engine: Engine) -> None:
+    huge = "word " * 2_000_000
+    for prompt in (TextPrompt(text=huge), ChatPrompt(messages=({"role": "user", "content": huge},))):
+        with pytest.raises(ContextLengthError, match=r"more than 1\d{3} tokens and tiny holds 512"):
+            await run(engine, prompt=prompt)
+    # Long, but few tokens: spaces are many to a token.
+    _, report = await run(engine, prompt=TextPrompt(text=" " * 8000))
+    assert report.prompt_tokens < 512
 
 
 async def test_an_empty_prompt_is_refused(engine: Engine) -> None:
