@@ -15,7 +15,7 @@ from lmx_lab.engine import memory
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.kv import KvState
 from lmx_lab.engine.loaded import LoadedModel
-from lmx_lab.engine.logprobs import as_rows, token_logprob
+from lmx_lab.engine.logprobs import answer_token, as_rows
 from lmx_lab.engine.pacing import PrefillPace
 from lmx_lab.engine.prefix import MIN_TOKENS, PrefixCache, common_prefix
 from lmx_lab.engine.requests import PromptScores, TokenLogprob
@@ -164,6 +164,11 @@ class Batch:
         # Tokens first: a request that has just begun to decode has none in this step.
         return [*events, *(self._token(response) for response in tokens), *computed]
 
+    def remaining_s(self, generation: Generation) -> float:
+        """How long the request takes to its last token, at the pace of the last steps."""
+        prompt = len(generation.prompt) - generation.cached_tokens - generation.computed_tokens
+        return self._pace.takes(prompt_tokens=prompt, output_tokens=generation.max_tokens - generation.output_tokens)
+
     def _score(self, chunk: int) -> list[Event]:
         """A chunk of the scoring that came first."""
         if not self._scorings:
@@ -204,9 +209,9 @@ class Batch:
             del self._generations[response.uid]
             self._keep(response.prompt_cache or (), response.all_tokens or ())
         logprob = None
-        if generation.request.top_logprobs is not None and finish != "stop":
-            row = as_rows(response.logprobs)[0]
-            logprob = token_logprob(self._model.vocabulary, row, response.token, generation.request.top_logprobs)
+        if (top := generation.request.top_logprobs) is not None:
+            row, ends = as_rows(response.logprobs)[0], finish == "stop"
+            logprob = answer_token(self._model.vocabulary, row, response.token, top, ends=ends)
         return Token(generation, response.token, logprob, finish)
 
     def _keep(self, layers: Sequence[Any], tokens: Sequence[int]) -> None:

@@ -87,7 +87,8 @@ class EngineCore:
         self._outbox = Outbox()
         self._used_at = time.perf_counter()
         self._totals = Totals()
-        self._slot_s = EngineSnapshot.slot_s
+        self._slot_s: float | None = None
+        """How long requests that have ended held their slot, the newest counting most."""
         self.snapshot = EngineSnapshot(memory_total_bytes=memory.total_bytes(), progress_at=time.perf_counter())
 
     @property
@@ -120,7 +121,9 @@ class EngineCore:
         if self._swaps or self._model is None or first.model() is not self._model:
             raise NotLoadedError(f"{first.model_id} is being unloaded; load a model first: POST /admin/models/load")
         deadline = first.arrived_at + first.timeout_s
-        self._scheduler.add(generations, tokens=len(first.prompt), deadline=deadline, slot_s=self._slot_s)
+        self._scheduler.add(
+            generations, tokens=len(first.prompt), deadline=deadline, retry_after_s=self.snapshot.place_free_s
+        )
         self._publish()
 
     def cancel(self, generation: Generation) -> None:
@@ -242,6 +245,9 @@ class EngineCore:
     def _admit(self) -> None:
         while self._batch is not None and (generation := self._scheduler.admit(self._judge)) is not None:
             generation.admitted_at = time.perf_counter()
+            if not generation.max_tokens and not generation.request.score_prompt:
+                self._end(generation, generation.report("length", generation.admitted_at))
+                continue
             self._batch.insert(generation)
             self._outbox.post(generation.mailbox, _progress(generation))
 
@@ -287,12 +293,15 @@ class EngineCore:
         generation.first_token_at = generation.first_token_at or now
         generation.output_tokens += 1
         self._totals.output_tokens += 1
-        piece = generation.splitter.add(event.token, event.logprob)
+        ended = event.finish == "stop"
+        piece = generation.splitter.add(event.token, None if ended else event.logprob)
         text, entries, stopped = piece.text, piece.entries, piece.stopped
         if event.finish is not None and not stopped:
             rest = generation.splitter.finish()
             text, entries, stopped = text + rest.text, (*entries, *rest.entries), rest.stopped
-        self._outbox.post(generation.mailbox, Delta(text=text, tokens=1, logprobs=tuple(entries)))
+            if ended and event.logprob is not None and not stopped:
+                entries = (*entries, event.logprob)
+        self._outbox.post(generation.mailbox, Delta(text=text, tokens=1, logprobs=entries))
         if stopped or event.finish is not None:
             self._end(generation, generation.report("stop" if stopped else event.finish or "stop", now))
 
@@ -350,7 +359,8 @@ class EngineCore:
     def _end(self, generation: Generation, item: GenerationReport | LabError) -> None:
         self._forget(generation)
         if isinstance(item, GenerationReport):
-            self._slot_s += 0.2 * (item.prefill_s + item.decode_s - self._slot_s)
+            held_s = item.prefill_s + item.decode_s
+            self._slot_s = held_s if self._slot_s is None else 0.8 * self._slot_s + 0.2 * held_s
         self._outbox.post(generation.mailbox, item)
 
     def _forget(self, generation: Generation) -> None:
@@ -365,6 +375,17 @@ class EngineCore:
             if generation.mailbox.loop is loop:
                 self._forget(generation)
 
+    def _place_free_s(self) -> float:
+        """When one of the running requests will likely end: as those before it did, at its last token at the latest."""
+        running = self._scheduler.running
+        if len(running) < self._settings.slots or self._batch is None:
+            return 1.0
+        latest = min(self._batch.remaining_s(generation) for generation in running)
+        if self._slot_s is None:
+            return max(1.0, latest)
+        oldest_s = time.perf_counter() - min(generation.admitted_at for generation in running)
+        return max(1.0, min(latest, max(self._slot_s, oldest_s) / len(running)))
+
     def _publish(self, state: EngineState | None = None) -> None:
         """Renew the snapshot, then hand each reader's loop its items in one call."""
         model = self._model
@@ -377,7 +398,7 @@ class EngineCore:
             active_requests=len(self._scheduler.running),
             queued_requests=len(self._scheduler.queued),
             prefix_cache_bytes=self._batch.prefixes.nbytes if self._batch else 0,
-            slot_s=self._slot_s,
+            place_free_s=self._place_free_s(),
             prompt_tokens=self._totals.prompt_tokens,
             cached_tokens=self._totals.cached_tokens,
             output_tokens=self._totals.output_tokens,

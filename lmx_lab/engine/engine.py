@@ -233,8 +233,9 @@ class Engine:
         now, settings = self.snapshot, self.settings
         if now.active_requests + now.queued_requests + self._encoding >= settings.slots + settings.queue_limit:
             raise QueueFullError(
-                f"{settings.slots + settings.queue_limit} requests run or wait; try again when some have ended",
-                retry_after_s=max(1.0, now.slot_s / settings.slots),
+                f"{settings.slots + settings.queue_limit} requests run or wait, as many as slots and queue_limit "
+                f"allow; try again in {now.place_free_s:.0f} s",
+                retry_after_s=now.place_free_s,
             )
         with self._lock:
             self._encoding += 1
@@ -349,8 +350,6 @@ def _cancel(ended: weakref.ref[Generation], core: EngineCore) -> None:
 
 
 def _check_length(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
-    if request.max_tokens < 1 and not request.score_prompt:
-        raise InvalidRequestError(f"max_tokens is {request.max_tokens}; at least 1 is generated", param="max_tokens")
     limit, own = model.context_length, model.entry.context_length
     if limit is not None and len(prompt) + min(1, request.max_tokens) > limit:
         why = f" (of its {own}: memory holds no more)" if own is not None and limit < own else ""

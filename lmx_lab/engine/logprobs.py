@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
@@ -9,29 +11,49 @@ from numpy.typing import NDArray
 from lmx_lab.engine.requests import TokenLogprob
 from lmx_lab.engine.vocabulary import Vocabulary
 
-Rows = NDArray[np.float32]
+Row = NDArray[np.float32]
 
 
-def as_rows(logprobs: mx.array) -> Rows:
+def as_rows(scores: mx.array) -> Row:
     """(rows, vocabulary) in float32, whatever the model computes in; one row may come without its axis."""
-    return np.atleast_2d(np.array(logprobs.astype(mx.float32), copy=False))
+    return np.atleast_2d(np.array(scores.astype(mx.float32), copy=False))
 
 
-def token_logprob(vocabulary: Vocabulary, row: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
+def prompt_token(vocabulary: Vocabulary, logits: Row, token: int, top: int) -> TokenLogprob:
+    """A token of a prompt, by the logits of the place before it."""
+    # Of one row at a time: numpy's exponential is ten times as fast as MLX's on a CPU.
+    most = logits.max()
+    total = float(most + np.log(np.exp(logits - most).sum()))
+    return _entry(vocabulary, logits, token, top, total)
+
+
+def answer_token(vocabulary: Vocabulary, logprobs: Row, token: int, top: int, *, ends: bool) -> TokenLogprob:
+    """A token of an answer, which does not show special ones."""
+    entry = _entry(vocabulary, logprobs, token, top, 0.0)
+    if ends or vocabulary.is_special(token):
+        return replace(entry, bytes=b"", ends=ends)
+    return entry
+
+
+def _entry(vocabulary: Vocabulary, scores: Row, token: int, top: int, total: float) -> TokenLogprob:
     """The token with its ``top`` likeliest alternatives, itself among them if it is one, likeliest first."""
-    likeliest: list[int] = []
-    if top:
-        some = np.argpartition(-row, top - 1)[:top]
-        likeliest = [int(at) for at in some[np.argsort(-row[some], kind="stable")]]
     return TokenLogprob(
         token=token,
         text=vocabulary.text_of(token),
         bytes=vocabulary.bytes_of(token),
-        logprob=float(row[token]),
-        top=tuple(_plain(vocabulary, row, at) for at in likeliest),
+        logprob=float(scores[token]) - total,
+        top=tuple(_entry(vocabulary, scores, other, 0, total) for other in _likeliest(scores, top)),
     )
 
 
-def _plain(vocabulary: Vocabulary, row: NDArray[np.float32], token: int) -> TokenLogprob:
-    text, data = vocabulary.text_of(token), vocabulary.bytes_of(token)
-    return TokenLogprob(token=token, text=text, bytes=data, logprob=float(row[token]))
+def _likeliest(scores: Row, count: int) -> list[int]:
+    """For the few that can be asked for, many times faster than a partition of the vocabulary."""
+    rest, found = scores.copy() if count > 1 else scores, []
+    for _ in range(min(count, len(scores))):
+        at = int(rest.argmax())
+        found.append(at)
+        if count > 1:
+            rest[at] = -np.inf
+            if not np.isfinite(rest.max()):
+                break
+    return found

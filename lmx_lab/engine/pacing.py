@@ -40,6 +40,10 @@ class PrefillPace:
             share = min(share, int(min(allowed_s, ALONE_S) / self._token_s / max(1, prompts)))
         return max(self._minimum, 1, min(share, self._maximum))
 
+    def takes(self, *, prompt_tokens: int, output_tokens: int) -> float:
+        """Seconds that so much work takes, as far as is known."""
+        return prompt_tokens * (self._token_s or 0.0) + output_tokens * (self._decode_s or 0.0)
+
     def took(self, seconds: float, *, prompt_tokens: int, decoding: bool) -> None:
         """Learn from a step that computed ``prompt_tokens`` tokens of prompts, all together."""
         if not prompt_tokens:

@@ -72,7 +72,7 @@ class GenerationRequest:
     """The id that must be loaded; None takes whatever is."""
     sampling: Sampling = Sampling()
     max_tokens: int = 4096
-    """Upper bound; the room left in the model's context may be smaller. 0 only scores the prompt."""
+    """Upper bound; the room left in the model's context may be smaller. 0 checks the prompt, or scores it."""
     stop: tuple[str, ...] = ()
     """Strings that end the text before them."""
     ignore_eos: bool = False
@@ -91,10 +91,13 @@ class TokenLogprob:
 
     token: int
     text: str
-    """What the token shows; ``bytes:\\xe2\\x82`` where it is only a part of a character."""
+    """What the token is; ``bytes:\\xe2\\x82`` where it is only a part of a character."""
     bytes: bytes
+    """What it adds to the text: nothing, if it is a special token in an answer."""
     logprob: float | None
     """Natural logarithm; None for the first token of a prompt, which nothing precedes."""
+    ends: bool = False
+    """The model ended its text with this token."""
     top: tuple[TokenLogprob, ...] = ()
     """The likeliest tokens in this place, likeliest first; their own ``top`` is empty."""
 
@@ -106,7 +109,7 @@ class Delta:
     text: str
     tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the tokens whose text has gone out with this piece; tokens that end the text have none."""
+    """Of the tokens whose text has gone out with this piece, and at the end of the token that ended the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +191,8 @@ class EngineSnapshot:
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache had; part of ``prompt_tokens``."""
     prefix_cache_bytes: int = 0
-    slot_s: float = 1.0
-    """How long requests hold a slot, the newest counting most."""
+    place_free_s: float = 1.0
+    """In how long a running request is likely to end, and a place in the queue to be free."""
     unloaded_model: str | None = None
     """The model that was loaded before, while none is."""
     unload_cause: UnloadCause | None = None

@@ -62,10 +62,10 @@ class Scheduler(Generic[Key]):
     def idle(self) -> bool:
         return not self._queued and not self._running
 
-    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float, slot_s: float = 1.0) -> None:
+    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float, retry_after_s: float = 1.0) -> None:
         """Queue requests of one prompt behind those already there: all of them or none.
 
-        ``slot_s`` is how long a request holds its slot, for telling the refused when a place will be free.
+        ``retry_after_s`` is what the refused are told.
 
         Raises:
             QueueFullError: all slots are taken and more than ``queue_limit`` requests would wait.
@@ -74,8 +74,8 @@ class Scheduler(Generic[Key]):
         if waiting > self.queue_limit:
             raise QueueFullError(
                 f"{max(0, waiting - len(keys))} requests already wait for {self.slots} slots, at most "
-                f"{self.queue_limit} may; try again when some have ended",
-                retry_after_s=max(1.0, slot_s / self.slots),
+                f"{self.queue_limit} may (queue_limit); try again in {retry_after_s:.0f} s",
+                retry_after_s=retry_after_s,
             )
         for key in keys:
             self._queued[key] = _Entry(deadline, short=tokens <= SHORT_PROMPT_TOKENS)

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.loaded import LoadedModel
-from lmx_lab.engine.logprobs import as_rows, token_logprob
+from lmx_lab.engine.logprobs import as_rows, prompt_token
 from lmx_lab.engine.requests import PromptScores, TokenLogprob
 
 CHUNK_TOKENS = 64
@@ -41,12 +41,11 @@ class Scoring:
         if not inputs:
             return 0
         logits = self._model.model(mx.array([inputs]), cache=self.layers)[0]
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        mx.eval(logprobs, [layer.state for layer in self.layers])
+        mx.eval(logits, [layer.state for layer in self.layers])
         top = self.generation.request.top_logprobs or 0
         targets = prompt[at + 1 : at + 1 + len(inputs)]
-        for row, token in zip(as_rows(logprobs), targets, strict=True):
-            self._scores.append(token_logprob(self._model.vocabulary, row, token, top))
+        for row, token in zip(as_rows(logits), targets, strict=True):
+            self._scores.append(prompt_token(self._model.vocabulary, row, token, top))
         return len(inputs)
 
     def _first(self) -> TokenLogprob:

@@ -23,9 +23,12 @@ class Vocabulary:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._decode: Decoder | None = None
         self._literal: dict[int, str] = {}
+        self._special = {int(token) for token in getattr(tokenizer, "all_special_ids", ())}
         if self._backend is not None:
             self._decode = decoder_of(self._backend)
-            self._literal = {int(id_): token.content for id_, token in self._backend.get_added_tokens_decoder().items()}
+            added = self._backend.get_added_tokens_decoder().items()
+            self._literal = {int(id_): token.content for id_, token in added}
+            self._special |= {int(id_) for id_, token in added if token.special}
         self._bytes: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
@@ -34,6 +37,10 @@ class Vocabulary:
         if found is None:
             found = self._bytes[token] = self._find(token)
         return found
+
+    def is_special(self, token: int) -> bool:
+        """Whether an answer does not show it."""
+        return token in self._special
 
     def text_of(self, token: int) -> str:
         """Its bytes as text, or ``bytes:\\xe2\\x82`` where they are no whole characters."""

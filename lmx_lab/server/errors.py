@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from fastapi import Request, Response, WebSocket
@@ -72,7 +73,7 @@ def respond(error: LabError, status: int | None = None, request_id: str | None =
     if isinstance(error, NO_RETRY):
         headers["x-should-retry"] = "false"
     if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, errors.UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
     body = ErrorBody(error=detail(error, request_id)).model_dump()

@@ -48,7 +48,7 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
             ignore_eos=bool(request.ignore_eos),
             top_logprobs=request.logprobs,
             # The engine has to do something: without new tokens it scores, even if nobody reads that.
-            score_prompt=bool(request.echo) and (request.logprobs is not None or request.max_tokens == 0),
+            score_prompt=bool(request.echo) and request.logprobs is not None,
         )
         for prompt in _prompts(request)
     ]
@@ -162,7 +162,11 @@ def wire_logprob(logprob: float | None) -> float:
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     """The ``content`` of ``ChoiceLogprobs``, as plain values: this is done for every token."""
-    return [{**_plain(token), "top_logprobs": [_plain(other) for other in token.top]} for token in logprobs]
+    return [
+        {**_plain(token), "top_logprobs": [_plain(other) for other in token.top]}
+        for token in logprobs
+        if not token.ends
+    ]
 
 
 def _plain(token: TokenLogprob) -> dict[str, Any]:

@@ -426,3 +426,18 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+async def test_the_refused_are_told_when_a_request_that_runs_can_end(tiny: ModelEntry) -> None:
+    async with Engine(Settings(slots=1, queue_limit=0)) as engine:
+        await engine.load(tiny)
+        async with await engine.submit(request(max_tokens=400, ignore_eos=True)) as stream:
+            for _ in range(20):
+                await anext(stream)
+            await engine._call(lambda core: setattr(core._batch._pace, "_decode_s", 10.0))
+            await anext(stream)
+            await anext(stream)
+            with pytest.raises(QueueFullError) as refused:
+                await run(engine)
+    assert refused.value.retry_after_s is not None
+    assert refused.value.retry_after_s > 100

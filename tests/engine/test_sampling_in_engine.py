@@ -173,15 +173,24 @@ async def test_logprobs_are_probabilities_of_the_drawn_tokens(engine: Engine) ->
         assert entry.top[0].logprob == entry.logprob
 
 
-async def test_tokens_cut_by_a_stop_string_or_ending_the_text_have_no_logprobs(engine: Engine) -> None:
+async def test_tokens_cut_by_a_stop_string_have_no_logprobs(engine: Engine) -> None:
     text, entries = await finish_with_logprobs(await engine.submit(request(top_logprobs=0)))
     stop = entries[4].text
     assert stop not in text[: text.index(stop)]
     short, kept = await finish_with_logprobs(await engine.submit(request(top_logprobs=0, stop=(stop,))))
     assert text.startswith(short)
     assert kept == entries[:4]
+
+
+async def test_the_token_that_ends_the_text_is_told_apart_and_shows_nothing(engine: Engine) -> None:
     ends = replace(GREEDY, logit_bias=((2, 100.0),))
-    assert (await finish_with_logprobs(await engine.submit(request(top_logprobs=0, sampling=ends))))[1] == []
+    _, (entry,) = await finish_with_logprobs(await engine.submit(request(top_logprobs=1, sampling=ends)))
+    assert (entry.token, entry.text, entry.bytes, entry.ends) == (2, "<|im_end|>", b"", True)
+    assert entry.logprob == pytest.approx(0, abs=1e-3)
+    stream = await engine.submit(request(top_logprobs=0, sampling=ends, ignore_eos=True))
+    text, entries = await finish_with_logprobs(stream)
+    assert text == ""
+    assert [(one.bytes, one.ends) for one in entries] == [(b"", False)] * 8
 
 
 async def test_a_prompt_is_scored_as_it_would_have_been_generated(engine: Engine) -> None:
@@ -223,6 +232,9 @@ async def test_leaving_while_a_prompt_is_scored_frees_the_slot(engine: Engine) -
     assert (await run(engine))[1].output_tokens == 8
 
 
-async def test_nothing_to_generate_and_nothing_to_score_is_refused(engine: Engine) -> None:
-    with pytest.raises(InvalidRequestError, match="max_tokens is 0"):
-        await run(engine, max_tokens=0)
+async def test_a_request_for_no_token_only_checks_its_prompt(engine: Engine) -> None:
+    text, report = await run(engine, max_tokens=0)
+    assert (text, report.output_tokens, report.finish_reason, report.prompt_tokens) == ("", 0, "length", 3)
+    assert engine.snapshot.prompt_tokens == 0
+    with pytest.raises(InvalidRequestError):
+        await run(engine, max_tokens=0, prompt=TokenPrompt(tokens=(10**6,)))
