@@ -266,3 +266,25 @@ def test_a_queue_that_others_fill_only_delays_the_rest(lab: Lab, http: httpx2.Cl
     assert answer[-1] == "[DONE]"
     ends = [end for chunk in answer[:-1] if (end := json.loads(chunk)["choices"][0]["finish_reason"])]
     assert len(ends) == 8
+
+
+@pytest.mark.parametrize("bias", [{}, {"2": 100}], ids=["the model goes on", "the model ends its text"])
+def test_a_harness_that_leaves_out_the_last_entry_sums_the_whole_prompt(
+    http: httpx2.Client, bias: dict[str, int]
+) -> None:
+    answer = complete(http, max_tokens=1, echo=True, logprobs=1, logit_bias=bias)
+    logprobs, usage = answer["choices"][0]["logprobs"], answer["usage"]
+    assert usage["completion_tokens"] == 1
+    for entries in logprobs.values():
+        assert len(entries) == usage["prompt_tokens"] + 1
+    if bias:
+        assert logprobs["tokens"][-1] == "<|im_end|>"
+        assert logprobs["text_offset"][-1] == len(SEA)
+        assert answer["choices"][0]["text"] == SEA
+
+
+def test_chat_logprobs_leave_out_the_token_that_ends_the_text(http: httpx2.Client) -> None:
+    asked = chat_body(logprobs=True, logit_bias={"2": 100})
+    answer = http.post("/v1/chat/completions", json=asked).json()
+    assert answer["choices"][0]["logprobs"]["content"] == []
+    assert answer["usage"]["completion_tokens"] == 1
