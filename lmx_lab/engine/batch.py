@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine import memory
+from lmx_lab.engine.footprint import Footprint
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.kv import KvState
 from lmx_lab.engine.loaded import LoadedModel
@@ -23,7 +24,8 @@ from lmx_lab.engine.sampling import Samplers, processors
 from lmx_lab.engine.scoring import Scoring
 
 NO_STOP = StopSequences()
-# Fewer tokens cost a GPU as much: it reads all weights for each step.
+# Fewer tokens cost a GPU as much: it reads all weights for each step. For models with sliding windows 16 at least:
+# mlx-lm's batches of them go wrong where one prompt is computed by single tokens beside another (measured: cohere2).
 SMALLEST_CHUNK_TOKENS = 1 if mx.default_device() == mx.cpu else 64
 
 
@@ -50,7 +52,7 @@ class Token:
 
     generation: Generation
     token: int
-    logprob: TokenLogprob | None
+    logprobs: mx.array
     finish: Literal["stop", "length"] | None
     """``stop``: the model ended its text, and the token shows nothing."""
 
@@ -62,24 +64,29 @@ class Batch:
     """Takes requests in, hands out what happened to them in each step. Knows no deadlines, no readers, no text."""
 
     def __init__(
-        self, model: LoadedModel, samplers: Samplers, *, slots: int, prefills: int, prefix_bytes: int, wired: bool
+        self, model: LoadedModel, samplers: Samplers, *, slots: int, prompts: int, prefix_bytes: int, wired: bool
     ) -> None:
         self._model = model
         self._samplers = samplers
         self._generations: dict[int | None, Generation] = {}
         self._scorings: list[Scoring] = []
-        self._pace = PrefillPace(minimum=SMALLEST_CHUNK_TOKENS, maximum=memory.LARGEST_CHUNK_TOKENS)
+        smallest = SMALLEST_CHUNK_TOKENS if model.traits.plain else max(SMALLEST_CHUNK_TOKENS, 16)
+        self._pace = PrefillPace(minimum=smallest, maximum=memory.LARGEST_CHUNK_TOKENS)
         self.prefixes: PrefixCache[KvState] = PrefixCache(prefix_bytes)
         self._generator = BatchGenerator(
             model.model,
             stop_tokens=model.eos_tokens,
             completion_batch_size=slots,
-            prefill_batch_size=prefills,
+            prefill_batch_size=prompts,
             prefill_step_size=memory.LARGEST_CHUNK_TOKENS,
         )
         if not wired:
             # The constructor raises macOS's wired limit; closing puts it back and does nothing else.
             self._generator.close()
+
+    @property
+    def footprint(self) -> Footprint:
+        return self._model.traits.footprint
 
     @property
     def empty(self) -> bool:
@@ -94,28 +101,35 @@ class Batch:
             return False
         if generation.awaits is not None and self._is_prefilling(generation.awaits):
             return True
-        generation.awaits = None
-        for other in filter(self._is_prefilling, self._generations.values()):
-            shared = min(common_prefix(other.key, generation.key), len(generation.prompt) - 1)
-            if shared >= MIN_TOKENS and shared - self._known(generation) >= MIN_TOKENS:
-                generation.awaits, other.awaited = other, True
-                return True
-        return False
+        generation.awaits = next(
+            filter(lambda other: self._serves(other, generation), self._generations.values()), None
+        )
+        if generation.awaits is not None:
+            generation.awaits.awaited = True
+        return generation.awaits is not None
 
     def _is_prefilling(self, generation: Generation) -> bool:
         # By identity: after a failure a new batch counts its uids from 0 again.
         return self._generations.get(generation.uid) is generation and not generation.decoding_at
 
-    def _known(self, generation: Generation) -> int:
-        hit = self.prefixes.find(generation.key)
-        return hit.tokens if hit else 0
+    def _serves(self, other: Generation, generation: Generation) -> bool:
+        """Whether what is being computed for ``other`` will be kept, and will spare ``generation`` enough."""
+        if not self._is_prefilling(other) or not self._can_keep(other):
+            return False
+        shared = min(common_prefix(other.key, generation.key), len(generation.prompt) - 1)
+        if not self._model.traits.plain and shared < len(other.prompt) - 1:
+            return False
+        return shared >= MIN_TOKENS and shared - self.prefixes.longest(generation.key) >= MIN_TOKENS
+
+    def _can_keep(self, generation: Generation) -> bool:
+        return self.footprint.kv_bytes([len(generation.prompt)]) <= self.prefixes.limit_bytes
 
     def insert(self, generation: Generation) -> None:
         """Begin to compute a request, after what is kept of its prompt."""
         if generation.request.score_prompt:
             # Scores need every token of the prompt computed.
             self._scorings.append(Scoring(generation, self._model))
-        elif (hit := self.prefixes.find(generation.key)) is not None:
+        elif (hit := self.prefixes.take(generation.key)) is not None:
             generation.cached_tokens = hit.tokens
             self._insert(generation, hit.tokens, hit.kept.layers)
         else:
@@ -198,21 +212,27 @@ class Batch:
         generation.computed_tokens += tokens
         if progress.end_of_prompt:
             generation.decoding_at = now
-            if generation.awaited:
-                self._keep(*self._generator.extract_cache([progress.uid])[progress.uid])
+        elif done == total - 1 and (generation.awaited or not self._model.traits.plain):
+            # All but the last token: what the same prompt, which must have one left to compute, can take even where
+            # caches cannot be cut.
+            self._keep(*self._generator.extract_cache([progress.uid])[progress.uid])
         return Computed(generation, tokens, done=progress.end_of_prompt)
 
     def _token(self, response: GenerationBatch.Response) -> Token:
         generation = self._generations[response.uid]
-        finish = cast("Literal['stop', 'length'] | None", response.finish_reason)
-        if finish is not None:
+        if response.finish_reason is not None:
             del self._generations[response.uid]
             self._keep(response.prompt_cache or (), response.all_tokens or ())
-        logprob = None
-        if (top := generation.request.top_logprobs) is not None:
-            row, ends = as_rows(response.logprobs)[0], finish == "stop"
-            logprob = answer_token(self._model.vocabulary, row, response.token, top, ends=ends)
-        return Token(generation, response.token, logprob, finish)
+        finish = cast("Literal['stop', 'length'] | None", response.finish_reason)
+        return Token(generation, response.token, response.logprobs, finish)
+
+    def logprob(self, event: Token) -> TokenLogprob | None:
+        """The token's entry, if its request asked for them."""
+        top = event.generation.request.top_logprobs
+        if top is None:
+            return None
+        row, ends = as_rows(event.logprobs)[0], event.finish == "stop"
+        return answer_token(self._model.vocabulary, row, event.token, top, ends=ends)
 
     def _keep(self, layers: Sequence[Any], tokens: Sequence[int]) -> None:
         # Taking a cache out of the batch is a copy, worth its time only if it may be kept.

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from lmx_lab.engine import loaded, memory
-from lmx_lab.engine.batch import Batch, Computed, Scored, Token
+from lmx_lab.engine.admission import Admission
+from lmx_lab.engine.batch import Batch, Computed, Event, Scored, Token
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.requests import (
     Delta,
@@ -30,7 +31,7 @@ from lmx_lab.engine.requests import (
     UnloadCause,
 )
 from lmx_lab.engine.sampling import Samplers
-from lmx_lab.engine.scheduler import Scheduler, Verdict
+from lmx_lab.engine.scheduler import Scheduler
 from lmx_lab.engine.stream import Outbox
 from lmx_lab.errors import (
     EngineDeadError,
@@ -75,11 +76,10 @@ class EngineCore:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
-        # A CPU is busy with few tokens: more prompts at once would only end later.
-        self._prefills = 2 if mx.default_device() == mx.cpu else settings.slots
         self._scheduler: Scheduler[Generation] = Scheduler(
-            slots=settings.slots, queue_limit=settings.queue_limit, prefills=self._prefills
+            slots=settings.slots, queue_limit=settings.queue_limit, prefills=1, lanes=1
         )
+        self._admission = Admission(self._scheduler, limit_bytes=self._limit_bytes)
         self._samplers = Samplers()
         self._model: loaded.LoadedModel | None = None
         self._batch: Batch | None = None
@@ -87,8 +87,6 @@ class EngineCore:
         self._outbox = Outbox()
         self._used_at = time.perf_counter()
         self._totals = Totals()
-        self._slot_s: float | None = None
-        """How long requests that have ended held their slot, the newest counting most."""
         self.snapshot = EngineSnapshot(memory_total_bytes=memory.total_bytes(), progress_at=time.perf_counter())
 
     @property
@@ -96,12 +94,12 @@ class EngineCore:
         """The loaded model; its ``prompts`` may be used by the prompt thread."""
         return self._model
 
+    # Commands
+
     @property
     def idle(self) -> bool:
         """Nothing to do until a command comes."""
         return self._scheduler.idle and not self._swaps
-
-    # Commands
 
     @property
     def idle_left_s(self) -> float | None:
@@ -145,12 +143,16 @@ class EngineCore:
         self._swaps.append(swap)
         return swap.done
 
+    def already(self, entry: ModelEntry) -> LoadReport | None:
+        """The report of loading what is loaded, and stays so: nobody need be drained for it."""
+        if self._swaps or self._model is None or self._model.entry.path != entry.path:
+            return None
+        return LoadReport(model=entry.id, load_s=0.0, memory_bytes=self._model.memory_bytes)
+
     def load(self, entry: ModelEntry) -> LoadReport:
         """Put ``entry`` in the place of what is loaded; on failure, load that again and say so in the error."""
         previous = self._model.entry if self._model else None
         started = time.perf_counter()
-        if self._model is not None and self._model.entry.path == entry.path:
-            return LoadReport(model=entry.id, load_s=0.0, memory_bytes=self._model.memory_bytes)
         self.unload()
         failure = self._bring_up(entry)
         if failure is not None:
@@ -213,12 +215,17 @@ class EngineCore:
 
     def _new_batch(self, model: loaded.LoadedModel) -> Batch:
         settings = self._settings
+        # A CPU is busy with few tokens: more prompts at once would only end later. One more may be short.
+        prefills, lanes = (2, 3) if mx.default_device() == mx.cpu else (settings.slots, settings.slots)
+        if not model.traits.prompts_together:
+            prefills = lanes = 1
+        self._scheduler.prefills, self._scheduler.lanes = prefills, lanes
         kept = self._limit_bytes // 10 if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
         return Batch(
             model,
             self._samplers,
             slots=settings.slots,
-            prefills=min(self._prefills + 1, settings.slots),
+            prompts=min(lanes, settings.slots),
             prefix_bytes=kept,
             wired=settings.wired_memory,
         )
@@ -227,8 +234,8 @@ class EngineCore:
 
     def step(self) -> None:
         """One round: deadlines, admissions, one batch step, one delivery per reader's loop."""
-        self._expire()
         try:
+            self._expire()
             self._admit()
             if self._batch is not None and not self._batch.empty:
                 self._advance(self._batch)
@@ -243,7 +250,7 @@ class EngineCore:
             self._end(generation, GenerationTimeoutError(limit))
 
     def _admit(self) -> None:
-        while self._batch is not None and (generation := self._scheduler.admit(self._judge)) is not None:
+        while self._batch is not None and (generation := self._admission.next(self._batch)) is not None:
             generation.admitted_at = time.perf_counter()
             if not generation.max_tokens and not generation.request.score_prompt:
                 self._end(generation, generation.report("length", generation.admitted_at))
@@ -251,56 +258,48 @@ class EngineCore:
             self._batch.insert(generation)
             self._outbox.post(generation.mailbox, _progress(generation))
 
-    def _judge(self, generation: Generation) -> Verdict:
-        assert self._batch is not None
-        if self._batch.shares(generation):
-            return Verdict.LATER
-        return Verdict.TAKE if self._make_room(generation) else Verdict.BLOCKED
-
-    def _make_room(self, generation: Generation) -> bool:
-        """Whether the request fits into memory beside those that run; drops kept prefixes for it."""
-        assert self._batch is not None
-        assert self._model is not None
-        running = self._scheduler.running
-        lengths = [it.length for it in (*running, generation)]
-        needed = self._model.footprint.running_bytes(lengths, chunk=memory.LARGEST_CHUNK_TOKENS)
-        self._batch.prefixes.shrink(max(0, self._limit_bytes - needed))
-        # Alone it fits: the context it was checked against is what memory holds.
-        return needed <= self._limit_bytes or not running
-
     def _advance(self, batch: Batch) -> None:
         for event in batch.step():
-            generation = event.generation
-            match event:
-                case Computed():
-                    self._totals.prompt_tokens += event.tokens
-                    self._outbox.post(generation.mailbox, _progress(generation))
-                    if event.done:
-                        self._totals.prompt_tokens += generation.cached_tokens
-                        self._totals.cached_tokens += generation.cached_tokens
-                        self._scheduler.prefilled(generation)
-                case Scored():
-                    self._outbox.post(generation.mailbox, event.scores)
-                    if not generation.max_tokens:
-                        self._end(generation, generation.report("length", time.perf_counter()))
-                case Token():
-                    self._take_token(generation, event)
+            try:
+                self._take(batch, event)
+            except Exception as exc:
+                # Of its own: its text, or its log-probabilities. The others go on.
+                log.exception("a generation failed")
+                self._end(event.generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
         if memory.used_bytes() > self._limit_bytes:
             self._relieve(batch)
 
-    def _take_token(self, generation: Generation, event: Token) -> None:
+    def _take(self, batch: Batch, event: Event) -> None:
+        generation = event.generation
+        match event:
+            case Computed():
+                self._totals.prompt_tokens += event.tokens
+                self._outbox.post(generation.mailbox, _progress(generation))
+                if event.done:
+                    self._totals.prompt_tokens += generation.cached_tokens
+                    self._totals.cached_tokens += generation.cached_tokens
+                    self._scheduler.prefilled(generation)
+            case Scored():
+                self._outbox.post(generation.mailbox, event.scores)
+                if not generation.max_tokens:
+                    self._end(generation, generation.report("length", time.perf_counter()))
+            case Token():
+                self._take_token(batch, generation, event)
+
+    def _take_token(self, batch: Batch, generation: Generation, event: Token) -> None:
         now = time.perf_counter()
         generation.first_token_at = generation.first_token_at or now
         generation.output_tokens += 1
         self._totals.output_tokens += 1
         ended = event.finish == "stop"
-        piece = generation.splitter.add(event.token, None if ended else event.logprob)
+        logprob = batch.logprob(event)
+        piece = generation.splitter.add(event.token, None if ended else logprob)
         text, entries, stopped = piece.text, piece.entries, piece.stopped
         if event.finish is not None and not stopped:
             rest = generation.splitter.finish()
             text, entries, stopped = text + rest.text, (*entries, *rest.entries), rest.stopped
-            if ended and event.logprob is not None and not stopped:
-                entries = (*entries, event.logprob)
+            if ended and logprob is not None and not stopped:
+                entries = (*entries, logprob)
         self._outbox.post(generation.mailbox, Delta(text=text, tokens=1, logprobs=entries))
         if stopped or event.finish is not None:
             self._end(generation, generation.report("stop" if stopped else event.finish or "stop", now))
@@ -321,9 +320,7 @@ class EngineCore:
         exc.__traceback__ = None
         out_of_memory = memory.is_out_of_memory(exc)
         error = (
-            OutOfMemoryError(
-                f"out of memory while generating, the model was unloaded: {exc}; load it again, or a smaller one"
-            )
+            OutOfMemoryError(f"out of memory, the model was unloaded: {exc}; load it again, or a smaller one")
             if out_of_memory
             else EngineError(f"the generation failed inside the engine: {type(exc).__name__}: {exc}")
         )
@@ -359,8 +356,7 @@ class EngineCore:
     def _end(self, generation: Generation, item: GenerationReport | LabError) -> None:
         self._forget(generation)
         if isinstance(item, GenerationReport):
-            held_s = item.prefill_s + item.decode_s
-            self._slot_s = held_s if self._slot_s is None else 0.8 * self._slot_s + 0.2 * held_s
+            self._admission.ended(item)
         self._outbox.post(generation.mailbox, item)
 
     def _forget(self, generation: Generation) -> None:
@@ -375,17 +371,6 @@ class EngineCore:
             if generation.mailbox.loop is loop:
                 self._forget(generation)
 
-    def _place_free_s(self) -> float:
-        """When one of the running requests will likely end: as those before it did, at its last token at the latest."""
-        running = self._scheduler.running
-        if len(running) < self._settings.slots or self._batch is None:
-            return 1.0
-        latest = min(self._batch.remaining_s(generation) for generation in running)
-        if self._slot_s is None:
-            return max(1.0, latest)
-        oldest_s = time.perf_counter() - min(generation.admitted_at for generation in running)
-        return max(1.0, min(latest, max(self._slot_s, oldest_s) / len(running)))
-
     def _publish(self, state: EngineState | None = None) -> None:
         """Renew the snapshot, then hand each reader's loop its items in one call."""
         model = self._model
@@ -398,7 +383,7 @@ class EngineCore:
             active_requests=len(self._scheduler.running),
             queued_requests=len(self._scheduler.queued),
             prefix_cache_bytes=self._batch.prefixes.nbytes if self._batch else 0,
-            place_free_s=self._place_free_s(),
+            place_free_s=self._admission.place_free_s(self._batch),
             prompt_tokens=self._totals.prompt_tokens,
             cached_tokens=self._totals.cached_tokens,
             output_tokens=self._totals.output_tokens,

@@ -136,8 +136,14 @@ class Engine:
         self.check_fits(entry)
         if not self.alive or self._dead is not None:
             await asyncio.to_thread(self.start)
-        why = f"{entry.id} is loaded in the model's place"
-        return await self._swap(lambda core: core.load(entry), why, finish_queued=finish_queued)
+        why, drain_s = f"{entry.id} is loaded in the model's place", self.settings.drain_s
+
+        def begin(core: EngineCore) -> Future[LoadReport]:
+            if (already := core.already(entry)) is not None:
+                return _done(already)
+            return core.swap(lambda: core.load(entry), why=why, timeout_s=drain_s, finish_queued=finish_queued)
+
+        return await asyncio.wrap_future(await self._call(begin))
 
     async def unload(self) -> int:
         """Unload the model after running requests have ended; returns the bytes freed, 0 when there was none."""
@@ -169,6 +175,9 @@ class Engine:
 
         Raises: as ``submit``.
         """
+        most = self.settings.slots + self.settings.queue_limit
+        if choices > most:
+            raise InvalidRequestError(f"n is {choices}; this server takes {most} (slots and queue_limit)", param="n")
         arrived_at = time.perf_counter()
         loop = asyncio.get_running_loop()
         prompts = self._wanted(request.model).prompts
@@ -265,18 +274,9 @@ class Engine:
 
     # The way to the thread
 
-    async def _swap(
-        self,
-        perform: Callable[[EngineCore], T],
-        why: str,
-        timeout_s: float | None = None,
-        *,
-        finish_queued: bool = False,
-    ) -> T:
+    async def _swap(self, perform: Callable[[EngineCore], T], why: str, timeout_s: float | None = None) -> T:
         drain_s = self.settings.drain_s if timeout_s is None else timeout_s
-        done = await self._call(
-            lambda core: core.swap(lambda: perform(core), why=why, timeout_s=drain_s, finish_queued=finish_queued)
-        )
+        done = await self._call(lambda core: core.swap(lambda: perform(core), why=why, timeout_s=drain_s))
         return await asyncio.wrap_future(done)
 
     async def _call(self, command: Callable[[EngineCore], T]) -> T:
@@ -304,14 +304,17 @@ class Engine:
                 core.step()
         except BaseException as exc:
             log.exception("the engine thread died")
-            self._dead = exc
+            # Its frames hold the batch, and with it the weights.
+            self._dead = exc.with_traceback(None)
             error = EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again")
         finally:
-            core.close(error)
-            self._refuse_rest(error)
-            # Without these two the process aborts at exit (rc 134).
-            mx.synchronize()
-            mx.clear_streams()
+            try:
+                core.close(error)
+            finally:
+                self._refuse_rest(error)
+                # Without these two the process aborts at exit (rc 134).
+                mx.synchronize()
+                mx.clear_streams()
 
     def _obey(self, core: EngineCore) -> bool:
         """Perform the commands that wait; sleeps only while there is nothing to do. False to stop."""
@@ -320,7 +323,8 @@ class Engine:
             try:
                 command = self._commands.get(block=block, timeout=core.idle_left_s if block else None)
             except queue.Empty:
-                core.unload_if_idle()
+                if not self._encoding:
+                    core.unload_if_idle()
                 return True
             if command is None:
                 return False
@@ -331,8 +335,15 @@ class Engine:
         with self._lock:
             while not self._commands.empty():
                 command = self._commands.get_nowait()
-                if command is not None:
+                # Whoever has left meanwhile has cancelled theirs.
+                if command is not None and command[1].set_running_or_notify_cancel():
                     command[1].set_exception(error)
+
+
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 def _perform(core: EngineCore, command: Callable[[EngineCore], Any], future: Future[Any]) -> None:
@@ -362,7 +373,7 @@ def _check_length(request: GenerationRequest, prompt: list[int], model: LoadedMo
 
 def _check_tokens(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
     """Token ids that the caller wrote must be tokens of this model."""
-    size, bias = model.vocabulary_size, [token for token, _ in request.sampling.logit_bias]
+    size, bias = model.traits.vocabulary_size, [token for token, _ in request.sampling.logit_bias]
     given = prompt if isinstance(request.prompt, TokenPrompt) else []
     for param, tokens in (("logit_bias", bias), ("prompt", given)):
         unknown = next((token for token in tokens if not 0 <= token < size), None)

@@ -13,7 +13,7 @@ from mlx_lm.utils import load_config, load_model
 
 from lmx_lab.engine import memory
 from lmx_lab.engine.footprint import UNBOUNDED_TOKENS, Footprint
-from lmx_lab.engine.kv import measure
+from lmx_lab.engine.kv import Traits, measure
 from lmx_lab.engine.requests import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.vocabulary import Vocabulary
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
@@ -125,9 +125,7 @@ class LoadedModel:
     context_length: int | None
     """Tokens of one request, prompt and answer: the model's limit, or less where memory does not hold as much."""
     memory_bytes: int
-    footprint: Footprint
-    vocabulary_size: int
-    """The width of the logits: token ids are below."""
+    traits: Traits
     vocabulary: Vocabulary
     text: AnswerText
 
@@ -146,7 +144,7 @@ def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
     before = memory.used_bytes()
     try:
         model, tokenizer = _read(entry)
-        footprint, vocabulary_size = measure(model, memory.used_bytes() - before)
+        traits = measure(model, memory.used_bytes() - before)
     except Exception as exc:
         if memory.is_out_of_memory(exc):
             raise OutOfMemoryError(
@@ -154,16 +152,15 @@ def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
             ) from exc
         what = f"{type(exc).__name__}: {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model") from exc
-    context_length = _context_length(entry, footprint, limit_bytes)
+    context_length = _context_length(entry, traits.footprint, limit_bytes)
     return LoadedModel(
         entry=entry,
         model=model,
         tokenizer=tokenizer,
         prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id, context_length),
         context_length=context_length,
-        memory_bytes=footprint.weights_bytes,
-        footprint=footprint,
-        vocabulary_size=vocabulary_size,
+        memory_bytes=traits.footprint.weights_bytes,
+        traits=traits,
         vocabulary=Vocabulary(tokenizer),
         text=AnswerText(tokenizer),
     )

@@ -30,7 +30,7 @@ class Kept(Protocol):
     def can_be_cut(self) -> bool: ...
 
     def cut(self, tokens: int) -> Self:
-        """Without the last ``tokens`` tokens; the value itself stays as it is."""
+        """Without the last ``tokens`` tokens, if it can be cut; the value itself stays as it is."""
 
 
 K = TypeVar("K", bound=Kept)
@@ -55,19 +55,27 @@ class PrefixCache(Generic[K]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, prompt: Tokens) -> Hit[K] | None:
-        """The longest usable beginning of ``prompt`` that is kept."""
-        best, length = -1, MIN_TOKENS - 1
+    def longest(self, prompt: Tokens) -> int:
+        """How many tokens of ``prompt`` ``take`` would spare."""
+        return self._best(prompt)[1]
+
+    def take(self, prompt: Tokens) -> Hit[K] | None:
+        """The longest usable beginning of ``prompt`` that is kept; it counts as used."""
+        at, length = self._best(prompt)
+        if at is None:
+            return None
+        tokens, kept = entry = self._entries.pop(at)
+        self._entries.append(entry)
+        return Hit(length, kept.cut(len(tokens) - length) if length < len(tokens) else kept)
+
+    def _best(self, prompt: Tokens) -> tuple[int | None, int]:
+        best, length = None, 0
         for at, (tokens, kept) in enumerate(self._entries):
             # An exact hit would leave nothing to compute, and no logits to sample from.
             shared = min(common_prefix(tokens, prompt), len(prompt) - 1)
-            if shared > length and (shared == len(tokens) or kept.can_be_cut):
+            if shared > max(length, MIN_TOKENS - 1) and (shared == len(tokens) or kept.can_be_cut):
                 best, length = at, shared
-        if best < 0:
-            return None
-        tokens, kept = entry = self._entries.pop(best)
-        self._entries.append(entry)
-        return Hit(length, kept.cut(len(tokens) - length) if length < len(tokens) else kept)
+        return best, length
 
     def keep(self, tokens: Sequence[int] | Tokens, kept: K) -> None:
         """Keep the cache of these tokens, unless a longer one serves as well; drop what it makes superfluous."""
@@ -80,7 +88,7 @@ class PrefixCache(Generic[K]):
                 self._entries.append(self._entries.pop(at))
                 return
             if shared == len(other) and kept.can_be_cut:
-                # A session's cache grows with each turn: at most one entry is the beginning of the new one.
+                # A session's cache grows with each turn; what else is a beginning of it goes with the next one.
                 self._drop(at)
                 break
         self._entries.append((key, kept))

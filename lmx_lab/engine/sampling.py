@@ -22,6 +22,8 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 """All tokens so far and logits (1, vocabulary) to changed logits."""
 KEPT_SAMPLERS = 256
+COLDEST = 1e-4
+"""Lower temperatures are greedy: a token that is a thousandth likelier is drawn twenty thousand times as often here."""
 
 
 class Samplers:
@@ -34,7 +36,7 @@ class Samplers:
 
     def get(self, sampling: Sampling, *, choice: int) -> Sampler:
         """The sampler of the ``choice``-th answer to a request. A seeded one is new and draws from its own key."""
-        if sampling.temperature == 0:
+        if sampling.temperature < COLDEST:
             return _likeliest
         cut = Cut(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
         if sampling.seed is not None:
@@ -56,7 +58,10 @@ class Cut:
     min_p: float
 
     def sample(self, logprobs: mx.array, key: mx.array | None = None) -> mx.array:
-        return mx.random.categorical(self.apply(logprobs) * (1 / self.temperature), key=key)
+        # Measured from the likeliest and in float32, dividing by a small temperature overflows only where no chance is.
+        likeliest = logprobs.max(axis=-1, keepdims=True)
+        chances = self.apply(logprobs.astype(mx.float32)) - likeliest
+        return mx.random.categorical(chances * (1 / self.temperature), key=key)
 
     def apply(self, logprobs: mx.array) -> mx.array:
         if self.top_p < 1:
@@ -124,7 +129,9 @@ class OutputPenalties:
         met = self._counts > 0
         penalty = self._sampling.repetition_penalty
         logits = mx.where(met, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
-        return logits - (self._sampling.presence_penalty * met + self._sampling.frequency_penalty * self._counts)
+        taken = self._sampling.presence_penalty * met + self._sampling.frequency_penalty * self._counts
+        # In the model's own type: a wider row would widen, and so change, its neighbours in the batch.
+        return logits - taken.astype(logits.dtype)
 
 
 def _bias(biases: dict[int, float]) -> Processor:

@@ -36,12 +36,14 @@ class _Entry:
 class Scheduler(Generic[Key]):
     """Orders requests, known here by a key, the length of their prompt and their deadline (engine's clock, seconds)."""
 
-    def __init__(self, *, slots: int, queue_limit: int, prefills: int) -> None:
+    def __init__(self, *, slots: int, queue_limit: int, prefills: int, lanes: int) -> None:
         self.slots = slots
         self.queue_limit = queue_limit
         self.prefills = prefills
-        """Long prompts computed at the same time: more make the first token of each later, not the last one earlier.
-        One short prompt may be computed beside them, so that it does not wait for minutes behind them."""
+        """Long prompts computed at the same time: more make the first token of each later, not the last one earlier."""
+        self.lanes = lanes
+        """Prompts computed at the same time. What is left beside the long ones is for short ones, which would wait for
+        minutes behind them."""
         self._queued: dict[Key, _Entry] = {}
         self._running: dict[Key, _Entry] = {}
         self._prefilling: set[Key] = set()
@@ -98,7 +100,7 @@ class Scheduler(Generic[Key]):
 
     def _has_lane(self, entry: _Entry) -> bool:
         long = sum(not self._running[key].short for key in self._prefilling)
-        return len(self._prefilling) <= self.prefills and (entry.short or long < self.prefills)
+        return len(self._prefilling) < self.lanes and (entry.short or long < self.prefills)
 
     def prefilled(self, key: Key) -> None:
         """The prompt has been computed; the next one may begin."""

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -441,3 +442,47 @@ async def test_the_refused_are_told_when_a_request_that_runs_can_end(tiny: Model
                 await run(engine)
     assert refused.value.retry_after_s is not None
     assert refused.value.retry_after_s > 100
+
+
+async def test_loading_what_is_loaded_ends_nobody(engine: Engine, tiny: ModelEntry) -> None:
+    streams = [await engine.submit(request(max_tokens=60, ignore_eos=True)) for _ in range(4)]
+    assert (await engine.load(tiny)).load_s == 0
+    assert [(await finish(stream))[1].output_tokens for stream in streams] == [60] * 4
+
+
+async def test_one_requests_broken_text_is_no_matter_of_the_others(engine: Engine) -> None:
+    good = await engine.submit(request(max_tokens=60, ignore_eos=True))
+    bad = await engine.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True))
+    await anext(bad)
+
+    def break_text(core: EngineCore) -> None:
+        for generation in core._scheduler.running:
+            if len(generation.prompt) == 5:
+                generation.splitter.add = None
+
+    await engine._call(break_text)
+    with pytest.raises(EngineError, match="the generation failed"):
+        await finish(bad)
+    assert (await finish(good))[1].output_tokens == 60
+
+
+async def test_a_thread_that_dies_answers_those_behind_one_who_has_left(engine: Engine, tiny: ModelEntry) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(core: EngineCore) -> None:
+        entered.set()
+        go_on.wait()
+
+    def die(core: EngineCore) -> None:
+        raise SystemExit("killed")
+
+    engine._post(hold)
+    await asyncio.to_thread(entered.wait)
+    engine._post(die)
+    left, waits = engine._post(lambda core: None), engine._post(lambda core: None)
+    left.cancel()
+    go_on.set()
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(asyncio.wrap_future(waits), 60)
+    await engine.load(tiny)
+    assert (await run(engine))[1].output_tokens == 8

@@ -51,12 +51,40 @@ def test_the_first_chunk_on_an_unknown_machine_is_small() -> None:
 
 def test_chunks_stay_within_their_bounds() -> None:
     pace = PrefillPace(minimum=64, maximum=512)
+
+    def run(steps: int, token_s: float) -> int:
+        for _ in range(steps):
+            tokens = pace.chunk(prompts=1, decoding=False)
+            pace.took(tokens * token_s, prompt_tokens=tokens, decoding=False)
+        return pace.chunk(prompts=1, decoding=False)
+
     assert pace.chunk(prompts=8, decoding=True) == 64
-    for _ in range(20):
-        pace.took(1e-6, prompt_tokens=pace.chunk(prompts=1, decoding=False), decoding=False)
-    assert pace.chunk(prompts=1, decoding=False) == 512
-    pace.took(1000.0, prompt_tokens=512, decoding=False)
-    assert pace.chunk(prompts=1, decoding=False) == 64
+    assert run(20, 1e-6) == 512
+    assert run(20, 1.0) == 64
+
+
+def test_one_slow_step_is_no_slow_machine() -> None:
+    machine = Machine(decode_s=0.01, token_s=1e-3)
+    machine.prefill(20)
+    usual = machine.pace.chunk(prompts=1, decoding=False)
+    machine.pace.took(60.0, prompt_tokens=usual, decoding=False)
+    assert machine.pace.chunk(prompts=1, decoding=False) > usual // 4
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.01, 0.045])
+def test_a_chunk_is_worth_its_own_cost(step_s: float) -> None:
+    # Reading the weights costs nearly as much as a decode step: as on a machine with a fast BLAS.
+    machine = Machine(decode_s=0.05, token_s=0.003, step_s=step_s)
+    machine.prefill(12)
+    machine.decode(5)
+    tokens, took = 0, 0.0
+    while tokens < 1400:
+        chunk = machine.pace.chunk(prompts=1, decoding=True)
+        step = step_s + chunk * 0.003 + 0.05
+        machine.pace.took(step, prompt_tokens=chunk, decoding=True)
+        tokens, took = tokens + chunk, took + step
+        assert step <= 4 * 0.05
+    assert took < 3.5 * 1400 * 0.003
 
 
 def test_a_prompt_that_starts_with_others_decoding_finds_its_pace_too() -> None:

@@ -38,10 +38,12 @@ def keep(cache: PrefixCache[Fake], tokens: tuple[int, ...], *, can_be_cut: bool 
 
 
 def found(cache: PrefixCache[Fake], tokens: tuple[int, ...]) -> tuple[int, ...] | None:
-    hit = cache.find(array(tokens))
+    longest = cache.longest(array(tokens))
+    hit = cache.take(array(tokens))
     if hit is None:
+        assert longest == 0
         return None
-    assert len(hit.kept.tokens) == hit.tokens
+    assert len(hit.kept.tokens) == hit.tokens == longest
     return hit.kept.tokens
 
 

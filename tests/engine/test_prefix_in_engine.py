@@ -114,7 +114,7 @@ async def footprint(model: ModelEntry) -> Footprint:
     async with Engine(Settings()) as engine:
         await engine.load(model)
         # Only the numbers: a reference to the model would keep its weights in the memory that is measured next.
-        return await engine._call(lambda core: core.model.footprint)
+        return await engine._call(lambda core: core.model.traits.footprint)
 
 
 async def test_when_memory_is_short_it_goes_first(tiny: ModelEntry, tiny_home: Path) -> None:
@@ -187,3 +187,32 @@ async def test_an_engine_step_leaves_no_work_on_other_threads(engine: Engine) ->
 
     assert await asyncio.to_thread(other_loop) == 99
     assert isinstance(engine._core, EngineCore)
+
+
+async def test_one_that_waits_for_memory_takes_nothing_from_the_others_meanwhile(tiny: ModelEntry) -> None:
+    sizes = await footprint(tiny)
+    two, one = sizes.running_bytes([500, 500], chunk=512), sizes.running_bytes([500], chunk=512)
+    assert two - one > 300_000
+    async with Engine(Settings(memory_limit_bytes=two - 20_000, prefix_cache_bytes=200_000)) as engine:
+        await engine.load(tiny)
+        await run(engine, prompt=FIRST)
+        kept = engine.snapshot.prefix_cache_bytes
+        runs = await engine.submit(request(prompt=numbers(4, start=30_000), max_tokens=490, ignore_eos=True))
+        await anext(runs)
+        waits = await engine.submit(request(prompt=numbers(250, start=9000), max_tokens=250))
+        while (await anext(runs)) and engine.snapshot.queued_requests == 0:
+            pass
+        assert engine.snapshot.prefix_cache_bytes == kept > 0
+        await finish(runs)
+        assert (await finish(waits))[1].output_tokens > 0
+
+
+async def test_where_nothing_is_kept_nobody_waits_for_it(tiny: ModelEntry) -> None:
+    async with Engine(Settings(prefix_cache_bytes=0)) as engine:
+        await engine.load(tiny)
+        first = await engine.submit(request(prompt=numbers(400), max_tokens=50))
+        second = await engine.submit(request(prompt=numbers(400), max_tokens=50))
+        await anext(first)
+        assert second.progress is not None
+        await finish(first)
+        await finish(second)

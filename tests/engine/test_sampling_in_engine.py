@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 from lmx_lab.engine import Engine, Sampling, TokenPrompt
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.engine.core import EngineCore
+from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 from tests.engine.conftest import GREEDY, PROMPT, finish, finish_with_logprobs, numbers, request, run
@@ -69,9 +71,36 @@ async def test_the_choices_of_a_seed_differ_and_can_be_had_again(wide: Engine) -
 
 
 async def test_choices_are_taken_all_or_none(engine: Engine) -> None:
-    with pytest.raises(Exception, match="wait"):
-        await engine.submit_all(request(max_tokens=300), choices=5)
-    assert engine.snapshot.queued_requests + engine.snapshot.active_requests == 0
+    async with await engine.submit(request(max_tokens=300, ignore_eos=True)):
+        with pytest.raises(QueueFullError):
+            await engine.submit_all(request(max_tokens=300), choices=4)
+        assert engine.snapshot.queued_requests + engine.snapshot.active_requests == 1
+
+
+async def test_more_choices_than_there_are_places_are_no_matter_of_waiting(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="n is 5; this server takes 4") as refused:
+        await engine.submit_all(request(), choices=5)
+    assert refused.value.param == "n"
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6, 1e-3])
+async def test_a_tiny_temperature_is_greedy(engine: Engine, temperature: float) -> None:
+    assert await tokens(engine, replace(WILD, temperature=temperature)) == await tokens(engine, GREEDY)
+
+
+async def test_a_penalized_neighbour_changes_no_type_and_so_no_draw(wide: Engine) -> None:
+    def narrow(core: EngineCore) -> None:
+        assert core.model is not None
+        core.model.model.set_dtype(mx.bfloat16)
+
+    await wide._call(narrow)
+    seeded = replace(WILD, seed=11)
+    alone = await tokens(wide, seeded, 30)
+    beside = await wide.submit(
+        request(prompt=numbers(5), sampling=replace(WILD, presence_penalty=1.0), max_tokens=60, ignore_eos=True)
+    )
+    assert await tokens(wide, seeded, 30) == alone
+    await finish(beside)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])

@@ -32,7 +32,7 @@ def admitted(scheduler: Scheduler[str]) -> list[str]:
 
 
 def test_requests_take_slots_in_arrival_order() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=2, queue_limit=10, prefills=2)
+    scheduler: Scheduler[str] = Scheduler(slots=2, queue_limit=10, prefills=2, lanes=3)
     add(scheduler, *"abc")
     assert admitted(scheduler) == ["a", "b"]
     scheduler.remove("a")
@@ -40,7 +40,7 @@ def test_requests_take_slots_in_arrival_order() -> None:
 
 
 def test_the_queue_limit_counts_only_those_who_must_wait() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=1, prefills=1)
+    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=1, prefills=1, lanes=2)
     add(scheduler, "runs at once", "waits")
     with pytest.raises(QueueFullError) as refused:
         add(scheduler, "too many")
@@ -49,7 +49,7 @@ def test_the_queue_limit_counts_only_those_who_must_wait() -> None:
 
 
 def test_the_refused_are_told_when_to_come_back() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=2, queue_limit=0, prefills=2)
+    scheduler: Scheduler[str] = Scheduler(slots=2, queue_limit=0, prefills=2, lanes=3)
     add(scheduler, *"ab")
     with pytest.raises(QueueFullError, match="30 s") as refused:
         scheduler.add("c", tokens=LONG, deadline=LATER, retry_after_s=30.0)
@@ -57,7 +57,7 @@ def test_the_refused_are_told_when_to_come_back() -> None:
 
 
 def test_the_answers_to_one_request_are_taken_all_or_none() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=2, prefills=1)
+    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=2, prefills=1, lanes=2)
     with pytest.raises(QueueFullError):
         scheduler.add("abcd", tokens=LONG, deadline=LATER)
     assert scheduler.queued == []
@@ -66,7 +66,7 @@ def test_the_answers_to_one_request_are_taken_all_or_none() -> None:
 
 
 def test_waiting_and_running_requests_expire() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=5, prefills=1)
+    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=5, prefills=1, lanes=2)
     add(scheduler, "runs", deadline=1.0)
     scheduler.admit(take)
     add(scheduler, "waits", deadline=2.0)
@@ -76,7 +76,7 @@ def test_waiting_and_running_requests_expire() -> None:
 
 
 def test_prompts_are_computed_a_few_at_a_time() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=4, queue_limit=10, prefills=1)
+    scheduler: Scheduler[str] = Scheduler(slots=4, queue_limit=10, prefills=1, lanes=2)
     add(scheduler, *"abc")
     assert admitted(scheduler) == ["a"]
     scheduler.prefilled("a")
@@ -88,7 +88,7 @@ def test_prompts_are_computed_a_few_at_a_time() -> None:
 
 
 def test_a_short_prompt_does_not_wait_behind_long_ones() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=2)
+    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=2, lanes=3)
     add(scheduler, *"ABC")
     add(scheduler, *"de", tokens=SHORT)
     assert admitted(scheduler) == ["A", "B", "d"]
@@ -99,7 +99,7 @@ def test_a_short_prompt_does_not_wait_behind_long_ones() -> None:
 
 
 def test_short_prompts_do_not_keep_long_ones_waiting() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=2)
+    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=2, lanes=3)
     add(scheduler, *"abc", tokens=SHORT)
     add(scheduler, "D")
     add(scheduler, "e", tokens=SHORT)
@@ -109,14 +109,14 @@ def test_short_prompts_do_not_keep_long_ones_waiting() -> None:
 
 
 def test_one_that_must_wait_for_itself_is_passed_and_keeps_its_turn() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=8)
+    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=8, lanes=9)
     add(scheduler, *"ab")
     assert scheduler.admit(lambda key: Verdict.LATER if key == "a" else Verdict.TAKE) == "b"
     assert scheduler.admit(take) == "a"
 
 
 def test_nobody_passes_one_that_waits_for_memory() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=8)
+    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=8, lanes=9)
     add(scheduler, *"ab")
     assert scheduler.admit(lambda key: Verdict.BLOCKED if key == "a" else Verdict.TAKE) is None
     assert scheduler.queued == ["a", "b"]
@@ -129,7 +129,7 @@ ACTS = st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "cance
 def test_whatever_happens_every_request_ends_once_and_the_bounds_hold(
     slots: int, limit: int, prefills: int, acts: list[str], random: object
 ) -> None:
-    scheduler: Scheduler[int] = Scheduler(slots=slots, queue_limit=limit, prefills=prefills)
+    scheduler: Scheduler[int] = Scheduler(slots=slots, queue_limit=limit, prefills=prefills, lanes=prefills + 1)
     alive: list[int] = []
     ends: Counter[int] = Counter()
     added = 0
@@ -165,7 +165,7 @@ def test_whatever_happens_every_request_ends_once_and_the_bounds_hold(
 
 
 def test_a_request_is_admitted_as_soon_as_nothing_stands_in_its_way() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=10, prefills=1)
+    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=10, prefills=1, lanes=2)
     add(scheduler, *"abc")
     served = []
     while not scheduler.idle:

@@ -1,0 +1,99 @@
+"""Models with other caches than keys and values: the same words alone, in a batch and after a kept beginning."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
+
+from lmx_lab.engine import Engine
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, ModelEntry
+from tests.engine.conftest import finish, numbers, request, run
+
+pytestmark = pytest.mark.anyio
+VOCABULARY = 49152
+SHARED = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 1024}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mamba": {
+        "model_type": "mamba",
+        "intermediate_size": 64,
+        "state_size": 8,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
+    "cohere2": {
+        "model_type": "cohere2",
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_theta": 10000.0,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 1.0,
+        "attention_bias": False,
+        "layer_norm_bias": False,
+        "sliding_window": 32,
+        "sliding_window_pattern": 2,
+    },
+}
+
+
+def write_model(folder: Path, config: dict[str, Any], tokenizer_from: Path) -> None:
+    """Random weights of this architecture; the tokenizer is SmolLM2's."""
+    mx.random.seed(0)
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    weights = {name: mx.random.normal(value.shape) * 0.2 for name, value in tree_flatten(model.parameters())}
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [2]}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_from / name, folder / name)
+
+
+@pytest.fixture(params=list(CONFIGS))
+async def other(request: pytest.FixtureRequest, tmp_path: Path, tiny: ModelEntry) -> AsyncIterator[Engine]:
+    config = {**SHARED, **CONFIGS[request.param]}
+    # On a thread of its own, whose MLX stream ends with it.
+    await asyncio.to_thread(write_model, tmp_path / "models" / request.param, config, tiny.path)
+    async with Engine(Settings(slots=4)) as engine:
+        await engine.load(Catalog(Settings(home=tmp_path)).resolve(request.param))
+        yield engine
+
+
+async def test_prompts_of_different_lengths_at_once_say_what_they_say_alone(other: Engine) -> None:
+    await other._call(lambda core: core._batch.prefixes.__init__(0))
+    prompts = [numbers(length, start=300 * length) for length in (120, 7, 55, 100)]
+    alone = [(await run(other, prompt=prompt, max_tokens=12))[0] for prompt in prompts]
+    streams = [await other.submit(request(prompt=prompt, max_tokens=12)) for prompt in prompts]
+    assert [text for text, _ in await asyncio.gather(*map(finish, streams))] == alone
+
+
+async def test_a_kept_beginning_changes_no_word(other: Engine) -> None:
+    first = numbers(90)
+    text, _ = await run(other, prompt=first, max_tokens=12)
+    again, report = await run(other, prompt=first, max_tokens=12)
+    assert (again, report.cached_tokens) == (text, 89)
+    turn = replace(first, tokens=(*first.tokens, *range(5000, 5010)))
+    kept, report = await run(other, prompt=turn, max_tokens=12)
+    assert report.cached_tokens > 0
+    await other._call(lambda core: core._batch.prefixes.shrink(0))
+    assert (await run(other, prompt=turn, max_tokens=12))[0] == kept
+
+
+async def test_the_choices_of_a_request_share_its_prompt(other: Engine) -> None:
+    streams = await other.submit_all(request(prompt=numbers(90)), choices=3)
+    reports = [report for _, report in await asyncio.gather(*map(finish, streams))]
+    assert [report.cached_tokens for report in reports] == [0, 89, 89]
