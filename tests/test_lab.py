@@ -384,6 +384,18 @@ def test_a_wrong_parameter_is_named(prompt: object, parameters: dict[str, object
     assert caught.value.param == param
 
 
+def test_python_may_say_it_in_its_own_way() -> None:
+    request = chat_request("hello", {"logit_bias": {5: 1, "7": 2.0}, "stop": ("a", "b")})
+    assert request.logit_bias == {"5": 1, "7": 2.0}
+    assert request.stop == ["a", "b"]
+
+
+@pytest.mark.parametrize("bias", [{True: 1}, {5.0: 1}, {-1: 1}, [5]])
+def test_a_bias_of_no_token_is_refused(bias: object) -> None:
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        chat_request("hello", {"logit_bias": bias})
+
+
 def test_a_system_prompt_comes_first() -> None:
     request = chat_request([{"role": "user", "content": "hi"}], {"system": "Be brief."})
     assert [message.role for message in request.messages] == ["system", "user"]

@@ -16,12 +16,26 @@ from lmx_lab.wire.chat import ChatRequest
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
+def _plain_stop(stop: Any) -> Any:
+    return list(stop) if isinstance(stop, tuple) else stop
+
+
+def _plain_bias(bias: Any) -> Any:
+    if not isinstance(bias, Mapping):
+        return bias
+    return {str(token) if type(token) is int else token: value for token, value in bias.items()}
+
+
+PLAIN = {"stop": _plain_stop, "logit_bias": _plain_bias}
+"""What Python has and JSON has not, as the wire has it."""
+
+
 def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
     """
     Raises:
         InvalidRequestError: the first thing that is wrong, by name.
     """
-    fields = dict(parameters)
+    fields = {name: PLAIN[name](value) if name in PLAIN else value for name, value in parameters.items()}
     if "stream" in fields:
         raise InvalidRequestError("stream is a parameter of chat(); use astream(...) here", param="stream")
     system = fields.pop("system", None)

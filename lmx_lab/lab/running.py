@@ -148,7 +148,7 @@ class Lab(Serving):
         return ReplyStream(generation, finish=self._reply, block=self._block, hand_over=self._hand_over)
 
     async def _generation(self, request: ChatRequest) -> Generation:
-        _, (generation,) = await self._server.chat.start(request)
+        _, (generation,) = await self._server.chat.start(request, local=True)
         return generation
 
     def _reply(self, text: str, report: GenerationReport) -> Reply:

@@ -11,13 +11,16 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
+from starlette.requests import HTTPConnection
 
 from lmx_lab.engine import Engine, EngineSnapshot
-from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.feed import Feed
 from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.connections import EventStream
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
+from lmx_lab.server.naming import unknown_model
+from lmx_lab.server.openapi import EVENTS, event_stream
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.admin import (
     Heartbeat,
@@ -36,6 +39,10 @@ from lmx_lab.wire.admin import (
 SAMPLE_S = 1.0
 HEARTBEAT_S = 15.0
 EXTRAS = {"models": "model", "requests": "request"}
+INCLUDE = (
+    "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
+    "`requests` for the end of every generation (RequestEvent)"
+)
 
 
 def admin_routes(
@@ -45,11 +52,13 @@ def admin_routes(
 
     @router.get("/models")
     async def models() -> ModelRecords:
+        """Every model on this disk that can be loaded, and which one is."""
         entries = await asyncio.to_thread(catalog.scan)
         return ModelRecords(models=records(entries, engine.snapshot))
 
     @router.post("/models/load")
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
+        """Load a model in the place of what is loaded; answers when it is done. Local callers may name a path."""
         local = is_local(request)
         check_admin(local=local, lan_admin=lan_admin)
         report = await loader.load(body.model, local=local)
@@ -57,11 +66,17 @@ def admin_routes(
 
     @router.post("/models/unload")
     async def unload(request: Request) -> UnloadAnswer:
+        """Unload the model; with none loaded nothing happens, and 0 GB are freed."""
         check_admin(local=is_local(request), lan_admin=lan_admin)
         return UnloadAnswer(freed_vram_gb=await loader.unload() / 1e9)
 
-    @router.get("/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
-    async def events(include: Annotated[str, Query()] = "") -> EventStream:
+    @router.get(
+        "/events",
+        response_class=Response,
+        responses={200: event_stream(*EVENTS, description="Samples, heartbeats, and what `include` asked for")},
+    )
+    async def events(include: Annotated[str, Query(description=INCLUDE, examples=list(EXTRAS))] = "") -> EventStream:
+        """Throughput and memory every second, a heartbeat every 15 s, as server-sent events without an end."""
         wanted = {_extra(name) for name in include.split(",") if name}
         return EventStream(_lines(engine, feed, wanted))
 
@@ -76,19 +91,21 @@ def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
 
     @router.get("")
     async def list_models() -> ModelCards:
+        """The models on this disk, as the chat format lists them."""
         return ModelCards(data=await asyncio.to_thread(cards))
 
     @router.get("/{model:path}")
     async def get_model(model: str) -> ModelCard:
+        """One model on this disk, by its id."""
         for card in await asyncio.to_thread(cards):
             if card.id == model:
                 return card
-        raise ModelNotFoundError(f"there is no model {model[:200]!r} on disk; GET /v1/models lists all", param="model")
+        raise unknown_model(model, engine.snapshot)
 
     return router
 
 
-def is_local(request: Request) -> bool:
+def is_local(request: HTTPConnection) -> bool:
     """Whether the caller is a program on this machine: from loopback, or from the very address it called."""
     if request.client is None:
         return False

@@ -17,10 +17,10 @@ from typing import Any
 from pydantic_core import to_json
 
 from lmx_lab.engine import Delta, GenerationReport, TokenLogprob
-from lmx_lab.server.translate import chat_logprobs, timings, wire_logprob
+from lmx_lab.server.translate import chat_logprobs, timings, total_timings, wire_logprob
 from lmx_lab.wire.chat import AnswerMessage, ChatCompletion, Choice, ChoiceLogprobs
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionLogprobs
-from lmx_lab.wire.generation import Usage
+from lmx_lab.wire.generation import Timings, Usage
 
 
 def _json(value: Any) -> str:
@@ -39,7 +39,7 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def full(self, parts: Sequence[tuple[Delta, GenerationReport]], usage: Usage) -> str:
-        """The whole body. Several choices share no ``timings``: each has its own, and none is the answer's."""
+        """The whole body."""
         body = ChatCompletion(
             id=self.id,
             created=self.created,
@@ -47,9 +47,9 @@ class Answer:
             system_fingerprint=self.fingerprint,
             choices=[self._choice(index, delta, report) for index, (delta, report) in enumerate(parts)],
             usage=usage,
-            timings=timings(parts[0][1]) if len(parts) == 1 else None,
+            timings=total_timings([[report for _, report in parts]]),
         )
-        return body.model_dump_json(exclude={"timings"} if body.timings is None else None)
+        return body.model_dump_json()
 
     def _choice(self, index: int, delta: Delta, report: GenerationReport) -> Choice:
         logprobs = {"content": chat_logprobs(delta.logprobs)} if self.logprobs else None
@@ -93,13 +93,8 @@ class TextAnswer:
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def full(self, choices: list[CompletionChoice], usage: Usage, report: GenerationReport | None) -> str:
-        """The whole body.
-
-        Args:
-            report: Of the one choice; None where there are several, which have no ``timings`` in common.
-        """
-        shown = {"timings": timings(report)} if report else {}
+    def full(self, choices: list[CompletionChoice], usage: Usage, timings: Timings) -> str:
+        """The whole body."""
         body = Completion(
             id=self.id,
             object="text_completion",
@@ -108,7 +103,7 @@ class TextAnswer:
             system_fingerprint=self.fingerprint,
             choices=choices,
             usage=usage,
-            **shown,
+            timings=timings,
         )
         return body.model_dump_json(exclude_unset=True)
 

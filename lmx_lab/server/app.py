@@ -25,6 +25,7 @@ from lmx_lab.server.completions import completion_routes
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.loading import Event, ModelLoader
 from lmx_lab.server.metrics import Metrics, metrics_routes
+from lmx_lab.server.openapi import DescribedAPI
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.socket import socket_routes
 from lmx_lab.server.swapping import ModelSwap
@@ -54,7 +55,9 @@ def create_server(
     swap = ModelSwap(engine=engine, catalog=catalog, loader=loader, settings=settings) if settings.swap else None
     metrics = Metrics(engine)
     chat = ChatService(engine=engine, catalog=catalog, feed=feed, swap=swap, observe=metrics.observe)
-    api = FastAPI(title="LMX Lab inference server", version=VERSION, responses=errors.RESPONSES)
+    api = DescribedAPI(
+        title="LMX Lab inference server", version=VERSION, responses=errors.RESPONSES, redirect_slashes=False
+    )
     api.state.max_body_bytes = settings.max_body_bytes
     api.include_router(health_routes(engine))
     api.include_router(chat_routes(chat))

@@ -9,12 +9,14 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.errors import LabError
+from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import Answer
 from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.connections import DONE, EventStream, while_connected
 from lmx_lab.server.errors import detail, request_id_of
 from lmx_lab.server.generations import Generation, attended
 from lmx_lab.server.joining import merged, together
+from lmx_lab.server.openapi import event_stream
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import usage
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
@@ -25,21 +27,16 @@ log = logging.getLogger(__name__)
 
 def chat_routes(service: ChatService) -> APIRouter:
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
-    chunk = ChatChunk.model_json_schema()
 
     @router.post(
         "/v1/chat/completions",
         response_model=ChatCompletion,
-        responses={
-            200: {
-                "content": {"text/event-stream": {"schema": chunk}},
-                "description": "A completion, or with stream: true its chunks",
-            }
-        },
+        responses={200: event_stream(ChatChunk, description="A completion, or with stream: true its chunks")},
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation, whole or with `stream: true` as server-sent events that end with `[DONE]`."""
         request_id = request_id_of(request)
-        answer, generations = await while_connected(request, service.start(body, request_id))
+        answer, generations = await while_connected(request, service.start(body, request_id, local=is_local(request)))
         if body.stream:
             lines = _lines(answer, generations, include_usage=body.include_usage)
             return EventStream(until_done(lines, request_id), remark=lambda: generations[0].remark)

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import Delta, GenerationReport, TextPrompt, TokenPrompt
+from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import TextAnswer, TextLogprobs
 from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.chat import until_done
@@ -16,8 +17,9 @@ from lmx_lab.server.connections import EventStream, while_connected
 from lmx_lab.server.errors import request_id_of
 from lmx_lab.server.generations import Generation, attended, joined
 from lmx_lab.server.joining import merged, together
+from lmx_lab.server.openapi import event_stream
 from lmx_lab.server.service import FINGERPRINT, ChatService
-from lmx_lab.server.translate import completion_requests, total_usage, usage
+from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionRequest
 from lmx_lab.wire.generation import Usage
 
@@ -28,16 +30,12 @@ def completion_routes(service: ChatService, *, slots: int) -> APIRouter:
     @router.post(
         "/v1/completions",
         response_model=Completion,
-        responses={
-            200: {
-                "content": {"text/event-stream": {"schema": Completion.model_json_schema()}},
-                "description": "A completion, or with stream: true its chunks",
-            }
-        },
+        responses={200: event_stream(Completion, description="A completion, or with stream: true its chunks")},
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue plain prompts, whole or with `stream: true` as server-sent events that end with `[DONE]`."""
         request_id = request_id_of(request)
-        prompts = Prompts(service, body, slots=slots, request_id=request_id)
+        prompts = Prompts(service, body, slots=slots, request_id=request_id, local=is_local(request))
         await while_connected(request, prompts.begin())
         if body.stream:
             return EventStream(until_done(prompts.lines(), request_id), remark=lambda: prompts.remark)
@@ -52,10 +50,13 @@ class Prompts:
     A request so never fills the queue by itself.
     """
 
-    def __init__(self, service: ChatService, body: CompletionRequest, *, slots: int, request_id: str | None) -> None:
+    def __init__(
+        self, service: ChatService, body: CompletionRequest, *, slots: int, request_id: str | None, local: bool
+    ) -> None:
         self._service = service
         self._body = body
         self._request_id = request_id
+        self._local = local
         self._requests = completion_requests(body)
         self._at_once = max(1, slots // body.choices)
         self._places = asyncio.Semaphore(self._at_once)
@@ -83,8 +84,7 @@ class Prompts:
             done = await together(self._choices(at) for at in range(len(self._requests)))
         reports = [[report for _, report in choices] for choices in done]
         choices = [choice for prompt in done for choice, _ in prompt]
-        single = reports[0][0] if len(choices) == 1 else None
-        return self._answer.full(choices, total_usage(usage(prompt) for prompt in reports), single)
+        return self._answer.full(choices, total_usage(usage(prompt) for prompt in reports), total_timings(reports))
 
     async def lines(self) -> AsyncGenerator[str, None]:
         """The chunks of all prompts and choices as they come."""
@@ -98,7 +98,12 @@ class Prompts:
 
     async def _submit(self, at: int, *, patient: bool = False) -> list[Generation]:
         generations = await self._service.submit(
-            self._requests[at], choices=self._body.choices, request_id=self._request_id, patient=patient
+            self._requests[at],
+            choices=self._body.choices,
+            first=at * self._body.choices,
+            request_id=self._request_id,
+            local=self._local,
+            patient=patient,
         )
         self._latest = generations[0]
         return generations

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from lmx_lab import errors
 from lmx_lab.errors import CallerError, InvalidRequestError, LabError
+from lmx_lab.server.openapi import FAILURE_HEADERS
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,22 @@ NO_RETRY = (
 CLIENT_CLOSED = 499
 # What any route may answer; "4XX" keeps FastAPI from promising its own 422.
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is wrong, or must wait: see `error.code`"},
-    "5XX": {"model": ErrorBody, "description": "No model, no memory, no time or a bug: see `error.code`"},
+    "4XX": {
+        "model": ErrorBody,
+        "description": "The request is wrong, or must wait: see `error.code`",
+        "headers": FAILURE_HEADERS,
+    },
+    "5XX": {
+        "model": ErrorBody,
+        "description": "No model, no memory, no time or a bug: see `error.code`",
+        "headers": FAILURE_HEADERS,
+    },
 }
+# There is no number for "no limit"; -1 is such a one elsewhere.
+LEFT_OUT = dict.fromkeys(
+    ("max_tokens", "max_completion_tokens"),
+    "for no limit but the model's context give a large number, such as 1000000",
+)
 NOT_FIELDS = ("body", "query", "str", "constrained-str")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -91,10 +105,24 @@ def invalid(exc: ValidationError | RequestValidationError) -> InvalidRequestErro
     # A part may be a name that the caller chose, of any length.
     path = [str(part)[:80] for part in wrong["loc"] if not _is_alternative(part)]
     field = ".".join(path)
-    said = wrong["msg"].removeprefix("Value error, ")
-    if wrong["type"] == "extra_forbidden":
-        said = "is not a field of this request, or not supported by this version"
-    return InvalidRequestError(f"{field or 'body'}: {said}{_given(wrong.get('input'))}", param=field or None)
+    said = f"{_said(wrong)}{_given(wrong.get('input'))}"
+    if wrong["type"] == "greater_than_equal" and path[-1:] and path[-1] in LEFT_OUT:
+        said = f"{said}; {LEFT_OUT[path[-1]]}"
+    return InvalidRequestError(f"{field or 'body'}: {said}", param=field or None)
+
+
+def _said(wrong: dict[str, Any]) -> str:
+    """What is wrong; in words of our own where pydantic's name its steps, or do not know the number."""
+    match wrong["type"]:
+        case "extra_forbidden":
+            return "is not a field of this request, or not supported by this version; leave it out"
+        case "too_long":
+            most = wrong["ctx"]["max_length"]
+            return f"has {len(wrong['input'])} items, the limit is {most}; send at most {most}"
+        case "too_short":
+            return f"has {len(wrong['input'])} items; send at least {wrong['ctx']['min_length']}"
+        case _:
+            return str(wrong["msg"]).removeprefix("Value error, ")
 
 
 def _given(value: Any) -> str:

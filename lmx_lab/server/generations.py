@@ -22,6 +22,8 @@ class RequestEnd:
 
     request_id: str
     """Empty for the notebook's own."""
+    index: int = 0
+    """Which choice of the answer."""
     model: str
     outcome: Outcome
     code: str | None = None
@@ -37,6 +39,7 @@ class RequestEnd:
         report = self.report
         return RequestEvent(
             request_id=self.request_id,
+            index=self.index,
             model=self.model,
             finish_reason=self.outcome,
             code=self.code,
@@ -56,8 +59,9 @@ class Generation:
     Made and read on one event loop.
     """
 
-    def __init__(self, stream: TokenStream, *, request_id: str, model: str, observe: Observer) -> None:
+    def __init__(self, stream: TokenStream, *, request_id: str, model: str, observe: Observer, index: int = 0) -> None:
         self.model = model
+        self.index = index
         self.request_id = request_id
         self._stream = stream
         self._observe: Observer | None = observe
@@ -151,6 +155,7 @@ class Generation:
     def _ended(self, outcome: Outcome, code: str | None = None) -> RequestEnd:
         return RequestEnd(
             request_id=self.request_id,
+            index=self.index,
             model=self.model,
             outcome=outcome,
             code=code,

@@ -17,14 +17,19 @@ from lmx_lab.wire.admin import Alive, NotReady, Ready
 def health_routes(engine: Engine) -> APIRouter:
     router = APIRouter(tags=["health"])
 
+    # HEAD is for load balancers. The HTTP server leaves the body out.
+    @router.head("/healthz", include_in_schema=False)
     @router.get("/healthz")
     async def healthz() -> Alive:
+        """The process runs."""
         return Alive()
 
+    @router.head("/readyz", response_model=Ready, include_in_schema=False)
     @router.get(
         "/readyz", response_model=Ready, responses={503: {"model": NotReady, "description": "No model, or no progress"}}
     )
     async def readyz(request: Request) -> Ready | JSONResponse:
+        """A model answers; if none does, 503 with the reason and what to do."""
         now = engine.snapshot
         error = problem(now, settings=engine.settings, alive=engine.alive)
         if error is None:

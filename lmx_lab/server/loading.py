@@ -88,6 +88,11 @@ class ModelLoader:
             self._feed.publish(ModelEvent(model=model, stage="unloaded"))
         return freed
 
+    @property
+    def changing(self) -> bool:
+        """Whether something is being done to the engine's model."""
+        return self._doing is not None
+
     async def settled(self) -> None:
         """Return when nothing is being done to the engine's model."""
         await self._settled.wait()

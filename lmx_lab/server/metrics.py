@@ -30,7 +30,8 @@ class Metrics:
         self._registry.register(_EngineFigures(engine))
         self._requests = Counter(
             "lmx_lab_requests",
-            "Generations that have ended: stop, length, cancelled, or error with its code.",
+            "Generations that have ended: stop, length, cancelled, or error with its code. A request has one for each "
+            "choice of each prompt; one that is refused has one, but none if the shape of its body was wrong.",
             ("outcome", "code"),
             registry=self._registry,
         )
@@ -115,6 +116,7 @@ def metrics_routes(metrics: Metrics) -> APIRouter:
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def figures(request: Request) -> Response:
+        """The server's figures, as Prometheus reads them."""
         body, content_type = metrics.render(",".join(request.headers.getlist("accept")))
         return Response(body, headers={"content-type": content_type})
 

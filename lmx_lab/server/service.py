@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from importlib.metadata import version
 
 from lmx_lab.engine import Engine, GenerationRequest, TokenStream
-from lmx_lab.errors import LabError, ModelNotFoundError, OtherModelLoadedError, QueueFullError
+from lmx_lab.errors import LabError, NotLoadedError, OtherModelLoadedError, QueueFullError
 from lmx_lab.feed import Feed
 from lmx_lab.server.answers import Answer
 from lmx_lab.server.generations import Generation, Observer, Outcome, RequestEnd
 from lmx_lab.server.loading import Event
+from lmx_lab.server.naming import loaded_id, unknown_model
 from lmx_lab.server.swapping import ModelSwap
 from lmx_lab.server.translate import ANY_MODEL, generation_request
 from lmx_lab.weights import Catalog
@@ -42,38 +44,54 @@ class ChatService:
         self._swap = swap
         self._observe = observe
 
-    async def start(self, request: ChatRequest, request_id: str | None = None) -> tuple[Answer, list[Generation]]:
+    async def start(
+        self, request: ChatRequest, request_id: str | None = None, *, local: bool = False
+    ) -> tuple[Answer, list[Generation]]:
         """Accept a chat request: its answer's shape and a generation for each of its ``n`` choices.
 
         Raises:
             LabError: as ``submit``.
         """
         asked = generation_request(request)
-        generations = await self.submit(asked, choices=request.choices, request_id=request_id)
+        generations = await self.submit(asked, choices=request.choices, request_id=request_id, local=local)
         answer = Answer(model=generations[0].model, fingerprint=FINGERPRINT, logprobs=bool(request.logprobs))
         return answer, generations
 
     async def submit(
-        self, request: GenerationRequest, *, choices: int = 1, request_id: str | None = None, patient: bool = False
+        self,
+        request: GenerationRequest,
+        *,
+        choices: int = 1,
+        first: int = 0,
+        request_id: str | None = None,
+        local: bool = False,
+        patient: bool = False,
     ) -> list[Generation]:
         """Accept all choices of a request, or none; what is wrong with it is raised here, before the first token.
 
-        A ``patient`` request waits where the queue is full: it is part of one that is under way.
+        Args:
+            first: The number of the first choice in the answer.
+            local: Asked by a program on this machine, which may name the loaded model by its path.
+            patient: Wait where the queue is full: the request is part of one that is under way.
 
         Raises:
             NotLoadedError, ModelNotFoundError: the model it names is not loaded, or not there at all.
             CallerError, QueueFullError: as ``Engine.submit``; in swap mode also as ``ModelSwap.submit``.
         """
+        request = replace(request, model=loaded_id(request.model, self._engine.snapshot, local=local))
         try:
             streams = await (self._in_time if patient else self._accepted)(request, choices)
         except LabError as exc:
-            self._refused(request, request_id, "error", exc.code)
+            self._refused(request_id, first, "error", exc.code)
             raise
         except asyncio.CancelledError:
-            self._refused(request, request_id, "cancelled")
+            self._refused(request_id, first, "cancelled")
             raise
         model = self._engine.snapshot.model or request.model or ANY_MODEL
-        return [Generation(stream, request_id=request_id or "", model=model, observe=self._ended) for stream in streams]
+        return [
+            Generation(stream, request_id=request_id or "", index=first + at, model=model, observe=self._ended)
+            for at, stream in enumerate(streams)
+        ]
 
     async def decode(self, tokens: tuple[int, ...]) -> str:
         """The text of token ids, by the loaded model."""
@@ -91,23 +109,27 @@ class ChatService:
             return await self._swap.submit(request, choices)
         try:
             return await self._engine.submit_all(request, choices)
-        except OtherModelLoadedError as exc:
-            await self._check_known(request.model or ANY_MODEL, exc)
+        except NotLoadedError as exc:
+            if request.model is not None:
+                await self._say_more(request.model, exc)
             raise
 
-    async def _check_known(self, model: str, exc: OtherModelLoadedError) -> None:
+    async def _say_more(self, name: str, exc: NotLoadedError) -> None:
+        """Raise what is better than the engine's word: it does not know the disk."""
+        now = self._engine.snapshot
+        if not isinstance(exc, OtherModelLoadedError) and now.state != "empty":
+            return
         entries = await asyncio.to_thread(self._catalog.scan)
-        if all(entry.id != model for entry in entries):
-            loaded = self._engine.snapshot.model
-            missing = f"there is no model {model[:200]!r} on disk; {loaded} is loaded; GET /v1/models lists all"
-            raise ModelNotFoundError(missing, param="model") from exc
+        if any(entry.id == name for entry in entries):
+            said = f"{exc.message}; a server started with --swap loads what is named"
+            raise type(exc)(said, param=exc.param, retry_after_s=exc.retry_after_s) from exc
+        if now.model is not None:
+            raise unknown_model(name, now) from exc
 
-    def _refused(
-        self, request: GenerationRequest, request_id: str | None, outcome: Outcome, code: str | None = None
-    ) -> None:
+    def _refused(self, request_id: str | None, first: int, outcome: Outcome, code: str | None = None) -> None:
         # The name as it was asked for may be anything; a label of a metric must not.
         model = self._engine.snapshot.model or ""
-        self._ended(RequestEnd(request_id=request_id or "", model=model, outcome=outcome, code=code))
+        self._ended(RequestEnd(request_id=request_id or "", index=first, model=model, outcome=outcome, code=code))
 
     def _ended(self, end: RequestEnd) -> None:
         self._feed.publish(end.event())

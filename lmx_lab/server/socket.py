@@ -12,8 +12,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import socket_token
-from lmx_lab.server.bodies import parse_json
+from lmx_lab.server.bodies import parse_json_aside
 from lmx_lab.server.errors import detail, invalid, request_id_of
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import socket_stats
@@ -33,7 +34,7 @@ def socket_routes(service: ChatService, *, max_body_bytes: int) -> APIRouter:
         await socket.accept()
         with suppress(WebSocketDisconnect):
             try:
-                request = _parse(await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes)
+                request = await _parse(await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes)
                 await _answer(socket, service, request)
             except LabError as exc:
                 log.warning("%s: socket ended by %s", request_id_of(socket), exc)
@@ -62,7 +63,7 @@ async def _answer(socket: WebSocket, service: ChatService, request: ChatRequest)
 
 
 async def _send_tokens(socket: WebSocket, service: ChatService, request: ChatRequest) -> None:
-    _, (generation,) = await service.start(request, request_id_of(socket))
+    _, (generation,) = await service.start(request, request_id_of(socket), local=is_local(socket))
     async with generation:
         async for delta in generation:
             if delta.text or delta.logprobs:
@@ -90,13 +91,13 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
     return text if text is not None else message["bytes"]
 
 
-def _parse(text: str | bytes, limit_bytes: int) -> ChatRequest:
+async def _parse(text: str | bytes, limit_bytes: int) -> ChatRequest:
     if isinstance(text, bytes):
         raise InvalidRequestError("the request came as a binary message; send it as text")
     if len(text) > limit_bytes:
         raise InvalidRequestError(f"the message has more than {limit_bytes} characters, the limit of this server")
     try:
-        request = ChatRequest.model_validate(parse_json(text))
+        request = ChatRequest.model_validate(await parse_json_aside(text))
     except ValidationError as exc:
         raise invalid(exc) from exc
     if request.choices > 1:

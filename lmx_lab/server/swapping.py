@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from lmx_lab.engine import Engine, EngineSnapshot, GenerationRequest, LoadReport, TokenStream
@@ -16,28 +16,35 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.server.loading import ModelLoader
+from lmx_lab.server.naming import unknown_model
+from lmx_lab.server.turns import Line, Ticket
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights import Catalog, ModelEntry
 
 TRIES = 3
 """How often an administrator's load or unload may come between a request's load and its submission."""
+LOOK_AGAIN_S = 0.02
 
 
 class ModelSwap:
-    """The entrance of the engine in swap mode: one request at a time, in arrival order, brings its model and goes in.
+    """The entrance of the engine in swap mode: one request at a time brings its model, if need be, and goes in.
 
-    So no request is lost between its load and its submission, and none starves: whoever comes later, for whichever
-    model, waits behind it. Those who wait are as many as the engine's own queue would take.
+    So no request is lost between its load and its submission. Whose turn it is, ``Line`` says. Those who wait are as
+    many as the engine's own queue would take.
     """
 
     def __init__(self, *, engine: Engine, catalog: Catalog, loader: ModelLoader, settings: Settings) -> None:
         self._engine = engine
         self._catalog = catalog
         self._loader = loader
-        self._limit = settings.slots + settings.queue_limit
-        self._timeout_s = settings.request_timeout_s
-        self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._settings = settings
+        self._line = Line(share=settings.slots)
+        self._called: dict[Ticket, asyncio.Event] = {}
+        """Everybody here, in line or inside."""
+        self._inside: Ticket | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._load_s = 1.0
+        """How long the last exchange of models took, running requests included."""
 
     async def submit(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
         """``Engine.submit_all`` for the model that the request names, loaded first if it is on disk and is not loaded.
@@ -48,25 +55,72 @@ class ModelSwap:
             QueueFullError: too many wait for a model.
             GenerationTimeoutError: the request's deadline passed before its model was there.
         """
-        with self._place_in_line():
-            try:
-                async with asyncio.timeout(request.timeout_s or self._timeout_s), self._turn:
-                    return await self._enter(request, choices)
-            except TimeoutError:
-                raise GenerationTimeoutError(
-                    f"the model was not loaded within {self._timeout_s:g} s, the request's limit", param="model"
-                ) from None
-
-    @contextlib.contextmanager
-    def _place_in_line(self) -> Iterator[None]:
-        if self._waiting >= self._limit:
-            said = f"{self._limit} requests wait for their model; try again when some have been served"
-            raise QueueFullError(said, retry_after_s=1)
-        self._waiting += 1
+        limit_s = request.timeout_s or self._settings.request_timeout_s
         try:
+            async with asyncio.timeout(limit_s), self._turn(request.model):
+                return await self._enter(request, choices)
+        except TimeoutError:
+            raise GenerationTimeoutError(
+                f"the model was not loaded within {limit_s:g} s, the request's limit", param="model"
+            ) from None
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, model: str | None) -> AsyncIterator[None]:
+        """The block runs alone, when its turn has come."""
+        self._check_room()
+        ticket = self._line.ticket(model, self._now())
+        called = self._called[ticket] = asyncio.Event()
+        try:
+            # Before it waits: nobody should wait for a model that is not there, nor hold up others for it.
+            await self._check_name(model)
+            self._line.add(ticket)
+            self._call_next()
+            await called.wait()
             yield
         finally:
-            self._waiting -= 1
+            del self._called[ticket]
+            self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        if self._inside is ticket:
+            self._inside = None
+        self._line.discard(ticket)
+        self._call_next()
+
+    def _check_room(self) -> None:
+        slots, queue_limit = self._settings.slots, self._settings.queue_limit
+        if len(self._called) >= slots + queue_limit:
+            raise QueueFullError(
+                f"{len(self._called)} requests wait for their model, at most {slots + queue_limit} may "
+                f"(slots {slots} + queue_limit {queue_limit}); the last exchange of models took {self._load_s:.1f} s",
+                retry_after_s=self._load_s,
+            )
+
+    async def _check_name(self, model: str | None) -> None:
+        if model is not None and model != self._engine.snapshot.model:
+            await self._resolve(model)
+
+    def _call_next(self) -> None:
+        """Let the next one in, if nobody is inside; look again soon if the line says that it is too early."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._inside is not None or not self._line:
+            return
+        ticket = None if self._loader.changing else self._take()
+        if ticket is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._call_next)
+            return
+        self._inside = ticket
+        self._called[ticket].set()
+
+    def _take(self) -> Ticket | None:
+        now = self._engine.snapshot
+        busy = now.active_requests + now.queued_requests > 0
+        return self._line.take(now.model or _remembered(now), now=self._now(), busy=busy)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     async def _enter(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
         for _ in range(TRIES - 1):
@@ -83,22 +137,35 @@ class ModelSwap:
         if name is None or name == now.model:
             return request
         try:
-            # Not local: ids of the catalog only, no paths.
-            entry = await asyncio.to_thread(self._catalog.resolve, name, local=False)
+            entry = await self._resolve(name)
         except ModelNotFoundError:
             if request.model is None:
                 return request
             raise
         return replace(request, model=(await self._load(entry.id)).model)
 
+    async def _resolve(self, name: str) -> ModelEntry:
+        try:
+            # Not local: ids of the catalog only, no paths.
+            return await asyncio.to_thread(self._catalog.resolve, name, local=False)
+        except ModelNotFoundError as exc:
+            raise unknown_model(name, self._engine.snapshot) from exc
+
     async def _load(self, name: str) -> LoadReport:
         while True:
+            began = self._now()
             try:
-                return await self._loader.load(name, local=False, finish_queued=True)
+                report = await self._loader.load(name, local=False, finish_queued=True)
             except ModelBusyError:
                 await self._loader.settled()
+            else:
+                self._load_s = self._now() - began
+                return report
 
 
 def _remembered(now: EngineSnapshot) -> str | None:
-    """What "whatever is loaded" means while nothing is; not a model that did not fit, it would not fit again."""
-    return now.unloaded_model if now.model is None and now.unload_cause != "memory" else None
+    """What "whatever is loaded" means while nothing is: the model that rests for want of requests.
+
+    Not one that an operator unloaded, and not one that did not fit: it would not fit again.
+    """
+    return now.unloaded_model if now.model is None and now.unload_cause == "idle" else None

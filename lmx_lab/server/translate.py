@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lmx_lab.engine import (
@@ -128,18 +128,33 @@ def _usage(prompt: int, completion: int, cached: int) -> Usage:
 
 
 def timings(report: GenerationReport) -> Timings:
-    computed = report.prompt_tokens - report.cached_tokens
-    prompt_ms, predicted_ms = report.prefill_s * 1e3, report.decode_s * 1e3
+    return total_timings([[report]])
+
+
+def total_timings(prompts: Iterable[Sequence[GenerationReport]]) -> Timings:
+    """Of all choices of all prompts of one answer, for clients that read one figure.
+
+    Tokens are counted as in ``usage``: a prompt once, the output of every choice. Times are those of the choice that
+    took longest, since choices run side by side, and speeds come from these: they are the batch's. Prompts beyond the
+    slots run one after the other, and then these speeds are too high.
+    """
+    parts = [list(choices) for choices in prompts]
+    reports = [report for choices in parts for report in choices]
+    spent = total_usage(usage(choices) for choices in parts)
+    cached = spent.prompt_tokens_details.cached_tokens
+    computed, predicted = spent.prompt_tokens - cached, spent.completion_tokens
+    prompt_s = max(report.prefill_s for report in reports)
+    predicted_s = max(report.decode_s for report in reports)
     return Timings(
-        cache_n=report.cached_tokens,
+        cache_n=cached,
         prompt_n=computed,
-        prompt_ms=prompt_ms,
-        prompt_per_token_ms=prompt_ms / computed if computed else 0.0,
-        prompt_per_second=report.prompt_tokens_per_second,
-        predicted_n=report.output_tokens,
-        predicted_ms=predicted_ms,
-        predicted_per_token_ms=predicted_ms / report.output_tokens if report.output_tokens else 0.0,
-        predicted_per_second=report.tokens_per_second,
+        prompt_ms=prompt_s * 1e3,
+        prompt_per_token_ms=prompt_s * 1e3 / computed if computed else 0.0,
+        prompt_per_second=computed / prompt_s if prompt_s > 0 else 0.0,
+        predicted_n=predicted,
+        predicted_ms=predicted_s * 1e3,
+        predicted_per_token_ms=predicted_s * 1e3 / predicted if predicted else 0.0,
+        predicted_per_second=predicted / predicted_s if predicted_s > 0 else 0.0,
     )
 
 

@@ -102,6 +102,8 @@ class RequestEvent(BaseModel):
 
     type: Literal["request"] = "request"
     request_id: str
+    index: int = 0
+    """The number of the choice in its answer; of a refusal, the first that it refuses."""
     model: str
     finish_reason: Literal["stop", "length", "cancelled", "error"]
     code: str | None = None

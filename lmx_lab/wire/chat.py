@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, FailFast, Field, ValidationInfo, field_validator, model_validator
 
+from lmx_lab.wire import neutral
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.generation import (
+    WHOLE,
     Alternatives,
-    Count,
     FinishReason,
     GenerationFields,
     RequestShape,
@@ -38,6 +39,13 @@ class ChatMessage(RequestShape):
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
+    # What answers of other servers have, so that a history can be sent as it came: only what says nothing.
+    refusal: Annotated[Any, neutral.NO_REFUSAL] = None
+    audio: Annotated[Any, neutral.NO_AUDIO] = None
+    annotations: Annotated[Any, neutral.NO_ANNOTATIONS] = None
+    function_call: Annotated[Any, neutral.NO_TOOL_CHOICE] = None
+    reasoning_content: Annotated[Any, neutral.NO_REASONING_TEXT] = None
+
     @model_validator(mode="after")
     def _content_is_given(self) -> Self:
         if "content" not in self.model_fields_set and not self.tool_calls:
@@ -45,17 +53,13 @@ class ChatMessage(RequestShape):
         return self
 
 
-class TextFormat(RequestShape):
-    type: Literal["text"]
-
-
 class ChatRequest(GenerationFields):
     """The body of POST /v1/chat/completions and the message of WS /v1/chat/stream."""
 
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MESSAGE_LIMIT)]
     temperature: Temperature | None = 0.7
-    max_tokens: Annotated[Count, Field(ge=1)] | None = 4096
-    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = 4096
+    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     """The newer name; it wins over ``max_tokens``."""
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
@@ -67,11 +71,22 @@ class ChatRequest(GenerationFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    # Known to the format, not offered yet: only the value that means "no".
-    response_format: TextFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
+
+    # Known to the format, not offered: only the values that mean "no".
+    response_format: Annotated[Any, neutral.NO_FORMAT] = None
+    tools: Annotated[Any, neutral.NO_TOOLS] = None
+    tool_choice: Annotated[Any, neutral.NO_TOOL_CHOICE] = None
+    functions: Annotated[Any, neutral.NO_TOOLS] = None
+    function_call: Annotated[Any, neutral.NO_TOOL_CHOICE] = None
+    reasoning_effort: Annotated[Any, neutral.NO_REASONING] = None
+    verbosity: Annotated[Any, neutral.NO_VERBOSITY] = None
+    audio: Annotated[Any, neutral.NO_AUDIO] = None
+    modalities: Annotated[Any, neutral.NO_MODALITIES] = None
+    prediction: Annotated[Any, neutral.NO_PREDICTION] = None
+    web_search_options: Annotated[Any, neutral.NO_SEARCH] = None
+    moderation: Annotated[Any, neutral.NO_MODERATION] = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -118,8 +133,8 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[Choice]
     usage: Usage
-    timings: Timings | None = None
-    """Of the one choice; absent where there are several, which have one each."""
+    timings: Timings
+    """Of all choices: tokens are summed, the times are the longest choice's."""
 
 
 class ChoiceDelta(BaseModel):

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, FailFast, Field, Tag, ValidationInfo, field_validator
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.generation import Alternatives, Choices, Count, FinishReason, GenerationFields, Timings, Usage
+from lmx_lab.wire import neutral
+from lmx_lab.wire.generation import WHOLE, Alternatives, Choices, FinishReason, GenerationFields, Timings, Usage
 
 PROMPT_LIMIT = 1024
 # As named types, since a union needs members with a hash, and FailFast has none.
@@ -42,14 +43,14 @@ class CompletionRequest(GenerationFields):
     """A text, texts, the token ids of one prompt, or those of several."""
     echo: bool | None = None
     """Put the prompt before the text; with ``logprobs``, its tokens before the text's."""
-    max_tokens: Annotated[Count, Field(ge=0)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = 16
     """0 generates nothing and needs ``echo``."""
     logprobs: Alternatives | None = None
     """How many alternatives to report for each token; 0 reports the tokens alone."""
 
     # Known to the format, not offered: only the value that means "no".
     best_of: Choices | None = None
-    suffix: None = None
+    suffix: Annotated[Any, neutral.NO_SUFFIX] = None
 
     @field_validator("max_tokens")
     @classmethod
@@ -99,4 +100,4 @@ class Completion(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     timings: Timings | None = None
-    """Of the one choice, or of the choice that ends with this chunk."""
+    """Of all choices, as in ``ChatCompletion``, or of the one that ends with this chunk."""

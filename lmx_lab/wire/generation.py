@@ -19,9 +19,8 @@ LOWEST_LOGPROB = -9999.0
 FinishReason = Literal["stop", "length"]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 # JSON has one kind of number: 5.0 counts five.
-Count = Annotated[
-    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-]
+WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+"""Behind the bounds of a field, which then are in its JSON schema too."""
 
 
 def _check_token_id(key: str) -> str:
@@ -38,8 +37,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenKey = Annotated[str, AfterValidator(_check_token_id)]
-Choices = Annotated[Count, Field(ge=1, le=CHOICE_LIMIT)]
-Alternatives = Annotated[Count, Field(ge=0, le=LOGPROB_LIMIT)]
+Choices = Annotated[int, Field(ge=1, le=CHOICE_LIMIT), WHOLE]
+Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
 
 
 class RequestShape(BaseModel):
@@ -59,14 +58,14 @@ class GenerationFields(RequestShape):
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = 1.0
     top_p: Probability | None = 1.0
-    top_k: Annotated[Count, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1), WHOLE] | None = None
     """-1 and 0 cut nothing."""
     min_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=BIAS_LIMIT)] | None = None
-    seed: Count | None = None
+    seed: Annotated[int, WHOLE] | None = None
     n: Choices | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=STOP_LIMIT)] | None = None
     ignore_eos: bool | None = None

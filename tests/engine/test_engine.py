@@ -21,6 +21,7 @@ from lmx_lab.engine import (
     TextPrompt,
     TokenPrompt,
 )
+from lmx_lab.engine.core import EngineCore
 from lmx_lab.errors import (
     ContextLengthError,
     EngineDeadError,

@@ -83,7 +83,11 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
         ({"n": 9}, "n"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"messages": [{"role": "assistant", "content": "", "refusal": "no"}]}, "messages.0.refusal"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
@@ -121,8 +125,36 @@ def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None)
     assert "application/json" in error["message"]
 
 
-def test_17_stops_are_told_the_limit(http: httpx2.Client) -> None:
-    assert "16" in error_of(http.post(PATH, json=chat_body(stop=["a"] * 17)), 400, "invalid-request")["message"]
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stop": ["a"] * 17}, ["17", "16"]),
+        ({"messages": HELLO * 5000}, ["5000", "4096"]),
+        ({"logit_bias": {str(token): 1 for token in range(3000)}}, ["3000", "1024"]),
+        ({"messages": []}, ["0 items", "at least 1"]),
+        ({"max_tokens": -1}, ["-1", "no limit"]),
+        ({"max_completion_tokens": -1}, ["-1", "no limit"]),
+        ({"tools": [{"type": "function"}]}, ["tool calls are not supported", "leave the field out"]),
+    ],
+)
+def test_a_message_says_what_was_given_what_may_be_and_what_to_do(
+    http: httpx2.Client, changes: dict[str, Any], said: list[str]
+) -> None:
+    message = error_of(http.post(PATH, json=chat_body(**changes)), 400, "invalid-request")["message"]
+    assert [part for part in said if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model": "\\ud800"}', "lone surrogate"),
+        (b'{"model": "\\udc00 "}', "lone surrogate"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "4,300 digits"),
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+    ],
+)
+def test_bad_json_is_said_in_words_that_name_the_mistake(http: httpx2.Client, body: bytes, said: str) -> None:
+    assert said in error_of(http.post(PATH, content=body, headers=JSON), 400, "invalid-request")["message"]
 
 
 def test_a_compressed_body_is_named_as_such(http: httpx2.Client) -> None:
@@ -166,12 +198,20 @@ def test_a_model_that_is_on_disk_but_not_loaded_is_503_naming_both(http: httpx2.
     message = error_of(response, 503, "no-model-loaded")["message"]
     assert "tiny-two" in message
     assert "tiny is" in message
+    assert "--swap" in message
     assert response.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nothing", 404), ("GET", PATH, 405), ("POST", "/healthz", 405), ("GET", "/v1/models/unheard-of", 404)],
+    [
+        ("GET", "/nothing", 404),
+        ("GET", PATH, 405),
+        ("POST", "/healthz", 405),
+        ("GET", "/v1/models/unheard-of", 404),
+        ("POST", f"{PATH}/", 404),
+        ("POST", "/v1/completions/", 404),
+    ],
 )
 def test_a_wrong_address_has_the_same_error_body(http: httpx2.Client, method: str, path: str, status: int) -> None:
     response = http.request(method, path)

@@ -8,8 +8,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from lmx_lab.lab import Lab
+from lmx_lab.server import chat
 from tests.flows.conftest import chat_body, events, serving, wait_until_idle
 
 PATH = "/v1/chat/completions"
@@ -105,7 +107,8 @@ def test_n_choices_differ_share_a_seed_and_count_the_prompt_once(http: httpx2.Cl
     assert alone["choices"][0]["message"]["content"] == texts[0]
     assert body["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
     assert body["usage"]["completion_tokens"] == 24
-    assert "timings" not in body
+    assert body["timings"]["predicted_n"] == 24
+    assert body["timings"]["cache_n"] + body["timings"]["prompt_n"] == body["usage"]["prompt_tokens"]
 
 
 def test_streamed_choices_have_a_role_and_an_end_each(http: httpx2.Client) -> None:
@@ -177,6 +180,26 @@ def test_unknown_ids_in_a_bias_are_named(http: httpx2.Client) -> None:
     assert "49152" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+def test_a_program_on_this_machine_may_name_the_loaded_model_by_its_path(
+    http: httpx2.Client, tiny_home: Path, path: str
+) -> None:
+    where = tiny_home / "models" / "tiny"
+    what = {"prompt": "a", "max_tokens": 1} if path != PATH else chat_body(max_tokens=1)
+    assert http.post(path, json={**what, "model": f"{where}/"}).json()["model"] == "tiny"
+    refused = http.post(path, json={**what, "model": f"{where}-two"})
+    assert refused.status_code == 404
+    assert "by id" in refused.json()["error"]["message"]
+
+
+def test_others_name_models_by_id_only(http: httpx2.Client, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "is_local", lambda request: False)
+    refused = http.post(PATH, json=chat_body(model=str(tiny_home / "models" / "tiny")))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model-not-found")
+    assert "by id" in refused.json()["error"]["message"]
+    assert "tiny is loaded" in refused.json()["error"]["message"]
+
+
 def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
     assert http.post(PATH, json=chat_body(model="default")).json()["model"] == "tiny"
 
@@ -188,6 +211,20 @@ def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
         {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
         {"n": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
+        dict.fromkeys(["audio", "prediction", "functions", "function_call", "modalities", "web_search_options"]),
+        dict.fromkeys(
+            ["prompt_cache_retention", "reasoning_effort", "verbosity", "moderation", "tools", "tool_choice"]
+        ),
+        dict.fromkeys(["response_format", "parallel_tool_calls"]),
+        {"modalities": ["text"], "functions": [], "function_call": "none", "prompt_cache_retention": "24h"},
+        {
+            "messages": [
+                *chat_body()["messages"],
+                ChatCompletionMessage(role="assistant", content="Hello.").model_dump(),
+                {"role": "assistant", "content": "Hello.", "annotations": [], "reasoning_content": None},
+                {"role": "user", "content": "and?"},
+            ]
+        },
         {"temperature": None, "top_p": None, "max_tokens": None, "max_completion_tokens": 3, "stop": None},
         {"top_p": 0},
         {"seed": -(10**400), "temperature": 1},

@@ -89,7 +89,8 @@ def test_several_prompts_are_answered_in_order_and_counted_together(http: httpx2
     assert [one["text"] for one in answer["choices"]] == [one["choices"][0]["text"] for one in alone]
     assert answer["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
     assert answer["usage"]["completion_tokens"] == 40
-    assert "timings" not in answer
+    assert answer["timings"]["predicted_n"] == 40
+    assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == answer["usage"]["prompt_tokens"]
 
 
 def test_many_prompts_do_not_fill_the_queue_by_themselves(http: httpx2.Client) -> None:
@@ -236,7 +237,10 @@ def test_another_model_is_said_as_in_chat(http: httpx2.Client) -> None:
 
 def test_nothing_loaded_is_said_as_in_chat(tiny_home: Path) -> None:
     with serving(tiny_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
-        error_of(http.post(PATH, json=body()), 503, "no-model-loaded")
+        on_disk = error_of(http.post(PATH, json=body()), 503, "no-model-loaded")
+        nowhere = error_of(http.post(PATH, json=body(model="unheard-of")), 503, "no-model-loaded")
+    assert "--swap" in on_disk["message"]
+    assert "--swap" not in nowhere["message"]
 
 
 def test_a_queue_that_others_fill_only_delays_the_rest(lab: Lab, http: httpx2.Client) -> None:

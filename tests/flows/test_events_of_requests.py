@@ -65,6 +65,8 @@ def test_every_end_is_told_once(tiny_home: Path) -> None:
     assert (seen[0]["model"], seen[0]["completion_tokens"]) == ("tiny", 8)
     assert 0 < seen[7]["completion_tokens"] < 450
     assert seen[8]["request_id"] == ""
+    # One answer's two choices, and another's two prompts, are numbered.
+    assert [{event["index"] for event in seen[at : at + 2]} for at in (2, 5)] == [{0, 1}, {0, 1}]
 
 
 def test_a_dropped_reply_stream_is_told_too(tiny_home: Path) -> None:

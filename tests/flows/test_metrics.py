@@ -98,3 +98,19 @@ def test_watchers_see_an_idle_model_go_and_readiness_says_why(tiny_home: Path) -
         assert (ready.status_code, error["code"]) == (503, "no-model-loaded")
         assert "tiny was unloaded because no request came for 1.5 s" in error["message"]
         assert not [name for name in scrape(http) if name.startswith("model_loaded")]
+
+
+def test_what_is_counted_is_said_and_a_wrong_shape_is_not(fresh_http: httpx2.Client) -> None:
+    assert fresh_http.post(CHAT, json=chat_body(temperature=9)).status_code == 400
+    assert not [name for name in scrape(fresh_http) if name.startswith("requests_total")]
+    (said,) = [line for line in fresh_http.get("/metrics").text.splitlines() if "HELP lmx_lab_requests_total" in line]
+    assert "shape of its body" in said
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_a_load_balancers_head_is_a_get_without_its_body(fresh_http: httpx2.Client, path: str) -> None:
+    for _ in range(2):
+        full, head = fresh_http.get(path), fresh_http.head(path)
+        assert (head.status_code, head.headers["content-type"]) == (full.status_code, full.headers["content-type"])
+        assert head.content == b""
+        fresh_http.post("/admin/models/unload", headers={"content-type": "application/json"})

@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from lmx_lab.engine import LoadReport
 from lmx_lab.lab import Lab
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 
@@ -46,10 +47,38 @@ def test_default_stays_with_what_is_loaded(client: httpx2.Client) -> None:
     assert ask(client, "default").json()["model"] == "tiny"
 
 
-def test_default_brings_back_what_was_unloaded(swapping: Lab, client: httpx2.Client) -> None:
-    ask(client, "tiny-two")
+def test_default_brings_back_what_was_unloaded_for_want_of_requests(tiny_home: Path) -> None:
+    with (
+        serving(tiny_home, "tiny", swap=True, idle_unload_s=0.05) as lab,
+        httpx2.Client(base_url=lab.url, timeout=60) as client,
+    ):
+        ask(client, "tiny-two")
+        wait_until(lambda: lab.engine.snapshot.unload_cause == "idle")
+        assert ask(client, "default").json()["model"] == "tiny-two"
+
+
+def test_default_does_not_bring_back_what_an_operator_unloaded(swapping: Lab, client: httpx2.Client) -> None:
     swapping.unload()
-    assert ask(client, "default").json()["model"] == "tiny-two"
+    refused = ask(client, "default")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
+    assert ask(client, "tiny").status_code == 200
+
+
+def test_requests_for_two_models_that_come_together_need_two_loads(tiny_home: Path) -> None:
+    with serving(tiny_home, "tiny", swap=True, slots=8) as lab:
+        loads: list[str] = []
+        load = lab._server.loader.load
+
+        async def counted(name: str, **how: Any) -> LoadReport:
+            loads.append(name)
+            return await load(name, **how)
+
+        lab._server.loader.load = counted  # type: ignore[method-assign]
+        names = [TWO[at % 2] for at in range(12)]
+        answers = at_once(lab, names, max_tokens=60)
+    assert [answer.json().get("model") for answer in answers] == names
+    # One by one they would need eleven; the first may be on its way before the others have come.
+    assert len(loads) <= 3
 
 
 def test_default_has_nothing_to_bring_where_nothing_was(tiny_home: Path) -> None:
@@ -137,11 +166,12 @@ def test_the_line_for_a_model_has_an_end(tiny_home: Path) -> None:
             for thread in waiting:
                 thread.start()
             swap = lab._server.chat._swap
-            wait_until(lambda: swap is not None and swap._waiting == 2)
+            wait_until(lambda: swap is not None and len(swap._called) == 2)
             refused = ask(client, "tiny")
         for thread in waiting:
             thread.join()
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue-full")
+    assert "slots 1 + queue_limit 1" in refused.json()["error"]["message"]
     assert int(refused.headers["retry-after"]) >= 1
 
 

@@ -10,7 +10,15 @@ from pydantic import ValidationError
 
 from lmx_lab.engine import GenerationReport, Sampling, TextPrompt, TokenLogprob, TokenPrompt
 from lmx_lab.server.errors import invalid
-from lmx_lab.server.translate import chat_logprobs, completion_requests, generation_request, total_usage, usage
+from lmx_lab.server.translate import (
+    chat_logprobs,
+    completion_requests,
+    generation_request,
+    timings,
+    total_timings,
+    total_usage,
+    usage,
+)
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.completions import CompletionRequest
 
@@ -23,7 +31,7 @@ def completion(**changes: Any) -> CompletionRequest:
     return CompletionRequest.model_validate({"model": "tiny", "prompt": "hello", **changes})
 
 
-def report(*, prompt: int = 10, cached: int = 0, output: int = 5) -> GenerationReport:
+def report(*, prompt: int = 10, cached: int = 0, output: int = 5, decode_s: float = 2.0) -> GenerationReport:
     return GenerationReport(
         model="tiny",
         finish_reason="stop",
@@ -33,7 +41,7 @@ def report(*, prompt: int = 10, cached: int = 0, output: int = 5) -> GenerationR
         queue_s=0.0,
         prefill_s=1.0,
         ttft_s=1.1,
-        decode_s=2.0,
+        decode_s=decode_s,
         peak_memory_bytes=0,
     )
 
@@ -178,6 +186,7 @@ def test_best_of_is_n_or_nothing() -> None:
     assert completion(best_of=3, n=3).choices == 3
     assert refusal(completion, best_of=2) == "best_of"
     assert refusal(completion, suffix="end") == "suffix"
+    assert completion(suffix="").suffix == ""
 
 
 def test_choices_share_the_prompt_in_usage() -> None:
@@ -185,6 +194,20 @@ def test_choices_share_the_prompt_in_usage() -> None:
     assert (spent.prompt_tokens, spent.completion_tokens, spent.total_tokens) == (10, 12, 22)
     assert spent.prompt_tokens_details.cached_tokens == 4
     assert total_usage([spent, spent]).total_tokens == 44
+
+
+def test_timings_of_several_choices_sum_tokens_and_take_the_longest_time() -> None:
+    both = [report(cached=4), report(cached=9, output=7, decode_s=3.0)]
+    total = total_timings([both, [report(prompt=20)]])
+    assert (total.cache_n, total.prompt_n, total.predicted_n) == (4, 26, 17)
+    assert (total.prompt_ms, total.predicted_ms) == (1000, 3000)
+    assert (total.prompt_per_second, total.predicted_per_second) == (26, 17 / 3)
+    assert total_timings([[both[0]]]) == timings(both[0])
+
+
+def test_the_timings_of_no_tokens_divide_by_nothing() -> None:
+    nothing = timings(report(prompt=4, cached=4, output=0, decode_s=0.0))
+    assert (nothing.prompt_per_token_ms, nothing.predicted_per_token_ms, nothing.predicted_per_second) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("impossible", [-math.inf, math.nan, -1e30])
