@@ -162,9 +162,9 @@ class Batch:
 
     def step(self) -> list[Event]:
         """One token for every answer that decodes, one chunk of every prompt that is being computed."""
-        decoding = any(generation.decoding_at for generation in self._generations.values())
-        prompts = sum(not generation.decoding_at for generation in self._generations.values())
-        chunk = self._pace.chunk(prompts=prompts + bool(self._scorings), decoding=decoding)
+        decoding = self._decoding
+        prompts = len(self._generations) - decoding + bool(self._scorings)
+        chunk = self._pace.chunk(prompts=prompts, decoding=decoding)
         self._generator.prefill_step_size = chunk
         started = time.perf_counter()
         events = self._score(chunk)
@@ -181,7 +181,12 @@ class Batch:
     def remaining_s(self, generation: Generation) -> float:
         """How long the request takes to its last token, at the pace of the last steps."""
         prompt = len(generation.prompt) - generation.cached_tokens - generation.computed_tokens
-        return self._pace.takes(prompt_tokens=prompt, output_tokens=generation.max_tokens - generation.output_tokens)
+        output = generation.max_tokens - generation.output_tokens
+        return self._pace.takes(prompt_tokens=prompt, output_tokens=output, decoding=self._decoding)
+
+    @property
+    def _decoding(self) -> int:
+        return sum(bool(generation.decoding_at) for generation in self._generations.values())
 
     def _score(self, chunk: int) -> list[Event]:
         """A chunk of the scoring that came first."""

@@ -436,7 +436,7 @@ async def test_the_refused_are_told_when_a_request_that_runs_can_end(tiny: Model
         async with await engine.submit(request(max_tokens=400, ignore_eos=True)) as stream:
             for _ in range(20):
                 await anext(stream)
-            await engine._call(lambda core: setattr(core._batch._pace, "_decode_s", 10.0))
+            await engine._call(lambda core: setattr(core._batch._pace, "takes", lambda **_: 500.0))
             await anext(stream)
             await anext(stream)
             with pytest.raises(QueueFullError) as refused:

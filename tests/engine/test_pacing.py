@@ -16,9 +16,9 @@ class Machine:
 
     def decode(self, steps: int) -> None:
         for _ in range(steps):
-            self.pace.took(self.decode_s, prompt_tokens=0, decoding=True)
+            self.pace.took(self.decode_s, prompt_tokens=0, decoding=1)
 
-    def prefill(self, steps: int, *, prompts: int = 1, decoding: bool = False) -> float:
+    def prefill(self, steps: int, *, prompts: int = 1, decoding: int = 0) -> float:
         """Seconds of the longest of the last steps."""
         longest = 0.0
         for step in range(steps):
@@ -34,7 +34,7 @@ class Machine:
 def test_while_others_decode_a_step_takes_about_twice_as_long(token_s: float, prompts: int) -> None:
     machine = Machine(decode_s=0.5 * token_s * 20, token_s=token_s)
     machine.decode(5)
-    assert machine.prefill(40, prompts=prompts, decoding=True) <= 3 * machine.decode_s
+    assert machine.prefill(40, prompts=prompts, decoding=1) <= 3 * machine.decode_s
 
 
 @pytest.mark.parametrize("token_s", [1e-4, 1e-3, 0.01, 0.1])
@@ -46,7 +46,7 @@ def test_alone_a_step_is_as_long_as_a_cancel_may_wait(token_s: float) -> None:
 
 
 def test_the_first_chunk_on_an_unknown_machine_is_small() -> None:
-    assert PrefillPace(minimum=1, maximum=2048).chunk(prompts=1, decoding=False) <= 8
+    assert PrefillPace(minimum=1, maximum=2048).chunk(prompts=1, decoding=0) <= 8
 
 
 def test_chunks_stay_within_their_bounds() -> None:
@@ -54,11 +54,11 @@ def test_chunks_stay_within_their_bounds() -> None:
 
     def run(steps: int, token_s: float) -> int:
         for _ in range(steps):
-            tokens = pace.chunk(prompts=1, decoding=False)
-            pace.took(tokens * token_s, prompt_tokens=tokens, decoding=False)
-        return pace.chunk(prompts=1, decoding=False)
+            tokens = pace.chunk(prompts=1, decoding=0)
+            pace.took(tokens * token_s, prompt_tokens=tokens, decoding=0)
+        return pace.chunk(prompts=1, decoding=0)
 
-    assert pace.chunk(prompts=8, decoding=True) == 64
+    assert pace.chunk(prompts=8, decoding=1) == 64
     assert run(20, 1e-6) == 512
     assert run(20, 1.0) == 64
 
@@ -66,9 +66,9 @@ def test_chunks_stay_within_their_bounds() -> None:
 def test_one_slow_step_is_no_slow_machine() -> None:
     machine = Machine(decode_s=0.01, token_s=1e-3)
     machine.prefill(20)
-    usual = machine.pace.chunk(prompts=1, decoding=False)
-    machine.pace.took(60.0, prompt_tokens=usual, decoding=False)
-    assert machine.pace.chunk(prompts=1, decoding=False) > usual // 4
+    usual = machine.pace.chunk(prompts=1, decoding=0)
+    machine.pace.took(60.0, prompt_tokens=usual, decoding=0)
+    assert machine.pace.chunk(prompts=1, decoding=0) > usual // 4
 
 
 @pytest.mark.parametrize("step_s", [0.0, 0.01, 0.045])
@@ -79,14 +79,42 @@ def test_a_chunk_is_worth_its_own_cost(step_s: float) -> None:
     machine.decode(5)
     tokens, took = 0, 0.0
     while tokens < 1400:
-        chunk = machine.pace.chunk(prompts=1, decoding=True)
+        chunk = machine.pace.chunk(prompts=1, decoding=1)
         step = step_s + chunk * 0.003 + 0.05
-        machine.pace.took(step, prompt_tokens=chunk, decoding=True)
+        machine.pace.took(step, prompt_tokens=chunk, decoding=1)
         tokens, took = tokens + chunk, took + step
         assert step <= 4 * 0.05
     assert took < 3.5 * 1400 * 0.003
 
 
+def test_the_more_decode_the_more_time_there_is_for_prompts() -> None:
+    pace = PrefillPace(minimum=1, maximum=2048)
+    # As on a CPU that computes row by row: eight answers take eight times as long as one.
+    for tokens in (1, 2, 4, 8):
+        pace.took(0.1 * tokens, prompt_tokens=tokens, decoding=0)
+    pace.took(0.1, prompt_tokens=0, decoding=1)
+    for decoding in range(1, 8):
+        tokens = pace.chunk(prompts=1, decoding=decoding)
+        assert abs(tokens - min(decoding, 4)) <= 1
+        pace.took(0.1 * decoding + 0.1 * tokens, prompt_tokens=tokens, decoding=decoding)
+
+
+def test_a_machine_that_decodes_many_as_fast_as_one_is_found_out() -> None:
+    pace = PrefillPace(minimum=1, maximum=2048)
+
+    def step(decoding: int) -> float:
+        tokens = pace.chunk(prompts=1, decoding=decoding) if decoding else 64
+        took = (0.01 if decoding else 0) + 0.001 * tokens
+        pace.took(took, prompt_tokens=tokens, decoding=decoding)
+        return took
+
+    for tokens in (8, 16, 64):
+        pace.took(0.001 * tokens, prompt_tokens=tokens, decoding=0)
+    pace.took(0.01, prompt_tokens=0, decoding=1)
+    steps = [step(decoding) for decoding in (2, 4, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8)]
+    assert steps[-1] <= 3 * 0.01
+
+
 def test_a_prompt_that_starts_with_others_decoding_finds_its_pace_too() -> None:
     machine = Machine(decode_s=0.01, token_s=1e-3)
-    assert machine.prefill(60, decoding=True) <= 3 * machine.decode_s
+    assert machine.prefill(60, decoding=1) <= 3 * machine.decode_s
