@@ -453,6 +453,12 @@ def test_a_model_that_is_no_name_is_refused_before_anything_starts(model: object
     assert lmx_lab.current() is None
 
 
+def test_the_loaded_model_may_be_named_by_its_path_too(launched: lmx_lab.Lab, tiny_home: Path) -> None:
+    where = tiny_home / "models" / "tiny"
+    launched.load("tiny")
+    assert launched.chat("hello", model=str(where), max_tokens=1).model == "tiny"
+
+
 def test_a_path_object_is_a_path(launched: lmx_lab.Lab, tiny_home: Path) -> None:
     assert launched.load(tiny_home / "models" / "tiny-two").model == "tiny-two"
 

@@ -40,11 +40,11 @@ class ModelSwap:
         self._settings = settings
         self._line = Line(share=settings.slots)
         self._called: dict[Ticket, asyncio.Event] = {}
-        """Everybody here, in line or inside."""
+        """Everybody who is in line or inside."""
         self._inside: Ticket | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._load_s = 1.0
-        """How long the last exchange of models took, running requests included."""
+        self._load_s: float | None = None
+        """How long the last exchange of models took, the end of running requests included."""
 
     async def submit(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
         """``Engine.submit_all`` for the model that the request names, loaded first if it is on disk and is not loaded.
@@ -89,12 +89,13 @@ class ModelSwap:
 
     def _check_room(self) -> None:
         slots, queue_limit = self._settings.slots, self._settings.queue_limit
-        if len(self._called) >= slots + queue_limit:
-            raise QueueFullError(
-                f"{len(self._called)} requests wait for their model, at most {slots + queue_limit} may "
-                f"(slots {slots} + queue_limit {queue_limit}); the last exchange of models took {self._load_s:.1f} s",
-                retry_after_s=self._load_s,
-            )
+        if len(self._called) < slots + queue_limit:
+            return
+        said = f"{len(self._called)} requests wait for their model, at most {slots + queue_limit} may (slots {slots} + "
+        said += f"queue_limit {queue_limit}); try again when some have been served"
+        if self._load_s is not None:
+            said += f"; the last exchange of models took {self._load_s:.1f} s"
+        raise QueueFullError(said, retry_after_s=self._load_s or 1.0)
 
     async def _check_name(self, model: str | None) -> None:
         if model is not None and model != self._engine.snapshot.model:

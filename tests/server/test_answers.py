@@ -66,11 +66,11 @@ def test_a_socket_token_equals_the_models_own_dump(text: str) -> None:
         assert set(json.loads(sent)) == ({"token", "logprobs"} if logprobs else {"token"})
 
 
-def test_several_choices_have_no_timings_in_common() -> None:
+def test_several_choices_have_their_timings_together() -> None:
     answer, part = Answer(model="tiny", fingerprint="mlx"), (Delta(text="a", tokens=1), report())
     assert json.loads(answer.full([part], usage([report()])))["timings"]["predicted_n"] == 5
     both = json.loads(answer.full([part, part], usage([report(), report()])))
-    assert "timings" not in both
+    assert both["timings"]["predicted_n"] == 10
     assert [choice["index"] for choice in both["choices"]] == [0, 1]
 
 

@@ -1,0 +1,46 @@
+"""What the formats know and this server does not offer: refused in words of its own, unless it says "no" anyway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, GetCoreSchemaHandler, WithJsonSchema
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """Annotates such a field, which then takes null and the values that change nothing.
+
+    Args:
+        what: Cannot be had, in the plural, for the message.
+        values: Beside null.
+    """
+
+    what: str
+    values: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        shown = {"enum": [None, *self.values], "description": f"Not supported: {self.what}"}
+        return handler.generate_schema(Annotated[Any, AfterValidator(self._check), WithJsonSchema(shown)])
+
+    def _check(self, value: Any) -> Any:
+        if value is not None and value not in self.values:
+            raise ValueError(f"{self.what} are not supported by this version; leave the field out")
+        return value
+
+
+NO_TOOLS = Neutral("tool calls", ([],))
+NO_TOOL_CHOICE = Neutral("tool calls", ("none", "auto"))
+NO_FORMAT = Neutral("answers in a given format", ({"type": "text"},))
+NO_REASONING = Neutral("levels of reasoning")
+NO_REASONING_TEXT = Neutral("reasoning texts in messages")
+NO_VERBOSITY = Neutral("levels of verbosity", ("medium",))
+NO_AUDIO = Neutral("sounds")
+NO_MODALITIES = Neutral("answers in other forms than text", (["text"],))
+NO_PREDICTION = Neutral("predicted outputs")
+NO_SEARCH = Neutral("web searches")
+NO_MODERATION = Neutral("moderations")
+NO_REFUSAL = Neutral("refusals apart from the content")
+NO_ANNOTATIONS = Neutral("annotations", ([],))
+NO_SUFFIX = Neutral("suffixes", ("",))

@@ -1,0 +1,103 @@
+"""The description of the server holds together, and says what a client has to know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from lmx_lab.engine import Engine
+from lmx_lab.guard import GuardPolicy
+from lmx_lab.server import create_server
+from lmx_lab.server.admin import EXTRAS
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+
+
+@pytest.fixture(scope="module")
+def api() -> FastAPI:
+    settings = Settings()
+    policy = GuardPolicy(hosts=frozenset())
+    engine, catalog = Engine(settings), Catalog(settings)
+    return create_server(engine=engine, catalog=catalog, settings=settings, policy=lambda: policy).api
+
+
+@pytest.fixture(scope="module")
+def document(api: FastAPI) -> dict[str, Any]:
+    return api.openapi()
+
+
+def values(node: Any, name: str) -> Iterator[Any]:
+    """What stands under that name, anywhere."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if key == name:
+            yield value
+        if isinstance(value, dict | list):
+            yield from values(value, name)
+
+
+def operations(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [operation for path in document["paths"].values() for operation in path.values()]
+
+
+def fields(document: dict[str, Any], model: str) -> dict[str, Any]:
+    """Each field's schema; of an alternative to null, the other one."""
+    found: dict[str, Any] = document["components"]["schemas"][model]["properties"]
+    return {name: field.get("anyOf", [field])[0] for name, field in found.items()}
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    references = set(values(document, "$ref"))
+    assert len(references) > 20
+    for reference in references:
+        node: Any = document
+        root, *path = reference.split("/")
+        assert root == "#"
+        for part in path:
+            node = node[part]
+    assert list(values(document, "$defs")) == []
+
+
+def test_the_streams_are_described_by_their_lines(document: dict[str, Any]) -> None:
+    def stream(path: str, method: str) -> Any:
+        return document["paths"][path][method]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+
+    assert stream("/v1/chat/completions", "post") == {"$ref": "#/components/schemas/ChatChunk"}
+    assert stream("/v1/completions", "post") == {"$ref": "#/components/schemas/Completion"}
+    assert len(stream("/admin/events", "get")["oneOf"]) == 5
+
+
+def test_every_operation_says_what_it_does(document: dict[str, Any]) -> None:
+    assert [operation for operation in operations(document) if not operation.get("summary")] == []
+    assert [operation["summary"] for operation in operations(document) if not operation.get("description")] == []
+
+
+def test_failures_mention_their_headers(document: dict[str, Any]) -> None:
+    for operation in operations(document):
+        for status in ("4XX", "5XX"):
+            assert set(operation["responses"][status]["headers"]) == {"Retry-After", "x-request-id", "x-should-retry"}
+
+
+def test_numbers_show_their_bounds(document: dict[str, Any]) -> None:
+    chat, plain = fields(document, "ChatRequest"), fields(document, "CompletionRequest")
+    assert (chat["n"]["minimum"], chat["n"]["maximum"]) == (1, 8)
+    assert (chat["top_logprobs"]["minimum"], chat["top_logprobs"]["maximum"]) == (0, 20)
+    assert (chat["top_k"]["minimum"], chat["max_tokens"]["minimum"], plain["max_tokens"]["minimum"]) == (-1, 1, 0)
+    assert list(values(document, "ge")) == list(values(document, "le")) == []
+
+
+def test_what_is_not_offered_shows_what_may_be_sent(document: dict[str, Any]) -> None:
+    assert document["components"]["schemas"]["ChatRequest"]["properties"]["tools"]["enum"] == [None, []]
+
+
+def test_include_is_described_with_its_values(document: dict[str, Any]) -> None:
+    (include,) = document["paths"]["/admin/events"]["get"]["parameters"]
+    assert all(f"`{name}`" in include["description"] for name in EXTRAS)
+
+
+def test_it_is_the_same_when_asked_again(api: FastAPI, document: dict[str, Any]) -> None:
+    before = json.dumps(document)
+    assert json.dumps(api.openapi()) == before
