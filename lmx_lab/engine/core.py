@@ -215,8 +215,8 @@ class EngineCore:
 
     def _new_batch(self, model: loaded.LoadedModel) -> Batch:
         settings = self._settings
-        # A CPU is busy with few tokens: more prompts at once would only end later. One more may be short.
-        prefills, lanes = (2, 3) if mx.default_device() == mx.cpu else (settings.slots, settings.slots)
+        # A CPU is busy with few tokens: more prompts at once would only all end later. One beside may be short.
+        prefills, lanes = (1, 2) if mx.default_device() == mx.cpu else (settings.slots, settings.slots)
         if not model.traits.prompts_together:
             prefills = lanes = 1
         self._scheduler.prefills, self._scheduler.lanes = prefills, lanes

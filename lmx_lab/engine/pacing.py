@@ -1,15 +1,15 @@
 """How many prompt tokens one engine step may compute. Pure: it is told what the steps took.
 
-Prompts are computed in chunks between the decode steps of running streams. A chunk as long as a decode step costs the
-streams half of their speed at most, and never makes them stall; with nobody decoding, a step is only as long as a
-cancel may have to wait.
+Prompts are computed in chunks between the decode steps of running streams. A chunk half as long again as a decode step
+keeps the gaps between tokens below three times what they are alone, and lets those who wait begin soon; with nobody
+decoding, a step is only as long as a cancel may have to wait.
 """
 
 from __future__ import annotations
 
 ALONE_S = 0.4
 """Length of a step while nobody decodes: every cancel, deadline and arrival waits for its end."""
-SHARE = 1.0
+SHARE = 1.5
 """Time for prompts in a step, as a multiple of the decoding in it."""
 FIRST_CHUNK = 8
 GROWTH = 2

@@ -14,8 +14,8 @@ from typing import Generic, Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_TOKENS = 16
-"""Shorter beginnings are computed faster than copied."""
+MIN_TOKENS = 8
+"""Shorter beginnings are not worth a copy."""
 MAX_ENTRIES = 256
 Tokens = NDArray[np.int32]
 

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 STOP_LIMIT = 16
+STOP_CHARACTERS = 1000
+"""Longer ones would cost every stream time at every token."""
 CHOICE_LIMIT = 8
 LOGPROB_LIMIT = 20
 BIAS_LIMIT = 1024
@@ -18,6 +20,7 @@ LOWEST_LOGPROB = -9999.0
 """The chat format's word for "impossible": JSON has no infinity."""
 FinishReason = Literal["stop", "length"]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS)]
 # JSON has one kind of number: 5.0 counts five.
 WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """Behind the bounds of a field, which then are in its JSON schema too."""
@@ -67,7 +70,7 @@ class GenerationFields(RequestShape):
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=BIAS_LIMIT)] | None = None
     seed: Annotated[int, WHOLE] | None = None
     n: Choices | None = None
-    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=STOP_LIMIT)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=STOP_LIMIT)] | None = None
     ignore_eos: bool | None = None
 
     # Known to the format, changing nothing here.

@@ -189,6 +189,36 @@ async def test_ignore_eos_goes_on_and_shows_nothing_of_it(engine: Engine) -> Non
     assert (text, report.finish_reason, report.output_tokens) == ("", "length", 8)
 
 
+@pytest.mark.parametrize("limit", [1, 2, 5])
+async def test_the_last_token_that_a_limit_allows_is_the_one_that_comes_without_it(engine: Engine, limit: int) -> None:
+    # Handed out before mlx-lm's batch does: it must be the same token, with the same numbers, and the same reason.
+    _, usual = await finish_with_logprobs(await engine.submit(request(top_logprobs=2, max_tokens=8)))
+    text, entries = await finish_with_logprobs(await engine.submit(request(top_logprobs=2, max_tokens=limit)))
+    assert entries == usual[:limit]
+    assert text.encode() == b"".join(entry.bytes for entry in entries)
+    ends = replace(GREEDY, logit_bias=((2, 100.0),))
+    assert (await run(engine, sampling=ends, max_tokens=1))[1].finish_reason == "stop"
+    assert (await run(engine, sampling=ends, max_tokens=1, ignore_eos=True))[1].finish_reason == "length"
+
+
+async def test_an_answer_of_one_token_takes_one_forward_pass(engine: Engine) -> None:
+    passes = 0
+
+    def count(core: EngineCore) -> None:
+        model = core._batch._generator.model
+
+        def counted(*args: object, **kwargs: object) -> object:
+            nonlocal passes
+            passes += 1
+            return model(*args, **kwargs)
+
+        core._batch._generator._prompt_batch.model = counted
+
+    await engine._call(count)
+    await run(engine, prompt=TokenPrompt(tokens=(300,)), max_tokens=1)
+    assert passes == 1
+
+
 async def test_logprobs_are_probabilities_of_the_drawn_tokens(engine: Engine) -> None:
     stream = await engine.submit(request(top_logprobs=20))
     text, entries = await finish_with_logprobs(stream)
