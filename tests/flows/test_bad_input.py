@@ -75,6 +75,7 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
         ({"max_tokens": "5"}, "max_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"stop": ""}, "stop"),
+        ({"stop": "a" * 1001}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"messages": [{"role": "u", "content": 5}] * 100_000}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
