@@ -130,11 +130,7 @@ def _coerce(name: str, kind: str, value: Any) -> Any:
             items = value.split(os.pathsep if "Path" in kind else ",") if isinstance(value, str) else value
             return tuple(Path(item).expanduser() if "Path" in kind else str(item) for item in items if str(item))
         if kind == "bool":
-            return (
-                value
-                if isinstance(value, bool)
-                else {"1": True, "true": True, "0": False, "false": False}[value.lower()]
-            )
+            return value if isinstance(value, bool) else BOOLEANS[value.lower()]
         if kind == "Path":
             return Path(value).expanduser()
         if kind == "int" and not isinstance(value, int | str):
