@@ -14,6 +14,11 @@ from lmx_lab.errors import InvalidRequestError
 PREFIX = "LMX_LAB_"
 GIB = 2**30
 LOG_LEVELS = ("debug", "info", "warning", "error")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "log_level": LOG_LEVELS,
+    "blas": ("auto", "off"),
+    "dtype": ("auto", "keep", "float32", "float16", "bfloat16"),
+}
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 DAY_S = 86_400.0
 RANGES: dict[str, tuple[float, float]] = {
@@ -27,6 +32,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "idle_unload_s": (0.001, 30 * DAY_S),
     "memory_limit_bytes": (0, 2**50),
     "prefix_cache_bytes": (0, 2**50),
+    "threads": (1, 1024),
     "disk_reserve_bytes": (0, 2**60),
 }
 
@@ -82,6 +88,18 @@ class Settings:
     prefix_cache_bytes: int | None = None
     """What the KV caches of ended requests may take, for requests that begin alike; by default 10 % of the memory
     limit, 0 keeps none."""
+    embedder: str | None = None
+    """An embedding model that is kept in memory beside the loaded one, whatever that is."""
+    reranker: str | None = None
+    """The same for a reranker."""
+    dtype: str = "auto"
+    """Of weights in memory. ``auto``: on a CPU float32, to which quantized weights are expanded if they fit; on a GPU as
+    the files have them. ``keep``: the same, but quantized weights stay so. ``float32``, ``float16``, ``bfloat16``: all
+    weights, expanded."""
+    blas: str = "auto"
+    """``auto`` puts OpenBLAS behind MLX on Linux CPUs, ``off`` leaves MLX as it was installed."""
+    threads: int | None = None
+    """That OpenBLAS computes with; by default the physical cores that this process may use."""
     disk_reserve_bytes: int = 1 * GIB // 4
     """Free disk that a download must leave."""
     wired_memory: bool = False
@@ -94,8 +112,9 @@ class Settings:
                 raise InvalidRequestError(f"{name} is {value!r}; it must be {low} to {high}", param=name)
         if not self.host.strip():
             raise InvalidRequestError("host is empty; use 127.0.0.1, or 0.0.0.0 to serve the LAN", param="host")
-        if self.log_level not in LOG_LEVELS:
-            raise InvalidRequestError(f"log_level is {self.log_level!r}; it can be {', '.join(LOG_LEVELS)}")
+        for name, choices in CHOICES.items():
+            if (chosen := getattr(self, name)) not in choices:
+                raise InvalidRequestError(f"{name} is {chosen!r}; it can be {', '.join(choices)}", param=name)
 
     @property
     def models_folder(self) -> Path:

@@ -9,9 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lmx_lab.weights import ModelEntry
 
 FinishReason = Literal["stop", "length"]
+Vectors = NDArray[np.float32]
+InputType = Literal["query", "document"]
+RerankMethod = Literal["cross-encoder", "decoder", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +166,75 @@ class GenerationReport:
     def prompt_tokens_per_second(self) -> float:
         computed = self.prompt_tokens - self.cached_tokens
         return computed / self.prefill_s if self.prefill_s > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingRequest:
+    inputs: tuple[str | tuple[int, ...], ...]
+    """Texts, or the token ids of texts, which are taken as they are."""
+    model: str | None = None
+    """The id of an embedding model that must be in memory; None takes the pinned one, else the loaded one."""
+    dimensions: int | None = None
+    """Keep so many leading components and normalize again; None keeps all."""
+    input_type: InputType | None = None
+    """Which of the prompts in the model's files goes before each text; None takes the model's default, often none."""
+    truncate: bool = False
+    """Cut what is too long for the model, instead of refusing it."""
+    timeout_s: float | None = None
+    """From arrival to the last vector; None takes the engine's setting."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Embeddings:
+    vectors: Vectors
+    """One row for each input, in the order of the inputs."""
+    report: EncodeReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerankRequest:
+    query: str
+    documents: tuple[str, ...]
+    model: str | None = None
+    """The id of a model in memory; None takes a reranker, or else an embedding model, the pinned ones first."""
+    truncate: bool = False
+    """Cut documents that are too long for the model, instead of refusing them."""
+    raw_scores: bool = False
+    """Scores as the model's head has them, without the activation that its files name."""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranking:
+    scores: Vectors
+    """How relevant each document is, in the order of the documents; larger is better."""
+    method: RerankMethod
+    report: EncodeReport
+
+    def order(self, top_n: int | None = None) -> list[int]:
+        """The documents' indices, the most relevant first; of equals, the one that came first."""
+        best_first = np.argsort(-self.scores, kind="stable")
+        return [int(index) for index in best_first[:top_n]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeReport:
+    """What embedding or reranking one request's texts cost."""
+
+    model: str
+    texts: int
+    """Texts computed; of a rerank by an embedding model the query is one of them."""
+    tokens: int
+    """Special tokens and prompts included, padding not."""
+    queue_s: float
+    """From arrival to the first computation, turning texts into tokens included."""
+    compute_s: float
+    """From there to the end; other requests may have been computed in between."""
+    peak_memory_bytes: int
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.compute_s
 
 
 @dataclass(frozen=True, kw_only=True)
