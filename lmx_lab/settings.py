@@ -93,9 +93,9 @@ class Settings:
     reranker: str | None = None
     """The same for a reranker."""
     dtype: str = "auto"
-    """Of weights in memory. ``auto``: on a CPU float32, to which quantized weights are expanded if they fit; on a GPU as
-    the files have them. ``keep``: the same, but quantized weights stay so. ``float32``, ``float16``, ``bfloat16``: all
-    weights, expanded."""
+    """Of weights in memory. ``auto``: on a CPU float32, to which quantized weights are expanded if they fit; on a GPU
+    as the files have them. ``keep``: the same, but quantized weights stay so. ``float32``, ``float16``, ``bfloat16``:
+    all weights, expanded."""
     blas: str = "auto"
     """``auto`` puts OpenBLAS behind MLX on Linux CPUs, ``off`` leaves MLX as it was installed."""
     threads: int | None = None
