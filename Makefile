@@ -1,12 +1,15 @@
 # setup: everything into .venv; lab: JupyterLab; demo: the quickstart in a real kernel, printed; test; check;
+# parity: encoders and decoders against PyTorch, in an environment of its own under build/.
 # bench: what was promised about speed, as a table and under build/bench (BENCH="--model tiny --quick" for a look).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+PARITY := build/parity
+PARITY_STAMP := $(PARITY)/installed
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test check bench lock clean
+.PHONY: setup lab demo test check parity bench lock clean
 
 setup: $(STAMP)
 
@@ -30,6 +33,17 @@ check: setup
 	$(BIN)/ruff check lmx_lab tests notebooks benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+parity: $(PARITY_STAMP)
+	$(PARITY)/bin/python -m pytest tests/parity
+
+# torch first and alone, so that nothing else chooses its version.
+$(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
+	test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
+	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: -c constraints-parity.txt torch
+	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt hatchling editables
+	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt -c constraints-parity.txt --editable '.[dev,parity]'
+	touch $(PARITY_STAMP)
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)

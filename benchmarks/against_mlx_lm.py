@@ -1,52 +1,66 @@
-"""Eight clients at once, prefill included: our server against ``mlx_lm.server`` on the same files."""
+"""Eight clients at once, prefill included: our server against ``mlx_lm.server``.
+
+On the same files, where quantized weights stay so with ``mlx_lm.server``; and with SmolLM2 also on a copy of which all
+weights are float32, which is what our server makes of them in memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import client, prompts
 from benchmarks.bench import Bench
+from benchmarks.models import expanded
 from benchmarks.rates import overall_rate
 from benchmarks.rows import Limit, Row
 from benchmarks.servers import lab_server, mlx_lm_server
 
 STREAMS = 8
 FIGURE = "overall tok/s ÷ mlx_lm.server"
+SHORT_TOKENS = 32
 
 
 def measure(bench: Bench) -> list[Row]:
-    with lab_server(bench.folder) as ours, mlx_lm_server(bench.folder) as theirs:
-        samples = [_round(bench, ours.url, theirs, number) for number in range(bench.sizes.rounds)]
+    tokens = bench.sizes.together_tokens
+    rows = [_compare(bench, bench.folder, tokens, "same files", Limit(sign=">", bound=1))]
+    if bench.promised:
+        rows.append(_compare(bench, expanded(), SHORT_TOKENS, "float32 files", Limit(sign="≥", bound=12)))
+    return rows
+
+
+def _compare(bench: Bench, folder: Path, tokens: int, files: str, limit: Limit) -> Row:
+    """``folder`` is what ``mlx_lm.server`` reads."""
+    with lab_server(bench.folder) as ours, mlx_lm_server(folder) as theirs:
+        samples = [_round(ours.url, theirs, number, tokens) for number in range(bench.sizes.rounds)]
     ours_rate, their_rate = (median(sample[side]["rate"] for sample in samples) for side in ("ours", "theirs"))
-    row = Row(
+    return Row(
         figure=FIGURE,
-        case=f"{STREAMS} streams",
+        case=f"{STREAMS} streams of {tokens} tokens, {files}",
         model=bench.model,
         value=median(sample["ours"]["rate"] / sample["theirs"]["rate"] for sample in samples),
-        limit=Limit(sign=">", bound=1),
+        limit=limit,
         binding=bench.promised,
         summary=f"{ours_rate:.1f} against {their_rate:.1f} tok/s",
-        detail={"samples": samples, "max_tokens": bench.sizes.together_tokens},
+        detail={"samples": samples, "max_tokens": tokens},
     )
-    return [row]
 
 
-def _round(bench: Bench, ours: str, theirs: str, number: int) -> dict[str, dict[str, Any]]:
+def _round(ours: str, theirs: str, number: int, tokens: int) -> dict[str, dict[str, Any]]:
     """One run of each side on the same new prompts; who begins changes. Ends by end-of-text are allowed on both."""
     asked = [prompts.story(5000 + 10 * number + stream) for stream in range(STREAMS)]
     sides: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        ("ours", lambda: _run(bench, ours, asked, "default")),
-        ("theirs", lambda: _run(bench, theirs, asked, "default_model")),
+        ("ours", lambda: _run(ours, asked, tokens, "default")),
+        ("theirs", lambda: _run(theirs, asked, tokens, "default_model")),
     ]
     return {side: run() for side, run in (sides if number % 2 == 0 else reversed(sides))}
 
 
-def _run(bench: Bench, url: str, asked: list[list[prompts.Message]], model: str) -> dict[str, Any]:
-    max_tokens = bench.sizes.together_tokens
-    bodies = [prompts.chat_body(messages, max_tokens=max_tokens, model=model) for messages in asked]
+def _run(url: str, asked: list[list[prompts.Message]], tokens: int, model: str) -> dict[str, Any]:
+    bodies = [prompts.chat_body(messages, max_tokens=tokens, model=model) for messages in asked]
     answers = asyncio.run(client.streams(url, bodies))
     return {
         "rate": overall_rate(answers),

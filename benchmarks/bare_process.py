@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 
-import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
+from lmx_lab.engine import blas, memory
+from lmx_lab.engine.weights_dtype import fit_weights
 
 
 def main() -> None:
     channel = take_channel()
+    # Products and weights as the engine has them.
+    blas.bind()
     model, tokenizer = load(child_settings()["model"])[:2]
-    if mx.default_device() == mx.cpu:
-        # As the engine does it.
-        model.set_dtype(mx.float32)
-        mx.eval(model.parameters())
+    fit_weights(model, "auto", limit_bytes=memory.limit_bytes(None))
 
     def run(question: Reply) -> Reply:
         prompts = [

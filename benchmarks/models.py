@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model, load_model
 
 from benchmarks.bench import Model
 from benchmarks.paths import MODELS, ROOT
@@ -31,10 +34,25 @@ def folder_of(model: Model) -> Path:
     return folder
 
 
-def _starter() -> Path:
-    """SmolLM2-135M in the home that the tests use too, fetched if it is not there."""
+def expanded() -> Path:
+    """SmolLM2-135M without quantization, in float32: what MLX's own servers are fastest with on a CPU."""
+    folder = MODELS / "smollm2-float32"
+    if not folder.exists():
+        unfinished = MODELS / ".smollm2-float32.part"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _copy_expanded(_starter(), unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+def minilm() -> Path:
+    return _starter("minilm-l6")
+
+
+def _starter(name: str = "smollm2-135m") -> Path:
+    """A starter in the home that the tests use too, fetched if it is not there."""
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
-    return Catalog(Settings(home=home)).fetch("smollm2-135m").path
+    return Catalog(Settings(home=home)).fetch(name).path
 
 
 def _copy_as_float32(source: Path, target: Path) -> None:
@@ -50,6 +68,21 @@ def _copy_as_float32(source: Path, target: Path) -> None:
             wide = {name: _wide(weight) for name, weight in weights.items()}
             mx.save_safetensors(str(target / path.name), wide, metadata={"format": "mlx"})
         else:
+            shutil.copy(path, target / path.name)
+
+
+def _copy_expanded(source: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    model, config = load_model(source, lazy=True)
+    model.set_dtype(mx.float32)
+    dequantize_model(model)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})
+    for name in ("quantization", "quantization_config"):
+        config.pop(name, None)
+    (target / "config.json").write_text(json.dumps(config))
+    for path in source.iterdir():
+        if path.suffix != ".safetensors" and path.name != "config.json":
             shutil.copy(path, target / path.name)
 
 

@@ -29,13 +29,13 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def spawn(name: str, arguments: list[str], *, channel: bool) -> subprocess.Popen[str]:
-    """A Python process whose messages go to a log file."""
+def spawn(name: str, arguments: list[str], *, channel: bool, python: Path | None = None) -> subprocess.Popen[str]:
+    """A Python process whose messages go to a log file; of another environment if its ``python`` is given."""
     LOGS.mkdir(parents=True, exist_ok=True)
     pipe = subprocess.PIPE if channel else subprocess.DEVNULL
     with (LOGS / f"{name}.log").open("w") as log:
         return subprocess.Popen(
-            [sys.executable, *arguments],
+            [str(python or sys.executable), *arguments],
             stdin=pipe,
             stdout=pipe,
             stderr=log,
@@ -68,9 +68,9 @@ def free_port() -> int:
 class Worker:
     """The parent's end. A context: leaving it ends the child."""
 
-    def __init__(self, module: str, **settings: Any) -> None:
+    def __init__(self, module: str, *, python: Path | None = None, **settings: Any) -> None:
         self._name = module.rpartition(".")[2]
-        self._process = spawn(self._name, ["-m", module, json.dumps(settings)], channel=True)
+        self._process = spawn(self._name, ["-m", module, json.dumps(settings)], channel=True, python=python)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._in: IO[str] = self._process.stdin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -67,9 +68,7 @@ def _fail(exc: LabError) -> NoReturn:
 def serve(
     *,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 serves the LAN.")] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port; 0 takes a free one. By default 8400, or the next free one.")
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes a free one. By default 8400 or the next.")] = None,
     model: Annotated[str | None, typer.Option(help="Model to load first: an id (fetched if needed) or a path.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
@@ -81,19 +80,23 @@ def serve(
     lan_admin: Annotated[bool, typer.Option("--lan-admin", help="Let other hosts load and unload.")] = False,
     no_downloads: Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")] = False,
     models: Annotated[list[Path] | None, typer.Option(help="Further folder with models. Repeatable.")] = None,
+    embedder: Annotated[str | None, typer.Option(help="Embedding model to keep in memory beside the model.")] = None,
+    reranker: Annotated[str | None, typer.Option(help="Reranker to keep in memory beside the model.")] = None,
     swap: Annotated[bool, typer.Option("--swap", help="Load the model that a request names.")] = False,
     idle_unload: Annotated[
         float | None, typer.Option("--idle-unload", "--ttl", help="Seconds without a request until the model goes.")
     ] = None,
-    slots: Annotated[
-        int | None, typer.Option("--slots", "--parallel", help="Requests answered at the same time. By default 8.")
-    ] = None,
+    slots: Annotated[int | None, typer.Option("--slots", "--parallel", help="Requests at once. By default 8.")] = None,
     queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait beside them. By default 64.")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds for one request. By default 600.")] = None,
     memory_limit: Annotated[float | None, typer.Option(help="GB for models and caches. By default 80 %.")] = None,
     prefix_cache: Annotated[
         float | None, typer.Option(help="GB of that for prompts seen before; 0 keeps none. By default 10 % of it.")
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of weights in memory: auto, keep, float32, float16 or bfloat16.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="For matrix products on a CPU. By default its cores.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
@@ -113,6 +116,10 @@ def serve(
         request_timeout_s=request_timeout,
         memory_limit_bytes=_bytes(memory_limit),
         prefix_cache_bytes=_bytes(prefix_cache),
+        embedder=embedder,
+        reranker=reranker,
+        dtype=dtype,
+        threads=threads,
         log_level=log_level,
     )
     _start_logging(settings.log_level)
@@ -128,7 +135,10 @@ async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) 
     stop = _stop_signal()
     from lmx_lab.lab import Lab
 
-    async with Lab(settings, loop="kernel", explicit_port=explicit_port) as lab:
+    lab = Lab(settings, loop="kernel", explicit_port=explicit_port)
+    await lab.astart()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(lab.astop)
         work = [
             asyncio.create_task(coro, name=f"lmx-lab {name}")
             for name, coro in (("start", _announce(lab, model)), ("stop", stop.wait()), ("server", lab.wait()))
@@ -162,6 +172,10 @@ def _stop_signal() -> asyncio.Event:
 async def _announce(lab: Lab, model: str | None) -> None:
     if lab.port != lab.settings.port != 0:
         say(f"port {lab.settings.port} is in use; --port chooses one")
+    for name in (lab.settings.embedder, lab.settings.reranker):
+        if name is not None:
+            say(f"loading {name}, to be kept")
+    await lab.apin_encoders()
     if model is not None:
         say(f"loading {model}")
         report = await lab.aload(model)
@@ -169,7 +183,7 @@ async def _announce(lab: Lab, model: str | None) -> None:
     say(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
     for url in lab.lan_urls:
         say(f"on the LAN at {url}", style="bold")
-    if model is None:
+    if model is None and not lab.engine.snapshot.pinned:
         say("no model is loaded yet: POST /admin/models/load, or start with --model")
 
 

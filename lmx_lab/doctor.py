@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,23 +71,20 @@ def _memory(settings: Settings) -> Iterator[Finding]:
     yield Finding(topic="memory", verdict="fine", text=f"{total / 1e9:.1f} GB, {limit / 1e9:.1f} GB for models")
 
 
-def _blas(_: Settings) -> Iterator[Finding]:
-    if sys.platform != "linux":
-        yield Finding(topic="blas", verdict="fine", text="Accelerate (part of the system)")
-        return
-    import mlx.core as mx
+def _blas(settings: Settings) -> Iterator[Finding]:
+    from lmx_lab.engine import blas
 
-    if mx.default_device() != mx.cpu:
-        yield Finding(topic="blas", verdict="fine", text="not used: the GPU computes")
-        return
-    import ctypes
-
-    # With a system OpenBLAS preloaded (LD_PRELOAD) this symbol is there; the wheel's reference BLAS has none.
-    if hasattr(ctypes.CDLL(None), "openblas_get_config"):
-        yield Finding(topic="blas", verdict="fine", text="OpenBLAS, preloaded")
-    else:
-        text = "the slow reference BLAS of MLX's Linux wheel; preload OpenBLAS (LD_PRELOAD) for float models"
-        yield Finding(topic="blas", verdict="note", text=text)
+    report = blas.bind(settings.blas, settings.threads)
+    parts = [report.detail]
+    if report.threads is not None:
+        parts.append(f"{report.threads} thread{'s' * (report.threads > 1)}")
+    if report.gflops is not None:
+        parts.append(f"{report.gflops:.0f} GFLOP/s")
+    if report.gemv:
+        parts.append("products of one row by sgemv")
+    if report.name == "reference":
+        parts.insert(0, "the slow reference BLAS of MLX's wheel")
+    yield Finding(topic="blas", verdict="note" if report.name == "reference" else "fine", text=", ".join(parts))
 
 
 def _disk(settings: Settings) -> Iterator[Finding]:

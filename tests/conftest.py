@@ -39,6 +39,12 @@ def smollm2(starter_home: Path) -> ModelEntry:
 
 
 @pytest.fixture(scope="session")
+def minilm(starter_home: Path) -> ModelEntry:
+    """The real all-MiniLM-L6-v2, fetched once and kept between runs."""
+    return Catalog(Settings(home=starter_home)).fetch("minilm-l6")
+
+
+@pytest.fixture(scope="session")
 def tiny_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
     """A lab's home with ``tiny`` and ``tiny-two``: two-layer llamas of random weights with SmolLM2's tokenizer."""
     home = tmp_path_factory.mktemp("tiny-home")

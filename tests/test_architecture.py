@@ -35,9 +35,12 @@ TABLE = {
     "wire": Row("errors", "pydantic"),
     "weights": Row("errors settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size.
-    "engine": Row("errors settings weights", "mlx mlx_lm llguidance numpy psutil"),
+    # tokenizers: to lower-case what an encoder reads, a normalizer is put before the tokenizer's own.
+    "engine": Row("errors settings weights", "mlx mlx_lm llguidance numpy psutil tokenizers"),
     "server": Row(
-        "errors settings feed guard wire weights engine", "fastapi starlette pydantic pydantic_core prometheus_client"
+        "errors settings feed guard wire weights engine",
+        # numpy: what the engine returns as vectors.
+        "fastapi starlette pydantic pydantic_core prometheus_client numpy",
     ),
     "client": Row("errors wire", "httpx2 anyio"),
     "daemon": Row("errors settings feed guard wire client", "fastapi starlette mcp"),
@@ -45,6 +48,7 @@ TABLE = {
     "bench": Row("errors wire client engine", "pandas"),
     "progress": Row("", "rich IPython"),
     "replies": Row("engine wire"),
+    "rankings": Row("engine", "pandas"),
     "lab": Row(EVERYTHING, "psutil pydantic rich"),
     "cli": Row(EVERYTHING, "typer rich"),
     "doctor": Row(EVERYTHING, "mlx psutil"),

@@ -13,6 +13,7 @@ from lmx_lab.engine.requests import (
     GenerationRequest,
     InputType,
     LoadReport,
+    PinnedModel,
     PromptProgress,
     PromptScores,
     Ranking,
@@ -25,6 +26,7 @@ from lmx_lab.engine.requests import (
     Vectors,
 )
 from lmx_lab.engine.stream import TokenStream
+from lmx_lab.engine.texts import Pending
 
 __all__ = [
     "ChatPrompt",
@@ -39,6 +41,8 @@ __all__ = [
     "GenerationRequest",
     "InputType",
     "LoadReport",
+    "Pending",
+    "PinnedModel",
     "PromptProgress",
     "PromptScores",
     "Ranking",

@@ -171,7 +171,7 @@ class Batch:
         scored_tokens = sum(event.tokens for event in events if isinstance(event, Computed))
         progress, tokens = self._generator.next() if self._generations else ([], [])
         now = time.perf_counter()
-        self._note_peak()
+        self.note_peak(memory.take_peak_bytes())
         computed = [self._computed(it, now) for it in progress]
         prompt_tokens = scored_tokens + sum(event.tokens for event in computed)
         self._pace.took(now - started, prompt_tokens=prompt_tokens, decoding=decoding)
@@ -219,8 +219,8 @@ class Batch:
             self._insert(generation, len(generation.prompt) - 1, scoring.layers)
         return [Computed(generation, tokens, done=False), Scored(generation, scoring.scores)]
 
-    def _note_peak(self) -> None:
-        peak = memory.take_peak_bytes()
+    def note_peak(self, peak: int) -> None:
+        """So much memory was in use at once while these requests ran."""
         for generation in self._generations.values():
             generation.peak_memory_bytes = max(generation.peak_memory_bytes, peak)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm import tokenizer_utils
 from mlx_lm.utils import load_config, load_model
 
@@ -16,6 +15,7 @@ from lmx_lab.engine.footprint import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.kv import Traits, measure
 from lmx_lab.engine.requests import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.vocabulary import Vocabulary
+from lmx_lab.engine.weights_dtype import fit_weights
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.weights import ModelEntry
 
@@ -134,8 +134,11 @@ class LoadedModel:
         return [[int(token)] for token in sorted(self.tokenizer.eos_token_ids)]
 
 
-def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
+def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> LoadedModel:
     """Read a chat model's files into memory. Engine thread only; takes seconds.
+
+    Args:
+        dtype: As in ``Settings``.
 
     Raises:
         UnusableModelError: mlx-lm cannot build it from these files, or it is no chat model.
@@ -143,7 +146,7 @@ def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
     """
     before = memory.used_bytes()
     try:
-        model, tokenizer = _read(entry)
+        model, tokenizer = _read(entry, limit_bytes=limit_bytes, dtype=dtype)
         traits = measure(model, memory.used_bytes() - before)
     except Exception as exc:
         if memory.is_out_of_memory(exc):
@@ -166,15 +169,12 @@ def load(entry: ModelEntry, *, limit_bytes: int) -> LoadedModel:
     )
 
 
-def _read(entry: ModelEntry) -> tuple[Any, Any]:
+def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]:
     """Model and tokenizer; the tokenizer first, since most that goes wrong goes wrong there, and it is small."""
     config = load_config(entry.path)
     tokenizer = tokenizer_utils.load(entry.path, eos_token_ids=config.get("eos_token_id"))
     model, _ = load_model(entry.path)
-    if mx.default_device() == mx.cpu:
-        # float16 is emulated on a CPU: activations follow the scales, which are small.
-        model.set_dtype(mx.float32)
-        mx.eval(model.parameters())
+    fit_weights(model, dtype, limit_bytes=limit_bytes)
     return model, tokenizer
 
 
@@ -201,10 +201,6 @@ def check_fits(entry: ModelEntry, *, limit_bytes: int) -> None:
     Raises:
         OutOfMemoryError: the weights alone exceed what may be used.
     """
-    if entry.kind != "chat":
-        raise UnusableModelError(
-            f"{entry.id} is a model of kind {entry.kind}; this version generates with chat models only", param="model"
-        )
     if entry.size_bytes > limit_bytes:
         raise OutOfMemoryError(
             f"{entry.id} needs {entry.size_bytes / 1e9:.2f} GB for weights, {limit_bytes / 1e9:.2f} GB are allowed: "

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lmx_lab.engine.blas import BlasReport
 from lmx_lab.weights import ModelEntry
 
 FinishReason = Literal["stop", "length"]
@@ -245,6 +246,14 @@ class LoadReport:
     """What the model takes in memory, measured."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PinnedModel:
+    """An encoder that is kept in memory beside the loaded model."""
+
+    entry: ModelEntry
+    memory_bytes: int
+
+
 EngineState = Literal["empty", "loading", "ready", "dead"]
 UnloadCause = Literal["asked", "idle", "memory"]
 
@@ -258,13 +267,18 @@ class EngineSnapshot:
     """The loaded model."""
     model_memory_bytes: int = 0
     context_length: int | None = None
+    pinned: tuple[PinnedModel, ...] = ()
     active_requests: int = 0
     queued_requests: int = 0
+    encode_requests: int = 0
+    """Of both, those for embeddings and reranking."""
     output_tokens: int = 0
     """Since the engine started, like the next two."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache had; part of ``prompt_tokens``."""
+    encoded_tokens: int = 0
+    """Of texts that were embedded or scored."""
     prefix_cache_bytes: int = 0
     place_free_s: float = 1.0
     """In how long a running request is likely to end, and a place in the queue to be free."""
@@ -277,6 +291,8 @@ class EngineSnapshot:
     memory_total_bytes: int = 0
     progress_at: float = 0.0
     """When the engine thread last came round."""
+    blas: BlasReport | None = None
+    """What multiplies matrices on a CPU; None until the engine has started."""
 
     @property
     def model(self) -> str | None:

@@ -54,7 +54,8 @@ def launch(
         PortTakenError: the explicit port is in use; what runs goes on.
         HostingError: the server could not start; nothing of it is left.
         InvalidRequestError: an argument that is no setting, or of the wrong type.
-        LabError: the model could not be loaded; the server runs nevertheless, see ``current()``.
+        LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server runs
+            nevertheless, see ``current()``.
     """
     if lan is True:
         settings.setdefault("host", "0.0.0.0")
@@ -74,6 +75,7 @@ def launch(
                 lab = _replace(chosen, loop, explicit=explicit)
             finally:
                 _REGISTRY.starting = False
+    lab.pin_encoders()
     if name is not None:
         lab.load(name)
     return lab

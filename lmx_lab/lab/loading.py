@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from lmx_lab.engine import LoadReport
 from lmx_lab.server import InferenceServer
 from lmx_lab.wire.admin import ModelEvent
+
+Work = Callable[[], Coroutine[Any, Any, LoadReport]]
 
 
 class Loading:
@@ -15,9 +19,9 @@ class Loading:
     Drawing the steps is left to whoever asked, on its thread: output of another thread would appear in another cell.
     """
 
-    def __init__(self, server: InferenceServer, model: str) -> None:
+    def __init__(self, server: InferenceServer, work: Work) -> None:
         self._events = server.feed.subscribe()
-        self._task = asyncio.create_task(server.loader.load(model, local=True), name=f"wait for {model}")
+        self._task = asyncio.create_task(work(), name="wait for a load")
         self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[LoadReport]) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.errors import invalid
 from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.embeddings import EmbeddingsBody
+from lmx_lab.wire.rerank import RerankBody
 
 Prompt = str | Sequence[Mapping[str, Any]]
+Texts = str | Iterable[str] | Iterable[int] | Iterable[Sequence[int]]
+"""One text, texts, the token ids of one text, or those of several; also as an array or a column of a data frame."""
+Documents = Iterable[str | Mapping[str, Any]]
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def _plain_stop(stop: Any) -> Any:
@@ -42,15 +48,53 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(messages, Sequence):
         messages = [*([{"role": "system", "content": system}] if system is not None else []), *messages]
-    try:
-        request = ChatRequest.model_validate({"model": ANY_MODEL, "messages": messages, **fields})
-    except ValidationError as exc:
-        raise invalid(exc) from exc
+    request = _valid(ChatRequest, {"model": ANY_MODEL, "messages": messages, **fields})
     # What a Reply does not hold.
     for name, asked in (("n", request.choices > 1), ("logprobs", request.logprobs)):
         if asked:
             raise InvalidRequestError(f"{name}: a reply is one text; use OpenAI(**lab.openai) for more", param=name)
     return request
+
+
+def embeddings_body(texts: Texts, *, model: str | os.PathLike[str] | None, **fields: Any) -> EmbeddingsBody:
+    """
+    Raises:
+        InvalidRequestError: the first thing that is wrong, by name.
+    """
+    given = texts if isinstance(texts, str) else [_plain_tokens(item) for item in _listed(texts, "texts")]
+    return _valid(EmbeddingsBody, {"model": _named(model), "input": given, **fields})
+
+
+def rerank_body(query: str, documents: Documents, *, model: str | os.PathLike[str] | None, **fields: Any) -> RerankBody:
+    """
+    Raises:
+        InvalidRequestError: the first thing that is wrong, by name.
+    """
+    if isinstance(documents, str | Mapping):
+        raise InvalidRequestError("documents is one document; give a list of them", param="documents")
+    given = _listed(documents, "documents")
+    return _valid(RerankBody, {"model": _named(model), "query": query, "documents": given, **fields})
+
+
+def _listed(items: object, name: str) -> list[Any]:
+    if not isinstance(items, Iterable) or isinstance(items, bytes):
+        raise InvalidRequestError(f"{name} is {items!r:.80}; give a list of texts", param=name)
+    return list(items)
+
+
+def _plain_tokens(item: Any) -> Any:
+    return list(item) if isinstance(item, tuple) else item
+
+
+def _named(model: str | os.PathLike[str] | None) -> str:
+    return ANY_MODEL if model is None else model_name(model)
+
+
+def _valid(shape: type[Body], fields: Mapping[str, Any]) -> Body:
+    try:
+        return shape.model_validate(fields)
+    except ValidationError as exc:
+        raise invalid(exc) from exc
 
 
 def model_name(model: object) -> str:

@@ -8,18 +8,25 @@ from __future__ import annotations
 import asyncio
 import html
 import os
-from typing import Any, Literal, overload
+from functools import partial
+from typing import Any, Literal, Self, overload
 
-from lmx_lab.engine import GenerationReport, LoadReport
-from lmx_lab.lab.loading import Loading
-from lmx_lab.lab.prompt import Prompt, chat_request, model_name
+from lmx_lab.engine import GenerationReport, InputType, LoadReport, Vectors
+from lmx_lab.lab.loading import Loading, Work
+from lmx_lab.lab.prompt import Documents, Prompt, Texts, chat_request, embeddings_body, model_name, rerank_body
 from lmx_lab.lab.serving import Serving
 from lmx_lab.progress import bar
+from lmx_lab.rankings import RerankResult
 from lmx_lab.replies import ModelList, Reply, ReplyStream
 from lmx_lab.server.admin import records
+from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.generations import Generation
+from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.translate import timings, usage
+from lmx_lab.weights import Kind
 from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.embeddings import EmbeddingsBody
+from lmx_lab.wire.rerank import RerankBody
 
 
 class Lab(Serving):
@@ -74,22 +81,70 @@ class Lab(Serving):
             LabError: why not, and what is loaded now.
         """
         name = model_name(model)
-        loading = self._block(self._begin_load(name))
-        with bar(name) as shown:
+        return self._watch(name, lambda: self._server.loader.load(name, local=True))
+
+    async def aload(self, model: str | os.PathLike[str]) -> LoadReport:
+        name = model_name(model)
+        return await self._awatch(name, lambda: self._server.loader.load(name, local=True))
+
+    def pin_encoders(self) -> None:
+        """Load the models that the settings ``embedder`` and ``reranker`` name, fetched first where needed.
+
+        ``launch()``, ``with`` and ``async with`` do this. What is there already, stays.
+
+        Raises:
+            LabError: one of them could not be loaded; the server runs nevertheless.
+        """
+        for name, kind in self._unpinned():
+            self._watch(name, partial(self._server.loader.pin, name, kind=kind))
+
+    async def apin_encoders(self) -> None:
+        for name, kind in self._unpinned():
+            await self._awatch(name, partial(self._server.loader.pin, name, kind=kind))
+
+    def _unpinned(self) -> list[tuple[str, Kind]]:
+        there = {pinned.entry.kind for pinned in self.engine.snapshot.pinned}
+        wanted: list[tuple[str | None, Kind]] = [
+            (self.settings.embedder, "embedding"),
+            (self.settings.reranker, "rerank"),
+        ]
+        return [(name, kind) for name, kind in wanted if name is not None and kind not in there]
+
+    def _watch(self, title: str, work: Work) -> LoadReport:
+        """A load to its end, its progress shown."""
+        loading = self._block(self._begin(work))
+        with bar(title) as shown:
             while (step := self._block(loading.step())) is not None:
                 shown.update(step)
         return self._block(loading.result())
 
-    async def aload(self, model: str | os.PathLike[str]) -> LoadReport:
-        name = model_name(model)
-        loading = await self._hand_over(self._begin_load(name))
-        with bar(name) as shown:
+    async def _awatch(self, title: str, work: Work) -> LoadReport:
+        loading = await self._hand_over(self._begin(work))
+        with bar(title) as shown:
             while (step := await self._hand_over(loading.step())) is not None:
                 shown.update(step)
         return await self._hand_over(loading.result())
 
-    async def _begin_load(self, model: str) -> Loading:
-        return Loading(self._server, model)
+    async def _begin(self, work: Work) -> Loading:
+        return Loading(self._server, work)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self.pin_encoders()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        try:
+            await self.apin_encoders()
+        except BaseException:
+            await self.astop()
+            raise
+        return self
 
     def unload(self) -> float:
         """Unload the model; returns the GB (10^9 bytes) that this freed."""
@@ -160,6 +215,88 @@ class Lab(Serving):
             timings=timings(report),
             report=report,
         )
+
+    # Vectors and scores
+
+    def embed(
+        self,
+        texts: Texts,
+        *,
+        model: str | os.PathLike[str] | None = None,
+        dimensions: int | None = None,
+        input_type: InputType | None = None,
+        truncate: bool = False,
+    ) -> Vectors:
+        """The vectors of texts, float32: one row for each, or for a single text the row alone.
+
+        Args:
+            model: An embedding model in memory; None takes the pinned one, else the loaded one.
+            dimensions: Keep so many leading components and normalize again.
+            input_type: Which of the prompts in the model's files goes before each text; many models have none.
+            truncate: Cut what is too long for the model, instead of refusing it.
+
+        Raises:
+            NotLoadedError: load an embedding model first.
+            ContextLengthError: a text is too long.
+        """
+        body = embeddings_body(texts, model=model, dimensions=dimensions, input_type=input_type, truncate=truncate)
+        return self._block(self._embed(body))
+
+    async def aembed(
+        self,
+        texts: Texts,
+        *,
+        model: str | os.PathLike[str] | None = None,
+        dimensions: int | None = None,
+        input_type: InputType | None = None,
+        truncate: bool = False,
+    ) -> Vectors:
+        body = embeddings_body(texts, model=model, dimensions=dimensions, input_type=input_type, truncate=truncate)
+        return await self._hand_over(self._embed(body))
+
+    async def _embed(self, body: EmbeddingsBody) -> Vectors:
+        vectors = (await self._server.encoding.embed(embedding_request(body), local=True)).vectors
+        return vectors[0] if body.is_single else vectors
+
+    def rerank(
+        self,
+        query: str,
+        documents: Documents,
+        *,
+        top_n: int | None = None,
+        model: str | os.PathLike[str] | None = None,
+        truncate: bool = False,
+    ) -> RerankResult:
+        """Documents by relevance to a query: rows with rank, score, index and document; ``.df`` is a data frame.
+
+        Args:
+            documents: Texts, or objects whose ``text`` counts.
+            top_n: Leave out the rows after these.
+            model: A reranker or an embedding model in memory; None takes a reranker first.
+            truncate: Cut documents that are too long for the model, instead of refusing them.
+
+        Raises:
+            NotLoadedError: load a reranker or an embedding model first.
+            ContextLengthError: a document is too long.
+        """
+        body = rerank_body(query, documents, top_n=top_n, model=model, truncate=truncate)
+        return self._block(self._rerank(body))
+
+    async def arerank(
+        self,
+        query: str,
+        documents: Documents,
+        *,
+        top_n: int | None = None,
+        model: str | os.PathLike[str] | None = None,
+        truncate: bool = False,
+    ) -> RerankResult:
+        body = rerank_body(query, documents, top_n=top_n, model=model, truncate=truncate)
+        return await self._hand_over(self._rerank(body))
+
+    async def _rerank(self, body: RerankBody) -> RerankResult:
+        ranking = await self._server.encoding.rerank(rerank_request(body), local=True)
+        return RerankResult(body.query, body.texts, ranking, top_n=body.top_n)
 
     # Looks
 

@@ -23,6 +23,7 @@ from lmx_lab.server.naming import unknown_model
 from lmx_lab.server.openapi import EVENTS, event_stream
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.admin import (
+    Compute,
     Heartbeat,
     LoadAnswer,
     LoadRequest,
@@ -41,7 +42,7 @@ HEARTBEAT_S = 15.0
 EXTRAS = {"models": "model", "requests": "request"}
 INCLUDE = (
     "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
-    "`requests` for the end of every generation (RequestEvent)"
+    "`requests` for the end of every generation, embedding and rerank (RequestEvent)"
 )
 
 
@@ -54,7 +55,7 @@ def admin_routes(
     async def models() -> ModelRecords:
         """Every model on this disk that can be loaded, and which one is."""
         entries = await asyncio.to_thread(catalog.scan)
-        return ModelRecords(models=records(entries, engine.snapshot))
+        return ModelRecords(models=records(entries, engine.snapshot), compute=_compute(engine.snapshot))
 
     @router.post("/models/load")
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
@@ -118,24 +119,37 @@ def is_local(request: HTTPConnection) -> bool:
 
 
 def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
-    """The catalog as the admin routes and the notebook show it; the loaded model is in it, wherever it lies."""
-    if now.entry is not None and all(entry.path != now.entry.path for entry in entries):
-        entries = [*entries, now.entry]
-    loaded = now.entry.path if now.entry else None
+    """The catalog as the admin routes and the notebook show it; what is in memory is in it, wherever it lies."""
+    in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
+    pins = set(in_memory)
+    if now.entry is not None:
+        # The same model may be pinned and loaded, twice in memory.
+        in_memory[now.entry.path] = in_memory.get(now.entry.path, 0) + now.model_memory_bytes
+    known = {entry.path for entry in entries}
+    held = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry else [])]
+    shown = [*entries, *{entry.path: entry for entry in held if entry.path not in known}.values()]
     return [
         ModelRecord(
             id=entry.id,
             path=str(entry.path),
-            loaded=entry.path == loaded,
-            vram_gb=now.model_memory_bytes / 1e9 if entry.path == loaded else None,
+            loaded=entry.path in in_memory,
+            vram_gb=in_memory[entry.path] / 1e9 if entry.path in in_memory else None,
             format=entry.format,
             kind=entry.kind,
             size_gb=entry.size_bytes / 1e9,
             quantization=entry.quantization,
             context_length=entry.context_length,
+            pinned=entry.path in pins,
         )
-        for entry in entries
+        for entry in shown
     ]
+
+
+def _compute(now: EngineSnapshot) -> Compute | None:
+    if now.blas is None:
+        return None
+    blas = now.blas
+    return Compute(blas=blas.name, detail=blas.detail, threads=blas.threads, gflops=blas.gflops)
 
 
 def _card(record: ModelRecord) -> ModelCard:

@@ -22,10 +22,13 @@ from lmx_lab.server import errors
 from lmx_lab.server.admin import admin_routes, listing_routes
 from lmx_lab.server.chat import chat_routes
 from lmx_lab.server.completions import completion_routes
+from lmx_lab.server.embeddings import embedding_routes
+from lmx_lab.server.encoding import EncodingService
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.loading import Event, ModelLoader
 from lmx_lab.server.metrics import Metrics, metrics_routes
 from lmx_lab.server.openapi import DescribedAPI
+from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.socket import socket_routes
 from lmx_lab.server.swapping import ModelSwap
@@ -37,11 +40,12 @@ VERSION = version("lmx-lab")
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceServer:
-    """The application and the two services behind it that the notebook uses directly."""
+    """The application and the services behind it that the notebook uses directly."""
 
     asgi: ASGIApp
     api: FastAPI
     chat: ChatService
+    encoding: EncodingService
     loader: ModelLoader
     feed: Feed[Event]
 
@@ -55,6 +59,7 @@ def create_server(
     swap = ModelSwap(engine=engine, catalog=catalog, loader=loader, settings=settings) if settings.swap else None
     metrics = Metrics(engine)
     chat = ChatService(engine=engine, catalog=catalog, feed=feed, swap=swap, observe=metrics.observe)
+    encoding = EncodingService(engine=engine, catalog=catalog, feed=feed, swap=swap, observe=metrics.observe_encoding)
     api = DescribedAPI(
         title="LMX Lab inference server", version=VERSION, responses=errors.RESPONSES, redirect_slashes=False
     )
@@ -62,6 +67,8 @@ def create_server(
     api.include_router(health_routes(engine))
     api.include_router(chat_routes(chat))
     api.include_router(completion_routes(chat, slots=settings.slots))
+    api.include_router(embedding_routes(encoding))
+    api.include_router(rerank_routes(encoding))
     api.include_router(socket_routes(chat, max_body_bytes=settings.max_body_bytes))
     api.include_router(listing_routes(engine=engine, catalog=catalog))
     api.include_router(
@@ -73,7 +80,9 @@ def create_server(
     api.add_exception_handler(HTTPException, errors.on_http_error)
     api.add_exception_handler(ClientDisconnect, errors.on_gone)
     api.add_exception_handler(Exception, errors.on_bug)
-    return InferenceServer(asgi=_wrap(api, settings, policy), api=api, chat=chat, loader=loader, feed=feed)
+    return InferenceServer(
+        asgi=_wrap(api, settings, policy), api=api, chat=chat, encoding=encoding, loader=loader, feed=feed
+    )
 
 
 def _wrap(api: FastAPI, settings: Settings, policy: Callable[[], GuardPolicy]) -> ASGIApp:

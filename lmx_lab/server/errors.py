@@ -62,12 +62,17 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         "headers": FAILURE_HEADERS,
     },
 }
-# There is no number for "no limit"; -1 is such a one elsewhere.
-LEFT_OUT = dict.fromkeys(
-    ("max_tokens", "max_completion_tokens"),
-    "for no limit but the model's context give a large number, such as 1000000",
-)
-NOT_FIELDS = ("body", "query", "str", "constrained-str")
+# There is no number for "no limit"; -1 and 0 are such elsewhere.
+LEFT_OUT = {
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens"),
+        "for no limit but the model's context give a large number, such as 1000000",
+    ),
+    "top_n": "for all documents leave it out",
+    "dimensions": "for all that the model has leave it out",
+}
+REQUEST_PARTS = ("body", "query")
+ALTERNATIVES = ("str", "constrained-str")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -103,7 +108,7 @@ def invalid(exc: ValidationError | RequestValidationError) -> InvalidRequestErro
     """The first thing that is wrong with a body, by field."""
     wrong = _first(list(exc.errors()))
     # A part may be a name that the caller chose, of any length.
-    path = [str(part)[:80] for part in wrong["loc"] if not _is_alternative(part)]
+    path = [str(part)[:80] for part in _fields(exc, wrong["loc"]) if not _is_alternative(part)]
     field = ".".join(path)
     said = f"{_said(wrong)}{_given(wrong.get('input'))}"
     if wrong["type"] == "greater_than_equal" and path[-1:] and path[-1] in LEFT_OUT:
@@ -143,9 +148,15 @@ def _first(problems: list[Any]) -> dict[str, Any]:
     return dict(max(alternatives, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type"))))
 
 
+def _fields(exc: ValidationError | RequestValidationError, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """FastAPI puts the part of the request in front; a field may have the same name."""
+    in_front = isinstance(exc, RequestValidationError) and path[:1] and path[0] in REQUEST_PARTS
+    return path[1:] if in_front else path
+
+
 def _is_alternative(part: str | int) -> bool:
-    """A union puts the type it tried into the path; so does FastAPI with the part of the request."""
-    return part in NOT_FIELDS or "[" in str(part)
+    """A union puts the type it tried into the path."""
+    return part in ALTERNATIVES or "[" in str(part)
 
 
 async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:

@@ -18,9 +18,11 @@ from lmx_lab.errors import (
     ModelBusyError,
     ModelNotFoundError,
     NotLoadedError,
+    UnusableModelError,
 )
 from lmx_lab.feed import Feed
-from lmx_lab.weights import Catalog, ModelEntry, Progress
+from lmx_lab.server.naming import WORDS
+from lmx_lab.weights import Catalog, Kind, ModelEntry, Progress
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 
 T = TypeVar("T")
@@ -68,6 +70,25 @@ class ModelLoader:
             if task.cancelled():
                 raise NotLoadedError("the load was given up: the server is being stopped") from None
             raise
+
+    async def pin(self, name: str, *, kind: Kind) -> LoadReport:
+        """Keep a model of that kind in the engine beside the loaded one; the operator's choice, so paths and downloads
+        are as for local callers.
+
+        Raises: as ``load``; the loaded model is not touched.
+        """
+        try:
+            entry = await self._find(name, local=True)
+            if entry.kind != kind:
+                raise UnusableModelError(f"{name} is {WORDS[entry.kind]}; this place is for {WORDS[kind]}")
+            await asyncio.to_thread(self._catalog.check, entry)
+            self._feed.publish(ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes))
+            report = await self._engine.pin(entry)
+        except LabError as exc:
+            self._feed.publish(ModelEvent(model=name, stage="failed", message=exc.message))
+            raise
+        self._feed.publish(ModelEvent(model=report.model, stage="loaded"))
+        return report
 
     def _ended(self, name: str, task: asyncio.Task[LoadReport]) -> None:
         del self._tasks[name]

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from lmx_lab.engine import Engine, EngineSnapshot, GenerationReport
+from lmx_lab.server.encoding import EncodeEnd
 from lmx_lab.server.generations import RequestEnd
 
 # 1 ms, a token of a small model, to 100 s, the first token of a long prompt on a CPU.
@@ -30,25 +31,39 @@ class Metrics:
         self._registry.register(_EngineFigures(engine))
         self._requests = Counter(
             "lmx_lab_requests",
-            "Generations that have ended: stop, length, cancelled, or error with its code. A request has one for each "
-            "choice of each prompt; one that is refused has one, but none if the shape of its body was wrong.",
-            ("outcome", "code"),
+            "Requests that have ended: stop, length, cancelled, or error with its code. The kind is chat, plain "
+            "completions too, embedding or rerank. Of chat there is one for each choice of each prompt. One that is "
+            "refused counts once, but not if the shape of its body was wrong.",
+            ("kind", "outcome", "code"),
             registry=self._registry,
         )
         self._queue_s = self._histogram("queue", "From a request's arrival to its slot.")
         self._ttft_s = self._histogram("time_to_first_token", "From a request's arrival to its first token.")
         self._token_s = self._histogram("time_per_output_token", "Decoding time of a request, for each output token.")
         self._request_s = self._histogram("request", "From a request's arrival to its last token.")
+        self._encode_s = Histogram(
+            "lmx_lab_encode_seconds",
+            "From the arrival of a request for embeddings or scores to the last of them. Of those that ended well.",
+            ("kind",),
+            buckets=BUCKETS_S,
+            registry=self._registry,
+        )
 
     def _histogram(self, name: str, what: str) -> Histogram:
         text = f"{what} Of generations that ended with stop or length."
         return Histogram(f"lmx_lab_{name}_seconds", text, buckets=BUCKETS_S, registry=self._registry)
 
     def observe(self, end: RequestEnd) -> None:
-        """Count one end. From any thread."""
-        self._requests.labels(outcome=end.outcome, code=end.code or "").inc()
+        """Count the end of a generation. From any thread."""
+        self._requests.labels(kind="chat", outcome=end.outcome, code=end.code or "").inc()
         if end.report is not None:
             self._measure(end.report)
+
+    def observe_encoding(self, end: EncodeEnd) -> None:
+        """Count the end of an embedding or a rerank. From any thread."""
+        self._requests.labels(kind=end.kind, outcome=end.outcome, code=end.code or "").inc()
+        if end.report is not None:
+            self._encode_s.labels(kind=end.kind).observe(end.report.total_s)
 
     def _measure(self, report: GenerationReport) -> None:
         self._queue_s.observe(report.queue_s)
@@ -95,6 +110,7 @@ def _work(now: EngineSnapshot) -> Iterator[Metric]:
         ("output_tokens", "Tokens generated.", now.output_tokens),
         ("prompt_tokens", "Tokens of prompts, cached ones included.", now.prompt_tokens),
         ("cached_tokens", "Tokens of prompts that the prefix cache had.", now.cached_tokens),
+        ("encoded_tokens", "Tokens of texts that were embedded or scored.", now.encoded_tokens),
     ):
         yield CounterMetricFamily(f"lmx_lab_{name}", what, value=value)
 

@@ -1,17 +1,33 @@
-"""What a request may call the model it means."""
+"""What a request may call the model it means, and what it is told if that model is not there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lmx_lab.engine import EngineSnapshot
-from lmx_lab.errors import ModelNotFoundError
+from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError, OtherModelLoadedError
+from lmx_lab.weights import Kind, ModelEntry
+
+Kinds = tuple[Kind, ...]
+CHAT: Kinds = ("chat",)
+EMBEDDING: Kinds = ("embedding",)
+RERANK: Kinds = ("rerank", "embedding")
+"""Embedding models rank too, if no reranker is there."""
+WORDS = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
+STARTER = {"chat": "smollm2-135m", "embedding": "minilm-l6"}
+LISTED = 5
+
+
+def in_memory(now: EngineSnapshot) -> list[ModelEntry]:
+    """The models that are loaded: the pinned ones, then the one that load and unload speak of."""
+    return [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry is not None else [])]
 
 
 def loaded_id(name: str | None, now: EngineSnapshot, *, local: bool) -> str | None:
     """The id of what is loaded, if the name is its path and the caller a program on this machine; else the name."""
-    if local and name is not None and now.entry is not None and Path(name) == now.entry.path:
-        return now.entry.id
+    if local and name is not None:
+        return next((entry.id for entry in in_memory(now) if Path(name) == entry.path), name)
     return name
 
 
@@ -23,3 +39,45 @@ def unknown_model(name: str, now: EngineSnapshot) -> ModelNotFoundError:
         "GET /v1/models lists all",
         param="model",
     )
+
+
+def wrong_kind(entry: ModelEntry, kinds: Kinds) -> InvalidRequestError:
+    needed = " or ".join(WORDS[kind] for kind in kinds)
+    return InvalidRequestError(
+        f"{entry.id} is {WORDS[entry.kind]}, this request needs {needed}; GET /admin/models lists what is here by kind",
+        param="model",
+    )
+
+
+def not_loaded(
+    exc: NotLoadedError, name: str | None, entries: Sequence[ModelEntry], now: EngineSnapshot, *, kinds: Kinds = CHAT
+) -> LabError:
+    """What to say in the place of the engine, which knows neither the disk nor what a route needs.
+
+    Args:
+        name: Of the model, in the request.
+        entries: What is on this disk.
+    """
+    if not isinstance(exc, OtherModelLoadedError) and now.state == "loading":
+        return exc
+    if name is None:
+        return _said(exc, _remedy(entries, kinds)) if kinds != CHAT else exc
+    found = next((entry for entry in entries if entry.id == name), None)
+    if found is None:
+        return unknown_model(name, now) if in_memory(now) else exc
+    if found.kind not in kinds:
+        return wrong_kind(found, kinds)
+    return _said(exc, "a server started with --swap loads what is named")
+
+
+def _remedy(entries: Sequence[ModelEntry], kinds: Kinds) -> str:
+    """Which models would do."""
+    fitting = [entry.id for kind in kinds for entry in entries if entry.kind == kind]
+    if fitting:
+        return f"on this disk: {', '.join(fitting[:LISTED])}{', …' if len(fitting) > LISTED else ''}"
+    starter = next(STARTER[kind] for kind in kinds if kind in STARTER)
+    return f"none of the kind is on this disk: lmx-lab pull {starter} fetches one"
+
+
+def _said(exc: NotLoadedError, more: str) -> NotLoadedError:
+    return type(exc)(f"{exc.message}; {more}", param=exc.param, retry_after_s=exc.retry_after_s)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from lmx_lab.engine import Engine, GenerationRequest, TokenStream
-from lmx_lab.errors import LabError, NotLoadedError, OtherModelLoadedError, QueueFullError
+from lmx_lab.errors import LabError, NotLoadedError, QueueFullError
 from lmx_lab.feed import Feed
 from lmx_lab.server.answers import Answer
 from lmx_lab.server.generations import Generation, Observer, Outcome, RequestEnd
 from lmx_lab.server.loading import Event
-from lmx_lab.server.naming import loaded_id, unknown_model
+from lmx_lab.server.naming import loaded_id, not_loaded
 from lmx_lab.server.swapping import ModelSwap
 from lmx_lab.server.translate import ANY_MODEL, generation_request
 from lmx_lab.weights import Catalog
@@ -106,25 +106,14 @@ class ChatService:
 
     async def _accepted(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
         if self._swap is not None:
-            return await self._swap.submit(request, choices)
+            return await self._swap.submit(request, lambda brought: self._engine.submit_all(brought, choices))
         try:
             return await self._engine.submit_all(request, choices)
         except NotLoadedError as exc:
-            if request.model is not None:
-                await self._say_more(request.model, exc)
-            raise
-
-    async def _say_more(self, name: str, exc: NotLoadedError) -> None:
-        """Raise what is better than the engine's word: it does not know the disk."""
-        now = self._engine.snapshot
-        if not isinstance(exc, OtherModelLoadedError) and now.state != "empty":
-            return
-        entries = await asyncio.to_thread(self._catalog.scan)
-        if any(entry.id == name for entry in entries):
-            said = f"{exc.message}; a server started with --swap loads what is named"
-            raise type(exc)(said, param=exc.param, retry_after_s=exc.retry_after_s) from exc
-        if now.model is not None:
-            raise unknown_model(name, now) from exc
+            if request.model is None:
+                raise
+            entries = await asyncio.to_thread(self._catalog.scan)
+            raise not_loaded(exc, request.model, entries, self._engine.snapshot) from exc
 
     def _refused(self, request_id: str | None, first: int, outcome: Outcome, code: str | None = None) -> None:
         # The name as it was asked for may be anything; a label of a metric must not.

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import TypeVar
 
-from lmx_lab.engine import Engine, EngineSnapshot, GenerationRequest, LoadReport, TokenStream
+from lmx_lab.engine import EmbeddingRequest, Engine, EngineSnapshot, GenerationRequest, LoadReport, RerankRequest
 from lmx_lab.errors import (
     GenerationTimeoutError,
+    InvalidRequestError,
     ModelBusyError,
     ModelNotFoundError,
     NotLoadedError,
     QueueFullError,
 )
 from lmx_lab.server.loading import ModelLoader
-from lmx_lab.server.naming import unknown_model
+from lmx_lab.server.naming import CHAT, Kinds, unknown_model, wrong_kind
 from lmx_lab.server.turns import Line, Ticket
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 
+R = TypeVar("R", GenerationRequest, EmbeddingRequest, RerankRequest)
+T = TypeVar("T")
 TRIES = 3
 """How often an administrator's load or unload may come between a request's load and its submission."""
 LOOK_AGAIN_S = 0.02
@@ -46,33 +50,38 @@ class ModelSwap:
         self._load_s: float | None = None
         """How long the last exchange of models took, the end of running requests included."""
 
-    async def submit(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
-        """``Engine.submit_all`` for the model that the request names, loaded first if it is on disk and is not loaded.
+    async def submit(self, request: R, enter: Callable[[R], Awaitable[T]], *, kinds: Kinds = CHAT) -> T:
+        """``enter`` for the model that the request names, loaded first if it is on disk and is not loaded.
+
+        Args:
+            enter: Given the request with the loaded model's own id; until it returns, nobody else goes in.
+            kinds: Of models that could answer the request; others are not loaded for it.
 
         Raises:
             ModelNotFoundError: it is not on disk; nothing is downloaded here.
+            InvalidRequestError: it is of another kind.
             UnusableModelError, OutOfMemoryError: it could not be loaded; the message says what is loaded now.
             QueueFullError: too many wait for a model.
             GenerationTimeoutError: the request's deadline passed before its model was there.
         """
         limit_s = request.timeout_s or self._settings.request_timeout_s
         try:
-            async with asyncio.timeout(limit_s), self._turn(request.model):
-                return await self._enter(request, choices)
+            async with asyncio.timeout(limit_s), self._turn(request.model, kinds):
+                return await self._enter(request, enter, kinds)
         except TimeoutError:
             raise GenerationTimeoutError(
                 f"the model was not loaded within {limit_s:g} s, the request's limit", param="model"
             ) from None
 
     @contextlib.asynccontextmanager
-    async def _turn(self, model: str | None) -> AsyncIterator[None]:
+    async def _turn(self, model: str | None, kinds: Kinds) -> AsyncIterator[None]:
         """The block runs alone, when its turn has come."""
         self._check_room()
         ticket = self._line.ticket(model, self._now())
         called = self._called[ticket] = asyncio.Event()
         try:
             # Before it waits: nobody should wait for a model that is not there, nor hold up others for it.
-            await self._check_name(model)
+            await self._check_name(model, kinds)
             self._line.add(ticket)
             self._call_next()
             await called.wait()
@@ -97,9 +106,9 @@ class ModelSwap:
             said += f"; the last exchange of models took {self._load_s:.1f} s"
         raise QueueFullError(said, retry_after_s=self._load_s or 1.0)
 
-    async def _check_name(self, model: str | None) -> None:
+    async def _check_name(self, model: str | None, kinds: Kinds) -> None:
         if model is not None and model != self._engine.snapshot.model:
-            await self._resolve(model)
+            await self._resolve(model, kinds)
 
     def _call_next(self) -> None:
         """Let the next one in, if nobody is inside; look again soon if the line says that it is too early."""
@@ -123,14 +132,14 @@ class ModelSwap:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _enter(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
+    async def _enter(self, request: R, enter: Callable[[R], Awaitable[T]], kinds: Kinds) -> T:
         for _ in range(TRIES - 1):
-            brought = await self._bring(request)
+            brought = await self._bring(request, kinds)
             with contextlib.suppress(NotLoadedError):
-                return await self._engine.submit_all(brought, choices)
-        return await self._engine.submit_all(await self._bring(request), choices)
+                return await enter(brought)
+        return await enter(await self._bring(request, kinds))
 
-    async def _bring(self, request: GenerationRequest) -> GenerationRequest:
+    async def _bring(self, request: R, kinds: Kinds) -> R:
         """Load what the request names, if it is not loaded; the request by the loaded model's own id."""
         await self._loader.settled()
         now = self._engine.snapshot
@@ -138,19 +147,22 @@ class ModelSwap:
         if name is None or name == now.model:
             return request
         try:
-            entry = await self._resolve(name)
-        except ModelNotFoundError:
+            entry = await self._resolve(name, kinds)
+        except (ModelNotFoundError, InvalidRequestError):
             if request.model is None:
                 return request
             raise
         return replace(request, model=(await self._load(entry.id)).model)
 
-    async def _resolve(self, name: str) -> ModelEntry:
+    async def _resolve(self, name: str, kinds: Kinds) -> ModelEntry:
         try:
             # Not local: ids of the catalog only, no paths.
-            return await asyncio.to_thread(self._catalog.resolve, name, local=False)
+            entry = await asyncio.to_thread(self._catalog.resolve, name, local=False)
         except ModelNotFoundError as exc:
             raise unknown_model(name, self._engine.snapshot) from exc
+        if entry.kind not in kinds:
+            raise wrong_kind(entry, kinds)
+        return entry
 
     async def _load(self, name: str) -> LoadReport:
         while True:

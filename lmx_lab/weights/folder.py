@@ -13,12 +13,23 @@ from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 * 2**20
+MAX_CARD_BYTES = 64 * 2**10
+CARD_HEAD = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
+TASK = re.compile(r"^pipeline_tag:\s*['\"]?([\w-]+)", re.MULTILINE)
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
 ENCODERS = frozenset({
     "bert", "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "distilbert", "mpnet", "modernbert", "nomic_bert",
     "electra", "deberta", "deberta-v2", "albert", "eurobert", "new",
 })  # fmt: skip
+LOGIT_SCORE = b'.LogitScore"'
+"""How ``modules.json`` names the module of a reranker that answers yes or no."""
+TASKS: dict[str, Kind] = {
+    "text-ranking": "rerank",
+    "feature-extraction": "embedding",
+    "sentence-similarity": "embedding",
+}
+"""What a model card's ``pipeline_tag`` says of a decoder that its other files leave open."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 
@@ -106,6 +117,16 @@ def _require_tokenizer(path: Path) -> None:
         raise UnusableModelError(f"{path} holds no tokenizer (tokenizer.json, tokenizer.model or a vocabulary)")
 
 
+def read_card(path: Path) -> str:
+    """The metadata at the head of the model card ``README.md``, as text; empty if there are none."""
+    try:
+        with (path / "README.md").open("rb") as file:
+            head = CARD_HEAD.match(file.read(MAX_CARD_BYTES).decode(errors="replace"))
+    except OSError:
+        return ""
+    return head[1] if head else ""
+
+
 def _kind(path: Path, config: dict[str, Any], architecture: str) -> Kind:
     names = config.get("architectures")
     heads = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
@@ -113,14 +134,22 @@ def _kind(path: Path, config: dict[str, Any], architecture: str) -> Kind:
         return "rerank"
     if (path / "modules.json").exists() or (path / "1_Pooling").is_dir():
         return "embedding"
+    task = TASK.search(read_card(path))
+    if task and task[1] in TASKS:
+        return TASKS[task[1]]
     if any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in heads):
         return "chat"
-    return "embedding" if architecture.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS} else "chat"
+    is_encoder = architecture.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS}
+    # A decoder that was saved without its head cannot write.
+    return "embedding" if is_encoder or any(name.endswith("Model") for name in heads) else "chat"
 
 
 def _is_cross_encoder(path: Path) -> bool:
     name = "config_sentence_transformers.json"
-    return (path / name).exists() and read_json(path / name).get("model_type") == "CrossEncoder"
+    if (path / name).exists() and read_json(path / name).get("model_type") == "CrossEncoder":
+        return True
+    modules = path / "modules.json"
+    return modules.exists() and LOGIT_SCORE in modules.read_bytes()[:MAX_JSON_BYTES]
 
 
 def _quantization(config: dict[str, Any]) -> str | None:

@@ -23,8 +23,20 @@ class ModelRecord(BaseModel):
     pinned: bool = False
 
 
+class Compute(BaseModel):
+    """What multiplies matrices."""
+
+    blas: str
+    """``openblas``, ``reference`` (slow), ``system`` or, where a GPU computes, ``unused``."""
+    detail: str
+    threads: int | None
+    gflops: float | None
+    """Of a float32 product, measured when the server started."""
+
+
 class ModelRecords(BaseModel):
     models: list[ModelRecord]
+    compute: Compute | None = None
 
 
 class LoadRequest(BaseModel):
@@ -94,13 +106,16 @@ class ModelEvent(BaseModel):
 
 
 class RequestEvent(BaseModel):
-    """The end of a generation, good or bad; only for watchers who ask with ``include=requests``.
+    """The end of a generation, an embedding or a rerank, good or bad; for watchers who ask with ``include=requests``.
 
-    A request with several choices has one for each, one that is refused has one. Speeds and times of what did not end
-    well are 0.
+    A chat request with several choices has one for each, one that is refused has one. Speeds and times of what did not
+    end well are 0.
     """
 
     type: Literal["request"] = "request"
+    kind: Literal["chat", "embedding", "rerank"] = "chat"
+    """``chat`` is plain completions too. The others generate nothing: their ``finish_reason`` is ``stop`` if all went
+    well, their speed is that of reading, and ``ttft_ms`` is the time to the whole result."""
     request_id: str
     index: int = 0
     """The number of the choice in its answer; of a refusal, the first that it refuses."""

@@ -19,7 +19,7 @@ TokenLists = TypeAliasType(
 )
 
 
-def _shape(prompt: Any) -> str:
+def shape_of(prompt: Any) -> str:
     """Which of the prompt's shapes is meant, by its first item: trying all of them on a million ids takes seconds."""
     if not isinstance(prompt, list):
         return "str"
@@ -32,7 +32,7 @@ Prompt = Annotated[
     | Annotated[Texts, Tag("list[str]")]
     | Annotated[TokenIds, Tag("list[int]")]
     | Annotated[TokenLists, Tag("list[list]")],
-    Discriminator(_shape),
+    Discriminator(shape_of),
 ]
 
 

@@ -69,7 +69,7 @@ async def poison(engine: Engine, exc: BaseException) -> None:
     """Make the next forward pass raise: no real model fails on demand."""
 
     def break_model(core: EngineCore) -> None:
-        batch = core._batch
+        batch = core.generating.batch
         assert batch is not None
 
         def fail() -> None:
@@ -79,4 +79,4 @@ async def poison(engine: Engine, exc: BaseException) -> None:
 
         batch._generator.next = fail
 
-    await engine._call(break_model)
+    await engine._thread.call(break_model)

@@ -296,12 +296,6 @@ async def test_a_model_larger_than_the_limit_is_refused_and_the_loaded_one_stays
         assert (await run(engine))[1].model == "tiny"
 
 
-async def test_an_encoder_is_refused_before_anything_is_unloaded(engine: Engine, tiny: ModelEntry) -> None:
-    with pytest.raises(UnusableModelError, match="embedding"):
-        await engine.load(replace(tiny, id="encoder", kind="embedding"))
-    assert engine.snapshot.model == "tiny"
-
-
 async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(engine: Engine) -> None:
     await poison(engine, ValueError("a kernel went wrong"))
     with pytest.raises(EngineError, match="a kernel went wrong"):
@@ -436,7 +430,7 @@ async def test_the_refused_are_told_when_a_request_that_runs_can_end(tiny: Model
         async with await engine.submit(request(max_tokens=400, ignore_eos=True)) as stream:
             for _ in range(20):
                 await anext(stream)
-            await engine._call(lambda core: setattr(core._batch._pace, "takes", lambda **_: 500.0))
+            await engine._thread.call(lambda core: setattr(core.generating.batch._pace, "takes", lambda **_: 500.0))
             await anext(stream)
             await anext(stream)
             with pytest.raises(QueueFullError) as refused:
@@ -457,11 +451,11 @@ async def test_one_requests_broken_text_is_no_matter_of_the_others(engine: Engin
     await anext(bad)
 
     def break_text(core: EngineCore) -> None:
-        for generation in core._scheduler.running:
+        for generation in core.generating.running:
             if len(generation.prompt) == 5:
                 generation.splitter.add = None
 
-    await engine._call(break_text)
+    await engine._thread.call(break_text)
     with pytest.raises(EngineError, match="the generation failed"):
         await finish(bad)
     assert (await finish(good))[1].output_tokens == 60
@@ -477,10 +471,10 @@ async def test_a_thread_that_dies_answers_those_behind_one_who_has_left(engine: 
     def die(core: EngineCore) -> None:
         raise SystemExit("killed")
 
-    engine._post(hold)
+    engine._thread.post(hold)
     await asyncio.to_thread(entered.wait)
-    engine._post(die)
-    left, waits = engine._post(lambda core: None), engine._post(lambda core: None)
+    engine._thread.post(die)
+    left, waits = engine._thread.post(lambda core: None), engine._thread.post(lambda core: None)
     left.cancel()
     go_on.set()
     with pytest.raises(EngineDeadError):

@@ -90,10 +90,10 @@ async def test_a_tiny_temperature_is_greedy(engine: Engine, temperature: float) 
 
 async def test_a_penalized_neighbour_changes_no_type_and_so_no_draw(wide: Engine) -> None:
     def narrow(core: EngineCore) -> None:
-        assert core.model is not None
-        core.model.model.set_dtype(mx.bfloat16)
+        assert core.main is not None
+        core.main.model.set_dtype(mx.bfloat16)
 
-    await wide._call(narrow)
+    await wide._thread.call(narrow)
     seeded = replace(WILD, seed=11)
     alone = await tokens(wide, seeded, 30)
     beside = await wide.submit(
@@ -205,16 +205,16 @@ async def test_an_answer_of_one_token_takes_one_forward_pass(engine: Engine) -> 
     passes = 0
 
     def count(core: EngineCore) -> None:
-        model = core._batch._generator.model
+        model = core.generating.batch._generator.model
 
         def counted(*args: object, **kwargs: object) -> object:
             nonlocal passes
             passes += 1
             return model(*args, **kwargs)
 
-        core._batch._generator._prompt_batch.model = counted
+        core.generating.batch._generator._prompt_batch.model = counted
 
-    await engine._call(count)
+    await engine._thread.call(count)
     await run(engine, prompt=TokenPrompt(tokens=(300,)), max_tokens=1)
     assert passes == 1
 

@@ -49,6 +49,13 @@ def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> 
     return home
 
 
+@pytest.fixture(scope="module")
+def encoding_lab(starter_home: Path, minilm: ModelEntry) -> Iterator[Lab]:
+    """One server with the real MiniLM loaded."""
+    with serving(starter_home, minilm.id) as lab:
+        yield lab
+
+
 @pytest.fixture
 def http(lab: Lab) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=lab.url, timeout=60) as client:

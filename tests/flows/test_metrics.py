@@ -35,7 +35,7 @@ def test_a_request_shows_in_the_figures(fresh_http: httpx2.Client) -> None:
     assert (before["engine_up"], before["model_loaded{model=tiny}"], before["requests_active"]) == (1, 1, 0)
     usage = fresh_http.post(CHAT, json=chat_body(max_tokens=8)).json()["usage"]
     after = scrape(fresh_http)
-    assert after["requests_total{code=,outcome=length}"] == 1
+    assert after["requests_total{code=,kind=chat,outcome=length}"] == 1
     assert after["output_tokens_total"] - before["output_tokens_total"] == usage["completion_tokens"] == 8
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == usage["prompt_tokens"]
     for name in ("queue", "time_to_first_token", "time_per_output_token", "request"):
@@ -46,16 +46,16 @@ def test_a_request_shows_in_the_figures(fresh_http: httpx2.Client) -> None:
 
 def test_a_refusal_is_counted_with_its_code_and_no_name_that_the_caller_chose(fresh_http: httpx2.Client) -> None:
     assert fresh_http.post(CHAT, json=chat_body(model="no-such-model")).status_code == 404
-    assert scrape(fresh_http)["requests_total{code=model-not-found,outcome=error}"] == 1
+    assert scrape(fresh_http)["requests_total{code=model-not-found,kind=chat,outcome=error}"] == 1
     assert "no-such-model" not in fresh_http.get("/metrics").text
 
 
 def test_a_client_that_leaves_is_counted(fresh_http: httpx2.Client) -> None:
     with fresh_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=450)) as response:
         next(response.iter_text())
-    while "requests_total{code=,outcome=cancelled}" not in (figures := scrape(fresh_http)):
-        assert figures.get("requests_total{code=,outcome=length}", 0) == 0
-    assert figures["requests_total{code=,outcome=cancelled}"] == 1
+    while "requests_total{code=,kind=chat,outcome=cancelled}" not in (figures := scrape(fresh_http)):
+        assert figures.get("requests_total{code=,kind=chat,outcome=length}", 0) == 0
+    assert figures["requests_total{code=,kind=chat,outcome=cancelled}"] == 1
 
 
 def test_openmetrics_is_spoken_to_who_asks_for_it(http: httpx2.Client) -> None:

@@ -128,10 +128,10 @@ def test_ends_are_counted_by_outcome_and_code() -> None:
     metrics.observe(end("cancelled", report=None))
     counted = {labels: count for (name, labels), count in samples(metrics).items() if name == "requests_total"}
     assert counted == {
-        (("code", ""), ("outcome", "stop")): 2,
-        (("code", "queue-full"), ("outcome", "error")): 1,
-        (("code", "lmx-timeout"), ("outcome", "error")): 1,
-        (("code", ""), ("outcome", "cancelled")): 1,
+        (("code", ""), ("kind", "chat"), ("outcome", "stop")): 2,
+        (("code", "queue-full"), ("kind", "chat"), ("outcome", "error")): 1,
+        (("code", "lmx-timeout"), ("kind", "chat"), ("outcome", "error")): 1,
+        (("code", ""), ("kind", "chat"), ("outcome", "cancelled")): 1,
     }
 
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from lmx_lab.engine import EngineSnapshot
-from lmx_lab.server.naming import loaded_id, unknown_model
+from lmx_lab.engine import EngineSnapshot, PinnedModel
+from lmx_lab.errors import (
+    InvalidRequestError,
+    LabError,
+    ModelNotFoundError,
+    NotLoadedError,
+    OtherModelLoadedError,
+)
+from lmx_lab.server.naming import CHAT, EMBEDDING, RERANK, Kinds, loaded_id, not_loaded, unknown_model
 from tests.server.conftest import ENTRY
 
 READY = EngineSnapshot(state="ready", entry=ENTRY)
+EMPTY = EngineSnapshot()
+LOADING = EngineSnapshot(state="loading")
+EMBEDDER = replace(ENTRY, id="minilm", path=ENTRY.path.parent / "minilm", kind="embedding")
+PINNED = replace(READY, pinned=(PinnedModel(entry=EMBEDDER, memory_bytes=1),))
+DISK = [ENTRY, EMBEDDER]
 
 
 @pytest.mark.parametrize(
@@ -39,3 +53,47 @@ def test_the_refusal_is_true_of_a_path_that_exists() -> None:
     assert "tiny is loaded" in said
     assert "none is loaded" in unknown_model("x" * 1000, EngineSnapshot()).message
     assert len(unknown_model("x" * 1000, EngineSnapshot()).message) < 400
+
+
+def test_a_pinned_models_path_is_a_name_too() -> None:
+    assert loaded_id("/models/minilm", PINNED, local=True) == "minilm"
+    assert loaded_id("/models/tiny", PINNED, local=True) == "tiny"
+    assert loaded_id("/models/minilm", PINNED, local=False) == "/models/minilm"
+
+
+OTHER, NONE = OtherModelLoadedError("other", param="model"), NotLoadedError("none", retry_after_s=1)
+
+
+@pytest.mark.parametrize(
+    ("exc", "asked", "now", "kind", "part"),
+    [
+        (OTHER, ("tiny", CHAT), READY, OtherModelLoadedError, "--swap"),
+        (NONE, ("tiny", CHAT), EMPTY, NotLoadedError, "--swap"),
+        (NONE, ("tiny", CHAT), LOADING, NotLoadedError, "none"),
+        (OTHER, ("nowhere", CHAT), READY, ModelNotFoundError, "nowhere"),
+        (NONE, ("nowhere", CHAT), EMPTY, NotLoadedError, "none"),
+        (NONE, ("nowhere", CHAT), replace(PINNED, entry=None), ModelNotFoundError, "nowhere"),
+        (OTHER, ("minilm", CHAT), READY, InvalidRequestError, "an embedding model"),
+        (OTHER, ("tiny", EMBEDDING), READY, InvalidRequestError, "a chat model"),
+        (OTHER, ("minilm", RERANK), READY, OtherModelLoadedError, "--swap"),
+        (NONE, (None, EMBEDDING), READY, NotLoadedError, "on this disk: minilm"),
+        (NONE, (None, RERANK), EMPTY, NotLoadedError, "on this disk: minilm"),
+        (NONE, (None, CHAT), READY, NotLoadedError, "none"),
+    ],
+)
+def test_what_is_not_loaded_is_said_with_what_would_help(
+    exc: NotLoadedError, asked: tuple[str | None, Kinds], now: EngineSnapshot, kind: type[LabError], part: str
+) -> None:
+    name, kinds = asked
+    said = not_loaded(exc, name, DISK, now, kinds=kinds)
+    assert type(said) is kind
+    assert part in said.message
+    if isinstance(said, NotLoadedError):
+        assert (said.param, said.retry_after_s) == (exc.param, exc.retry_after_s)
+
+
+def test_a_remedy_names_a_few_and_rerankers_first() -> None:
+    disk = [*(replace(EMBEDDER, id=f"e{at}") for at in range(9)), replace(ENTRY, id="judge", kind="rerank")]
+    said = not_loaded(NONE, None, disk, READY, kinds=RERANK).message
+    assert said.endswith("on this disk: judge, e0, e1, e2, e3, …")
+    assert not_loaded(NONE, None, [], READY, kinds=RERANK).message.endswith("lmx-lab pull minilm-l6 fetches one")

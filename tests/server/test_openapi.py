@@ -13,8 +13,11 @@ from lmx_lab.engine import Engine
 from lmx_lab.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.server.admin import EXTRAS
+from lmx_lab.server.rerank import PATHS
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
+from lmx_lab.wire.embeddings import EmbeddingsBody
+from lmx_lab.wire.rerank import RerankBody, TextsRerankBody
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +89,29 @@ def test_numbers_show_their_bounds(document: dict[str, Any]) -> None:
     assert (chat["n"]["minimum"], chat["n"]["maximum"]) == (1, 8)
     assert (chat["top_logprobs"]["minimum"], chat["top_logprobs"]["maximum"]) == (0, 20)
     assert (chat["top_k"]["minimum"], chat["max_tokens"]["minimum"], plain["max_tokens"]["minimum"]) == (-1, 1, 0)
+    assert fields(document, "EmbeddingsBody")["dimensions"]["minimum"] == 1
+    assert fields(document, "RerankBody")["top_n"]["minimum"] == 1
     assert list(values(document, "ge")) == list(values(document, "le")) == []
 
 
 def test_what_is_not_offered_shows_what_may_be_sent(document: dict[str, Any]) -> None:
     assert document["components"]["schemas"]["ChatRequest"]["properties"]["tools"]["enum"] == [None, []]
+
+
+def test_reranking_shows_both_bodies_under_all_addresses(document: dict[str, Any]) -> None:
+    for path in PATHS:
+        post = document["paths"][path]["post"]
+        alternatives = post["requestBody"]["content"]["application/json"]["schema"]["oneOf"]
+        assert [place["$ref"].rsplit("/", 1)[1] for place in alternatives] == ["RerankBody", "TextsRerankBody"]
+        answers = json.dumps(post["responses"]["200"]["content"]["application/json"]["schema"])
+        assert "RerankResults" in answers
+        assert "TextRank" in answers
+
+
+def test_the_examples_are_valid(document: dict[str, Any]) -> None:
+    for shape in (EmbeddingsBody, RerankBody, TextsRerankBody):
+        for example in document["components"]["schemas"][shape.__name__]["examples"]:
+            shape.model_validate(example)
 
 
 def test_include_is_described_with_its_values(document: dict[str, Any]) -> None:

@@ -82,12 +82,34 @@ def test_a_ref_of_the_hub_cache_cannot_lead_elsewhere(catalog: Catalog, tmp_path
         ({"architectures": ["XLMRobertaForSequenceClassification"], "model_type": "xlm-roberta"}, {}, "rerank"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, {"modules.json": {}}, "rerank"),
         ({}, {"config_sentence_transformers.json": {"model_type": "CrossEncoder"}, "modules.json": {}}, "rerank"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, {"modules.json": [{"type": "a.logit_score.LogitScore"}]}, "rerank"),
+        ({"architectures": ["Qwen3Model"], "model_type": "qwen3"}, {}, "embedding"),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, {}, "chat"),
     ],
 )
 def test_the_kind_is_told_from_the_files(
     tmp_path: Path, make_model: MakeModel, config: Mapping[str, Any], files: Mapping[str, Any], kind: str
 ) -> None:
     assert read_folder(make_model(tmp_path / "reranker-embedding-chat", config, files)).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("card", "kind"),
+    [
+        ("---\nlicense: mit\npipeline_tag: text-ranking\n---\n# Model", "rerank"),
+        ("---\r\npipeline_tag: 'feature-extraction'\r\n---\r\n", "embedding"),
+        ("---\npipeline_tag: sentence-similarity\n---", "embedding"),
+        ("---\npipeline_tag: text-generation\n---\n", "chat"),
+        ("---\nlicense: mit\n---\npipeline_tag: text-ranking\n", "chat"),
+        ("pipeline_tag: text-ranking\n", "chat"),
+        ("---\npipeline_tag: text-ranking\n" + "x" * 70_000 + "\n---\n", "chat"),
+        ("\xff\xfe---", "chat"),
+    ],
+)
+def test_the_model_card_says_what_a_decoder_is_for(tmp_path: Path, make_model: MakeModel, card: str, kind: str) -> None:
+    folder = make_model(tmp_path / "m", {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
+    (folder / "README.md").write_bytes(card.encode("latin-1"))
+    assert read_folder(folder).kind == kind
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""Child process: a line is answered with the speed of one product by MLX and the same by numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
+from lmx_lab.engine import blas
+
+SIZE = 1024
+FLOP = 2 * SIZE**3
+
+
+def main() -> None:
+    channel = take_channel()
+    report = blas.bind(child_settings()["blas"])
+    random = np.random.default_rng(0)
+    left, right = (random.standard_normal((SIZE, SIZE), dtype=np.float32) for _ in range(2))
+    mlx_left, mlx_right = mx.array(left), mx.array(right)
+
+    def by_mlx() -> None:
+        mx.eval(mlx_left @ mlx_right)
+
+    def by_numpy() -> None:
+        np.matmul(left, right)
+
+    def run(_: Reply) -> Reply:
+        return {"mlx_gflops": _gflops(by_mlx), "numpy_gflops": _gflops(by_numpy)}
+
+    run({})
+    serve_lines(channel, dataclasses.asdict(report), run)
+
+
+def _gflops(product: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    product()
+    return FLOP / (time.perf_counter() - started) / 1e9
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""The import slots of a shared library that is loaded: where they are and what is written there. Linux, 64 bits.
+
+A call out of a library goes through a slot of its own, which the dynamic linker fills in ("relocates") with the address
+of the function. See the System V gABI, chapter 5, and the processor supplements for the types of relocations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+# R_*_GLOB_DAT, R_*_JUMP_SLOT: both hold the plain address of a symbol.
+SLOT_TYPES: Mapping[str, tuple[int, int]] = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
+# R_*_RELATIVE: an address in the library itself.
+RELATIVE_TYPES: Mapping[str, int] = {"x86_64": 8, "aarch64": 1027}
+PT_DYNAMIC = 2
+DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_RELA, DT_RELASZ, DT_JMPREL = 2, 5, 6, 7, 8, 23
+ADDRESS_TAGS = {DT_STRTAB, DT_SYMTAB, DT_RELA, DT_JMPREL}
+DYNAMIC_ENTRY = struct.Struct("<qQ")
+RELA_ENTRY = struct.Struct("<QQq")
+SYMBOL_BYTES = 24
+POINTER = struct.Struct("<Q")
+PAGE_BYTES = mmap.PAGESIZE
+PROT = {"r": mmap.PROT_READ, "w": mmap.PROT_WRITE, "x": mmap.PROT_EXEC}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """A loaded library: its file, where it was put, and its dynamic section."""
+
+    path: str
+    base: int
+    dynamic: int
+
+
+class _ProgramHeader(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("offset", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64 * 4),
+    )
+
+
+class _LoadedInfo(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("headers", ctypes.POINTER(_ProgramHeader)),
+        ("header_count", ctypes.c_uint16),
+    )
+
+
+class _AddressInfo(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def libraries() -> list[Library]:
+    """Every library that is loaded, as ``dl_iterate_phdr(3)`` tells."""
+    found: list[Library] = []
+
+    def note(info: Any, _size: int, _data: object) -> int:
+        loaded = info.contents
+        for header in loaded.headers[: loaded.header_count]:
+            if header.type == PT_DYNAMIC and loaded.name:
+                path = os.fsdecode(loaded.name)
+                found.append(Library(path=path, base=loaded.base, dynamic=loaded.base + header.address))
+        return 0
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadedInfo), ctypes.c_size_t, ctypes.c_void_p)
+    ctypes.CDLL(None).dl_iterate_phdr(callback(note), None)
+    return found
+
+
+def slots(library: Library, names: Collection[str], machine: str) -> dict[str, list[int]]:
+    """The addresses of the slots through which a library reaches each of the names; a name it does not import is left
+    out.
+
+    Raises:
+        ValueError: a machine whose relocations are not known.
+    """
+    wanted = {name.encode() for name in names}
+    tags = _tags(library)
+    found: dict[str, list[int]] = {}
+    for offset, info, _ in _relocations(tags):
+        if info & 0xFFFF_FFFF in _known(SLOT_TYPES, machine):
+            symbol = ctypes.string_at(tags[DT_SYMTAB] + (info >> 32) * SYMBOL_BYTES, 4)
+            name = ctypes.string_at(tags[DT_STRTAB] + int.from_bytes(symbol, "little"))
+            if name in wanted:
+                found.setdefault(name.decode(), []).append(library.base + offset)
+    return found
+
+
+def handle(library: Library, machine: str) -> int | None:
+    """The address that stands for the library in the C library (``__dso_handle``): the one pointer that points to
+    itself. ``None`` where there is not exactly one.
+
+    Raises:
+        ValueError: a machine whose relocations are not known.
+    """
+    relative = _known(RELATIVE_TYPES, machine)
+    found = [
+        library.base + offset
+        for offset, info, value in _relocations(_tags(library))
+        if info == relative and offset == value
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+_Known = TypeVar("_Known")
+
+
+def _known(types: Mapping[str, _Known], machine: str) -> _Known:
+    if machine not in types:
+        raise ValueError(f"no relocation types known for {machine}; there are {', '.join(types)}")
+    return types[machine]
+
+
+def _tags(library: Library) -> dict[int, int]:
+    """The dynamic section, with addresses as they are in memory: glibc has added the base in place, musl has not."""
+    tags: dict[int, int] = {}
+    at = library.dynamic
+    while True:
+        tag, value = DYNAMIC_ENTRY.unpack(ctypes.string_at(at, DYNAMIC_ENTRY.size))
+        if not tag:
+            return tags
+        tags[tag] = value + library.base if tag in ADDRESS_TAGS and value < library.base else value
+        at += DYNAMIC_ENTRY.size
+
+
+def _relocations(tags: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Offset, type with symbol, addend."""
+    for table, size in ((DT_RELA, DT_RELASZ), (DT_JMPREL, DT_PLTRELSZ)):
+        if tags.get(size):
+            yield from RELA_ENTRY.iter_unpack(ctypes.string_at(tags[table], tags[size]))
+
+
+def owner(address: int) -> str | None:
+    """The file of the library that has this address, by ``dladdr(3)``."""
+    info = _AddressInfo()
+    found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(info))
+    return os.fsdecode(info.file) if found and info.file else None
+
+
+def read(address: int) -> int:
+    """The pointer in a slot."""
+    return int(POINTER.unpack(ctypes.string_at(address, POINTER.size))[0])
+
+
+def write(values: Mapping[int, int]) -> None:
+    """Store pointers in slots: all or none. Pages that were read-only (RELRO) are so again afterwards.
+
+    Raises:
+        OSError: a page cannot be made writable; nothing was stored.
+    """
+    pages = sorted({address - address % PAGE_BYTES for address in values})
+    opened: list[tuple[int, int]] = []
+    try:
+        for page in pages:
+            protection = _protection(page)
+            if not protection & mmap.PROT_WRITE:
+                protect(page, PAGE_BYTES, protection | mmap.PROT_WRITE)
+                opened.append((page, protection))
+        for address, value in values.items():
+            # One aligned store: a thread that calls through the slot meanwhile sees the old or the new one.
+            ctypes.c_uint64.from_address(address).value = value
+    finally:
+        for page, protection in opened:
+            # A page that stays writable does no harm.
+            with suppress(OSError):
+                protect(page, PAGE_BYTES, protection)
+
+
+def protect(address: int, size: int, protection: int) -> None:
+    """``mprotect(2)``.
+
+    Raises:
+        OSError: refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), protection):
+        code = ctypes.get_errno()
+        raise OSError(code, f"mprotect: {os.strerror(code)}")
+
+
+def _protection(page: int) -> int:
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            span, flags = line.split(maxsplit=2)[:2]
+            low, high = (int(part, 16) for part in span.split("-"))
+            if low <= page < high:
+                return sum(bit for flag, bit in PROT.items() if flag in flags)
+    raise OSError(f"no page is mapped at {page:#x}")

@@ -1,0 +1,171 @@
+"""What all encoders are made of: linear layers, norms, activations, attention. Engine thread only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from lmx_lab.errors import UnusableModelError
+
+SCORES_BYTES = 256 * 2**20
+"""Attention scores written out at a time. A GPU writes out none."""
+GELU_LIMIT = 5.0
+"""From here on, gelu(x) is x, and gelu(-x) is 0, to the precision of float32."""
+GELU_ABOVE = (-1.7212912e-08, 5.6393287e-06, 4.2466857e-04, 6.1244462e-03, 6.1223544e-02, 3.9894080e-01)
+GELU_BELOW = (1.4408740e-04, 3.3059956e-03, 4.3731447e-02, 3.2011339e-01, 1.0)
+"""(Phi(x) - 1/2) / x as a fraction of polynomials in x squared, the highest power first; Phi is the normal
+distribution. Fitted to math.erf by least squares, reweighted until the errors of gelu were even: below 9e-7."""
+
+
+def on_cpu() -> bool:
+    return bool(mx.default_device() == mx.cpu)
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    weight: mx.array
+    """(inputs, outputs), contiguous: MLX's BLAS takes twice as long with the transpose that files have."""
+    bias: mx.array | None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x @ self.weight if self.bias is None else mx.addmm(self.bias, x, self.weight)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    weight: mx.array
+    bias: mx.array | None
+    eps: float
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """x Phi(x), not approximated by tanh."""
+    if x.dtype != mx.float32 or not on_cpu():
+        return x * (mx.erf(x * math.sqrt(0.5)) + 1) * 0.5
+    # On a CPU, MLX computes erf number by number: six times as long as all of this, and more than the products.
+    near = mx.clip(x, -GELU_LIMIT, GELU_LIMIT)
+    square = mx.square(near)
+    above, below = mx.array(GELU_ABOVE[0]), mx.array(GELU_BELOW[0])
+    for factor in GELU_ABOVE[1:]:
+        above = above * square + factor
+    for factor in GELU_BELOW[1:]:
+        below = below * square + factor
+    return x * (near * (above / below) + 0.5)
+
+
+def gelu_tanh(x: mx.array) -> mx.array:
+    return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def gelu_sigmoid(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(1.702 * x)
+
+
+def silu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+def relu(x: mx.array) -> mx.array:
+    return mx.maximum(x, 0)
+
+
+ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
+    "gelu": gelu,
+    "gelu_python": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": gelu_sigmoid,
+    "relu": relu,
+    "silu": silu,
+    "swish": silu,
+    "tanh": mx.tanh,
+    "sigmoid": mx.sigmoid,
+    "linear": lambda x: x,
+}
+"""By the names of transformers' configurations."""
+TORCH_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
+    "Identity": lambda x: x,
+    "Tanh": mx.tanh,
+    "Sigmoid": mx.sigmoid,
+    "ReLU": relu,
+    "GELU": gelu,
+    "SiLU": silu,
+}
+"""By the names of PyTorch's classes, in sentence-transformers' files."""
+
+
+def activation(name: object, table: dict[str, Callable[[mx.array], mx.array]]) -> Callable[[mx.array], mx.array]:
+    found = table.get(str(name))
+    if found is None:
+        raise UnusableModelError(f"the activation {name!r} is not known here; known are {', '.join(table)}")
+    return found
+
+
+def split_heads(qkv: mx.array, heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries, keys and values (rows, heads, length, head size) from one product (rows, length, 3 * size)."""
+    rows, length, width = qkv.shape
+    shape = (rows, length, heads, width // 3 // heads)
+    queries, keys, values = (part.reshape(shape).transpose(0, 2, 1, 3) for part in mx.split(qkv, 3, axis=-1))
+    return queries, keys, values
+
+
+def join_heads(x: mx.array) -> mx.array:
+    rows, heads, length, size = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(rows, length, heads * size)
+
+
+def attend(
+    queries: mx.array, keys: mx.array, values: mx.array, real: mx.array | None, window: int | None = None
+) -> mx.array:
+    """Attention of all tokens to all, or to those that are at most ``window`` away, in blocks of bounded size.
+
+    Args:
+        queries: (rows, heads, length, head size), like keys and values.
+        real: (rows, length), False for padding; None if there is none.
+    """
+    rows, heads, length, size = queries.shape
+    block = block_length(rows, heads, length, window)
+    blocks = []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        low, high = (0, length) if window is None else (max(0, start - window), min(length, stop + window))
+        blocks.append(
+            mx.fast.scaled_dot_product_attention(
+                queries[:, :, start:stop],
+                keys[:, :, low:high],
+                values[:, :, low:high],
+                scale=size**-0.5,
+                mask=_mask(real, window, (start, stop), (low, high)),
+            )
+        )
+    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
+
+
+def block_length(rows: int, heads: int, length: int, window: int | None) -> int:
+    """How many queries are computed together: few enough for their scores, and for a window to save work."""
+    if window is not None and length > 4 * window:
+        length = 2 * window
+    if not on_cpu():
+        return length
+    seen = length if window is None else 2 * window + length
+    return max(1, min(length, SCORES_BYTES // (4 * rows * heads * seen)))
+
+
+def _mask(
+    real: mx.array | None, window: int | None, queries: tuple[int, int], keys: tuple[int, int]
+) -> mx.array | None:
+    """Which keys a query sees, to be broadcast to (rows, heads, queries, keys); None: all of them."""
+    mask = None if real is None else real[:, None, None, keys[0] : keys[1]]
+    if window is None or (queries[1] - keys[0] - 1 <= window and keys[1] - queries[0] - 1 <= window):
+        return mask
+    distance = mx.abs(mx.arange(*queries)[:, None] - mx.arange(*keys)[None])
+    near = distance <= window
+    # Padding far from any text sees itself: a softmax of nothing is NaN, which no mask takes away again.
+    return near if mask is None else (mask & near) | (distance == 0)

@@ -1,0 +1,191 @@
+"""ModernBERT (arXiv 2412.13663): rotary positions, gated layers, and most layers look at a window only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from lmx_lab.engine.encoders.bert import one_label
+from lmx_lab.engine.encoders.layers import (
+    ACTIVATIONS,
+    Linear,
+    Norm,
+    activation,
+    attend,
+    block_length,
+    join_heads,
+    split_heads,
+)
+from lmx_lab.engine.encoders.network import Config
+from lmx_lab.engine.encoders.padding import PaddedBatch
+from lmx_lab.engine.encoders.pooling import pool
+from lmx_lab.engine.encoders.recipe import PoolingMode
+from lmx_lab.engine.encoders.tensors import Tensors
+from lmx_lab.errors import UnusableModelError
+
+IGNORED = r"head\.|decoder\.|classifier\."
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+THETA = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
+"""Where configurations of transformers 4 have the base of each kind of layer, and its default."""
+
+
+def rename(name: str) -> str:
+    return re.sub(r"^model\.", "", name)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    heads: int
+    window: int | None
+    """Tokens to either side that a token looks at; None for all."""
+    theta: float
+    attention_norm: Norm | None
+    qkv: Linear
+    out: Linear
+    norm: Norm
+    up: Linear
+    """To the values and their gates."""
+    act: Callable[[mx.array], mx.array]
+    down: Linear
+
+    @classmethod
+    def take(cls, tensors: Tensors, config: Config, at: int) -> Layer:
+        name, size, inner = f"layers.{at}", config.size("hidden_size"), config.size("intermediate_size")
+        kind = _kind(config, at)
+        eps, norm_bias = config.number("norm_eps", 1e-5), config.flag("norm_bias")
+        attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")
+        return cls(
+            heads=config.size("num_attention_heads"),
+            window=config.size("local_attention", 128) // 2 if kind == LOCAL else None,
+            theta=_theta(config, kind),
+            # The embeddings' norm stands just before the first layer.
+            attention_norm=tensors.norm(f"{name}.attn_norm", size, eps, bias=norm_bias) if at else None,
+            qkv=tensors.linear(f"{name}.attn.Wqkv", size, 3 * size, bias=attention),
+            out=tensors.linear(f"{name}.attn.Wo", size, size, bias=attention),
+            norm=tensors.norm(f"{name}.mlp_norm", size, eps, bias=norm_bias),
+            up=tensors.linear(f"{name}.mlp.Wi", size, 2 * inner, bias=mlp),
+            act=activation(config.values.get("hidden_activation", "gelu"), ACTIVATIONS),
+            down=tensors.linear(f"{name}.mlp.Wo", inner, size, bias=mlp),
+        )
+
+    def __call__(self, x: mx.array, real: mx.array | None) -> mx.array:
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        queries, keys, values = split_heads(self.qkv(normed), self.heads)
+        queries, keys = self._turned(queries), self._turned(keys)
+        x = x + self.out(join_heads(attend(queries, keys, values, real, self.window)))
+        inputs, gates = mx.split(self.up(self.norm(x)), 2, axis=-1)
+        return x + self.down(self.act(inputs) * gates)
+
+    def _turned(self, x: mx.array) -> mx.array:
+        return mx.fast.rope(x, x.shape[-1], traditional=False, base=self.theta, scale=1.0, offset=0)
+
+
+def _kind(config: Config, at: int) -> str:
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        return LOCAL if at % config.size("global_attn_every_n_layers", 3) else GLOBAL
+    if not isinstance(kinds, list) or at >= len(kinds) or kinds[at] not in THETA:
+        raise UnusableModelError(f"config.json does not give layer {at} one of the layer_types {', '.join(THETA)}")
+    return str(kinds[at])
+
+
+def _theta(config: Config, kind: str) -> float:
+    """The base of the rotary positions. transformers 5 nests it under the kind of layer."""
+    key, default = THETA[kind]
+    if config.values.get("rope_scaling"):
+        raise UnusableModelError("config.json has a rope_scaling, which is not known here")
+    nested: Any = config.values.get("rope_parameters")
+    found = nested.get(kind) if isinstance(nested, dict) else None
+    if isinstance(found, dict):
+        if found.get("rope_type", "default") != "default":
+            raise UnusableModelError(
+                f"config.json wants rotary positions of type {found['rope_type']!r}; not known here"
+            )
+        if "rope_theta" in found:
+            return Config(found).number("rope_theta", default)
+    return config.number(key, default) if config.values.get(key) is not None else default
+
+
+@dataclass(frozen=True, eq=False)
+class ModernBert:
+    """A ``Network``."""
+
+    words: mx.array
+    norm: Norm
+    layers: tuple[Layer, ...]
+    final_norm: Norm
+    inner_size: int
+    positions: int
+
+    @classmethod
+    def take(cls, tensors: Tensors, config: Config) -> ModernBert:
+        """
+        Raises:
+            UnusableModelError: as of ``Tensors``, or the configuration asks for what is not known here.
+        """
+        config.head_size()
+        size = config.size("hidden_size")
+        eps, norm_bias = config.number("norm_eps", 1e-5), config.flag("norm_bias")
+        return cls(
+            words=tensors.take("embeddings.tok_embeddings.weight", config.size("vocab_size"), size),
+            norm=tensors.norm("embeddings.norm", size, eps, bias=norm_bias),
+            layers=tuple(Layer.take(tensors, config, at) for at in range(config.size("num_hidden_layers"))),
+            final_norm=tensors.norm("final_norm", size, eps, bias=norm_bias),
+            inner_size=config.size("intermediate_size"),
+            positions=config.size("max_position_embeddings", 8192),
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.words.shape[1])
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self.words.shape[0])
+
+    def passes(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
+        x = self.norm(self.words[mx.array(batch.ids)])
+        for layer in self.layers:
+            x = layer(x, batch.real)
+            yield x
+        return self.final_norm(x)
+
+    def batch_bytes(self, rows: int, length: int) -> int:
+        heads, itemsize = self.layers[0].heads, self.words.dtype.size
+        scores = rows * heads * length * block_length(rows, heads, length, None)
+        # Scores and their softmax; input, product, queries, keys, values and result; values, gates, activation.
+        return itemsize * (2 * scores + rows * length * (12 * self.hidden_size + 8 * self.inner_size))
+
+
+@dataclass(frozen=True, eq=False)
+class ModernBertHead:
+    """A score from the first token or the mean of all, through one layer more."""
+
+    mode: PoolingMode
+    dense: Linear
+    act: Callable[[mx.array], mx.array]
+    norm: Norm
+    out: Linear
+
+    @classmethod
+    def take(cls, tensors: Tensors, config: Config) -> ModernBertHead:
+        mode = config.values.get("classifier_pooling", "cls")
+        if mode not in {"cls", "mean"}:
+            raise UnusableModelError(f"config.json wants the classifier_pooling {mode!r}; known are cls and mean")
+        one_label(tensors.rows("classifier.weight"))
+        size, norm_bias = config.size("hidden_size"), config.flag("norm_bias")
+        return cls(
+            mode=mode,
+            dense=tensors.linear("head.dense", size, size, bias=config.flag("classifier_bias")),
+            act=activation(config.values.get("classifier_activation", "gelu"), ACTIVATIONS),
+            norm=tensors.norm("head.norm", size, config.number("norm_eps", 1e-5), bias=norm_bias),
+            out=tensors.linear("classifier", size, 1),
+        )
+
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
+        pooled = pool(hidden, batch, self.mode).astype(hidden.dtype)
+        return self.out(self.norm(self.act(self.dense(pooled)))).squeeze(-1)

@@ -1,0 +1,280 @@
+"""Embedding and reranking on the engine thread: texts of all requests in batches of like lengths, layer by layer.
+
+A layer is the longest that anything else has to wait: between two of them the engine generates, takes commands and
+notices that a request was given up.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from lmx_lab.engine import memory
+from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
+from lmx_lab.engine.requests import EncodeReport, Vectors
+from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
+
+log = logging.getLogger(__name__)
+ON_CPU = mx.default_device() == mx.cpu
+BATCH_TOKENS = 2048 if ON_CPU else 16_384
+"""Of a batch, padding included: more gain nothing (measured on two cores: 1,024 to 8,192 are the same)."""
+BUSY_BATCH_TOKENS = 512 if ON_CPU else 4096
+"""The same while answers are generated: each waits for a layer of a batch."""
+BUCKET = 0.8
+"""The shortest text of a batch as a share of the longest: at most a fifth is padding."""
+LAZY_TOKENS = 256
+"""Smaller batches are computed at once: their layers take less time than looking up in between."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Encoded:
+    """A row for each text, in their order: vectors, or a reranker's raw scores."""
+
+    rows: Vectors
+    report: EncodeReport
+
+
+@dataclass(kw_only=True, eq=False)
+class EncodeJob:
+    """The texts of one request and what has been computed of them."""
+
+    texts: Sequence[TextTokens]
+    encoder: weakref.ref[LoadedEncoder]
+    """Weakly: whoever still holds an ended request must not hold the weights."""
+    model_id: str
+    arrived_at: float
+    timeout_s: float
+    raw: bool = False
+    """Of a reranker, without its activation."""
+    done: Future[Encoded] = field(default_factory=Future)
+    rows: dict[int, Vectors] = field(default_factory=dict)
+    """Of the distinct texts that have been computed, by index."""
+    left: list[tuple[int, int]] = field(init=False)
+    """Length and index of each distinct text that no batch has taken yet, the shortest first."""
+    same_as: list[int] = field(init=False)
+    """For each text, the index of the first one that is equal: equal texts shall have equal rows, to the last bit."""
+    started_at: float = 0.0
+    peak_memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        first: dict[TextTokens, int] = {}
+        self.same_as = [first.setdefault(text, index) for index, text in enumerate(self.texts)]
+        self.left = sorted((len(text.tokens), index) for text, index in first.items())
+        self._distinct = len(first)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.rows) == self._distinct
+
+    def take(self, shortest: float, longest: int, most: int) -> list[int]:
+        """The indices of up to ``most`` texts of such lengths, the longest first; they are no longer left."""
+        end = bisect.bisect_right(self.left, longest, key=lambda it: it[0])
+        start = max(bisect.bisect_left(self.left, shortest, key=lambda it: it[0]), end - most)
+        taken = self.left[start:end]
+        del self.left[start:end]
+        return [index for _, index in reversed(taken)]
+
+    def encoded(self, now: float) -> Encoded:
+        """The result, once every text has its row."""
+        report = EncodeReport(
+            model=self.model_id,
+            texts=len(self.texts),
+            tokens=sum(len(text.tokens) for text in self.texts),
+            queue_s=self.started_at - self.arrived_at,
+            compute_s=now - self.started_at,
+            peak_memory_bytes=self.peak_memory_bytes,
+        )
+        rows = np.stack([self.rows[index] for index in self.same_as])
+        encoder = self.encoder()
+        return Encoded(rows=rows if self.raw or encoder is None else encoder.activate(rows), report=report)
+
+
+@dataclass(kw_only=True, eq=False)
+class Pass:
+    """A batch on its way through the layers."""
+
+    layers: Generator[mx.array, None, Vectors]
+    members: list[tuple[EncodeJob, int]]
+    tokens: int
+    """Padding included."""
+
+
+class Encoding:
+    """Takes jobs, computes them in turn, a batch each, and ends each exactly once. Belongs to the engine thread.
+
+    Args:
+        queue_limit: Jobs that may be there at the same time.
+        make_room: Asked for bytes that a batch needs beyond the limit; gives up what is only kept.
+        note_peak: Told the highest memory of each batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue_limit: int,
+        limit_bytes: int,
+        make_room: Callable[[int], None],
+        note_peak: Callable[[int], None],
+    ) -> None:
+        self._queue_limit = queue_limit
+        self._limit_bytes = limit_bytes
+        self._make_room = make_room
+        self._note_peak = note_peak
+        self._jobs: list[EncodeJob] = []
+        """Whose turn it is comes first."""
+        self._pass: Pass | None = None
+        self.tokens = 0
+        """Computed since the engine started."""
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs
+
+    @property
+    def running(self) -> list[EncodeJob]:
+        return [job for job in self._jobs if job.started_at]
+
+    @property
+    def queued(self) -> list[EncodeJob]:
+        return [job for job in self._jobs if not job.started_at]
+
+    def add(self, job: EncodeJob) -> None:
+        """Take a job in.
+
+        Raises:
+            QueueFullError: too many are there.
+        """
+        if len(self._jobs) >= self._queue_limit:
+            raise QueueFullError(
+                f"{len(self._jobs)} requests for embeddings or scores are under way, as many as slots and queue_limit "
+                "allow; try again in 1 s",
+                retry_after_s=1,
+            )
+        # Marked as running, it cannot be cancelled by a caller who leaves; ``cancel`` gives it up.
+        job.done.set_running_or_notify_cancel()
+        self._jobs.append(job)
+
+    def cancel(self, job: EncodeJob) -> None:
+        """Nobody waits any more: compute no more of it than the others of its batch need."""
+        self._fail(job, EngineError("the request was given up"))
+
+    def end_all(self, jobs: Sequence[EncodeJob], error: LabError) -> None:
+        for job in jobs:
+            self._fail(job, error)
+
+    def step(self, limit_s: float, *, busy: bool) -> None:
+        """Compute for about so long, a layer at least; in smaller batches if others are ``busy`` beside."""
+        until = time.perf_counter() + limit_s
+        self._expire()
+        while self._jobs:
+            try:
+                if self._pass is None:
+                    self._pass = self._begin(BUSY_BATCH_TOKENS if busy else BATCH_TOKENS)
+                if self._pass is not None:
+                    self._advance(self._pass)
+            except Exception as exc:
+                self._fail_pass(exc)
+            if time.perf_counter() >= until:
+                return
+
+    def _expire(self) -> None:
+        now = time.perf_counter()
+        for job in [job for job in self._jobs if now > job.arrived_at + job.timeout_s]:
+            self._fail(job, GenerationTimeoutError(f"not finished after {job.timeout_s:g} s, the request's limit"))
+
+    def _begin(self, batch_tokens: int) -> Pass | None:
+        """The next batch: the longest texts of the job whose turn it is, and what others have of that length."""
+        first = next((job for job in self._jobs if job.left), None)
+        if first is None:
+            return None
+        encoder = first.encoder()
+        if encoder is None:
+            self._fail(first, EngineError(f"{first.model_id} was unloaded before this request ended"))
+            return None
+        longest = first.left[-1][0]
+        rows = self._rows(encoder, longest, batch_tokens)
+        if not rows:
+            self._fail(first, self._too_large(encoder, longest))
+            return None
+        members: list[tuple[EncodeJob, int]] = []
+        for job in [first, *(job for job in self._jobs if job is not first)]:
+            if job.encoder() is encoder:
+                taken = job.take(longest * BUCKET, longest, rows - len(members))
+                members += [(job, index) for index in taken]
+        now = time.perf_counter()
+        for job, _ in members:
+            job.started_at = job.started_at or now
+        # Behind the others: a request with ten thousand texts leaves room for one with a single text.
+        self._jobs.remove(first)
+        self._jobs.append(first)
+        layers = encoder.passes([job.texts[index] for job, index in members])
+        return Pass(layers=layers, members=members, tokens=longest * len(members))
+
+    def _rows(self, encoder: LoadedEncoder, length: int, batch_tokens: int) -> int:
+        """How many texts of this length fit into a batch and into memory; 0 if not even one."""
+        rows = max(1, batch_tokens // length)
+        for attempt in (rows, 1):
+            excess = memory.used_bytes() + encoder.batch_bytes(attempt, length) - self._limit_bytes
+            if excess > 0:
+                self._make_room(excess)
+            if memory.used_bytes() + encoder.batch_bytes(attempt, length) <= self._limit_bytes:
+                return attempt
+        return 0
+
+    def _too_large(self, encoder: LoadedEncoder, length: int) -> LabError:
+        needed, used = encoder.batch_bytes(1, length), memory.used_bytes()
+        return ContextLengthError(
+            f"a text of {length} tokens takes {needed / 1e9:.2f} GB beside the {used / 1e9:.2f} GB in use, "
+            f"{self._limit_bytes / 1e9:.2f} GB are allowed; shorten it, or raise memory_limit_bytes"
+        )
+
+    def _advance(self, batch: Pass) -> None:
+        """One layer, or the end of the batch."""
+        try:
+            while True:
+                hidden = next(batch.layers)
+                if batch.tokens >= LAZY_TOKENS:
+                    mx.eval(hidden)
+                    return
+        except StopIteration as end:
+            rows: Vectors = end.value
+        self._pass = None
+        peak = memory.take_peak_bytes()
+        self._note_peak(peak)
+        self.tokens += sum(len(job.texts[index].tokens) for job, index in batch.members)
+        for (job, index), row in zip(batch.members, rows, strict=True):
+            job.rows[index] = row
+            job.peak_memory_bytes = max(job.peak_memory_bytes, peak)
+        for job in [job for job in self._jobs if job.complete]:
+            self._jobs.remove(job)
+            job.done.set_result(job.encoded(time.perf_counter()))
+
+    def _fail_pass(self, exc: Exception) -> None:
+        """The requests of the batch fail; the model stays."""
+        log.error("computing a batch of texts failed:\n%s", "".join(traceback.format_exception(exc)))
+        exc.__traceback__ = None
+        failed, self._pass = self._pass, None
+        members = failed.members if failed is not None else [(job, 0) for job in self._jobs]
+        why = f"{type(exc).__name__}: {exc}"
+        if memory.is_out_of_memory(exc):
+            why = f"out of memory ({exc}); send fewer or shorter texts"
+        for job in {id(job): job for job, _ in members}.values():
+            self._fail(job, EngineError(f"the texts could not be computed: {why}"))
+        memory.release()
+
+    def _fail(self, job: EncodeJob, error: LabError) -> None:
+        if job in self._jobs:
+            self._jobs.remove(job)
+            job.done.set_exception(error)
+        if self._pass is not None and not any(member in self._jobs for member, _ in self._pass.members):
+            self._pass.layers.close()
+            self._pass = None

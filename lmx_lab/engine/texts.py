@@ -1,0 +1,209 @@
+"""Embedding and reranking, from texts to vectors and scores: the part of the engine's face beside generation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from lmx_lab.engine.core import EngineCore
+from lmx_lab.engine.encoders import LoadedEncoder, TextTokenizer, TextTokens
+from lmx_lab.engine.encoding import Encoded, EncodeJob
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankMethod, RerankRequest, Vectors
+from lmx_lab.engine.thread import EngineThread
+from lmx_lab.engine.wanted import encoder
+from lmx_lab.errors import InvalidRequestError, NotLoadedError, QueueFullError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Kind
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+SLICE = 256
+"""Texts turned into tokens at once: a request of one text need not wait for all of another's ten thousand."""
+EMBEDDERS: tuple[Kind, ...] = ("embedding",)
+RERANKERS: tuple[Kind, ...] = ("rerank", "embedding")
+
+
+class Pending(Generic[Result]):
+    """An accepted request. Leaving it, by cancelling ``result`` or by dropping this, gives the work up."""
+
+    def __init__(self, thread: EngineThread, job: EncodeJob, finish: Callable[[Encoded], Result]) -> None:
+        self._thread = thread
+        self._job = job
+        self._finish = finish
+
+    async def result(self) -> Result:
+        """What came of it, when it is done.
+
+        Raises:
+            LabError: it did not end well.
+        """
+        try:
+            return self._finish(await asyncio.wrap_future(self._job.done))
+        finally:
+            self._leave()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._job.done.done():
+            self._thread.post(functools.partial(_give_up, self._job))
+
+
+class Texts:
+    """Texts become tokens on a thread of their own, tokens become rows on the engine's thread."""
+
+    def __init__(self, thread: EngineThread, settings: Settings) -> None:
+        self._thread = thread
+        self._settings = settings
+        self._executor: ThreadPoolExecutor | None = None
+        self._tokenizing = 0
+
+    def stop(self) -> None:
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    async def embed(self, request: EmbeddingRequest) -> Pending[Embeddings]:
+        """See ``Engine.submit_embedding``."""
+        arrived_at = time.perf_counter()
+        found = encoder(self._thread, request.model, EMBEDDERS)
+        _check_dimensions(request, found)
+        tokenizer = found.texts
+        # Nobody may hold the model while something else is awaited, or it could not be unloaded.
+        del found
+
+        def tokens(first: int, part: Sequence[str | tuple[int, ...]]) -> list[TextTokens]:
+            return tokenizer.texts(part, input_type=request.input_type, truncate=request.truncate, first=first)
+
+        with self._place():
+            texts = await self._in_slices(tokens, request.inputs)
+        job = self._job(request, EMBEDDERS, tokenizer, texts, arrived_at=arrived_at)
+        return await self._accept(job, functools.partial(_embeddings, request.dimensions))
+
+    async def rerank(self, request: RerankRequest) -> Pending[Ranking]:
+        """See ``Engine.submit_rerank``."""
+        arrived_at = time.perf_counter()
+        found = encoder(self._thread, request.model, RERANKERS)
+        tokenizer, method = found.texts, found.method
+        del found
+        texts: list[TextTokens] = []
+
+        def pairs(first: int, part: Sequence[str]) -> list[TextTokens]:
+            return tokenizer.pairs(request.query, part, truncate=request.truncate, first=first)
+
+        def documents(first: int, part: Sequence[str]) -> list[TextTokens]:
+            return tokenizer.texts(
+                part, input_type="document", truncate=request.truncate, param="documents", first=first
+            )
+
+        def query(_: int, part: Sequence[str]) -> list[TextTokens]:
+            return tokenizer.texts(part, input_type="query", truncate=request.truncate, param="query", first=None)
+
+        with self._place():
+            if method == "cosine":
+                texts += await self._in_slices(query, [request.query])
+            texts += await self._in_slices(documents if method == "cosine" else pairs, request.documents)
+        job = self._job(request, RERANKERS, tokenizer, texts, arrived_at=arrived_at)
+        return await self._accept(job, functools.partial(_ranking, method))
+
+    async def _accept(self, job: EncodeJob, finish: Callable[[Encoded], Result]) -> Pending[Result]:
+        # Made before: a caller who leaves meanwhile drops it, which gives the job up.
+        pending = Pending(self._thread, job, finish)
+        await self._thread.call(lambda core: core.encode(job))
+        return pending
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """Texts on their way to tokens are bounded like those on their way to rows."""
+        most = self._settings.slots + self._settings.queue_limit
+        if self._tokenizing >= most:
+            raise QueueFullError(f"{most} requests wait to be tokenized already; try again in 1 s", retry_after_s=1)
+        # Written on the event loops' threads, of which there can be two: a count that is off by one for a moment
+        # refuses one request more or less.
+        self._tokenizing += 1
+        try:
+            yield
+        finally:
+            self._tokenizing -= 1
+
+    async def _in_slices(
+        self, tokenize: Callable[[int, Sequence[Item]], list[TextTokens]], items: Sequence[Item]
+    ) -> list[TextTokens]:
+        """Tokenize some at a time; ``tokenize`` is told the number of the first and the texts."""
+        loop = asyncio.get_running_loop()
+        self._executor = self._executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-texts")
+        texts: list[TextTokens] = []
+        for first in range(0, len(items), SLICE):
+            texts += await loop.run_in_executor(self._executor, tokenize, first, items[first : first + SLICE])
+        return texts
+
+    def _job(
+        self,
+        request: EmbeddingRequest | RerankRequest,
+        kinds: tuple[Kind, ...],
+        tokenizer: TextTokenizer,
+        texts: list[TextTokens],
+        *,
+        arrived_at: float,
+    ) -> EncodeJob:
+        found = encoder(self._thread, request.model, kinds)
+        if found.texts is not tokenizer:
+            raise NotLoadedError(f"the model was exchanged for {found.entry.id} before this request began; ask again")
+        return EncodeJob(
+            texts=texts,
+            encoder=weakref.ref(found),
+            model_id=found.entry.id,
+            arrived_at=arrived_at,
+            timeout_s=request.timeout_s or self._settings.request_timeout_s,
+            raw=isinstance(request, RerankRequest) and request.raw_scores,
+        )
+
+
+def _give_up(job: EncodeJob, core: EngineCore) -> None:
+    core.give_up(job)
+
+
+def _embeddings(dimensions: int | None, encoded: Encoded) -> Embeddings:
+    return Embeddings(vectors=_cut(encoded.rows, dimensions), report=encoded.report)
+
+
+def _ranking(method: RerankMethod, encoded: Encoded) -> Ranking:
+    scores = _cosines(encoded.rows) if method == "cosine" else encoded.rows
+    return Ranking(scores=scores, method=method, report=encoded.report)
+
+
+def _check_dimensions(request: EmbeddingRequest, found: LoadedEncoder) -> None:
+    if request.dimensions is not None and found.dimensions is not None and request.dimensions > found.dimensions:
+        raise InvalidRequestError(
+            f"dimensions is {request.dimensions}; vectors of {found.entry.id} have {found.dimensions}",
+            param="dimensions",
+        )
+
+
+def _cut(vectors: Vectors, dimensions: int | None) -> Vectors:
+    """The first components, of length 1 again, as models are trained to be cut (arXiv 2205.13147)."""
+    if dimensions is None or dimensions == vectors.shape[1]:
+        return vectors
+    return _normalized(vectors[:, :dimensions])
+
+
+def _cosines(rows: Vectors) -> Vectors:
+    """Of the first row with each of the others."""
+    rows = _normalized(rows)
+    scores: Vectors = rows[1:] @ rows[0]
+    return scores
+
+
+def _normalized(rows: Vectors) -> Vectors:
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    normalized: Vectors = rows / np.maximum(lengths, np.finfo(np.float32).tiny)
+    return normalized

@@ -1,0 +1,258 @@
+"""Tiny encoders, embedders and rerankers of random weights, written by hand: milliseconds a batch, always the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
+from lmx_lab.engine.requests import Vectors
+from lmx_lab.weights import ModelEntry
+from lmx_lab.weights.folder import read_folder
+
+Tensors = dict[str, npt.NDArray[np.float32]]
+
+TEXT = """
+    the a cat dog bird sits runs sleeps on under mat tree house river and or very big small red green query: passage:
+    what is where who paris berlin capital of france germany yes no
+"""
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+PAIR_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} [SEP] {% endfor %}{% if add_generation_prompt %}"
+    "answer: {% endif %}"
+)
+TINY_POSITIONS = 64
+
+
+def entry(folder: Path) -> ModelEntry:
+    """The folder as the catalog would list it."""
+    return ModelEntry(**vars(read_folder(folder)), id=folder.name, path=folder, source="path")
+
+
+def tiny_tokenizer(*, special: tuple[str, ...] = SPECIAL, frame: bool = True) -> Tokenizer:
+    """Lower-cased words and single characters of a small vocabulary.
+
+    Args:
+        special: Five tokens: padding, unknown, the first, the last, a mask.
+        frame: Texts begin with the first and end with the last token; pairs have two segments.
+    """
+    characters = [*map(chr, range(33, 127)), *(f"##{chr(n)}" for n in range(33, 127))]
+    vocabulary = {token: at for at, token in enumerate(dict.fromkeys([*special, *TEXT.split(), *characters]))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=special[1], max_input_chars_per_word=20))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(special))
+    if frame:
+        first, last = special[2], special[3]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A {last}",
+            pair=f"{first} $A {last} $B:1 {last}:1",
+            special_tokens=[(first, vocabulary[first]), (last, vocabulary[last])],
+        )
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, **config: Any) -> Tokenizer:
+    tokenizer = tokenizer or tiny_tokenizer()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    written = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "model_max_length": TINY_POSITIONS, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(written))
+    return tokenizer
+
+
+def write_json(folder: Path, files: Mapping[str, Any]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def modules(*names: str) -> list[dict[str, Any]]:
+    """``modules.json`` of a transformer and what comes behind it: ``Pooling``, ``Normalize`` …"""
+    listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for at, name in enumerate(names, 1):
+        kind = f"sentence_transformers.models.{name}"
+        listed.append({"idx": at, "name": str(at), "path": f"{at}_{name}", "type": kind})
+    return listed
+
+
+def pooling_files(mode: str = "mean", *, normalize: bool = True, **pooling: Any) -> dict[str, Any]:
+    """The files of an embedding model that pools so."""
+    names = ["Pooling", "Normalize"] if normalize else ["Pooling"]
+    return {
+        "modules.json": modules(*names),
+        "1_Pooling/config.json": {"word_embedding_dimension": 32, f"pooling_mode_{mode}": True, **pooling},
+    }
+
+
+def bert_weights(*, seed: int = 0, width: int = 32, inner: int = 48, words: int = 0, labels: int = 0) -> Tensors:
+    """Two layers; with ``labels`` also the pooler and a classifier."""
+    random = np.random.default_rng(seed)
+
+    def dense(name: str, outputs: int, inputs: int) -> Tensors:
+        weight = random.normal(0, 0.3, (outputs, inputs)).astype(np.float32)
+        return {f"{name}.weight": weight, f"{name}.bias": random.normal(0, 0.1, outputs).astype(np.float32)}
+
+    def norm(name: str) -> Tensors:
+        weight = 1 + random.normal(0, 0.1, width)
+        return {f"{name}.weight": weight.astype(np.float32), f"{name}.bias": np.zeros(width, np.float32)}
+
+    tensors: Tensors = {}
+    for name, count in (("word", words), ("position", TINY_POSITIONS), ("token_type", 2)):
+        tensors[f"embeddings.{name}_embeddings.weight"] = random.normal(0, 0.5, (count, width)).astype(np.float32)
+    tensors |= norm("embeddings.LayerNorm")
+    for layer in (f"encoder.layer.{at}" for at in range(2)):
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            tensors |= dense(f"{layer}.attention.{part}", width, width)
+        tensors |= norm(f"{layer}.attention.output.LayerNorm") | norm(f"{layer}.output.LayerNorm")
+        tensors |= dense(f"{layer}.intermediate.dense", inner, width) | dense(f"{layer}.output.dense", width, inner)
+    if labels:
+        tensors = {f"bert.{name}": each for name, each in (tensors | dense("pooler.dense", width, width)).items()}
+        tensors |= dense("classifier", labels, width)
+    return tensors
+
+
+def write_tiny_bert(
+    folder: Path,
+    files: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    labels: int = 0,
+    change: Mapping[str, npt.NDArray[Any] | None] | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> ModelEntry:
+    """A BERT of 2 layers, width 32; an embedder, or with ``labels`` a classifier (one label makes a reranker).
+
+    Args:
+        files: JSON or text written beside it; by default mean pooling and normalization, or none for a classifier.
+        change: Tensors put in the place of others; None takes one away.
+        tokenizer: Values of ``tokenizer_config.json``.
+        config: Values of ``config.json``.
+    """
+    words = write_tokenizer(folder, **(tokenizer or {})).get_vocab_size()
+    tensors: dict[str, Any] = bert_weights(seed=seed, words=words, labels=labels) | dict(change or {})
+    save_file({name: each for name, each in tensors.items() if each is not None}, folder / "model.safetensors")
+    written = {
+        "architectures": ["BertForSequenceClassification" if labels else "BertModel"],
+        "model_type": "bert",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": TINY_POSITIONS,
+        "type_vocab_size": 2,
+        "vocab_size": words,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "pad_token_id": 0,
+    }
+    write_json(folder, {"config.json": written | config})
+    write_json(folder, (pooling_files("mean_tokens") if not labels else {}) if files is None else files)
+    return entry(folder)
+
+
+def qwen3_weights(*, seed: int, words: int, width: int = 32, head_size: int = 8, inner: int = 48) -> Tensors:
+    random = np.random.default_rng(seed)
+
+    def weight(*shape: int) -> npt.NDArray[np.float32]:
+        return random.normal(0, 0.3, shape).astype(np.float32)
+
+    tensors = {"embed_tokens.weight": weight(words, width), "norm.weight": np.ones(width, np.float32)}
+    for layer in (f"layers.{at}" for at in range(2)):
+        for name, outputs in (("q", 4 * head_size), ("k", 2 * head_size), ("v", 2 * head_size)):
+            tensors[f"{layer}.self_attn.{name}_proj.weight"] = weight(outputs, width)
+        tensors[f"{layer}.self_attn.o_proj.weight"] = weight(width, 4 * head_size)
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{layer}.self_attn.{name}.weight"] = np.ones(head_size, np.float32)
+        for name, shape in (("gate", (inner, width)), ("up", (inner, width)), ("down", (width, inner))):
+            tensors[f"{layer}.mlp.{name}_proj.weight"] = weight(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}.{name}.weight"] = np.ones(width, np.float32)
+    return tensors
+
+
+def write_tiny_qwen3(
+    folder: Path,
+    files: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    prefix: str = "model.",
+    change: Mapping[str, npt.NDArray[Any] | None] | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> ModelEntry:
+    """A Qwen3 of 2 layers, width 32; an embedder by its last token, unless the files say something else."""
+    words = write_tokenizer(folder, **(tokenizer or {})).get_vocab_size()
+    tensors: dict[str, Any] = {f"{prefix}{name}": each for name, each in qwen3_weights(seed=seed, words=words).items()}
+    tensors |= dict(change or {})
+    save_file({name: each for name, each in tensors.items() if each is not None}, folder / "model.safetensors")
+    written = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": TINY_POSITIONS,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": words,
+    }
+    write_json(folder, {"config.json": written | config})
+    write_json(folder, pooling_files("lasttoken") if files is None else files)
+    return entry(folder)
+
+
+def logit_score_files(**prompt: Any) -> dict[str, Any]:
+    """The files of a reranker that answers yes or no, as sentence-transformers 5.4 and later write them."""
+    vocabulary = tiny_tokenizer().get_vocab()
+    kind = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+    transformer = modules()[0] | {"type": "sentence_transformers.base.modules.transformer.Transformer"}
+    message = {"method": "forward", "method_output_name": "logits", "format": "flat"}
+    return {
+        "modules.json": [transformer, {"idx": 1, "name": "1", "path": "1_LogitScore", "type": kind}],
+        "1_LogitScore/config.json": {"true_token_id": vocabulary["yes"], "false_token_id": vocabulary["no"]},
+        "sentence_bert_config.json": {
+            "transformer_task": "text-generation",
+            "modality_config": {"message": message},
+            "module_output_name": "causal_logits",
+        },
+        "config_sentence_transformers.json": {"model_type": "CrossEncoder", **prompt},
+        "chat_template.jinja": PAIR_TEMPLATE,
+    }
+
+
+def write_tiny_qwen3_reranker(folder: Path, *, seed: int = 0, **config: Any) -> ModelEntry:
+    """A decoder that ranks by the logits of yes and no, prompted through its chat template."""
+    return write_tiny_qwen3(folder, logit_score_files(), seed=seed, **config)
+
+
+def run(passes: Generator[Any, None, Vectors]) -> Vectors:
+    """A generator's return value, layer by layer."""
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value
+
+
+def load(listed: ModelEntry, **settings: Any) -> LoadedEncoder:
+    return load_encoder(listed, **{"limit_bytes": 2**40} | settings)
+
+
+def embed(model: LoadedEncoder, *inputs: str | tuple[int, ...], **options: Any) -> Vectors:
+    """Vectors of texts, computed in one batch."""
+    options = {"input_type": None, "truncate": False} | options
+    return run(model.passes(model.texts.texts(inputs, **options)))

@@ -1,0 +1,243 @@
+"""/v1/embeddings on the real MiniLM: openai-python, every shape of input, what is too long and what is no embedder."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+from openai import OpenAI
+from tokenizers import Tokenizer
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.lab import Lab
+from lmx_lab.weights import ModelEntry
+from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
+from tests.flows.test_bad_input import error_of
+from tests.flows.test_events_of_requests import watching
+from tests.flows.test_metrics import scrape
+
+PATH = "/v1/embeddings"
+MODEL = "minilm-l6"
+SEA, OCEAN, BREAD = "The sea is salty.", "Oceans contain salt water.", "Bread is baked in an oven."
+LONG = "word " * 200_000
+
+
+@pytest.fixture(scope="module")
+def http(encoding_lab: Lab) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=encoding_lab.url, timeout=300) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(encoding_lab: Lab) -> Iterator[OpenAI]:
+    with OpenAI(**encoding_lab.openai, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(minilm: ModelEntry) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(minilm.path / "tokenizer.json"))
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": SEA, **changes}
+
+
+def embed(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
+    response = http.post(PATH, json=body(**changes))
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def vectors(http: httpx2.Client, **changes: Any) -> Any:
+    return np.array([item["embedding"] for item in embed(http, **changes)["data"]], dtype=np.float32)
+
+
+def test_the_answer_has_the_formats_shape(http: httpx2.Client) -> None:
+    answer = embed(http, input=[SEA, BREAD])
+    assert set(answer) == {"object", "data", "model", "usage"}
+    assert (answer["object"], answer["model"]) == ("list", MODEL)
+    assert [(item["object"], item["index"], len(item["embedding"])) for item in answer["data"]] == [
+        ("embedding", 0, 384),
+        ("embedding", 1, 384),
+    ]
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+
+
+def test_what_means_alike_lies_close(http: httpx2.Client) -> None:
+    sea, ocean, bread = vectors(http, input=[SEA, OCEAN, BREAD])
+    assert sea @ ocean > 0.5
+    assert sea @ bread < 0.2
+    assert np.linalg.norm(sea) == pytest.approx(1, abs=1e-5)
+
+
+def test_openai_python_reads_the_base64_that_it_asks_for(client: OpenAI, http: httpx2.Client) -> None:
+    answer = client.embeddings.create(model=MODEL, input=[SEA, BREAD])
+    as_floats = client.embeddings.create(model="default", input=[SEA, BREAD], encoding_format="float")
+    for first, second in zip(answer.data, as_floats.data, strict=True):
+        assert np.array_equal(np.array(first.embedding, np.float32), np.array(second.embedding, np.float32))
+    text = embed(http, encoding_format="base64")["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(text), "<f4").shape == (384,)
+    assert answer.usage.total_tokens == as_floats.usage.total_tokens
+
+
+def test_token_ids_are_the_same_text(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(SEA).ids
+    plain = vectors(http)
+    assert np.allclose(vectors(http, input=ids), plain, atol=1e-5)
+    assert np.allclose(vectors(http, input=[ids, ids]), np.vstack([plain, plain]), atol=1e-5)
+
+
+def test_fewer_dimensions_are_the_first_ones_of_length_one(http: httpx2.Client, client: OpenAI) -> None:
+    whole, cut = vectors(http)[0], vectors(http, dimensions=64)[0]
+    assert np.allclose(cut, whole[:64] / np.linalg.norm(whole[:64]), atol=1e-5)
+    assert len(client.embeddings.create(model=MODEL, input=SEA, dimensions=1).data[0].embedding) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n", "🙂🙃", "ünïcödé", "日本語のテキスト", "\u0000", "\u202eabc", "a" * 300]
+)
+def test_every_text_has_a_vector(http: httpx2.Client, text: str) -> None:
+    (vector,) = vectors(http, input=[text])
+    assert np.isfinite(vector).all()
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_text_has_the_same_vector_whatever_is_beside_it(http: httpx2.Client) -> None:
+    alone = vectors(http)[0]
+    crowd = vectors(http, input=["a", BREAD * 20, SEA, "", OCEAN * 5])
+    assert np.allclose(crowd[2], alone, atol=1e-5)
+
+
+def test_ten_thousand_texts_are_one_request(encoding_lab: Lab) -> None:
+    texts = [f"Document {number}." for number in range(10_000)]
+    with OpenAI(**encoding_lab.openai, max_retries=0, timeout=300) as client:
+        data = client.embeddings.create(model=MODEL, input=texts).data
+    assert [item.index for item in data] == list(range(10_000))
+    assert np.allclose(np.array(data[-1].embedding, np.float32), encoding_lab.embed(texts[-1]), atol=1e-5)
+
+
+def test_a_megabyte_is_refused_with_numbers_and_cut_if_asked(http: httpx2.Client) -> None:
+    error = error_of(http.post(PATH, json=body(input=[SEA, LONG])), 400, "context-length-exceeded")
+    assert "256" in error["message"] or "512" in error["message"]
+    cut, short = vectors(http, input=[LONG, "word " * 2000], truncate=True)
+    assert np.allclose(cut, short, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": [1, -1]}, "input.1"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 385}, "dimensions"),
+        ({"input": ["a"] * 16_385}, "input"),
+        ({"normalize": False}, "normalize"),
+    ],
+)
+def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+    assert error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")["param"] == param
+
+
+def test_a_token_that_the_model_does_not_know_is_400(http: httpx2.Client) -> None:
+    error_of(http.post(PATH, json=body(input=[10**6])), 400, "invalid-request")
+
+
+def test_other_models_are_refused_each_in_its_way(http: httpx2.Client) -> None:
+    error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
+    assert "chat model" in error_of(http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")["message"]
+    error_of(http.post("/v1/chat/completions", json=chat_body(model=MODEL)), 400, "invalid-request")
+    error_of(http.post("/v1/chat/completions", json=chat_body(model="default")), 503, "no-model-loaded")
+
+
+def test_a_chat_model_embeds_nothing(lab: Lab) -> None:
+    with httpx2.Client(base_url=lab.url, timeout=60) as http:
+        named = error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
+        error_of(http.post(PATH, json=body(model="default")), 503, "no-model-loaded")
+    assert "chat model" in named["message"]
+
+
+def test_openai_python_has_its_own_errors(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError):
+        client.embeddings.create(model=MODEL, input=[])
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="unheard-of", input=SEA)
+
+
+def test_a_client_that_leaves_ends_the_work(minilm: ModelEntry, starter_home: Path) -> None:
+    with serving(starter_home, minilm.id) as lab, watching(lab) as seen:
+        content = json.dumps(body(input=[f"{SEA} {number}" for number in range(10_000)])).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost:{lab.port}\r\ncontent-type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", lab.port)) as leaving:
+            leaving.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            wait_until(lambda: lab.engine.snapshot.active_requests > 0)
+        wait_until(lambda: len(seen) == 1)
+        wait_until_idle(lab)
+        assert lab.embed(SEA).shape == (384,)
+        wait_until(lambda: len(seen) == 2)
+    assert [(event["kind"], event["finish_reason"]) for event in seen] == [
+        ("embedding", "cancelled"),
+        ("embedding", "stop"),
+    ]
+    assert seen[1]["model"] == MODEL
+    assert seen[1]["prompt_tokens"] > 0
+
+
+def test_requests_show_in_the_figures(http: httpx2.Client) -> None:
+    embed(http)
+    before = scrape(http)
+    tokens = embed(http)["usage"]["total_tokens"]
+    after = scrape(http)
+    for name, grows in (
+        ("requests_total{code=,kind=embedding,outcome=stop}", 1),
+        ("encode_seconds_count{kind=embedding}", 1),
+        ("encoded_tokens_total", tokens),
+    ):
+        assert after[name] - before[name] == grows
+
+
+def test_the_verb_gives_an_array(encoding_lab: Lab) -> None:
+    both = encoding_lab.embed([SEA, BREAD])
+    assert (both.shape, both.dtype) == ((2, 384), np.float32)
+    assert np.allclose(encoding_lab.embed(SEA), both[0], atol=1e-5)
+    assert np.allclose(encoding_lab.embed(np.array([SEA, BREAD])), both, atol=1e-5)
+    assert encoding_lab.embed((text for text in (SEA,)), dimensions=8).shape == (1, 8)
+    assert encoding_lab.embed(LONG, truncate=True).shape == (384,)
+
+
+@pytest.mark.parametrize("wrong", [[], None, [None], 5, b"text", [SEA, 1]])
+def test_the_verb_refuses_what_the_route_refuses(encoding_lab: Lab, wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        encoding_lab.embed(wrong)
+
+
+@pytest.mark.anyio
+async def test_the_verb_can_be_awaited(encoding_lab: Lab) -> None:
+    assert (await encoding_lab.aembed([SEA])).shape == (1, 384)
+    assert (await encoding_lab.aembed(SEA, model=MODEL, dimensions=3)).shape == (3,)
+
+
+def test_with_swap_a_request_brings_its_model(starter_home: Path, minilm: ModelEntry) -> None:
+    with serving(starter_home, "smollm2-135m", swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=120) as http:
+        refused = error_of(http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")
+        assert lab.engine.snapshot.model == "smollm2-135m"
+        assert embed(http)["model"] == MODEL
+        assert lab.engine.snapshot.model == MODEL
+        error_of(http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")
+        error_of(http.post("/v1/chat/completions", json=chat_body(model=MODEL)), 400, "invalid-request")
+        assert lab.engine.snapshot.model == MODEL
+        chat = http.post("/v1/chat/completions", json=chat_body(model="smollm2-135m"))
+    assert chat.status_code == 200
+    assert "chat model" in refused["message"]

@@ -1,0 +1,69 @@
+"""Small random models of transformers', saved as folders, and what PyTorch computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmx_lab.engine.encoders import LoadedEncoder, TextTokens, load_encoder
+from lmx_lab.engine.requests import Vectors
+from tests.encoders.models import entry, run, write_json, write_tokenizer
+
+TOLERANCE = 1e-4
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 640,
+    "vocab_size": 400,
+    "pad_token_id": 0,
+}
+
+
+def save(folder: Path, model: Any, files: Mapping[str, Any]) -> LoadedEncoder:
+    """Save a model of transformers' with a tokenizer and load it here."""
+    model.save_pretrained(folder)
+    write_tokenizer(folder, model_max_length=10**30)
+    write_json(folder, files)
+    return load_encoder(entry(folder), limit_bytes=2**40)
+
+
+def build(kind: type, config: Any, *, seed: int = 0) -> Any:
+    """A model whose numbers are large enough for mistakes to show, biases and norms included."""
+    torch.manual_seed(seed)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name.lower() and "weight" in name else 0.0, 0.2)
+    return model
+
+
+def texts(*lengths: int, vocabulary: int = 400, seed: int = 0) -> list[TextTokens]:
+    random = np.random.default_rng(seed)
+    return [TextTokens(tuple(int(n) for n in random.integers(5, vocabulary, length))) for length in lengths]
+
+
+def padded(batch: Sequence[TextTokens], pad: int = 0) -> dict[str, Any]:
+    """Inputs of transformers' models, padded on the right."""
+    longest = max(len(text.tokens) for text in batch)
+    rows = [[*text.tokens, *[pad] * (longest - len(text.tokens))] for text in batch]
+    mask = [[1] * len(text.tokens) + [0] * (longest - len(text.tokens)) for text in batch]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+def mean(hidden: Any, mask: Any) -> Vectors:
+    weights = mask[..., None].float()
+    return np.asarray(((hidden * weights).sum(1) / weights.sum(1)).numpy())
+
+
+def last(hidden: Any, mask: Any) -> Vectors:
+    return np.asarray(hidden[torch.arange(len(mask)), mask.sum(1) - 1].numpy())
+
+
+def check(loaded: LoadedEncoder, batch: Sequence[TextTokens], expected: Vectors) -> None:
+    np.testing.assert_allclose(run(loaded.passes(batch)), expected, atol=TOLERANCE)

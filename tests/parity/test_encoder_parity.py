@@ -1,0 +1,140 @@
+"""BERT, RoBERTa, XLM-RoBERTa and ModernBERT against transformers on PyTorch, on small random models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not in this environment; make parity has one with it")
+
+import transformers  # noqa: E402
+
+from lmx_lab.engine.encoders import TextTokens  # noqa: E402
+from tests.encoders.models import pooling_files, run  # noqa: E402
+from tests.parity.reference import SIZES, build, check, mean, padded, save, texts  # noqa: E402
+
+MEAN = pooling_files("mean_tokens", normalize=False)
+FAMILIES = {
+    "bert": (transformers.BertConfig, transformers.BertModel, transformers.BertForSequenceClassification),
+    "roberta": (transformers.RobertaConfig, transformers.RobertaModel, transformers.RobertaForSequenceClassification),
+    "xlm-roberta": (
+        transformers.XLMRobertaConfig,
+        transformers.XLMRobertaModel,
+        transformers.XLMRobertaForSequenceClassification,
+    ),
+    "camembert": (
+        transformers.CamembertConfig,
+        transformers.CamembertModel,
+        transformers.CamembertForSequenceClassification,
+    ),
+}
+BATCHES = {"alone": (7,), "equal": (9, 9), "padded": (3, 17, 11, 1), "long": (600, 130)}
+
+
+def config(family: str, **changes: Any) -> Any:
+    own = {"pad_token_id": 1} if family != "bert" else {}
+    return FAMILIES[family][0](**SIZES | own | changes)
+
+
+def modern(**changes: Any) -> Any:
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
+    return transformers.ModernBertConfig(**SIZES | tokens | {"local_attention": 8} | changes)
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str, lengths: tuple[int, ...]) -> None:
+    model = build(FAMILIES[family][1], config(family))
+    loaded, batch = save(tmp_path / "m", model, MEAN), texts(*lengths)
+    inputs = padded(batch, pad=model.config.pad_token_id)
+    with torch.no_grad():
+        hidden = model(**inputs).last_hidden_state
+    check(loaded, batch, mean(hidden, inputs["attention_mask"]))
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"])
+def test_activations_and_sizes_of_the_configuration(tmp_path: Path, act: str) -> None:
+    model = build(transformers.BertModel, config("bert", hidden_act=act, layer_norm_eps=1e-3, type_vocab_size=1))
+    loaded, batch = save(tmp_path / "m", model, MEAN), texts(12, 5)
+    inputs = padded(batch)
+    with torch.no_grad():
+        hidden = model(**inputs).last_hidden_state
+    check(loaded, batch, mean(hidden, inputs["attention_mask"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_classifiers_logit_is_that_of_transformers(tmp_path: Path, family: str) -> None:
+    model = build(FAMILIES[family][2], config(family, num_labels=1))
+    loaded, batch = save(tmp_path / "m", model, {}), texts(20, 9, 33)
+    with torch.no_grad():
+        expected = model(**padded(batch, pad=model.config.pad_token_id)).logits[:, 0].numpy()
+    check(loaded, batch, expected)
+
+
+def test_segments_of_a_pair(tmp_path: Path) -> None:
+    model = build(transformers.BertForSequenceClassification, config("bert", num_labels=1))
+    loaded = save(tmp_path / "m", model, {})
+    batch = [TextTokens(text.tokens, second_at=4) for text in texts(11, 6)]
+    inputs = padded(batch)
+    with torch.no_grad():
+        kinds = (torch.arange(11) >= 4).int()[None] * inputs["attention_mask"]
+        expected = model(**inputs, token_type_ids=kinds).logits[:, 0].numpy()
+    check(loaded, batch, expected)
+
+
+def test_the_padding_token_inside_a_text_of_a_roberta(tmp_path: Path) -> None:
+    model = build(transformers.RobertaModel, config("roberta"))
+    loaded = save(tmp_path / "m", model, MEAN)
+    batch = [TextTokens((5, 6, 1, 7, 1, 8)), TextTokens((1, 9))]
+    ids = torch.tensor([[5, 6, 1, 7, 1, 8], [1, 9, 1, 1, 1, 1]])
+    mask = torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0]])
+    with torch.no_grad():
+        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    check(loaded, batch, mean(hidden, mask))
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_bias": True, "mlp_bias": True, "norm_bias": True},
+        {"hidden_activation": "silu", "local_attention": 64},
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ],
+    ids=["plain", "biases", "silu", "types"],
+)
+def test_hidden_states_of_modernbert(tmp_path: Path, changes: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    model = build(transformers.ModernBertModel, modern(**changes))
+    loaded, batch = save(tmp_path / "m", model, MEAN), texts(*lengths)
+    inputs = padded(batch)
+    with torch.no_grad():
+        hidden = model(**inputs).last_hidden_state
+    check(loaded, batch, mean(hidden, inputs["attention_mask"]))
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("changes", [{}, {"classifier_bias": True, "classifier_activation": "relu"}], ids=["", "bias"])
+def test_the_logit_of_a_modernbert_classifier(tmp_path: Path, pooling: str, changes: dict[str, Any]) -> None:
+    settings = modern(num_labels=1, classifier_pooling=pooling, **changes)
+    model = build(transformers.ModernBertForSequenceClassification, settings)
+    loaded, batch = save(tmp_path / "m", model, {}), texts(40, 9, 33)
+    with torch.no_grad():
+        expected = model(**padded(batch)).logits[:, 0].numpy()
+    check(loaded, batch, expected)
+
+
+def test_the_window_of_modernbert_matters(tmp_path: Path) -> None:
+    batch = texts(100)
+    narrow, wide = (
+        run(
+            save(tmp_path / str(size), build(transformers.ModernBertModel, modern(local_attention=size)), MEAN).passes(
+                batch
+            )
+        )
+        for size in (8, 64)
+    )
+    assert np.abs(narrow - wide).max() > 1e-2

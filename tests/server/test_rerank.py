@@ -1,0 +1,205 @@
+"""The shapes of reranking: Jina's, Cohere's, and those of Text Embeddings Inference."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine import EngineSnapshot, RerankRequest
+from lmx_lab.errors import NotLoadedError
+from lmx_lab.server.rerank import PATHS, SMALL
+from lmx_lab.wire.embeddings import INPUT_LIMIT
+from lmx_lab.wire.rerank import RerankResults
+from tests.server.conftest import ENTRY
+from tests.server.encoder import FakeEncoder, Shelf, post, refused
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/rerank"
+DOCUMENTS = ["bb", "a", "dddd"]
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": "minilm", "query": "q", "documents": DOCUMENTS, **changes}
+
+
+def texts_body(**changes: Any) -> dict[str, Any]:
+    return {"query": "q", "texts": DOCUMENTS, **changes}
+
+
+async def order(engine: FakeEncoder, **changes: Any) -> list[int]:
+    response = await post(engine, PATH, body(**changes))
+    assert response.status_code == 200, response.text
+    return [result["index"] for result in response.json()["results"]]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_results_come_in_order_with_their_documents(path: str) -> None:
+    answer = (await post(FakeEncoder(), path, body())).json()
+    assert answer.pop("id").startswith("rerank-")
+    assert answer == {
+        "object": "list",
+        "model": "minilm",
+        "method": "cosine",
+        "results": [
+            {"index": 2, "relevance_score": 4.0, "document": "dddd"},
+            {"index": 0, "relevance_score": 2.0, "document": "bb"},
+            {"index": 1, "relevance_score": 1.0, "document": "a"},
+        ],
+        "usage": {"prompt_tokens": 7, "total_tokens": 7},
+    }
+    RerankResults.model_validate({"id": "", **answer})
+
+
+async def test_of_equals_the_first_comes_first() -> None:
+    assert await order(FakeEncoder(scores=[0.5, 0.7, 0.5])) == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("top_n", "expected"), [(1, [2]), (2.0, [2, 0]), (3, [2, 0, 1]), (99, [2, 0, 1]), (None, [2, 0, 1])]
+)
+async def test_top_n_cuts(top_n: Any, expected: list[int]) -> None:
+    assert await order(FakeEncoder(), top_n=top_n) == expected
+
+
+async def test_documents_can_be_left_out() -> None:
+    results = (await post(FakeEncoder(), PATH, body(return_documents=False))).json()["results"]
+    assert [set(result) for result in results] == [{"index", "relevance_score"}] * 3
+
+
+async def test_an_empty_document_is_one_and_is_returned() -> None:
+    results = (await post(FakeEncoder(), PATH, body(documents=["", "ü🙂"]))).json()["results"]
+    assert [result["document"] for result in results] == ["ü🙂", ""]
+
+
+async def test_of_an_object_its_text_counts_and_is_returned() -> None:
+    engine = FakeEncoder()
+    documents = ["a", {"text": "bb", "title": "ignored", "image": None}]
+    results = (await post(engine, PATH, body(documents=documents))).json()["results"]
+    assert engine.asked == [RerankRequest(query="q", documents=("a", "bb"), model="minilm")]
+    assert results[0]["document"] == "bb"
+
+
+async def test_what_is_asked_for_reaches_the_engine() -> None:
+    engine = FakeEncoder()
+    await post(engine, PATH, body(model="default", truncate=True, raw_scores=True, user="me", rank_fields=["text"]))
+    await post(engine, PATH, texts_body(truncate=True, raw_scores=True, truncation_direction="Right"))
+    asked = RerankRequest(query="q", documents=tuple(DOCUMENTS), truncate=True, raw_scores=True)
+    assert engine.asked == [asked, asked]
+
+
+async def test_null_means_the_default() -> None:
+    names = ("top_n", "return_documents", "truncate", "raw_scores", "max_tokens_per_doc", "max_chunks_per_doc")
+    response = await post(FakeEncoder(), PATH, body(**dict.fromkeys(names)))
+    assert response.json()["results"][0]["document"] == "dddd"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"model": ""}, "model"),
+        ({"query": ""}, "query"),
+        ({"query": " \n"}, "query"),
+        ({"query": None}, "query"),
+        ({"query": ["q"]}, "query"),
+        ({"documents": []}, "documents"),
+        ({"documents": "a"}, "documents"),
+        ({"documents": None}, "documents"),
+        ({"documents": ["a", 1]}, "documents.1"),
+        ({"documents": ["a", {"title": "t"}]}, "documents.1.text"),
+        ({"documents": [{"text": "a", "image": "http://x"}]}, "documents.0.image"),
+        ({"documents": [{"text": 1}]}, "documents.0.text"),
+        ({"top_n": 0}, "top_n"),
+        ({"top_n": -1}, "top_n"),
+        ({"top_n": 1.5}, "top_n"),
+        ({"max_tokens_per_doc": 100}, "max_tokens_per_doc"),
+        ({"max_chunks_per_doc": 2}, "max_chunks_per_doc"),
+        ({"rank_fields": ["title"]}, "rank_fields"),
+        ({"top_k": 3}, "top_k"),
+    ],
+)
+async def test_a_wrong_field_is_named_before_the_engine_is_asked(changes: dict[str, Any], param: str) -> None:
+    engine = FakeEncoder()
+    error = await refused(engine, PATH, body(**changes))
+    assert (error["code"], error["param"]) == ("invalid-request", param)
+    assert engine.asked == []
+
+
+async def test_a_body_without_anything_is_told_what_it_lacks() -> None:
+    assert (await refused(FakeEncoder(), PATH, {}))["param"] == "model"
+    assert (await refused(FakeEncoder(), PATH, {"model": "x", "query": "q"}))["param"] == "documents"
+
+
+async def test_too_many_documents_are_refused_with_the_limit() -> None:
+    error = await refused(FakeEncoder(), PATH, body(documents=["a"] * (INPUT_LIMIT + 1)))
+    assert str(INPUT_LIMIT) in error["message"]
+
+
+# Text Embeddings Inference
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_texts_are_answered_with_a_bare_array(path: str) -> None:
+    answer = (await post(FakeEncoder(), path, texts_body())).json()
+    assert answer == [{"index": 2, "score": 4.0}, {"index": 0, "score": 2.0}, {"index": 1, "score": 1.0}]
+
+
+async def test_texts_come_back_if_asked_for() -> None:
+    answer = (await post(FakeEncoder(), "/rerank", texts_body(return_text=True))).json()
+    assert [row["text"] for row in answer] == ["dddd", "bb", "a"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"query": ""}, "query"),
+        ({"texts": []}, "texts"),
+        ({"texts": [1]}, "texts.0"),
+        ({"texts": [{"text": "a"}]}, "texts.0"),
+        ({"documents": ["a"]}, "documents"),
+        ({"truncation_direction": "left"}, "truncation_direction"),
+        ({"top_n": 1}, "top_n"),
+    ],
+)
+async def test_a_wrong_field_beside_texts_is_named(changes: dict[str, Any], param: str) -> None:
+    engine = FakeEncoder()
+    assert (await refused(engine, "/rerank", texts_body(**changes)))["param"] == param
+    assert engine.asked == []
+
+
+# What the engine says
+
+
+async def test_scores_are_as_short_as_a_float32_needs() -> None:
+    response = await post(FakeEncoder(scores=[0.1]), PATH, body(documents=["a"]))
+    assert '"relevance_score":0.1,' in response.text
+
+
+@pytest.mark.parametrize("make", [body, texts_body])
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+async def test_what_is_no_number_is_an_error_and_not_json(make: Any, wrong: float) -> None:
+    error = await refused(FakeEncoder(scores=[1, wrong, 2]), PATH, make(), 500)
+    assert "minilm" in error["message"]
+
+
+@pytest.mark.parametrize(("shelf", "remedy"), [(Shelf(), "on this disk: minilm"), (Shelf((ENTRY,)), "lmx-lab pull")])
+async def test_with_no_such_model_in_memory_it_is_said_what_to_load(shelf: Shelf, remedy: str) -> None:
+    engine = FakeEncoder(failure=NotLoadedError("none"), snapshot=EngineSnapshot(state="ready", entry=ENTRY))
+    error = await refused(engine, "/rerank", texts_body(), 503, shelf)
+    assert error["code"] == "no-model-loaded"
+    assert remedy in error["message"]
+
+
+async def test_many_results_become_text_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Any] = []
+    to_thread = asyncio.to_thread
+
+    async def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
+        moved.append(work)
+        return await to_thread(work, *args, **kwargs)
+
+    monkeypatch.setattr(asyncio, "to_thread", noted)
+    for count in (SMALL, SMALL + 1):
+        assert (await post(FakeEncoder(), PATH, body(documents=["a"] * count))).status_code == 200
+    assert len(moved) == 1
