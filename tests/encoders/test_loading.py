@@ -141,6 +141,20 @@ def test_weights_are_kept_in_the_type_asked_for(tmp_path: Any, dtype: str) -> No
     assert (vectors @ exact.T)[0, 0] > 0.999
 
 
+def test_quantized_weights_are_expanded(bert: Load) -> None:
+    exact = embed(bert(), "the cat sits")
+    change: dict[str, Any] = {}
+    for name, weight in bert_weights(words=tiny_tokenizer().get_vocab_size()).items():
+        if name.endswith("weight") and weight.shape[-1:] == (32,) and weight.ndim == 2:
+            stem = name.removesuffix(".weight")
+            parts = mx.quantize(mx.array(weight), group_size=32, bits=8)
+            change |= {
+                f"{stem}.{kind}": np.array(x) for kind, x in zip(("weight", "scales", "biases"), parts, strict=True)
+            }
+    model = bert(change=change, quantization={"group_size": 32, "bits": 8})
+    assert (embed(model, "the cat sits") @ exact.T)[0, 0] > 0.999
+
+
 def test_numbers_beyond_half_precision_are_named(tmp_path: Any) -> None:
     listed = write_tiny_bert(tmp_path / "m", change=damaged(1e6))
     load(listed)

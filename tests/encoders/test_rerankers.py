@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.errors import UnusableModelError
 from tests.encoders.conftest import Load
-from tests.encoders.models import logit_score_files, run, tiny_tokenizer
+from tests.encoders.models import logit_score_files, modules, pooling_files, run, tiny_tokenizer
 
 RAW = np.array([-3.0, 0.0, 200.0], np.float32)
 SIGMOID = np.array([0.04742587, 0.5, 1.0], np.float32)
@@ -65,6 +67,31 @@ def test_a_cross_encoder_gives_one_score_for_each_document(bert: Load) -> None:
     assert together.shape == (3,)
     alone = np.concatenate([run(model.passes([pair])) for pair in pairs])
     np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def test_a_score_may_come_from_pooling_and_modules(tmp_path: Path, bert: Load) -> None:
+    random, folder = np.random.default_rng(1), tmp_path / "tiny-bert"
+    dense = {"linear.weight": random.normal(0, 1, (1, 32)), "linear.bias": np.ones(1)}
+    norm = {"norm.weight": random.normal(0, 1, 32), "norm.bias": np.ones(32)}
+    for name, tensors in (("2_LayerNorm", norm), ("3_Dense", dense)):
+        (folder / name).mkdir(parents=True)
+        floats = {key: value.astype(np.float32) for key, value in tensors.items()}
+        save_file(floats, folder / name / "model.safetensors")
+    identity = "torch.nn.modules.linear.Identity"
+    size = {"in_features": 32, "out_features": 1, "activation_function": identity, "module_output_name": "scores"}
+    files = pooling_files("cls_token") | {
+        "modules.json": modules("Pooling", "LayerNorm", "Dense"),
+        "2_LayerNorm/config.json": {"dimension": 32},
+        "3_Dense/config.json": size,
+        "config_sentence_transformers.json": {"model_type": "CrossEncoder", "activation_fn": identity},
+    }
+    model = bert(files)
+    [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
+    first = np.array(list(model.passes([pair]))[-1][0, 0])
+    normed = (first - first.mean()) / np.sqrt(first.var() + 1e-5) * norm["norm.weight"] + 1
+    np.testing.assert_allclose(run(model.passes([pair])), dense["linear.weight"] @ normed + 1, atol=1e-4)
+    with pytest.raises(UnusableModelError, match="leave 32 numbers; a reranker has one"):
+        bert(files | {"modules.json": modules("Pooling", "LayerNorm")})
 
 
 def test_segments_make_a_difference(bert: Load) -> None:

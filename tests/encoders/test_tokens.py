@@ -135,6 +135,13 @@ def test_pairs_have_two_segments(bert: Load) -> None:
     assert pair.second_at == 4
 
 
+def test_a_default_prompt_goes_before_the_query_of_a_pair(bert: Load) -> None:
+    settings = PROMPTS | {"default_prompt_name": "query"}
+    model = bert({"config_sentence_transformers.json": settings}, labels=1)
+    [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
+    assert pair.tokens == (2, *tokens(model, "query: cat", input_type="document")[0][-3:-1], 3, 8, 3)
+
+
 def test_only_the_document_of_a_pair_is_cut(bert: Load) -> None:
     model = bert(labels=1)
     query = tuple(tokens(model, "where is paris")[0][1:-1])

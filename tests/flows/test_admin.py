@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from lmx_lab.lab import Lab
+from lmx_lab.weights import ModelEntry
 from tests.flows.conftest import chat_body, serving
 from tests.tiny import write_tiny_llama
 from tests.weights.conftest import gguf_bytes
@@ -253,16 +254,17 @@ def test_running_requests_end_well_before_a_swap(fresh_http: httpx2.Client) -> N
     assert fresh_http.get("/readyz").json()["model"] == "tiny-two"
 
 
-def test_an_encoder_says_that_it_is_none_for_chat(tiny_home: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "models" / "encoder"
-    write_tiny_llama(folder, tiny_home / "models" / "tiny", seed=1)
-    (folder / "modules.json").write_text('[{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]')
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
-    with serving(tmp_path, None) as lab, httpx2.Client(base_url=lab.url) as http:
-        response = load(http, "encoder")
-    assert (response.status_code, code(response)) == (400, "invalid-request")
-    assert "embedding" in response.json()["error"]["message"]
+def test_an_embedding_model_says_that_it_does_not_chat(starter_home: Path, minilm: ModelEntry) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    with serving(starter_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
+        assert load(http, minilm.id).status_code == 200
+        assert http.get("/readyz").json()["model"] == minilm.id
+        named = http.post("/v1/chat/completions", json=body | {"model": minilm.id})
+        default = http.post("/v1/chat/completions", json=body | {"model": "default"})
+    assert (named.status_code, code(named)) == (400, "invalid-request")
+    assert "minilm-l6 is an embedding model" in named.json()["error"]["message"]
+    assert (default.status_code, code(default)) == (503, "no-model-loaded")
+    assert "does not chat" in default.json()["error"]["message"]
 
 
 def events(lab: Lab, query: str = "") -> Iterator[dict[str, Any]]:

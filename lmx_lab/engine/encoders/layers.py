@@ -136,15 +136,17 @@ def attend(
     for start in range(0, length, block):
         stop = min(start + block, length)
         low, high = (0, length) if window is None else (max(0, start - window), min(length, stop + window))
-        blocks.append(
-            mx.fast.scaled_dot_product_attention(
-                queries[:, :, start:stop],
-                keys[:, :, low:high],
-                values[:, :, low:high],
-                scale=size**-0.5,
-                mask=_mask(real, window, (start, stop), (low, high)),
-            )
+        part = mx.fast.scaled_dot_product_attention(
+            queries[:, :, start:stop],
+            keys[:, :, low:high],
+            values[:, :, low:high],
+            scale=size**-0.5,
+            mask=_mask(real, window, (start, stop), (low, high)),
         )
+        if block < length and on_cpu():
+            # MLX allocates for all that is asked for before the first of it is computed.
+            mx.eval(part)
+        blocks.append(part)
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
 
 

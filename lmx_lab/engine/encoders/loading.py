@@ -59,9 +59,9 @@ class LoadedEncoder:
     def passes(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
         """Compute a batch layer by layer; texts of about the same length waste least.
 
-        Yields the hidden state after each layer, not yet computed: a caller may compute it, do something else, or close
-        the generator. Returns (texts, dimensions) vectors as the model's files want them or, of a reranker, (texts,)
-        scores before the activation.
+        Yields the hidden state after each layer, in general not yet computed (of long texts partly): a caller may
+        compute it, do something else, or close the generator. Returns (texts, dimensions) vectors as the model's files
+        want them or, of a reranker, (texts,) scores before the activation.
 
         Raises:
             EngineError: a result is not finite.

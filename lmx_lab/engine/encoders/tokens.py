@@ -120,6 +120,7 @@ class TextTokenizer:
         self._check_beginning(query)
         if self._rules.pairs is not None:
             return self._framed(self._rules.pairs, query, documents, places, truncate=truncate)
+        query = self._rules.prompts.of(None) + query
         self._check_room(len(self._backend.encode(query, "").ids))
         whole = [(query, document) for document in documents]
         parts = [(query, self._beginning(document)) for document in documents]
@@ -152,7 +153,7 @@ class TextTokenizer:
             if self._exceeds(len(ids)):
                 if not truncate:
                     raise self._too_long(places[at], len(ids), cut=parts[at] != whole[at])
-                found[at] = self._fitting(frame, self._beginning(documents[at]))
+                found[at] = self._fitting(frame, parts[at][len(frame.before) : len(parts[at]) - len(frame.after)])
         return [TextTokens(tuple(ids)) for ids in found]
 
     def _fitting(self, frame: Frame, document: str) -> list[int]:
