@@ -18,7 +18,12 @@ PREFIX = "scipy_"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 DESTROY_CONDITION = "pthread_cond_destroy"
 IDLE_TIMEOUT = "4"
-"""OPENBLAS_THREAD_TIMEOUT: idle threads spin for 2**n cycles before they sleep, and 4 is the least."""
+"""OPENBLAS_THREAD_TIMEOUT: idle threads spin for 2**n cycles before they sleep, and 4 is the least.
+
+By default they spin on between two tokens. Two cores, the products of SmolLM2-135M, default against 4, on a quiet
+machine: a token 29.2 against 29.8 ms; CPUs busy with a token, then 30 ms of pause, 1.48 against 0.87. With two other
+threads at work (once each, it varies): a token 986 against 113 ms, their own work 1,530 against 2,243 hashes/s.
+"""
 
 
 class OpenBlas:
