@@ -22,6 +22,7 @@ from lmx_lab.engine.prefix import MIN_TOKENS, PrefixCache, common_prefix
 from lmx_lab.engine.requests import PromptScores, TokenLogprob
 from lmx_lab.engine.sampling import Samplers, processors
 from lmx_lab.engine.scoring import Scoring
+from lmx_lab.engine.threads import ThreadChoice
 
 NO_STOP = StopSequences()
 # Fewer tokens cost a GPU as much: it reads all weights for each step. For models with sliding windows 16 at least:
@@ -64,10 +65,19 @@ class Batch:
     """Takes requests in, hands out what happened to them in each step. Knows no deadlines, no readers, no text."""
 
     def __init__(
-        self, model: LoadedModel, samplers: Samplers, *, slots: int, prompts: int, prefix_bytes: int, wired: bool
+        self,
+        model: LoadedModel,
+        samplers: Samplers,
+        threads: ThreadChoice,
+        *,
+        slots: int,
+        prompts: int,
+        prefix_bytes: int,
+        wired: bool,
     ) -> None:
         self._model = model
         self._samplers = samplers
+        self._threads = threads
         self._generations: dict[int | None, Generation] = {}
         self._scorings: list[Scoring] = []
         smallest = SMALLEST_CHUNK_TOKENS if model.traits.plain else max(SMALLEST_CHUNK_TOKENS, 16)
@@ -166,6 +176,7 @@ class Batch:
         prompts = len(self._generations) - decoding + bool(self._scorings)
         chunk = self._pace.chunk(prompts=prompts, decoding=decoding)
         self._generator.prefill_step_size = chunk
+        self._threads.prepare(decoding + min(prompts * chunk, self._left_of_prompts))
         started = time.perf_counter()
         events = [*self._last_tokens(), *self._score(chunk)]
         scored_tokens = sum(event.tokens for event in events if isinstance(event, Computed))
@@ -203,6 +214,12 @@ class Batch:
     @property
     def _decoding(self) -> int:
         return sum(bool(generation.decoding_at) for generation in self._generations.values())
+
+    @property
+    def _left_of_prompts(self) -> int:
+        """Tokens that are still to be computed."""
+        waiting = [*self._generations.values(), *(scoring.generation for scoring in self._scorings)]
+        return sum(len(it.prompt) - it.cached_tokens - it.computed_tokens for it in waiting if not it.decoding_at)
 
     def _score(self, chunk: int) -> list[Event]:
         """A chunk of the scoring that came first."""

@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from lmx_lab.engine import elf, gemv
-from lmx_lab.engine.openblas import OpenBlas, default_threads
+from lmx_lab.engine.openblas import OpenBlas, chosen_threads, default_threads
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class BlasReport:
     """Measured with a float32 product of MLX."""
     gemv: bool = False
     """Whether products of one row go to ``sgemv``."""
+    threads_chosen: bool = True
+    """Whether somebody chose the number of threads; if not, it may follow what other programs leave."""
 
 
 class _LeftAloneError(Exception):
@@ -75,6 +77,15 @@ def bind(choice: str = "auto", threads: int | None = None) -> BlasReport:
         return _mlx.bind(choice, threads)
 
 
+def use_threads(count: int) -> None:
+    """Compute with so many threads from now on, at most those that were bound; nothing without OpenBLAS.
+
+    From any thread, but not while MLX computes.
+    """
+    with _lock:
+        _mlx.use_threads(count)
+
+
 class _Mlx:
     """The slots of the loaded MLX, and what was in them."""
 
@@ -95,7 +106,13 @@ class _Mlx:
                 self._measured[who] = measure()
             self._report = replace(report, gflops=self._measured[who])
             self._wanted = (choice, threads)
+        elif self._report.threads is not None:
+            self.use_threads(self._report.threads)
         return self._report
+
+    def use_threads(self, count: int) -> None:
+        if self._openblas is not None and self._originals:
+            self._openblas.threads = min(count, self._report.threads or 1)
 
     def _change(self, choice: str, threads: int | None) -> BlasReport:
         try:
@@ -144,7 +161,13 @@ class _Mlx:
             self._originals = before
             if wrong := differences():
                 raise _LeftAloneError(f"its products differ from numpy's ({wrong}); {PRELOAD}")
-        return BlasReport(name="openblas", detail=openblas.title, threads=openblas.threads, gemv=self._gemv)
+        return BlasReport(
+            name="openblas",
+            detail=openblas.title,
+            threads=openblas.threads,
+            gemv=self._gemv,
+            threads_chosen=threads is not None or chosen_threads(os.environ) is not None,
+        )
 
     def _choose_functions(self, openblas: OpenBlas) -> dict[str, int]:
         functions = {name: openblas.address(name) for name in FUNCTIONS}

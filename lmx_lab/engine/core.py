@@ -20,6 +20,7 @@ from lmx_lab.engine.generating import Generating
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.loaded import LoadedModel, load_chat
 from lmx_lab.engine.requests import EngineSnapshot, EngineState, LoadReport, PinnedModel, UnloadCause
+from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
@@ -53,8 +54,11 @@ class EngineCore:
         self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
         self._main: Loaded | None = None
         self._pinned: dict[Kind, LoadedEncoder] = {}
-        self.generating = Generating(settings, limit_bytes=self._limit_bytes)
+        report = blas.bind(settings.blas, settings.threads)
+        threads = ThreadChoice(report.threads or 1, fixed=report.threads_chosen)
+        self.generating = Generating(settings, threads, limit_bytes=self._limit_bytes)
         self.encoding = Encoding(
+            threads,
             queue_limit=settings.slots + settings.queue_limit,
             limit_bytes=self._limit_bytes,
             make_room=self.generating.shrink_prefixes,
@@ -62,7 +66,6 @@ class EngineCore:
         )
         self._swaps: deque[Swap] = deque()
         self._used_at = time.perf_counter()
-        report = blas.bind(settings.blas, settings.threads)
         self.snapshot = EngineSnapshot(
             memory_total_bytes=memory.total_bytes(), progress_at=time.perf_counter(), blas=report
         )

@@ -20,6 +20,7 @@ from lmx_lab.engine.requests import Delta, GenerationReport, PromptProgress
 from lmx_lab.engine.sampling import Samplers
 from lmx_lab.engine.scheduler import Scheduler
 from lmx_lab.engine.stream import Outbox
+from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
 
@@ -40,8 +41,9 @@ class Totals:
 class Generating:
     """Runs the requests of one chat model, which ``use`` sets, in a batch. Belongs to the engine thread."""
 
-    def __init__(self, settings: Settings, *, limit_bytes: int) -> None:
+    def __init__(self, settings: Settings, threads: ThreadChoice, *, limit_bytes: int) -> None:
         self._settings = settings
+        self._threads = threads
         self._limit_bytes = limit_bytes
         self._scheduler: Scheduler[Generation] = Scheduler(
             slots=settings.slots, queue_limit=settings.queue_limit, prefills=1, lanes=1
@@ -94,6 +96,7 @@ class Generating:
         return Batch(
             model,
             self._samplers,
+            self._threads,
             slots=settings.slots,
             prompts=min(lanes, settings.slots),
             prefix_bytes=kept,

@@ -13,8 +13,9 @@ import pytest
 
 from lmx_lab.engine import memory
 from lmx_lab.engine.encoders import TextTokens
-from lmx_lab.engine.encoding import BATCH_TOKENS, BUCKET, BUSY_BATCH_TOKENS, EncodeJob, Encoding
+from lmx_lab.engine.encoding import BUCKET, BUSY_LANE_TOKENS, LANE_TOKENS, EncodeJob, Encoding
 from lmx_lab.engine.requests import Vectors
+from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
 
 
@@ -49,9 +50,9 @@ class Watched:
         return rows * length * self.bytes_per_token
 
 
-def encoding(**changes: Any) -> Encoding:
+def encoding(*, threads: int = 1, **changes: Any) -> Encoding:
     limits = {"queue_limit": 8, "limit_bytes": 2**40, "make_room": lambda _: None, "note_peak": lambda _: None}
-    return Encoding(**(limits | changes))
+    return Encoding(ThreadChoice(threads), **(limits | changes))
 
 
 def job(encoder: Watched, lengths: Sequence[int], *, first: int = 0, **changes: Any) -> EncodeJob:
@@ -129,7 +130,7 @@ def test_batches_hold_like_lengths_only() -> None:
     assert min(shortest_shares) >= BUCKET
 
 
-@pytest.mark.parametrize(("busy", "tokens"), [(False, BATCH_TOKENS), (True, BUSY_BATCH_TOKENS)])
+@pytest.mark.parametrize(("busy", "tokens"), [(False, LANE_TOKENS), (True, BUSY_LANE_TOKENS)])
 def test_a_batch_has_so_many_tokens(busy: bool, tokens: int) -> None:
     work, encoder = encoding(), Watched()
     work.add(job(encoder, [64] * 500))
@@ -137,9 +138,28 @@ def test_a_batch_has_so_many_tokens(busy: bool, tokens: int) -> None:
     assert len(encoder.batches[0]) == tokens // 64
 
 
+def test_a_batch_has_a_lane_for_each_core() -> None:
+    work, encoder = encoding(threads=2), Watched()
+    asked = job(encoder, [64] * 7)
+    work.add(asked)
+    work.step(0.0, busy=False)
+    assert [len(lane) for lane in encoder.batches] == [4, 3]
+    run(work)
+    assert asked.done.result(timeout=0).rows.ravel().tolist() == [at + 0.5 for at in range(7)]
+
+
+def test_giving_up_ends_all_lanes() -> None:
+    work, encoder = encoding(threads=2), Watched(layers=5)
+    asked = job(encoder, [64] * 7)
+    work.add(asked)
+    work.step(0.0, busy=False)
+    work.cancel(asked)
+    assert encoder.closed == 2
+
+
 def test_a_text_longer_than_a_batch_is_computed_alone() -> None:
     work, encoder = encoding(), Watched()
-    asked = job(encoder, [BATCH_TOKENS * 2, BATCH_TOKENS * 2])
+    asked = job(encoder, [LANE_TOKENS * 2, LANE_TOKENS * 2])
     work.add(asked)
     run(work)
     assert encoder.batches == [[1], [0]]
@@ -197,7 +217,7 @@ def test_giving_up_in_the_middle_of_a_batch_ends_it_there() -> None:
 
 def test_giving_up_does_not_end_what_shares_the_batch() -> None:
     work, encoder = encoding(), Watched(layers=5)
-    leaves, stays = job(encoder, [300]), job(encoder, [300], first=9)
+    leaves, stays = job(encoder, [100]), job(encoder, [100], first=9)
     work.add(leaves)
     work.add(stays)
     work.step(0.0, busy=False)
