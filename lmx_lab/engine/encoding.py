@@ -116,6 +116,8 @@ class Pass:
     lanes: list[Lane]
     tokens: int
     """Padding included."""
+    ahead: list[mx.array] = field(default_factory=list)
+    """The hidden states of the layer that is being computed."""
     results: list[tuple[EncodeJob, int, Vectors]] = field(default_factory=list)
 
     @property
@@ -284,7 +286,10 @@ class Encoding:
         self._threads.prepare(batch.tokens, lanes=len(batch.lanes))
         while hidden := batch.layer():
             if batch.tokens >= LAZY_TOKENS:
-                mx.eval(hidden)
+                # One layer is computed while the next one is put together.
+                mx.async_eval(hidden)
+                mx.eval(batch.ahead)
+                batch.ahead = hidden
                 return
         self._pass = None
         peak = memory.take_peak_bytes()
