@@ -91,7 +91,7 @@ def _seconds(hopeless_s: float) -> float:
     mx.eval(left, right)
     mx.eval(left @ right)
     taken: list[float] = []
-    while len(taken) < TRIES and sum(taken) < hopeless_s:
+    while not taken or (len(taken) < TRIES and sum(taken) < hopeless_s):
         started = time.perf_counter()
         mx.eval(left @ right)
         taken.append(time.perf_counter() - started)

@@ -24,7 +24,7 @@ from lmx_lab.weights.store import FULL, folder_bytes, require_disk
 # Weights, JSON and vocabularies: nothing that could hold code (.py, pickles in .bin or .pt).
 WANTED = (
     "model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
-    "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", "LICENSE*",
+    "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", "LICENSE*", "README.md",
 )  # fmt: skip
 MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 ASK_TIMEOUT_S = 15.0

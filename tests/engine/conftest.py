@@ -65,6 +65,11 @@ async def until_idle(engine: Engine) -> None:
         await asyncio.sleep(0.001)
 
 
+async def until_busy(engine: Engine, *, requests: int = 1) -> None:
+    while engine.snapshot.active_requests + engine.snapshot.queued_requests < requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 async def poison(engine: Engine, exc: BaseException) -> None:
     """Make the next forward pass raise: no real model fails on demand."""
 

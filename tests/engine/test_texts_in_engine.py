@@ -1,0 +1,354 @@
+"""Embedding and reranking in the engine: beside answers, through loads and unloads, and how each request ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmx_lab.engine import EmbeddingRequest, Engine, Ranking, RerankRequest, Vectors
+from lmx_lab.engine.core import EngineCore
+from lmx_lab.errors import (
+    EngineDeadError,
+    EngineError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    NotLoadedError,
+    OtherModelLoadedError,
+    OutOfMemoryError,
+    QueueFullError,
+    UnusableModelError,
+)
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from tests.encoders.models import write_tiny_bert
+from tests.engine.conftest import finish, request, run, until_busy, until_idle
+
+pytestmark = pytest.mark.anyio
+SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone")
+
+
+@pytest.fixture
+async def embedder(minilm: ModelEntry) -> AsyncIterator[Engine]:
+    async with Engine(Settings()) as engine:
+        await engine.load(minilm)
+        yield engine
+
+
+@pytest.fixture
+async def both(tiny: ModelEntry, minilm: ModelEntry) -> AsyncIterator[Engine]:
+    """A chat model, and an embedding model pinned beside it."""
+    async with Engine(Settings(slots=2)) as engine:
+        await engine.pin(minilm)
+        await engine.load(tiny)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+    folder = tmp_path_factory.mktemp("reranker") / "tiny-reranker"
+    return write_tiny_bert(folder, labels=1)
+
+
+async def vectors(engine: Engine, *texts: str, model: str | None = None) -> Vectors:
+    return (await engine.embed(EmbeddingRequest(inputs=texts, model=model))).vectors
+
+
+def long(count: int) -> EmbeddingRequest:
+    """Texts that keep the engine busy for a while."""
+    return EmbeddingRequest(inputs=tuple(f"text number {at} " + "of the sea " * 40 for at in range(count)))
+
+
+async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedder: Engine) -> None:
+    (alone,) = await vectors(embedder, SENTENCES[0])
+    crowd = [*SENTENCES, *(f"{at} " * (at % 60 + 1) for at in range(200))]
+    beside = (await vectors(embedder, *crowd))[0]
+    assert np.abs(alone - beside).max() < 1e-5
+    assert alone @ beside > 0.999999
+
+
+async def test_requests_at_the_same_time_get_their_own(embedder: Engine) -> None:
+    alone = [await vectors(embedder, text) for text in SENTENCES]
+    together = await asyncio.gather(*(vectors(embedder, text) for text in SENTENCES))
+    for one, other in zip(alone, together, strict=True):
+        assert np.allclose(one, other, atol=1e-5)
+
+
+async def test_dimensions_cut_and_make_length_one_again(embedder: Engine) -> None:
+    whole = await embedder.embed(EmbeddingRequest(inputs=SENTENCES))
+    cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
+    assert cut.vectors.shape == (3, 64)
+    assert np.allclose(np.linalg.norm(cut.vectors, axis=1), 1, atol=1e-6)
+    head = whole.vectors[:, :64]
+    assert np.allclose(cut.vectors, head / np.linalg.norm(head, axis=1, keepdims=True), atol=1e-6)
+
+
+async def test_all_dimensions_are_the_vector_itself(embedder: Engine) -> None:
+    request_ = EmbeddingRequest(inputs=SENTENCES, dimensions=384)
+    assert np.array_equal((await embedder.embed(request_)).vectors, await vectors(embedder, *SENTENCES))
+
+
+async def test_more_dimensions_than_there_are_are_refused(embedder: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="dimensions is 385; vectors of minilm-l6 have 384"):
+        await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
+
+
+async def test_an_embedding_model_ranks_by_cosine(embedder: Engine) -> None:
+    ranking = await embedder.rerank(RerankRequest(query="ocean water", documents=SENTENCES))
+    rows = await vectors(embedder, "ocean water", *SENTENCES)
+    assert ranking.method == "cosine"
+    assert ranking.order()[0] == 0
+    assert np.allclose(ranking.scores, rows[1:] @ rows[0], atol=1e-5)
+    assert ranking.report.texts == 4
+
+
+async def test_a_reranker_goes_before_an_embedding_model(both: Engine, reranker: ModelEntry) -> None:
+    await both.pin(reranker)
+    ranking = await both.rerank(RerankRequest(query="sea", documents=SENTENCES))
+    assert (ranking.method, ranking.report.model) == ("cross-encoder", "tiny-reranker")
+    assert ((ranking.scores > 0) & (ranking.scores < 1)).all()
+    raw = await both.rerank(RerankRequest(query="sea", documents=SENTENCES, raw_scores=True))
+    assert np.allclose(1 / (1 + np.exp(-raw.scores)), ranking.scores, atol=1e-6)
+    named = await both.rerank(RerankRequest(query="sea", documents=SENTENCES, model="minilm-l6"))
+    assert named.method == "cosine"
+
+
+def test_the_order_is_stable() -> None:
+    scores = np.array([0.5, 0.9, 0.5, 0.9, 0.1], np.float32)
+    ranking = Ranking(scores=scores, method="cosine", report=None)  # type: ignore[arg-type]
+    assert ranking.order() == [1, 3, 0, 2, 4]
+    assert ranking.order(2) == [1, 3]
+    assert ranking.order(99) == [1, 3, 0, 2, 4]
+
+
+# Beside answers
+
+
+async def test_answers_and_texts_are_computed_in_turns(both: Engine) -> None:
+    stream = await both.submit(request(max_tokens=400, ignore_eos=True))
+    await anext(stream)
+    embedding = asyncio.create_task(both.embed(long(20)))
+    tokens = 0
+    async for delta in stream:
+        tokens += delta.tokens
+        if embedding.done():
+            break
+    assert embedding.done(), "the answer ended before the texts, which take less time"
+    assert tokens > 5, "no token came while texts were computed"
+    assert (await embedding).vectors.shape == (20, 384)
+    await stream.aclose()
+
+
+async def test_texts_change_nothing_in_an_answer(both: Engine) -> None:
+    text, _ = await run(both, max_tokens=60)
+    stream = await both.submit(request(max_tokens=60))
+    embedding = asyncio.create_task(both.embed(long(10)))
+    again, _ = await finish(stream)
+    await embedding
+    assert again == text
+
+
+async def test_one_text_passes_by_many(embedder: Engine) -> None:
+    flood = asyncio.create_task(embedder.embed(long(300)))
+    await until_busy(embedder)
+    await vectors(embedder, SENTENCES[0])
+    assert not flood.done()
+    flood.cancel()
+
+
+# Loads and unloads
+
+
+async def test_pinned_models_stay_through_loads_and_unloads(both: Engine, tiny: ModelEntry) -> None:
+    before = await vectors(both, SENTENCES[0])
+    await both.load(replace(tiny, id="tiny-again", path=tiny.path.parent / "tiny-two"))
+    await both.unload()
+    assert both.snapshot.model is None
+    assert [pinned.entry.id for pinned in both.snapshot.pinned] == ["minilm-l6"]
+    assert np.array_equal(await vectors(both, SENTENCES[0]), before)
+
+
+async def test_what_is_pinned_is_not_drained_for_a_load(both: Engine, tiny: ModelEntry) -> None:
+    embedding = asyncio.create_task(both.embed(long(60)))
+    await asyncio.sleep(0.05)
+    await both.unload()
+    assert (await embedding).vectors.shape == (60, 384)
+
+
+async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(minilm: ModelEntry) -> None:
+    async with Engine(Settings(drain_s=30)) as engine:
+        await engine.load(minilm)
+        running = asyncio.create_task(engine.embed(long(20)))
+        await until_busy(engine)
+        unloading = asyncio.create_task(engine.unload())
+        await asyncio.sleep(0.01)
+        with pytest.raises(NotLoadedError):
+            await vectors(engine, SENTENCES[0])
+        assert (await running).vectors.shape == (20, 384)
+        assert await unloading > 80_000_000
+
+
+async def test_an_unload_does_not_wait_for_ever(minilm: ModelEntry) -> None:
+    async with Engine(Settings(drain_s=0.05)) as engine:
+        await engine.load(minilm)
+        running = asyncio.create_task(engine.embed(long(500)))
+        await until_busy(engine)
+        assert await engine.unload() > 80_000_000
+        with pytest.raises(NotLoadedError, match="unloaded"):
+            await running
+
+
+async def test_an_idle_model_goes_and_a_pinned_one_does_not_keep_it(tiny: ModelEntry, minilm: ModelEntry) -> None:
+    async with Engine(Settings(idle_unload_s=0.4)) as engine:
+        await engine.pin(minilm)
+        await engine.load(tiny)
+        deadline = time.monotonic() + 20
+        while engine.snapshot.model is not None and time.monotonic() < deadline:
+            await vectors(engine, SENTENCES[0])
+            await asyncio.sleep(0.02)
+        assert engine.snapshot.unload_cause == "idle"
+        assert engine.snapshot.pinned
+
+
+async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm: ModelEntry) -> None:
+    async with Engine(Settings(idle_unload_s=1.0)) as engine:
+        await engine.load(minilm)
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            await vectors(engine, SENTENCES[0])
+            await asyncio.sleep(0.02)
+        assert engine.snapshot.model == "minilm-l6"
+
+
+async def test_a_chat_model_is_not_pinned(both: Engine, tiny: ModelEntry) -> None:
+    with pytest.raises(UnusableModelError, match="tiny is a chat model"):
+        await both.pin(tiny)
+
+
+async def test_pinning_what_cannot_be_loaded_changes_nothing(both: Engine, tmp_path: Path) -> None:
+    broken = write_tiny_bert(tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UnusableModelError):
+        await both.pin(broken)
+    assert [pinned.entry.id for pinned in both.snapshot.pinned] == ["minilm-l6"]
+    assert (await vectors(both, "still here")).shape == (1, 384)
+
+
+async def test_too_large_to_be_pinned_is_said_before(minilm: ModelEntry) -> None:
+    async with Engine(Settings(memory_limit_bytes=50_000_000)) as engine:
+        with pytest.raises(OutOfMemoryError, match=r"needs 0\.09 GB"):
+            await engine.pin(minilm)
+
+
+async def test_after_the_thread_died_a_load_brings_back_what_was_pinned(both: Engine, tiny: ModelEntry) -> None:
+    def die(core: EngineCore) -> None:
+        raise SystemExit("as an example")
+
+    both._thread.post(die)
+    with contextlib.suppress(EngineDeadError):
+        await vectors(both, SENTENCES[0])
+    await asyncio.to_thread(both._thread._thread.join)  # type: ignore[union-attr]
+    with pytest.raises(EngineDeadError):
+        await vectors(both, SENTENCES[0])
+    await both.load(tiny)
+    assert (await vectors(both, SENTENCES[0])).shape == (1, 384)
+
+
+# Ends
+
+
+async def test_a_caller_who_leaves_takes_the_work_back(embedder: Engine) -> None:
+    embedding = asyncio.create_task(embedder.embed(long(2000)))
+    await until_busy(embedder)
+    embedding.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await embedding
+    await asyncio.wait_for(until_idle(embedder), 5)
+
+
+async def test_an_accepted_request_that_is_dropped_is_given_up(embedder: Engine) -> None:
+    pending = await embedder.submit_embedding(long(2000))
+    del pending
+    await asyncio.wait_for(until_idle(embedder), 5)
+
+
+async def test_a_deadline_is_kept(embedder: Engine) -> None:
+    with pytest.raises(GenerationTimeoutError, match=r"0\.3 s"):
+        await embedder.embed(replace(long(2000), timeout_s=0.3))
+    await asyncio.wait_for(until_idle(embedder), 5)
+
+
+async def test_too_many_requests_are_told_so(minilm: ModelEntry) -> None:
+    async with Engine(Settings(slots=1, queue_limit=1)) as engine:
+        await engine.load(minilm)
+        running = [asyncio.create_task(engine.embed(long(200))) for _ in range(2)]
+        await until_busy(engine, requests=2)
+        with pytest.raises(QueueFullError):
+            await vectors(engine, SENTENCES[0])
+        for task in running:
+            task.cancel()
+
+
+async def test_stopping_the_engine_ends_what_runs(minilm: ModelEntry) -> None:
+    engine = Engine(Settings())
+    await asyncio.to_thread(engine.start)
+    await engine.load(minilm)
+    embedding = asyncio.create_task(engine.embed(long(2000)))
+    await until_busy(engine)
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(EngineDeadError):
+        await embedding
+
+
+async def test_a_failure_in_a_layer_fails_that_request_only(embedder: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = await vectors(embedder, SENTENCES[0])
+
+    def fail(*_: object) -> None:
+        raise ValueError("as an example")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lmx_lab.engine.encoders.bert.Layer.__call__", fail)
+        with pytest.raises(EngineError, match="as an example"):
+            await vectors(embedder, SENTENCES[0])
+    assert np.array_equal(await vectors(embedder, SENTENCES[0]), good)
+
+
+# The wrong model
+
+
+async def test_nothing_loaded_says_what_to_do() -> None:
+    async with Engine(Settings()) as engine:
+        with pytest.raises(NotLoadedError, match="--embedder"):
+            await vectors(engine, "text")
+        with pytest.raises(NotLoadedError, match="--reranker"):
+            await engine.rerank(RerankRequest(query="q", documents=("d",)))
+
+
+async def test_a_chat_model_embeds_nothing(both: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="tiny is a chat model; this needs an embedding model"):
+        await vectors(both, "text", model="tiny")
+
+
+async def test_a_reranker_embeds_nothing(reranker: ModelEntry) -> None:
+    async with Engine(Settings()) as engine:
+        await engine.load(reranker)
+        with pytest.raises(NotLoadedError, match="tiny-reranker is a reranker"):
+            await vectors(engine, "text")
+        with pytest.raises(InvalidRequestError, match="is a reranker"):
+            await vectors(engine, "text", model="tiny-reranker")
+
+
+async def test_an_embedding_model_does_not_chat(both: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="minilm-l6 is an embedding model"):
+        await both.submit(request(model="minilm-l6"))
+
+
+async def test_another_model_is_not_taken_for_it(both: Engine) -> None:
+    with pytest.raises(OtherModelLoadedError, match="bge is not loaded"):
+        await vectors(both, "text", model="bge")
