@@ -287,7 +287,7 @@ class Encoding:
         while hidden := batch.layer():
             if batch.tokens >= LAZY_TOKENS:
                 # One layer is computed while the next one is put together.
-                mx.async_eval(hidden)
+                mx.async_eval(hidden)  # type: ignore[no-untyped-call]
                 mx.eval(batch.ahead)
                 batch.ahead = hidden
                 return

@@ -1,0 +1,133 @@
+"""Encoders that the operator keeps in memory beside the loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import ModelNotFoundError, UnusableModelError
+from lmx_lab.lab import Lab
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from tests.encoders.models import write_tiny_bert
+from tests.flows.conftest import chat_body, serving
+from tests.tiny import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """A chat model, an embedder and a reranker, all tiny."""
+    home = tmp_path_factory.mktemp("pinned-home")
+    write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0)
+    write_tiny_bert(home / "models" / "tiny-embedder")
+    write_tiny_bert(home / "models" / "tiny-reranker", labels=1)
+    return home
+
+
+@pytest.fixture(scope="module")
+def lab(home: Path) -> Iterator[Lab]:
+    with serving(home, "tiny", embedder="tiny-embedder", reranker="tiny-reranker") as lab:
+        yield lab
+
+
+@pytest.fixture
+def http(lab: Lab) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=lab.url, timeout=60) as client:
+        yield client
+
+
+def listed(http: httpx2.Client) -> dict[str, dict[str, Any]]:
+    return {model["id"]: model for model in http.get("/admin/models").json()["models"]}
+
+
+def test_they_answer_beside_the_chat_model(http: httpx2.Client) -> None:
+    assert http.post("/v1/chat/completions", json=chat_body(max_tokens=2)).status_code == 200
+    embedded = http.post("/v1/embeddings", json={"model": "default", "input": "a cat"})
+    ranked = http.post("/v1/rerank", json={"model": "default", "query": "a cat", "documents": ["a dog", "a cat"]})
+    assert (embedded.json()["model"], len(embedded.json()["data"][0]["embedding"])) == ("tiny-embedder", 32)
+    assert (ranked.json()["model"], ranked.json()["method"]) == ("tiny-reranker", "cross-encoder")
+
+
+def test_the_listing_tells_them_apart(http: httpx2.Client) -> None:
+    models = listed(http)
+    assert [
+        (name, models[name]["kind"], models[name]["pinned"], models[name]["loaded"]) for name in sorted(models)
+    ] == [
+        ("tiny", "chat", False, True),
+        ("tiny-embedder", "embedding", True, True),
+        ("tiny-reranker", "rerank", True, True),
+    ]
+    assert models["tiny-embedder"]["vram_gb"] > 0
+
+
+def test_readiness_speaks_of_the_loaded_model(http: httpx2.Client) -> None:
+    assert http.get("/readyz").json()["model"] == "tiny"
+
+
+def test_what_multiplies_matrices_is_told(http: httpx2.Client) -> None:
+    compute = http.get("/admin/models").json()["compute"]
+    assert set(compute) == {"blas", "detail", "threads", "gflops"}
+    assert compute["blas"] in {"openblas", "reference", "system", "unused"}
+    assert compute["gflops"] is None or compute["gflops"] > 0
+
+
+def test_unloading_leaves_them(home: Path) -> None:
+    with serving(home, "tiny", embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
+        assert http.post("/admin/models/unload").json()["freed_vram_gb"] > 0
+        assert http.get("/readyz").status_code == 503
+        assert listed(http)["tiny-embedder"]["loaded"]
+        assert http.post("/v1/embeddings", json={"model": "tiny-embedder", "input": "a cat"}).status_code == 200
+
+
+def test_a_pinned_model_can_be_loaded_too_and_then_unloaded(home: Path) -> None:
+    with serving(home, None, embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
+        assert http.post("/admin/models/load", json={"model": "tiny-embedder"}).status_code == 200
+        assert http.get("/readyz").json()["model"] == "tiny-embedder"
+        assert http.post("/admin/models/unload").status_code == 200
+        assert listed(http)["tiny-embedder"]["pinned"]
+        assert http.post("/v1/embeddings", json={"model": "default", "input": "a cat"}).status_code == 200
+
+
+def test_launch_keeps_them_and_running_the_cell_again_changes_nothing(home: Path) -> None:
+    with lmx_lab.launch(home=home, port=0, embedder="tiny-embedder") as lab:
+        assert lab.embed("a cat").shape == (32,)
+        assert lmx_lab.launch(home=home, port=0, embedder="tiny-embedder") is lab
+        assert [model.id for model in lab.models() if model.pinned] == ["tiny-embedder"]
+
+
+@pytest.mark.anyio
+async def test_a_lab_on_a_loop_of_its_own_keeps_them(home: Path) -> None:
+    async with Lab(Settings(home=home, port=0, embedder="tiny-embedder")) as lab:
+        assert (await lab.aembed("a cat")).shape == (32,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"embedder": "tiny"}, UnusableModelError, "tiny is a chat model; this place is for an embedding model"),
+        ({"embedder": "tiny-reranker"}, UnusableModelError, "is a reranker"),
+        ({"reranker": "tiny-embedder"}, UnusableModelError, "is an embedding model; this place is for a reranker"),
+        ({"reranker": "nothing"}, ModelNotFoundError, "there is no model 'nothing'"),
+    ],
+)
+def test_the_wrong_model_for_the_place_is_an_error_at_the_start(
+    home: Path, settings: dict[str, str], error: type[Exception], said: str
+) -> None:
+    lab = Lab(Settings(home=home, port=0, **settings), loop="thread")
+    with pytest.raises(error, match=said), lab:
+        pass
+    assert not lab.running
+
+
+def test_a_launch_that_could_not_keep_one_says_so_each_time(home: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(UnusableModelError):
+            lmx_lab.launch(home=home, port=0, embedder="tiny")
+    running = lmx_lab.current()
+    assert running is not None
+    running.stop()
