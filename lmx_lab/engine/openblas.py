@@ -36,7 +36,11 @@ class OpenBlas:
         """
         path = _library()
         values = {"OPENBLAS_NUM_THREADS": str(threads), "OPENBLAS_THREAD_TIMEOUT": IDLE_TIMEOUT}
-        values |= {name: os.environ[name] for name in ("OPENBLAS_THREAD_TIMEOUT",) if os.environ.get(name)}
+        if is_narrow_avx512():
+            values["OPENBLAS_CORETYPE"] = "Zen"
+        values |= {
+            name: os.environ[name] for name in (*values,) if name not in THREAD_VARIABLES and os.environ.get(name)
+        }
         with _environment(values):
             # Local (the default), so that a SciPy loaded later does not find these symbols before its own.
             self._library = ctypes.CDLL(str(path))
@@ -73,6 +77,20 @@ class OpenBlas:
     def _after_fork(self) -> None:
         # A forked child has no threads but its own; OpenBLAS would wait for them.
         self.threads = 1
+
+
+def is_narrow_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this is a processor that computes 512 bits in two halves: AMD's Zen 4, of family 25.
+
+    OpenBLAS takes it for a SkylakeX. Its kernels of 256 bits are quicker there: rows times (384, 1,536), GFLOP/s on
+    one core, SkylakeX against Zen: 8 rows 45 and 62, 64 rows 88 and 97, 240 rows 101 and 107.
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
+    except OSError:
+        return False
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return facts.get("vendor_id") == "AuthenticAMD" and facts.get("cpu family") == "25"
 
 
 def _library() -> Path:

@@ -349,3 +349,28 @@ def test_threads_are_the_cores_that_the_process_may_use(
 def test_the_usual_variables_choose_the_threads() -> None:
     assert openblas.default_threads({"OMP_NUM_THREADS": "3,2", "OPENBLAS_NUM_THREADS": "0"}) == 3
     assert openblas.default_threads({"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "5"}) == 5
+
+
+@pytest.mark.parametrize(
+    ("facts", "narrow"),
+    [
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17", True),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2", False),
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143", False),
+        ("CPU implementer\t: 0x41\nCPU architecture: 8", False),
+        ("", False),
+    ],
+)
+def test_zen_4_is_told_by_its_family(tmp_path: Path, facts: str, narrow: bool) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\n{facts}\n\nprocessor\t: 1\n{facts}\n")
+    assert openblas.is_narrow_avx512(file) is narrow
+
+
+def test_without_cpuinfo_nothing_is_assumed(tmp_path: Path) -> None:
+    assert openblas.is_narrow_avx512(tmp_path / "none") is False
+
+
+@needs_x86
+def test_the_users_choice_of_kernels_stays() -> None:
+    assert "Nehalem" in run("from lmx_lab.engine import blas; print(blas.bind().detail)", OPENBLAS_CORETYPE="Nehalem")
