@@ -19,6 +19,8 @@ class Admission:
     def __init__(self, scheduler: Scheduler[Generation], *, limit_bytes: int) -> None:
         self._scheduler = scheduler
         self._limit_bytes = limit_bytes
+        self.beside_bytes = 0
+        """What models beside the one that generates take of it."""
         self._slot_s: float | None = None
         """How long requests that have ended held their slot."""
 
@@ -51,7 +53,7 @@ class Admission:
         """Whether the request fits into memory beside those that run; drops kept prefixes for it."""
         running = self._scheduler.running
         lengths = [it.length for it in (*running, generation)]
-        needed = batch.footprint.running_bytes(lengths, chunk=memory.LARGEST_CHUNK_TOKENS)
+        needed = self.beside_bytes + batch.footprint.running_bytes(lengths, chunk=memory.LARGEST_CHUNK_TOKENS)
         # Alone it fits: the context it was checked against is what memory holds.
         if needed > self._limit_bytes and running:
             return False

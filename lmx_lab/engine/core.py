@@ -211,11 +211,12 @@ class EngineCore:
         """Load, or return why not: an exception would hold frames, and with them the weights, in memory."""
         if not pinned:
             self._publish(state="loading")
+        room = self._limit_bytes - self._bytes_beside(entry, pinned=pinned)
         try:
             if entry.kind == "chat":
-                model: Loaded = load_chat(entry, limit_bytes=self._limit_bytes, dtype=self._settings.dtype)
+                model: Loaded = load_chat(entry, limit_bytes=room, dtype=self._settings.dtype)
             else:
-                model = load_encoder(entry, limit_bytes=self._limit_bytes, dtype=self._settings.dtype)
+                model = load_encoder(entry, limit_bytes=room, dtype=self._settings.dtype)
         except LabError as exc:
             failure = type(exc)(exc.message, param=exc.param)
         else:
@@ -224,10 +225,16 @@ class EngineCore:
         memory.release()
         return failure
 
+    def _bytes_beside(self, entry: ModelEntry, *, pinned: bool) -> int:
+        """What is in memory and stays there when the entry comes."""
+        pins = [model.memory_bytes for kind, model in self._pinned.items() if not (pinned and kind == entry.kind)]
+        return sum(pins) + (self._main.memory_bytes if pinned and self._main else 0)
+
     def _take_in(self, model: Loaded, *, pinned: bool) -> None:
         if pinned:
             assert isinstance(model, LoadedEncoder)
             self._pinned[model.entry.kind] = model
+            self.generating.share(sum(pin.memory_bytes for pin in self._pinned.values()))
             return
         self._main = model
         self.generating.use(model if isinstance(model, LoadedModel) else None)

@@ -78,6 +78,10 @@ class Generating:
         """In how long one of the running requests will likely end."""
         return self._admission.place_free_s(self.batch)
 
+    def share(self, beside_bytes: int) -> None:
+        """So much of the memory limit is taken by other models."""
+        self._admission.beside_bytes = beside_bytes
+
     def use(self, model: LoadedModel | None) -> None:
         """Generate with this model from now on; requests of the one before must have ended."""
         self._model = self.batch = None

@@ -246,6 +246,15 @@ async def test_too_large_to_be_pinned_is_said_before(minilm: ModelEntry) -> None
             await engine.pin(minilm)
 
 
+async def test_a_chat_model_has_the_room_that_pinned_models_leave(tiny: ModelEntry, minilm: ModelEntry) -> None:
+    async with Engine(Settings(memory_limit_bytes=95_000_000)) as engine:
+        await engine.load(tiny)
+        await engine.unload()
+        await engine.pin(minilm)
+        with pytest.raises(OutOfMemoryError, match=r"0\.00 GB are allowed"):
+            await engine.load(tiny)
+
+
 async def test_after_the_thread_died_a_load_brings_back_what_was_pinned(both: Engine, tiny: ModelEntry) -> None:
     def die(core: EngineCore) -> None:
         raise SystemExit("as an example")
