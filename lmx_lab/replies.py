@@ -192,7 +192,7 @@ async def _next(stream: Deltas) -> Delta | None:
     return await anext(stream, None)
 
 
-SHOWN = ("id", "loaded", "kind", "format", "quantization", "size_gb", "context_length")
+SHOWN = ("id", "loaded", "pinned", "kind", "format", "quantization", "size_gb", "context_length")
 
 
 class ModelList(list[ModelRecord]):

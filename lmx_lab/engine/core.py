@@ -21,7 +21,7 @@ from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.loaded import LoadedModel, load_chat
 from lmx_lab.engine.requests import EngineSnapshot, EngineState, LoadReport, PinnedModel, UnloadCause
 from lmx_lab.engine.threads import ThreadChoice
-from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError
+from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
 
@@ -43,6 +43,8 @@ class Swap:
     deadline: float
     finish_queued: bool
     """Whether requests in the queue are still served before it."""
+    pinned_too: bool
+    """Whether requests to pinned models have to end as well."""
     done: Future[Any] = field(default_factory=Future)
 
 
@@ -120,7 +122,7 @@ class EngineCore:
             QueueFullError: too many wait.
         """
         encoder = job.encoder()
-        if encoder is None or encoder not in self.encoders() or (self._swaps and encoder is self._main):
+        if encoder is None or encoder not in self.encoders() or any(self._touched(swap, [job]) for swap in self._swaps):
             raise _is_going(job.model_id)
         self.encoding.add(job)
         self._publish()
@@ -129,17 +131,32 @@ class EngineCore:
         """Nobody waits for these texts any more."""
         self.encoding.cancel(job)
 
-    def swap(self, perform: Callable[[], T], *, why: str, timeout_s: float, finish_queued: bool = False) -> Future[T]:
+    def swap(
+        self,
+        perform: Callable[[], T],
+        *,
+        why: str,
+        timeout_s: float,
+        finish_queued: bool = False,
+        pinned_too: bool = False,
+    ) -> Future[T]:
         """Change the model by ``perform`` once running requests have ended, at most ``timeout_s`` from now.
 
         Swaps happen one after the other, in the order asked for, whether or not somebody still waits for the result.
-        From now until then no request is taken; those in the queue end with an error, or are served first.
+        From now until then no request is taken; those in the queue end with an error, or are served first. Pinned
+        models go on answering, unless ``pinned_too``.
         """
+        swap = Swap(
+            perform=perform,
+            why=why,
+            deadline=time.perf_counter() + timeout_s,
+            finish_queued=finish_queued,
+            pinned_too=pinned_too,
+        )
         if not finish_queued:
             error = NotLoadedError(f"{why} before this request began; ask again when a model is loaded")
             self.generating.end_all(self.generating.queued, error)
-            self.encoding.end_all(self._of_main(self.encoding.queued), error)
-        swap = Swap(perform=perform, why=why, deadline=time.perf_counter() + timeout_s, finish_queued=finish_queued)
+            self.encoding.end_all(self._touched(swap, self.encoding.queued), error)
         # Marked as running, it cannot be cancelled by a caller who leaves.
         swap.done.set_running_or_notify_cancel()
         self._swaps.append(swap)
@@ -211,6 +228,9 @@ class EngineCore:
         """Load, or return why not: an exception would hold frames, and with them the weights, in memory."""
         if not pinned:
             self._publish(state="loading")
+        if (there := self._in_memory(entry)) is not None:
+            self._take_in(there, pinned=pinned)
+            return None
         room = self._limit_bytes - self._bytes_beside(entry, pinned=pinned)
         try:
             if entry.kind == "chat":
@@ -219,11 +239,19 @@ class EngineCore:
                 model = load_encoder(entry, limit_bytes=room, dtype=self._settings.dtype)
         except LabError as exc:
             failure = type(exc)(exc.message, param=exc.param)
+        except Exception as exc:
+            log.exception("%s could not be loaded", entry.id)
+            what = f"{type(exc).__name__}: {exc}"
+            failure = UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model")
         else:
             self._take_in(model, pinned=pinned)
             return None
         memory.release()
         return failure
+
+    def _in_memory(self, entry: ModelEntry) -> LoadedEncoder | None:
+        """An encoder that is pinned already, or loaded, serves as both."""
+        return next((model for model in self.encoders() if model.entry.path == entry.path), None)
 
     def _bytes_beside(self, entry: ModelEntry, *, pinned: bool) -> int:
         """What is in memory and stays there when the entry comes."""
@@ -235,6 +263,7 @@ class EngineCore:
             assert isinstance(model, LoadedEncoder)
             self._pinned[model.entry.kind] = model
             self.generating.share(sum(pin.memory_bytes for pin in self._pinned.values()))
+            memory.release()
             return
         self._main = model
         self.generating.use(model if isinstance(model, LoadedModel) else None)
@@ -275,9 +304,11 @@ class EngineCore:
         while self._swaps:
             swap = self._swaps[0]
             if time.perf_counter() > swap.deadline:
-                self._end_main(NotLoadedError(f"{swap.why} before this request ended"))
-            running = [*self.generating.running, *self._of_main(self.encoding.running)]
-            queued = [*self.generating.queued, *self._of_main(self.encoding.queued)]
+                error = NotLoadedError(f"{swap.why} before this request ended")
+                self._end_main(error)
+                self.encoding.end_all(self._touched(swap, self.encoding.queued + self.encoding.running), error)
+            running = [*self.generating.running, *self._touched(swap, self.encoding.running)]
+            queued = [*self.generating.queued, *self._touched(swap, self.encoding.queued)]
             if running or (swap.finish_queued and queued):
                 return
             self._swaps.popleft()
@@ -285,6 +316,10 @@ class EngineCore:
                 swap.done.set_result(swap.perform())
             except Exception as exc:
                 swap.done.set_exception(exc)
+
+    def _touched(self, swap: Swap, jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
+        """Those that have to end before it."""
+        return list(jobs) if swap.pinned_too else self._of_main(jobs)
 
     def _of_main(self, jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
         pinned = list(self._pinned.values())

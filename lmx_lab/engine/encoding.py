@@ -1,7 +1,7 @@
 """Embedding and reranking on the engine thread: texts of all requests in batches of like lengths, layer by layer.
 
-A layer is the longest that anything else has to wait: between two of them the engine generates, takes commands and
-notices that a request was given up.
+A layer, or of a long text a part of one, is the longest that anything else has to wait: in between the engine
+generates, takes commands and notices that a request was given up.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ LANE_TOKENS = 256 if ON_CPU else 16_384
 MiniLM, two cores, 1,920 tokens in one go 395 ms, in lanes of 256 tokens 320 ms."""
 BUSY_LANE_TOKENS = 256 if ON_CPU else 4096
 """The same while answers are generated: each waits for a layer of a batch."""
+MOST_TOKENS = 16_000_000
+"""Of all requests together: Python keeps a token in about 40 bytes."""
 BUCKET = 0.8
 """The shortest text of a batch as a share of the longest: at most a fifth is padding."""
 LAZY_TOKENS = 64
@@ -77,6 +79,11 @@ class EncodeJob:
     def complete(self) -> bool:
         return len(self.rows) == self._distinct
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether some of its texts were taken by a batch that has not given their rows."""
+        return len(self.rows) + len(self.left) < self._distinct
+
     def take(self, shortest: float, longest: int, most: int) -> list[int]:
         """The indices of up to ``most`` texts of such lengths, the longest first; they are no longer left."""
         end = bisect.bisect_right(self.left, longest, key=lambda it: it[0])
@@ -85,7 +92,7 @@ class EncodeJob:
         del self.left[start:end]
         return [index for _, index in reversed(taken)]
 
-    def encoded(self, now: float) -> Encoded:
+    def encoded(self, encoder: LoadedEncoder, now: float) -> Encoded:
         """The result, once every text has its row."""
         report = EncodeReport(
             model=self.model_id,
@@ -96,8 +103,7 @@ class EncodeJob:
             peak_memory_bytes=self.peak_memory_bytes,
         )
         rows = np.stack([self.rows[index] for index in self.same_as])
-        encoder = self.encoder()
-        return Encoded(rows=rows if self.raw or encoder is None else encoder.activate(rows), report=report)
+        return Encoded(rows=rows if self.raw else encoder.activate(rows), report=report)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,6 +119,7 @@ class Lane:
 class Pass:
     """A batch on its way through the layers."""
 
+    encoder: LoadedEncoder
     lanes: list[Lane]
     tokens: int
     """Padding included."""
@@ -190,6 +197,11 @@ class Encoding:
         Raises:
             QueueFullError: too many are there.
         """
+        tokens = sum(len(text.tokens) for text in job.texts)
+        there = sum(len(text.tokens) for other in self._jobs for text in other.texts)
+        if there and there + tokens > MOST_TOKENS:
+            said = f"texts of {there} tokens are under way, and these have {tokens}; {MOST_TOKENS} may be in all"
+            raise QueueFullError(f"{said}; try again in 5 s", retry_after_s=5)
         if len(self._jobs) >= self._queue_limit:
             raise QueueFullError(
                 f"{len(self._jobs)} requests for embeddings or scores are under way, as many as slots and queue_limit "
@@ -215,21 +227,30 @@ class Encoding:
         while self._jobs:
             try:
                 if self._pass is None:
-                    self._pass = self._begin(BUSY_LANE_TOKENS if busy else LANE_TOKENS)
+                    self._pass = self._begin(BUSY_LANE_TOKENS if busy else LANE_TOKENS, patient=busy)
                 if self._pass is not None:
                     self._advance(self._pass)
+                elif busy:
+                    break  # until answers have given back the memory
             except Exception as exc:
                 self._fail_pass(exc)
             if time.perf_counter() >= until:
-                return
+                break
+        if busy and self._pass is not None:
+            # What follows may compute with another number of threads.
+            mx.eval(self._pass.ahead)
 
     def _expire(self) -> None:
         now = time.perf_counter()
         for job in [job for job in self._jobs if now > job.arrived_at + job.timeout_s]:
-            self._fail(job, GenerationTimeoutError(f"not finished after {job.timeout_s:g} s, the request's limit"))
+            limit = f"not finished after {job.timeout_s:g} s, the request's limit (request_timeout_s); send fewer texts"
+            self._fail(job, GenerationTimeoutError(limit))
 
-    def _begin(self, lane_tokens: int) -> Pass | None:
-        """The next batch: the longest texts of the job whose turn it is, and what others have of that length."""
+    def _begin(self, lane_tokens: int, *, patient: bool) -> Pass | None:
+        """The next batch: the longest texts of the job whose turn it is, and what others have of that length.
+
+        None if there is nothing to do, or not enough memory as yet; unless ``patient``, the job then fails.
+        """
         first = next((job for job in self._jobs if job.left), None)
         if first is None:
             return None
@@ -240,7 +261,8 @@ class Encoding:
         longest = first.left[-1][0]
         rows = self._rows(encoder, longest, max(1, lane_tokens // longest) * len(self._streams))
         if not rows:
-            self._fail(first, self._too_large(encoder, longest))
+            if not patient:
+                self._fail(first, self._too_large(encoder, longest))
             return None
         members: list[tuple[EncodeJob, int]] = []
         for job in [first, *(job for job in self._jobs if job is not first)]:
@@ -262,7 +284,7 @@ class Encoding:
             if (part := members[at :: len(self._streams)])
         ]
         longest = max(len(job.texts[index].tokens) for job, index in members)
-        return Pass(lanes=lanes, tokens=longest * len(members))
+        return Pass(encoder=encoder, lanes=lanes, tokens=longest * len(members))
 
     def _rows(self, encoder: LoadedEncoder, length: int, rows: int) -> int:
         """How many texts of this length, at most ``rows``, fit into memory together; 0 if not even one."""
@@ -283,7 +305,11 @@ class Encoding:
 
     def _advance(self, batch: Pass) -> None:
         """One layer, or the end of the batch."""
-        self._threads.prepare(batch.tokens, lanes=len(batch.lanes))
+        if len(batch.lanes) == 1:
+            # The number of threads may change.
+            mx.eval(batch.ahead)
+        # Short work by one thread, whatever there was before: the same text gets the same vector to the last bit.
+        self._threads.prepare(batch.tokens if batch.tokens >= LANE_TOKENS else 1, lanes=len(batch.lanes))
         while hidden := batch.layer():
             if batch.tokens >= LAZY_TOKENS:
                 # One layer is computed while the next one is put together.
@@ -299,20 +325,28 @@ class Encoding:
             job.rows[index] = row
             job.peak_memory_bytes = max(job.peak_memory_bytes, peak)
         for job in [job for job in self._jobs if job.complete]:
-            self._jobs.remove(job)
-            job.done.set_result(job.encoded(time.perf_counter()))
+            self._complete(job, batch.encoder)
+
+    def _complete(self, job: EncodeJob, encoder: LoadedEncoder) -> None:
+        try:
+            encoded = job.encoded(encoder, time.perf_counter())
+        except Exception as exc:
+            log.exception("a request for embeddings or scores failed at its end")
+            self._fail(job, EngineError(f"the rows could not be put together: {type(exc).__name__}: {exc}"))
+            return
+        self._jobs.remove(job)
+        job.done.set_result(encoded)
 
     def _fail_pass(self, exc: Exception) -> None:
         """The requests of the batch fail; the model stays."""
         log.error("computing a batch of texts failed:\n%s", "".join(traceback.format_exception(exc)))
         exc.__traceback__ = None
-        failed, self._pass = self._pass, None
-        members = failed.members if failed is not None else [(job, 0) for job in self._jobs]
+        self._pass = None
         why = f"{type(exc).__name__}: {exc}"
         if memory.is_out_of_memory(exc):
             why = f"out of memory ({exc}); send fewer or shorter texts"
-        for job in {id(job): job for job, _ in members}.values():
-            self._fail(job, EngineError(f"the texts could not be computed: {why}"))
+        error = EngineError(f"the texts could not be computed: {why}")
+        self.end_all([job for job in self._jobs if job.in_pass] or self._jobs[:1], error)
         memory.release()
 
     def _fail(self, job: EncodeJob, error: LabError) -> None:

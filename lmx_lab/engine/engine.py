@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from lmx_lab.engine import memory
 from lmx_lab.engine.core import EngineCore
@@ -47,7 +48,26 @@ from lmx_lab.errors import (
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
 
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _frameless(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A deliberate error leaves without the frames that raised it: some hold the model, and whoever keeps the error (a
+    notebook keeps the last one) would keep the weights in memory.
+    """
+
+    @functools.wraps(verb)
+    async def without_frames(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await verb(*args, **kwargs)
+        except LabError as exc:
+            failure = exc.with_traceback(None)
+        failure.__context__ = None
+        raise failure
+
+    return without_frames
 
 
 class Engine:
@@ -55,7 +75,7 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._thread = EngineThread(settings, awaited=lambda: self._tokenizing > 0)
+        self._thread = EngineThread(settings, awaited=lambda: self._tokenizing > 0 or self._texts.tokenizing)
         self._texts = Texts(self._thread, settings)
         self._prompts: ThreadPoolExecutor | None = None
         self._made_at = time.monotonic()
@@ -74,6 +94,7 @@ class Engine:
         """End every request, free the memory, join the thread. Blocks until the current step is over."""
         self._thread.stop()
         self._texts.stop()
+        self._pins.clear()
         prompts, self._prompts = self._prompts, None
         if prompts is not None:
             prompts.shutdown(wait=False, cancel_futures=True)
@@ -150,7 +171,10 @@ class Engine:
             return
         await asyncio.to_thread(self.start)
         for entry in list(self._pins.values()):
-            await self._thread.call(functools.partial(_pin, entry))
+            try:
+                await self._thread.call(functools.partial(_pin, entry))
+            except LabError as exc:
+                log.warning("%s, which was pinned, could not be loaded again: %s", entry.id, exc.message)
 
     async def unload(self) -> int:
         """Unload the model after running requests have ended; returns the bytes freed, 0 when there was none."""
@@ -161,7 +185,7 @@ class Engine:
     async def quiesce(self, timeout_s: float) -> None:
         """Let running requests end, for at most ``timeout_s``; the rest, and those that wait, end with an error."""
         if self.alive:
-            await self._swap(lambda core: None, "the server is stopped", timeout_s)
+            await self._swap(lambda core: None, "the server is stopped", timeout_s, pinned_too=True)
 
     # Requests
 
@@ -179,6 +203,7 @@ class Engine:
         (stream,) = await self.submit_all(request, choices=1)
         return stream
 
+    @_frameless
     async def submit_all(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
         """Accept a request for several answers, all or none. Its prompt is computed once; seeds differ by choice.
 
@@ -211,6 +236,7 @@ class Engine:
         """
         return await (await self.submit_embedding(request)).result()
 
+    @_frameless
     async def submit_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
         """Accept inputs to be embedded; what is wrong with them is raised here.
 
@@ -229,10 +255,12 @@ class Engine:
         """
         return await (await self.submit_rerank(request)).result()
 
+    @_frameless
     async def submit_rerank(self, request: RerankRequest) -> Pending[Ranking]:
         """Accept documents to be ranked; raises as ``submit_embedding``."""
         return await self._texts.rerank(request)
 
+    @_frameless
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids as the loaded model's tokenizer shows it.
 
@@ -294,10 +322,20 @@ class Engine:
             with self._counting:
                 self._tokenizing -= 1
 
-    async def _swap(self, perform: Callable[[EngineCore], T], why: str, timeout_s: float | None = None) -> T:
+    async def _swap(
+        self,
+        perform: Callable[[EngineCore], T],
+        why: str,
+        timeout_s: float | None = None,
+        *,
+        pinned_too: bool = False,
+    ) -> T:
         drain_s = self.settings.drain_s if timeout_s is None else timeout_s
-        done = await self._thread.call(lambda core: core.swap(lambda: perform(core), why=why, timeout_s=drain_s))
-        return await asyncio.wrap_future(done)
+
+        def begin(core: EngineCore) -> Future[T]:
+            return core.swap(lambda: perform(core), why=why, timeout_s=drain_s, pinned_too=pinned_too)
+
+        return await asyncio.wrap_future(await self._thread.call(begin))
 
 
 def _done(result: T) -> Future[T]:

@@ -27,6 +27,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 SLICE = 256
 """Texts turned into tokens at once: a request of one text need not wait for all of another's ten thousand."""
+MOST_CHARACTERS = 64 * 2**20
+"""Of all texts that are being tokenized; a request that is alone may have more."""
 EMBEDDERS: tuple[Kind, ...] = ("embedding",)
 RERANKERS: tuple[Kind, ...] = ("rerank", "embedding")
 
@@ -66,6 +68,13 @@ class Texts:
         self._settings = settings
         self._executor: ThreadPoolExecutor | None = None
         self._tokenizing = 0
+        self._characters = 0
+        """Of the requests that are being tokenized."""
+
+    @property
+    def tokenizing(self) -> bool:
+        """Whether texts are on their way to the engine's thread."""
+        return self._tokenizing > 0
 
     def stop(self) -> None:
         executor, self._executor = self._executor, None
@@ -84,7 +93,7 @@ class Texts:
         def tokens(first: int, part: Sequence[str | tuple[int, ...]]) -> list[TextTokens]:
             return tokenizer.texts(part, input_type=request.input_type, truncate=request.truncate, first=first)
 
-        with self._place():
+        with self._place(request.inputs):
             texts = await self._in_slices(tokens, request.inputs)
         job = self._job(request, EMBEDDERS, tokenizer, texts, arrived_at=arrived_at)
         return await self._accept(job, functools.partial(_embeddings, request.dimensions))
@@ -106,9 +115,9 @@ class Texts:
             )
 
         def query(_: int, part: Sequence[str]) -> list[TextTokens]:
-            return tokenizer.texts(part, input_type="query", truncate=request.truncate, param="query", first=None)
+            return tokenizer.texts(part, input_type="query", truncate=False, param="query", first=None)
 
-        with self._place():
+        with self._place(request.documents):
             if method == "cosine":
                 texts += await self._in_slices(query, [request.query])
             texts += await self._in_slices(documents if method == "cosine" else pairs, request.documents)
@@ -122,18 +131,26 @@ class Texts:
         return pending
 
     @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
-        """Texts on their way to tokens are bounded like those on their way to rows."""
-        most = self._settings.slots + self._settings.queue_limit
-        if self._tokenizing >= most:
-            raise QueueFullError(f"{most} requests wait to be tokenized already; try again in 1 s", retry_after_s=1)
+    def _place(self, texts: Sequence[str | tuple[int, ...]]) -> Iterator[None]:
+        """Texts on their way to tokens are bounded like those on their way to rows, and in their length."""
+        if not texts:
+            raise InvalidRequestError("there are no texts; send at least one")
+        most, characters = self._settings.slots + self._settings.queue_limit, sum(map(len, texts))
+        if self._tokenizing >= most or (self._characters and self._characters + characters > MOST_CHARACTERS):
+            raise QueueFullError(
+                f"{self._tokenizing} requests for embeddings or scores are being read; {most} may be (slots and "
+                f"queue_limit), with {MOST_CHARACTERS} characters in all; try again in 1 s",
+                retry_after_s=1,
+            )
         # Written on the event loops' threads, of which there can be two: a count that is off by one for a moment
         # refuses one request more or less.
         self._tokenizing += 1
+        self._characters += characters
         try:
             yield
         finally:
             self._tokenizing -= 1
+            self._characters -= characters
 
     async def _in_slices(
         self, tokenize: Callable[[int, Sequence[Item]], list[TextTokens]], items: Sequence[Item]

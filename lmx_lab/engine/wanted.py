@@ -14,10 +14,9 @@ from lmx_lab.errors import (
     OtherModelLoadedError,
     OutOfMemoryError,
 )
-from lmx_lab.weights import Kind
+from lmx_lab.weights import KINDS_IN_WORDS, Kind
 
 LOAD_FIRST = "load one first: POST /admin/models/load, lab.load(...) or lmx-lab serve --model"
-NAMES: dict[Kind, str] = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
 REMEDIES: dict[Kind, str] = {
     "chat": LOAD_FIRST,
     "embedding": "load one (POST /admin/models/load, lab.load), or keep one beside it: lmx-lab serve --embedder ID, "
@@ -41,7 +40,7 @@ def chat_model(thread: EngineThread, name: str | None) -> LoadedModel:
     if main is None:
         raise _none_loaded(thread.snapshot)
     if name is None:
-        raise NotLoadedError(f"{main.entry.id} is {NAMES[main.entry.kind]} and does not chat; {LOAD_FIRST}")
+        raise NotLoadedError(f"{main.entry.id} is {KINDS_IN_WORDS[main.entry.kind]} and does not chat; {LOAD_FIRST}")
     raise _other(name, main.entry.id, "chat")
 
 
@@ -63,8 +62,8 @@ def encoder(thread: EngineThread, name: str | None, kinds: tuple[Kind, ...]) -> 
         raise _other(name, loaded, kinds[0])
     if main is None and not there and thread.snapshot.state == "loading":
         raise _none_loaded(thread.snapshot)
-    loaded = f"{main.entry.id} is {NAMES[main.entry.kind]}, and no" if main is not None else "no"
-    needed = " or ".join(NAMES[kind].partition(" ")[2] for kind in kinds)
+    loaded = f"{main.entry.id} is {KINDS_IN_WORDS[main.entry.kind]}, and no" if main is not None else "no"
+    needed = " or ".join(KINDS_IN_WORDS[kind].partition(" ")[2] for kind in kinds)
     raise NotLoadedError(f"{loaded} {needed} is in memory; {REMEDIES[kinds[0]]}")
 
 
@@ -79,8 +78,12 @@ def _refuse_other_kinds(thread: EngineThread, name: str | None, kinds: tuple[Kin
     entries = [now.entry, *(pinned.entry for pinned in now.pinned)]
     for entry in entries:
         if entry is not None and entry.id == name and entry.kind not in kinds:
-            needed = " or ".join(NAMES[kind] for kind in kinds)
-            raise InvalidRequestError(f"{name} is {NAMES[entry.kind]}; this needs {needed}", param="model")
+            needed = " or ".join(KINDS_IN_WORDS[kind] for kind in kinds)
+            fitting = [other.id for other in entries if other is not None and other.kind in kinds]
+            there = f"{', '.join(fitting)} is in memory" if fitting else "GET /admin/models lists what is here by kind"
+            raise InvalidRequestError(
+                f"{name} is {KINDS_IN_WORDS[entry.kind]}; this needs {needed}: {there}", param="model"
+            )
 
 
 def _other(name: str, loaded: str, kind: Kind) -> LabError:

@@ -61,8 +61,9 @@ def embeddings_body(texts: Texts, *, model: str | os.PathLike[str] | None, **fie
     Raises:
         InvalidRequestError: the first thing that is wrong, by name.
     """
-    given = texts if isinstance(texts, str) else [_plain_tokens(item) for item in _listed(texts, "texts")]
-    return _valid(EmbeddingsBody, {"model": _named(model), "input": given, **fields})
+    given = texts if isinstance(texts, str) else [_plain(item) for item in _listed(texts, "texts")]
+    numbers = {name: _plain(value) for name, value in fields.items()}
+    return _valid(EmbeddingsBody, {"model": _named(model), "input": given, **numbers})
 
 
 def rerank_body(query: str, documents: Documents, *, model: str | os.PathLike[str] | None, **fields: Any) -> RerankBody:
@@ -72,18 +73,29 @@ def rerank_body(query: str, documents: Documents, *, model: str | os.PathLike[st
     """
     if isinstance(documents, str | Mapping):
         raise InvalidRequestError("documents is one document; give a list of them", param="documents")
-    given = _listed(documents, "documents")
-    return _valid(RerankBody, {"model": _named(model), "query": query, "documents": given, **fields})
+    given = [dict(item) if isinstance(item, Mapping) else item for item in _listed(documents, "documents")]
+    numbers = {name: _plain(value) for name, value in fields.items()}
+    return _valid(RerankBody, {"model": _named(model), "query": query, "documents": given, **numbers})
 
 
 def _listed(items: object, name: str) -> list[Any]:
-    if not isinstance(items, Iterable) or isinstance(items, bytes):
+    """The items, also of an array or a column. What is iterable but no list of texts would be taken for one."""
+    if hasattr(items, "columns"):
+        raise InvalidRequestError(f"{name} is a whole data frame; give one of its columns", param=name)
+    single = isinstance(items, bytes | bytearray | memoryview | Mapping) or getattr(items, "shape", None) == ()
+    if single or not isinstance(items, Iterable):
         raise InvalidRequestError(f"{name} is {items!r:.80}; give a list of texts", param=name)
-    return list(items)
+    found = list(items)
+    if found and isinstance(found[0], bytes | bytearray):
+        raise InvalidRequestError(f"{name} has {found[0]!r:.80}; give texts, decoded", param=name)
+    return found
 
 
-def _plain_tokens(item: Any) -> Any:
-    return list(item) if isinstance(item, tuple) else item
+def _plain(value: Any) -> Any:
+    """Tuples, ranges and arrays of token ids as lists, their numbers as Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, tuple | list | range) else value
 
 
 def _named(model: str | os.PathLike[str] | None) -> str:

@@ -319,6 +319,7 @@ class Lab(Serving):
             "LAN address": self.lan_url or "",
             "browser address": self.proxy_url or "",
             "model": f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)" if now.model else "none loaded",
+            "kept beside": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
         }
         return {name: value for name, value in facts.items() if value}
 

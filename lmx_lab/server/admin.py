@@ -19,7 +19,7 @@ from lmx_lab.feed import Feed
 from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.connections import EventStream
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
-from lmx_lab.server.naming import unknown_model
+from lmx_lab.server.naming import check_unloads, unknown_model
 from lmx_lab.server.openapi import EVENTS, event_stream
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.admin import (
@@ -35,6 +35,7 @@ from lmx_lab.wire.admin import (
     ModelRecords,
     Throughput,
     UnloadAnswer,
+    UnloadRequest,
 )
 
 SAMPLE_S = 1.0
@@ -66,9 +67,12 @@ def admin_routes(
         return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
 
     @router.post("/models/unload")
-    async def unload(request: Request) -> UnloadAnswer:
-        """Unload the model; with none loaded nothing happens, and 0 GB are freed."""
-        check_admin(local=is_local(request), lan_admin=lan_admin)
+    async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
+        """Unload the model; with none loaded nothing happens, and 0 GB are freed. Pinned models stay."""
+        local = is_local(request)
+        check_admin(local=local, lan_admin=lan_admin)
+        if body is not None and body.model is not None:
+            check_unloads(body.model, engine.snapshot, local=local)
         return UnloadAnswer(freed_vram_gb=await loader.unload() / 1e9)
 
     @router.get(
@@ -123,8 +127,7 @@ def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]
     in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
     pins = set(in_memory)
     if now.entry is not None:
-        # The same model may be pinned and loaded, twice in memory.
-        in_memory[now.entry.path] = in_memory.get(now.entry.path, 0) + now.model_memory_bytes
+        in_memory[now.entry.path] = now.model_memory_bytes
     known = {entry.path for entry in entries}
     held = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry else [])]
     shown = [*entries, *{entry.path: entry for entry in held if entry.path not in known}.values()]

@@ -110,7 +110,7 @@ class StrictRoute(APIRoute):
         async def strict(request: Request) -> Response:
             body = await read_body(request, request.app.state.max_body_bytes)
             value = None
-            if body or self.body_field is not None:
+            if body or (self.body_field is not None and self.body_field.field_info.is_required()):
                 _check_content_type(request)
                 value = await parse_json_aside(body)
             return await handle(ParsedRequest(request, body, value))

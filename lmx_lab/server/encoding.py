@@ -14,7 +14,7 @@ from lmx_lab.engine import EmbeddingRequest, Embeddings, EncodeReport, Engine, P
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.feed import Feed
 from lmx_lab.server.loading import Event
-from lmx_lab.server.naming import EMBEDDING, RERANK, Kinds, loaded_id, not_loaded
+from lmx_lab.server.naming import EMBEDDING, RERANK, Kinds, in_memory, loaded_id, not_loaded
 from lmx_lab.server.swapping import ModelSwap
 from lmx_lab.weights import Catalog
 from lmx_lab.wire.admin import RequestEvent
@@ -103,7 +103,7 @@ class EncodingService:
             EngineError: the model made something that is no number.
         """
         work = self._asked(request, self._engine.submit_embedding, EMBEDDING, local=local)
-        return await self._told("embedding", request_id, work, lambda result: result.vectors)
+        return await self._told("embedding", request_id, self._meant(request, EMBEDDING), work, lambda it: it.vectors)
 
     async def rerank(self, request: RerankRequest, request_id: str | None = None, *, local: bool = False) -> Ranking:
         """A score for each document. Cancelling gives the work up.
@@ -112,20 +112,23 @@ class EncodingService:
             LabError: as ``embed``.
         """
         work = self._asked(request, self._engine.submit_rerank, RERANK, local=local)
-        return await self._told("rerank", request_id, work, lambda result: result.scores)
+        return await self._told("rerank", request_id, self._meant(request, RERANK), work, lambda it: it.scores)
+
+    def _meant(self, request: EmbeddingRequest | RerankRequest, kinds: Kinds) -> str:
+        """The id of the model in memory that is to answer; the name as it was asked for may be anything."""
+        fitting = [entry.id for kind in kinds for entry in in_memory(self._engine.snapshot) if entry.kind == kind]
+        return next((name for name in fitting if request.model in (None, name)), "")
 
     async def _told(
         self,
         kind: Task,
         request_id: str | None,
+        model: str,
         work: Coroutine[Any, Any, Result],
         values: Callable[[Result], Vectors],
     ) -> Result:
         """The result, whose values are numbers; however it ends, that is told."""
-        # The name as it was asked for may be anything.
-        told = functools.partial(
-            self._ended, request_id=request_id or "", kind=kind, model=self._engine.snapshot.model or ""
-        )
+        told = functools.partial(self._ended, request_id=request_id or "", kind=kind, model=model)
         try:
             result = await work
             _check_numbers(values(result), result.report)

@@ -56,4 +56,6 @@ def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> L
     if now.state == "empty" and now.unload_cause == "idle":
         why = f"{now.unloaded_model} was unloaded because no request came for {settings.idle_unload_s:g} s"
         return NotLoadedError(f"{why}; load it again: POST /admin/models/load")
-    return NotLoadedError(f"the engine is {now.state}; load a model first: POST /admin/models/load")
+    pinned = ", ".join(pinned.entry.id for pinned in now.pinned)
+    kept = f" ({pinned} answers, but is only kept beside one)" if pinned else ""
+    return NotLoadedError(f"the engine is {now.state}{kept}; load a model first: POST /admin/models/load")

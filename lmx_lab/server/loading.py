@@ -21,8 +21,7 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.feed import Feed
-from lmx_lab.server.naming import WORDS
-from lmx_lab.weights import Catalog, Kind, ModelEntry, Progress
+from lmx_lab.weights import KINDS_IN_WORDS, Catalog, Kind, ModelEntry, Progress
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 
 T = TypeVar("T")
@@ -80,7 +79,10 @@ class ModelLoader:
         try:
             entry = await self._find(name, local=True)
             if entry.kind != kind:
-                raise UnusableModelError(f"{name} is {WORDS[entry.kind]}; this place is for {WORDS[kind]}")
+                raise UnusableModelError(
+                    f"{name} is {KINDS_IN_WORDS[entry.kind]}; this place is for {KINDS_IN_WORDS[kind]}; "
+                    "load the other kind as the model"
+                )
             await asyncio.to_thread(self._catalog.check, entry)
             self._feed.publish(ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes))
             report = await self._engine.pin(entry)

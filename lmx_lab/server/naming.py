@@ -7,14 +7,13 @@ from pathlib import Path
 
 from lmx_lab.engine import EngineSnapshot
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError, OtherModelLoadedError
-from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.weights import KINDS_IN_WORDS, Kind, ModelEntry
 
 Kinds = tuple[Kind, ...]
 CHAT: Kinds = ("chat",)
 EMBEDDING: Kinds = ("embedding",)
 RERANK: Kinds = ("rerank", "embedding")
 """Embedding models rank too, if no reranker is there."""
-WORDS = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
 STARTER = {"chat": "smollm2-135m", "embedding": "minilm-l6"}
 LISTED = 5
 
@@ -31,22 +30,23 @@ def loaded_id(name: str | None, now: EngineSnapshot, *, local: bool) -> str | No
     return name
 
 
-def unknown_model(name: str, now: EngineSnapshot) -> ModelNotFoundError:
+def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds = CHAT) -> ModelNotFoundError:
     """True of paths too, whatever lies there."""
-    loaded = f"{now.model} is loaded" if now.model is not None else "none is loaded"
+    fitting = [entry.id for kind in kinds for entry in in_memory(now) if entry.kind == kind]
+    loaded = f"{', '.join(fitting)} is loaded" if fitting else "none that would do is loaded"
     return ModelNotFoundError(
         f"no model here has the id {name[:200]!r}; requests name models by id, not by path: {loaded}, "
-        "GET /v1/models lists all",
+        "GET /admin/models lists all",
         param="model",
     )
 
 
 def wrong_kind(entry: ModelEntry, kinds: Kinds) -> InvalidRequestError:
-    needed = " or ".join(WORDS[kind] for kind in kinds)
-    return InvalidRequestError(
-        f"{entry.id} is {WORDS[entry.kind]}, this request needs {needed}; GET /admin/models lists what is here by kind",
-        param="model",
+    needed = " or ".join(KINDS_IN_WORDS[kind] for kind in kinds)
+    said = (
+        f"{entry.id} is {KINDS_IN_WORDS[entry.kind]}; this needs {needed}: GET /admin/models lists what is here by kind"
     )
+    return InvalidRequestError(said, param="model")
 
 
 def not_loaded(
@@ -64,7 +64,7 @@ def not_loaded(
         return _said(exc, _remedy(entries, kinds)) if kinds != CHAT else exc
     found = next((entry for entry in entries if entry.id == name), None)
     if found is None:
-        return unknown_model(name, now) if in_memory(now) else exc
+        return unknown_model(name, now, kinds) if in_memory(now) else exc
     if found.kind not in kinds:
         return wrong_kind(found, kinds)
     return _said(exc, "a server started with --swap loads what is named")
@@ -81,3 +81,17 @@ def _remedy(entries: Sequence[ModelEntry], kinds: Kinds) -> str:
 
 def _said(exc: NotLoadedError, more: str) -> NotLoadedError:
     return type(exc)(f"{exc.message}; {more}", param=exc.param, retry_after_s=exc.retry_after_s)
+
+
+def check_unloads(name: str, now: EngineSnapshot, *, local: bool) -> None:
+    """Whether unloading what is loaded unloads the model of that name.
+
+    Raises:
+        InvalidRequestError: it stays, or is not in memory at all.
+    """
+    meant = loaded_id(name, now, local=local)
+    if meant == now.model:
+        return
+    if any(pinned.entry.id == meant for pinned in now.pinned):
+        raise InvalidRequestError(f"{meant} is pinned: it stays until the server ends", param="model")
+    raise InvalidRequestError(f"{name[:200]} is not loaded, {now.model or 'no model'} is", param="model")

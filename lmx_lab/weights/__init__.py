@@ -1,6 +1,16 @@
 """Model files: what is on this disk, and how more of it gets here. Nothing here loads a model."""
 
 from lmx_lab.weights.catalog import Catalog
-from lmx_lab.weights.entry import Format, Kind, ModelEntry, Progress, ProgressCallback, Source, Stage
+from lmx_lab.weights.entry import KINDS_IN_WORDS, Format, Kind, ModelEntry, Progress, ProgressCallback, Source, Stage
 
-__all__ = ["Catalog", "Format", "Kind", "ModelEntry", "Progress", "ProgressCallback", "Source", "Stage"]
+__all__ = [
+    "KINDS_IN_WORDS",
+    "Catalog",
+    "Format",
+    "Kind",
+    "ModelEntry",
+    "Progress",
+    "ProgressCallback",
+    "Source",
+    "Stage",
+]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 Kind = Literal["chat", "embedding", "rerank"]
+KINDS_IN_WORDS: Mapping[Kind, str] = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
 Format = Literal["mlx", "gguf"]
 Source = Literal["store", "hub", "folder", "path"]
 Stage = Literal["download", "verify", "convert", "store"]

@@ -52,6 +52,15 @@ class LoadAnswer(BaseModel):
     vram_gb: float
 
 
+class UnloadRequest(BaseModel):
+    """May be left out, or be empty."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
+    """The loaded model, if it is named at all; another one is refused."""
+
+
 class UnloadAnswer(BaseModel):
     success: Literal[True] = True
     freed_vram_gb: float

@@ -45,7 +45,7 @@ Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
 
 
 class RequestShape(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class StreamOptions(RequestShape):

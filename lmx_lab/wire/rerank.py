@@ -65,7 +65,7 @@ class RerankBody(RequestShape):
 
     # Ours.
     truncate: bool | None = False
-    """Cut documents that are too long for the model, instead of refusing them."""
+    """Cut documents that are too long for the model, instead of refusing them. A query is never cut."""
     raw_scores: bool | None = False
     """Scores as the model's head has them."""
 
@@ -74,6 +74,8 @@ class RerankBody(RequestShape):
 
     # Known to the formats, not offered: only the value that means "no".
     max_tokens_per_doc: Annotated[Any, neutral.NO_DOCUMENT_LIMITS] = None
+    return_embeddings: Annotated[Any, neutral.NO_VECTORS] = None
+    priority: Annotated[Any, neutral.NO_PRIORITY] = None
     max_chunks_per_doc: Annotated[Any, neutral.NO_CHUNKS] = None
     rank_fields: Annotated[Any, neutral.NO_RANK_FIELDS] = None
 
@@ -84,10 +86,12 @@ class RerankBody(RequestShape):
 
 
 class TextsRerankBody(RequestShape):
-    """The same as Text Embeddings Inference has it. It names no model: the one in memory answers."""
+    """The same as Text Embeddings Inference has it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"query": SEA, "texts": PAIR}]})
 
+    model: NonEmpty | None = None
+    """The format has none: the one in memory answers."""
     query: Query
     texts: InputTexts
     return_text: bool | None = False

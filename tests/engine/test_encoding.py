@@ -29,6 +29,7 @@ class Watched:
         """Of each batch, the first tokens."""
         self.closed = 0
         self.fails: Exception | None = None
+        self.fails_to_activate = False
 
     def passes(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
         self.batches.append([text.tokens[0] for text in batch])
@@ -44,6 +45,8 @@ class Watched:
         return np.array([[text.tokens[0]] for text in batch], dtype=np.float32)
 
     def activate(self, raw: Vectors) -> Vectors:
+        if self.fails_to_activate:
+            raise MemoryError("as an example")
         return raw + 0.5
 
     def batch_bytes(self, rows: int, length: int) -> int:
@@ -266,6 +269,47 @@ def test_out_of_memory_in_a_batch_says_what_to_do() -> None:
     work.add(asked)
     run(work)
     assert "send fewer or shorter texts" in failure(asked).message
+
+
+def test_a_failure_at_the_end_of_a_request_is_its_own() -> None:
+    work, encoder = encoding(), Watched()
+    broken, fine = job(encoder, [30]), job(encoder, [30], first=9, raw=True)
+    work.add(broken)
+    work.add(fine)
+    encoder.fails_to_activate = True
+    run(work)
+    assert "could not be put together" in failure(broken).message
+    assert fine.done.result(timeout=0).rows.tolist() == [[9.0]]
+
+
+def test_the_activation_is_not_lost_with_the_model() -> None:
+    work, encoder = encoding(), Watched()
+    asked = job(encoder, [30])
+    work.add(asked)
+    work.step(0.0, busy=False)
+    del encoder
+    run(work)
+    assert asked.done.result(timeout=0).rows.tolist() == [[0.5]]
+
+
+def test_beside_answers_a_batch_waits_for_memory() -> None:
+    encoder = Watched(bytes_per_token=1_000_000)
+    work = encoding(limit_bytes=memory.used_bytes() + 10_000_000)
+    asked = job(encoder, [64])
+    work.add(asked)
+    for _ in range(3):
+        work.step(0.0, busy=True)
+    assert not asked.done.done()
+    work.step(0.0, busy=False)
+    assert isinstance(failure(asked), ContextLengthError)
+
+
+def test_too_many_tokens_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.engine.encoding.MOST_TOKENS", 100)
+    work, encoder = encoding(), Watched()
+    work.add(job(encoder, [150]))
+    with pytest.raises(QueueFullError, match="150 tokens are under way, and these have 3; 100"):
+        work.add(job(encoder, [3]))
 
 
 def test_an_encoder_that_is_gone_ends_its_requests() -> None:

@@ -8,17 +8,19 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lmx_lab.engine import EmbeddingRequest, Engine, Ranking, RerankRequest, Vectors
+from lmx_lab.engine import EmbeddingRequest, Engine, Ranking, RerankRequest, TokenPrompt, Vectors
 from lmx_lab.engine.core import EngineCore
 from lmx_lab.errors import (
     EngineDeadError,
     EngineError,
     GenerationTimeoutError,
     InvalidRequestError,
+    LabError,
     NotLoadedError,
     OtherModelLoadedError,
     OutOfMemoryError,
@@ -54,6 +56,17 @@ async def both(tiny: ModelEntry, minilm: ModelEntry) -> AsyncIterator[Engine]:
 def reranker(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
     folder = tmp_path_factory.mktemp("reranker") / "tiny-reranker"
     return write_tiny_bert(folder, labels=1)
+
+
+async def die(engine: Engine) -> None:
+    """As the engine's thread would of something that nobody thought of."""
+
+    def command(core: EngineCore) -> None:
+        raise SystemExit("as an example")
+
+    with contextlib.suppress(EngineDeadError):
+        await engine._thread.call(command)
+    await asyncio.to_thread(engine._thread._thread.join)  # type: ignore[union-attr]
 
 
 async def vectors(engine: Engine, *texts: str, model: str | None = None) -> Vectors:
@@ -256,20 +269,95 @@ async def test_a_chat_model_has_the_room_that_pinned_models_leave(tiny: ModelEnt
 
 
 async def test_after_the_thread_died_a_load_brings_back_what_was_pinned(both: Engine, tiny: ModelEntry) -> None:
-    def die(core: EngineCore) -> None:
-        raise SystemExit("as an example")
-
-    both._thread.post(die)
-    with contextlib.suppress(EngineDeadError):
-        await vectors(both, SENTENCES[0])
-    await asyncio.to_thread(both._thread._thread.join)  # type: ignore[union-attr]
+    await die(both)
     with pytest.raises(EngineDeadError):
         await vectors(both, SENTENCES[0])
     await both.load(tiny)
     assert (await vectors(both, SENTENCES[0])).shape == (1, 384)
 
 
+async def test_a_pin_that_is_gone_does_not_keep_a_load_from_reviving_the_engine(
+    tiny: ModelEntry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned = write_tiny_bert(tmp_path / "pinned")
+    async with Engine(Settings()) as engine:
+        await engine.pin(pinned)
+        (tmp_path / "pinned" / "model.safetensors").unlink()
+        await die(engine)
+        await engine.load(tiny)
+        assert engine.snapshot.model == "tiny"
+        assert engine.snapshot.pinned == ()
+    assert "pinned, which was pinned, could not be loaded again" in caplog.text
+
+
+async def test_what_is_pinned_can_be_loaded_too_and_is_in_memory_once(embedder: Engine, minilm: ModelEntry) -> None:
+    used = embedder.snapshot.memory_used_bytes
+    await embedder.pin(minilm)
+    assert embedder.snapshot.memory_used_bytes == used
+    assert await embedder.unload() == 0
+    assert (await vectors(embedder, SENTENCES[0])).shape == (1, 384)
+
+
+async def test_tokenizing_is_no_idleness(minilm: ModelEntry) -> None:
+    async with Engine(Settings(idle_unload_s=0.05)) as engine:
+        await engine.load(minilm)
+        many = EmbeddingRequest(inputs=tuple(f"number {at}" for at in range(3000)))
+        assert (await engine.embed(many)).vectors.shape == (3000, 384)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        EmbeddingRequest(inputs=("text",), dimensions=385),
+        EmbeddingRequest(inputs=("text",), model="other"),
+        EmbeddingRequest(inputs=((10**9,),)),
+        EmbeddingRequest(inputs=("word " * 1000,)),
+    ],
+)
+async def test_an_error_that_somebody_keeps_does_not_keep_the_model(
+    embedder: Engine, request_: EmbeddingRequest
+) -> None:
+    with pytest.raises(LabError) as kept:
+        await embedder.embed(request_)
+    assert await embedder.unload() > 80_000_000
+    assert kept.value is not None
+
+
+@pytest.mark.parametrize("changes", [{"model": "other"}, {"prompt": TokenPrompt(tokens=(1,) * 10_000)}])
+async def test_nor_does_a_chat_requests(tiny: ModelEntry, changes: dict[str, Any]) -> None:
+    async with Engine(Settings()) as engine:
+        await engine.load(tiny)
+        with pytest.raises(LabError) as kept:
+            await engine.submit(request(**changes))
+        assert await engine.unload() > 6_000_000
+        assert kept.value is not None
+
+
 # Ends
+
+
+async def test_nothing_to_compute_is_refused(embedder: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="no texts"):
+        await embedder.embed(EmbeddingRequest(inputs=()))
+    with pytest.raises(InvalidRequestError, match="no texts"):
+        await embedder.rerank(RerankRequest(query="q", documents=()))
+
+
+async def test_too_much_text_at_once_is_refused(embedder: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.engine.texts.MOST_CHARACTERS", 10_000)
+    running = asyncio.create_task(embedder.embed(long(1000)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="10000 characters"):
+        await vectors(embedder, SENTENCES[0])
+    running.cancel()
+
+
+async def test_before_a_stop_requests_to_pinned_models_end_too(both: Engine) -> None:
+    embedding = asyncio.create_task(both.embed(long(500)))
+    await until_busy(both)
+    await both.quiesce(0.05)
+    with pytest.raises(NotLoadedError, match="the server is stopped"):
+        await embedding
 
 
 async def test_a_caller_who_leaves_takes_the_work_back(embedder: Engine) -> None:
@@ -322,7 +410,7 @@ async def test_a_failure_in_a_layer_fails_that_request_only(embedder: Engine, mo
         raise ValueError("as an example")
 
     with monkeypatch.context() as patched:
-        patched.setattr("lmx_lab.engine.encoders.bert.Layer.__call__", fail)
+        patched.setattr("lmx_lab.engine.encoders.bert.Layer.steps", fail)
         with pytest.raises(EngineError, match="as an example"):
             await vectors(embedder, SENTENCES[0])
     assert np.array_equal(await vectors(embedder, SENTENCES[0]), good)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,26 @@ def test_the_listing_tells_them_apart(http: httpx2.Client) -> None:
     assert models["tiny-embedder"]["vram_gb"] > 0
 
 
+def test_a_failed_request_is_told_by_the_model_that_was_to_answer(lab: Lab, http: httpx2.Client) -> None:
+    seen = []
+    with httpx2.stream("GET", f"{lab.url}/admin/events?include=requests", timeout=30) as events:
+        lines = events.iter_lines()
+        next(lines)
+        too_long = {"model": "default", "input": "a cat " * 500}
+        assert http.post("/v1/embeddings", json=too_long).status_code == 400
+        for line in lines:
+            if '"type":"request"' in line:
+                seen.append(json.loads(line.removeprefix("data: ")))
+                break
+    assert [(it["kind"], it["model"], it["code"]) for it in seen] == [
+        ("embedding", "tiny-embedder", "context-length-exceeded")
+    ]
+
+
+def test_the_lab_shows_what_it_keeps(lab: Lab) -> None:
+    assert "kept beside: tiny-embedder (0.00 GB), tiny-reranker (0.00 GB)" in repr(lab)
+
+
 def test_readiness_speaks_of_the_loaded_model(http: httpx2.Client) -> None:
     assert http.get("/readyz").json()["model"] == "tiny"
 
@@ -78,7 +99,9 @@ def test_what_multiplies_matrices_is_told(http: httpx2.Client) -> None:
 
 def test_unloading_leaves_them(home: Path) -> None:
     with serving(home, "tiny", embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
-        assert http.post("/admin/models/unload").json()["freed_vram_gb"] > 0
+        refused = http.post("/admin/models/unload", json={"model": "tiny-embedder"})
+        assert (refused.status_code, "is pinned" in refused.json()["error"]["message"]) == (400, True)
+        assert http.post("/admin/models/unload", json={"model": "tiny"}).json()["freed_vram_gb"] > 0
         assert http.get("/readyz").status_code == 503
         assert listed(http)["tiny-embedder"]["loaded"]
         assert http.post("/v1/embeddings", json={"model": "tiny-embedder", "input": "a cat"}).status_code == 200

@@ -14,7 +14,7 @@ from lmx_lab.errors import (
     NotLoadedError,
     OtherModelLoadedError,
 )
-from lmx_lab.server.naming import CHAT, EMBEDDING, RERANK, Kinds, loaded_id, not_loaded, unknown_model
+from lmx_lab.server.naming import CHAT, EMBEDDING, RERANK, Kinds, check_unloads, loaded_id, not_loaded, unknown_model
 from tests.server.conftest import ENTRY
 
 READY = EngineSnapshot(state="ready", entry=ENTRY)
@@ -51,7 +51,7 @@ def test_the_refusal_is_true_of_a_path_that_exists() -> None:
     said = unknown_model("/models/tiny", READY).message
     assert "by id" in said
     assert "tiny is loaded" in said
-    assert "none is loaded" in unknown_model("x" * 1000, EngineSnapshot()).message
+    assert "none that would do is loaded" in unknown_model("x" * 1000, EngineSnapshot()).message
     assert len(unknown_model("x" * 1000, EngineSnapshot()).message) < 400
 
 
@@ -59,6 +59,22 @@ def test_a_pinned_models_path_is_a_name_too() -> None:
     assert loaded_id("/models/minilm", PINNED, local=True) == "minilm"
     assert loaded_id("/models/tiny", PINNED, local=True) == "tiny"
     assert loaded_id("/models/minilm", PINNED, local=False) == "/models/minilm"
+
+
+def test_unknown_names_are_told_what_would_do() -> None:
+    assert "minilm is loaded" in unknown_model("text-embedding-3-small", PINNED, ("embedding",)).message
+    assert "tiny is loaded" in unknown_model("gpt", PINNED).message
+
+
+def test_an_unload_that_names_another_model_is_refused() -> None:
+    check_unloads("tiny", PINNED, local=False)
+    check_unloads("/models/tiny", PINNED, local=True)
+    with pytest.raises(InvalidRequestError, match="minilm is pinned"):
+        check_unloads("minilm", PINNED, local=False)
+    with pytest.raises(InvalidRequestError, match="gpt is not loaded, tiny is"):
+        check_unloads("gpt", PINNED, local=False)
+    with pytest.raises(InvalidRequestError, match="no model is"):
+        check_unloads("gpt", EngineSnapshot(), local=False)
 
 
 OTHER, NONE = OtherModelLoadedError("other", param="model"), NotLoadedError("none", retry_after_s=1)

@@ -13,6 +13,7 @@ from lmx_lab.engine.encoders.layers import (
     ACTIVATIONS,
     Linear,
     Norm,
+    Steps,
     activation,
     attend,
     block_length,
@@ -63,8 +64,8 @@ class Layer:
             norm=tensors.norm(f"{name}.output.LayerNorm", size, eps),
         )
 
-    def __call__(self, x: mx.array, real: mx.array | None) -> mx.array:
-        attended = join_heads(attend(*split_heads(self.qkv(x), self.heads), real))
+    def steps(self, x: mx.array, real: mx.array | None) -> Steps:
+        attended = join_heads((yield from attend(*split_heads(self.qkv(x), self.heads), real)))
         x = self.attention_norm(x + self.out(attended))
         return self.norm(x + self.down(self.act(self.up(x))))
 
@@ -132,7 +133,7 @@ class Bert:
     def passes(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
         x = self._embed(batch)
         for layer in self.layers:
-            x = layer(x, batch.real)
+            x = yield from layer.steps(x, batch.real)
             yield x
         return x
 

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
 from lmx_lab.engine.encoders.bert import one_label
-from lmx_lab.engine.encoders.layers import SCORES_BYTES, on_cpu
+from lmx_lab.engine.encoders.layers import SCORES_BYTES, Steps, finished, on_cpu
 from lmx_lab.engine.encoders.network import Config
 from lmx_lab.engine.encoders.padding import PaddedBatch
 from lmx_lab.engine.encoders.recipe import LogitTokens
@@ -44,7 +44,7 @@ class Decoder:
         x = self.inner.embed_tokens(mx.array(batch.ids))
         chunk = self._chunk(*batch.ids.shape)
         for layer in self.inner.layers:
-            x = _through(layer, x, chunk)
+            x = yield from _through(layer, x, chunk)
             yield x
         return self.inner.norm(x)  # type: ignore[no-any-return]
 
@@ -60,7 +60,7 @@ class Decoder:
         return self.itemsize * (2 * scores + rows * length * (10 * self.hidden_size + 4 * self.inner_size))
 
 
-def _through(layer: Any, x: mx.array, chunk: int) -> mx.array:
+def _through(layer: Any, x: mx.array, chunk: int) -> Steps:
     if chunk >= x.shape[1]:
         return layer(x, create_attention_mask(x), None)  # type: ignore[no-any-return]
     # Keys and values of this layer, and only while it runs.
@@ -68,7 +68,7 @@ def _through(layer: Any, x: mx.array, chunk: int) -> mx.array:
     for start in range(0, x.shape[1], chunk):
         part = x[:, start : start + chunk]
         parts.append(layer(part, create_attention_mask(part, cache), cache))
-        mx.eval(parts[-1])
+        yield parts[-1]
     return mx.concatenate(parts, axis=1)
 
 
@@ -206,7 +206,7 @@ def _try_layers(model: Any) -> None:
     x = model.model.embed_tokens(mx.array(TRIAL))
     try:
         for layer in model.model.layers:
-            x = _through(layer, x, x.shape[1])
+            x = finished(_through(layer, x, x.shape[1]))
         found = model.model.norm(x).astype(mx.float32)
     except (TypeError, AttributeError) as exc:
         raise UnusableModelError(f"its layers in mlx-lm cannot be run one by one: {exc}") from exc

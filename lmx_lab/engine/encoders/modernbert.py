@@ -14,6 +14,7 @@ from lmx_lab.engine.encoders.layers import (
     ACTIVATIONS,
     Linear,
     Norm,
+    Steps,
     activation,
     attend,
     block_length,
@@ -72,11 +73,12 @@ class Layer:
             down=tensors.linear(f"{name}.mlp.Wo", inner, size, bias=mlp),
         )
 
-    def __call__(self, x: mx.array, real: mx.array | None) -> mx.array:
+    def steps(self, x: mx.array, real: mx.array | None) -> Steps:
         normed = x if self.attention_norm is None else self.attention_norm(x)
         queries, keys, values = split_heads(self.qkv(normed), self.heads)
         queries, keys = self._turned(queries), self._turned(keys)
-        x = x + self.out(join_heads(attend(queries, keys, values, real, self.window)))
+        attended = yield from attend(queries, keys, values, real, self.window)
+        x = x + self.out(join_heads(attended))
         inputs, gates = mx.split(self.up(self.norm(x)), 2, axis=-1)
         return x + self.down(self.act(inputs) * gates)
 
@@ -150,7 +152,7 @@ class ModernBert:
     def passes(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
         x = self.norm(self.words[mx.array(batch.ids)])
         for layer in self.layers:
-            x = layer(x, batch.real)
+            x = yield from layer.steps(x, batch.real)
             yield x
         return self.final_norm(x)
 

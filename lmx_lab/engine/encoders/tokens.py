@@ -248,7 +248,7 @@ class TextTokenizer:
     def _too_long(self, place: str, tokens: int, *, cut: bool) -> ContextLengthError:
         return ContextLengthError(
             f"{place} has {'more than ' if cut else ''}{tokens} tokens and {self._model} takes "
-            f"{self._rules.context_length}; shorten it or send truncate: true",
+            f"{self._rules.context_length}; shorten it{'' if place == 'query' else ' or send truncate: true'}",
             param=place,
         )
 
