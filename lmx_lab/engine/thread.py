@@ -157,3 +157,6 @@ def _perform(core: EngineCore, command: Callable[[EngineCore], Any], future: Fut
         future.set_result(command(core))
     except Exception as exc:
         future.set_exception(exc)
+    except BaseException as exc:
+        future.set_exception(EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again"))
+        raise
