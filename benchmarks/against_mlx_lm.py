@@ -22,24 +22,39 @@ from benchmarks.servers import lab_server, mlx_lm_server
 STREAMS = 8
 FIGURE = "overall tok/s ÷ mlx_lm.server"
 SHORT_TOKENS = 32
+PROMPT_TOKENS = 156
 
 
 def measure(bench: Bench) -> list[Row]:
     tokens = bench.sizes.together_tokens
-    rows = [_compare(bench, bench.folder, tokens, "same files", Limit(sign=">", bound=1))]
+    rows = [_compare(bench, bench.folder, _stories, tokens, case="same files", limit=Limit(sign=">", bound=1))]
     if bench.promised:
-        rows.append(_compare(bench, expanded(), SHORT_TOKENS, "float32 files", Limit(sign="≥", bound=12)))
+        case = f"prompts of {PROMPT_TOKENS}, float32 files"
+        limit = Limit(sign="≥", bound=12)
+        rows.append(_compare(bench, expanded(), _lists, SHORT_TOKENS, case=case, limit=limit))
     return rows
 
 
-def _compare(bench: Bench, folder: Path, tokens: int, files: str, limit: Limit) -> Row:
+Prompts = Callable[[int], list[list[prompts.Message]]]
+
+
+def _stories(number: int) -> list[list[prompts.Message]]:
+    """About 50 tokens each, new in every round."""
+    return [prompts.story(5000 + 10 * number + stream) for stream in range(STREAMS)]
+
+
+def _lists(number: int) -> list[list[prompts.Message]]:
+    return [prompts.history(6000 + 10 * number + stream, PROMPT_TOKENS) for stream in range(STREAMS)]
+
+
+def _compare(bench: Bench, folder: Path, asked: Prompts, tokens: int, *, case: str, limit: Limit) -> Row:
     """``folder`` is what ``mlx_lm.server`` reads."""
     with lab_server(bench.folder) as ours, mlx_lm_server(folder) as theirs:
-        samples = [_round(ours.url, theirs, number, tokens) for number in range(bench.sizes.rounds)]
+        samples = [_round(ours.url, theirs, number, asked(number), tokens) for number in range(bench.sizes.rounds)]
     ours_rate, their_rate = (median(sample[side]["rate"] for sample in samples) for side in ("ours", "theirs"))
     return Row(
         figure=FIGURE,
-        case=f"{STREAMS} streams of {tokens} tokens, {files}",
+        case=f"{STREAMS} streams of {tokens} tokens, {case}",
         model=bench.model,
         value=median(sample["ours"]["rate"] / sample["theirs"]["rate"] for sample in samples),
         limit=limit,
@@ -49,9 +64,10 @@ def _compare(bench: Bench, folder: Path, tokens: int, files: str, limit: Limit) 
     )
 
 
-def _round(ours: str, theirs: str, number: int, tokens: int) -> dict[str, dict[str, Any]]:
+def _round(
+    ours: str, theirs: str, number: int, asked: list[list[prompts.Message]], tokens: int
+) -> dict[str, dict[str, Any]]:
     """One run of each side on the same new prompts; who begins changes. Ends by end-of-text are allowed on both."""
-    asked = [prompts.story(5000 + 10 * number + stream) for stream in range(STREAMS)]
     sides: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("ours", lambda: _run(ours, asked, tokens, "default")),
         ("theirs", lambda: _run(theirs, asked, tokens, "default_model")),

@@ -91,8 +91,9 @@ class Generating:
 
     def _new_batch(self, model: LoadedModel) -> Batch:
         settings = self._settings
-        # A CPU is busy with few tokens: more prompts at once would only all end later. One beside may be short.
-        prefills, lanes = (1, 2) if mx.default_device() == mx.cpu else (settings.slots, settings.slots)
+        # On a CPU several long prompts at once would only all end later. Short ones are better computed together than in
+        # small pieces between the tokens of those that were first.
+        prefills, lanes = (1, settings.slots) if mx.default_device() == mx.cpu else (settings.slots, settings.slots)
         if not model.traits.prompts_together:
             prefills = lanes = 1
         self._scheduler.prefills, self._scheduler.lanes = prefills, lanes

@@ -95,8 +95,8 @@ class Texts:
 
         with self._place(request.inputs):
             texts = await self._in_slices(tokens, request.inputs)
-        job = self._job(request, EMBEDDERS, tokenizer, texts, arrived_at=arrived_at)
-        return await self._accept(job, functools.partial(_embeddings, request.dimensions))
+            job = self._job(request, EMBEDDERS, tokenizer, texts, arrived_at=arrived_at)
+            return await self._accept(job, functools.partial(_embeddings, request.dimensions))
 
     async def rerank(self, request: RerankRequest) -> Pending[Ranking]:
         """See ``Engine.submit_rerank``."""
@@ -121,8 +121,8 @@ class Texts:
             if method == "cosine":
                 texts += await self._in_slices(query, [request.query])
             texts += await self._in_slices(documents if method == "cosine" else pairs, request.documents)
-        job = self._job(request, RERANKERS, tokenizer, texts, arrived_at=arrived_at)
-        return await self._accept(job, functools.partial(_ranking, method))
+            job = self._job(request, RERANKERS, tokenizer, texts, arrived_at=arrived_at)
+            return await self._accept(job, functools.partial(_ranking, method))
 
     async def _accept(self, job: EncodeJob, finish: Callable[[Encoded], Result]) -> Pending[Result]:
         # Made before: a caller who leaves meanwhile drops it, which gives the job up.
@@ -132,7 +132,7 @@ class Texts:
 
     @contextlib.contextmanager
     def _place(self, texts: Sequence[str | tuple[int, ...]]) -> Iterator[None]:
-        """Texts on their way to tokens are bounded like those on their way to rows, and in their length."""
+        """Texts on their way to the engine are bounded like those that it has taken, and in their length."""
         if not texts:
             raise InvalidRequestError("there are no texts; send at least one")
         most, characters = self._settings.slots + self._settings.queue_limit, sum(map(len, texts))
