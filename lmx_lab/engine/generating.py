@@ -91,8 +91,8 @@ class Generating:
 
     def _new_batch(self, model: LoadedModel) -> Batch:
         settings = self._settings
-        # On a CPU several long prompts at once would only all end later. Short ones are better computed together than in
-        # small pieces between the tokens of those that were first.
+        # On a CPU several long prompts at once would only all end later. Short ones are better computed together than
+        # in small pieces between the tokens of those that were first.
         prefills, lanes = (1, settings.slots) if mx.default_device() == mx.cpu else (settings.slots, settings.slots)
         if not model.traits.prompts_together:
             prefills = lanes = 1
