@@ -61,7 +61,12 @@ class Cut:
         # Measured from the likeliest and in float32, dividing by a small temperature overflows only where no chance is.
         likeliest = logprobs.max(axis=-1, keepdims=True)
         chances = self.apply(logprobs.astype(mx.float32)) - likeliest
-        return mx.random.categorical(chances * (1 / self.temperature), key=key)
+        chances = chances * (1 / self.temperature)
+        if key is None:
+            return mx.random.categorical(chances)
+        # Gumbel's way (arXiv 1411.0030), since MLX's own draws by cumulated chances: there a rounding anywhere in the
+        # vocabulary, by what else is in the batch, moves the draw to a neighbour (a few in a hundred, with OpenBLAS).
+        return mx.argmax(chances + mx.random.gumbel(chances.shape, key=key), axis=-1)
 
     def apply(self, logprobs: mx.array) -> mx.array:
         if self.top_p < 1:

@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from lmx_lab.engine import Engine, Sampling, TokenPrompt
 from lmx_lab.engine.core import EngineCore
+from lmx_lab.engine.sampling import Cut
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
@@ -297,3 +299,14 @@ async def test_a_request_for_no_token_only_checks_its_prompt(engine: Engine) -> 
     assert engine.snapshot.prompt_tokens == 0
     with pytest.raises(InvalidRequestError):
         await run(engine, max_tokens=0, prompt=TokenPrompt(tokens=(10**6,)))
+
+
+def test_a_rounding_somewhere_does_not_move_a_seeded_draw() -> None:
+    random = np.random.default_rng(0)
+    cut = Cut(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0)
+    logprobs = random.normal(0, 1.7, (1, 49_152)).astype(np.float32)
+    rounded = logprobs + random.normal(0, 1e-6, logprobs.shape).astype(np.float32)
+    keys = [mx.random.key(number) for number in range(100)]
+    draws = [[cut.sample(mx.array(each), key).item() for key in keys] for each in (logprobs, rounded)]
+    assert draws[0] == draws[1]
+    assert len(set(draws[0])) > 90
