@@ -11,6 +11,8 @@ ALONE_S = 0.4
 """Length of a step while nobody decodes: every cancel, deadline and arrival waits for its end."""
 SHARE = 1.5
 """Time for prompts in a step, as a multiple of the decoding in it."""
+MOST_SHARE = 1.7
+"""The same where less would be spent mostly on what a chunk costs for itself."""
 FIRST_CHUNK = 8
 GROWTH = 2
 """A chunk is at most so many times the one before: speed is only known where it was measured."""
@@ -24,7 +26,8 @@ class PrefillPace:
     """Learns what decoding and prompts cost on this machine with this model, and sizes chunks by it.
 
     Either costs something for itself (the weights are read) and something for each request or token. While others
-    decode a chunk is at least so long that its tokens cost as much as it does itself: shorter ones would waste time.
+    decode a chunk is at least so long that its tokens cost as much as it does itself, if there is time for that:
+    shorter ones would waste time.
     """
 
     def __init__(self, *, minimum: int, maximum: int) -> None:
@@ -42,8 +45,9 @@ class PrefillPace:
         if self._prompt.known:
             fitting = self._prompt.within(ALONE_S)
             if decoding and self._decode.known:
-                worth = self._prompt.fixed / self._prompt.slope
-                fitting = min(fitting, max(worth, self._prompt.within(SHARE * self._decode.at(decoding))))
+                decode_s = self._decode.at(decoding)
+                worth = min(self._prompt.fixed / self._prompt.slope, self._prompt.within(MOST_SHARE * decode_s))
+                fitting = min(fitting, max(worth, self._prompt.within(SHARE * decode_s)))
             tokens = min(tokens, fitting)
         return max(self._minimum, 1, min(int(tokens) // max(1, prompts), self._maximum))
 
