@@ -45,7 +45,8 @@ class PrefillPace:
         if self._prompt.known:
             fitting = self._prompt.within(ALONE_S)
             if decoding and self._decode.known:
-                decode_s = self._decode.at(decoding)
+                # Where more wait for their first token than read on, waiting weighs more than a gap.
+                decode_s = self._decode.at(decoding) * max(1.0, prompts / decoding)
                 worth = min(self._prompt.fixed / self._prompt.slope, self._prompt.within(MOST_SHARE * decode_s))
                 fitting = min(fitting, max(worth, self._prompt.within(SHARE * decode_s)))
             tokens = min(tokens, fitting)
