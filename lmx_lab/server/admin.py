@@ -19,7 +19,7 @@ from lmx_lab.feed import Feed
 from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.connections import EventStream
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
-from lmx_lab.server.naming import check_unloads, unknown_model
+from lmx_lab.server.naming import ANY, check_unloads, unknown_model
 from lmx_lab.server.openapi import EVENTS, event_stream
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.admin import (
@@ -105,7 +105,7 @@ def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
         for card in await asyncio.to_thread(cards):
             if card.id == model:
                 return card
-        raise unknown_model(model, engine.snapshot)
+        raise unknown_model(model, engine.snapshot, ANY)
 
     return router
 

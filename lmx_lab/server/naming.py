@@ -14,6 +14,7 @@ CHAT: Kinds = ("chat",)
 EMBEDDING: Kinds = ("embedding",)
 RERANK: Kinds = ("rerank", "embedding")
 """Embedding models rank too, if no reranker is there."""
+ANY: Kinds = ("chat", "embedding", "rerank")
 STARTER = {"chat": "smollm2-135m", "embedding": "minilm-l6"}
 LISTED = 5
 
@@ -30,10 +31,12 @@ def loaded_id(name: str | None, now: EngineSnapshot, *, local: bool) -> str | No
     return name
 
 
-def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds = CHAT) -> ModelNotFoundError:
+def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds) -> ModelNotFoundError:
     """True of paths too, whatever lies there."""
-    fitting = [entry.id for kind in kinds for entry in in_memory(now) if entry.kind == kind]
-    loaded = f"{', '.join(fitting)} is loaded" if fitting else "none that would do is loaded"
+    # Once each: a pinned model may be the loaded one too.
+    fitting = list({entry.id: None for kind in kinds for entry in in_memory(now) if entry.kind == kind})
+    verb = "is" if len(fitting) < 2 else "are"
+    loaded = f"{' and '.join(fitting) or 'none that would do'} {verb} loaded"
     return ModelNotFoundError(
         f"no model here has the id {name[:200]!r}; requests name models by id, not by path: {loaded}, "
         "GET /admin/models lists all",

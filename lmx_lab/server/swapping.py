@@ -159,7 +159,7 @@ class ModelSwap:
             # Not local: ids of the catalog only, no paths.
             entry = await asyncio.to_thread(self._catalog.resolve, name, local=False)
         except ModelNotFoundError as exc:
-            raise unknown_model(name, self._engine.snapshot) from exc
+            raise unknown_model(name, self._engine.snapshot, kinds) from exc
         if entry.kind not in kinds:
             raise wrong_kind(entry, kinds)
         return entry

@@ -14,7 +14,17 @@ from lmx_lab.errors import (
     NotLoadedError,
     OtherModelLoadedError,
 )
-from lmx_lab.server.naming import CHAT, EMBEDDING, RERANK, Kinds, check_unloads, loaded_id, not_loaded, unknown_model
+from lmx_lab.server.naming import (
+    ANY,
+    CHAT,
+    EMBEDDING,
+    RERANK,
+    Kinds,
+    check_unloads,
+    loaded_id,
+    not_loaded,
+    unknown_model,
+)
 from tests.server.conftest import ENTRY
 
 READY = EngineSnapshot(state="ready", entry=ENTRY)
@@ -48,11 +58,11 @@ def test_without_a_model_no_path_is_a_name() -> None:
 
 
 def test_the_refusal_is_true_of_a_path_that_exists() -> None:
-    said = unknown_model("/models/tiny", READY).message
+    said = unknown_model("/models/tiny", READY, CHAT).message
     assert "by id" in said
     assert "tiny is loaded" in said
-    assert "none that would do is loaded" in unknown_model("x" * 1000, EngineSnapshot()).message
-    assert len(unknown_model("x" * 1000, EngineSnapshot()).message) < 400
+    assert "none that would do is loaded" in unknown_model("x" * 1000, EngineSnapshot(), CHAT).message
+    assert len(unknown_model("x" * 1000, EngineSnapshot(), CHAT).message) < 400
 
 
 def test_a_pinned_models_path_is_a_name_too() -> None:
@@ -62,8 +72,12 @@ def test_a_pinned_models_path_is_a_name_too() -> None:
 
 
 def test_unknown_names_are_told_what_would_do() -> None:
-    assert "minilm is loaded" in unknown_model("text-embedding-3-small", PINNED, ("embedding",)).message
-    assert "tiny is loaded" in unknown_model("gpt", PINNED).message
+    assert "minilm is loaded" in unknown_model("text-embedding-3-small", PINNED, EMBEDDING).message
+    assert "tiny is loaded" in unknown_model("gpt", PINNED, CHAT).message
+
+
+def test_the_listing_tells_of_every_kind() -> None:
+    assert "tiny and minilm are loaded" in unknown_model("gpt", PINNED, ANY).message
 
 
 def test_an_unload_that_names_another_model_is_refused() -> None:
