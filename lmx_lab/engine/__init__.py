@@ -2,6 +2,7 @@
 
 from lmx_lab.engine.engine import Engine
 from lmx_lab.engine.requests import (
+    AnswerFormat,
     ChatPrompt,
     Delta,
     EmbeddingRequest,
@@ -23,12 +24,16 @@ from lmx_lab.engine.requests import (
     TextPrompt,
     TokenLogprob,
     TokenPrompt,
+    Tool,
+    ToolCallDelta,
+    ToolUse,
     Vectors,
 )
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.engine.texts import Pending
 
 __all__ = [
+    "AnswerFormat",
     "ChatPrompt",
     "Delta",
     "EmbeddingRequest",
@@ -53,5 +58,8 @@ __all__ = [
     "TokenLogprob",
     "TokenPrompt",
     "TokenStream",
+    "Tool",
+    "ToolCallDelta",
+    "ToolUse",
     "Vectors",
 ]

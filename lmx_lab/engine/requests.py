@@ -6,7 +6,7 @@ All times are seconds of ``time.perf_counter``, the engine's one clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -15,17 +15,46 @@ from numpy.typing import NDArray
 from lmx_lab.engine.blas import BlasReport
 from lmx_lab.weights import ModelEntry
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 Vectors = NDArray[np.float32]
 InputType = Literal["query", "document"]
 RerankMethod = Literal["cross-encoder", "decoder", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A function that the model may ask for."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any]
+    """JSON schema of the object of its arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """What the model may call, and whether it must."""
+
+    tools: tuple[Tool, ...]
+    forced: bool = False
+    """The answer is calls and nothing else."""
+    only: str | None = None
+    """The one tool that may be called, and is called once; the model is told of all."""
+    parallel: bool = True
+    """Several calls in one answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
-    """Messages of the chat format, for the model's own chat template."""
+    """Messages of the chat format, for the model's own chat template.
+
+    The ``arguments`` of the tool calls in them are objects, not texts.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
+    tools: ToolUse | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the template, such as ``enable_thinking`` or ``reasoning_effort``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +102,16 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerFormat:
+    """What the whole answer has to be, thoughts aside. It is enforced token by token."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+    """The schema as JSON (draft 2020-12), the regular expression (Rust's syntax), or the grammar (Lark, as llguidance
+    reads it)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     prompt: Prompt
     model: str | None = None
@@ -82,6 +121,9 @@ class GenerationRequest:
     """Upper bound; the room left in the model's context may be smaller. 0 checks the prompt, or scores it."""
     stop: tuple[str, ...] = ()
     """Strings that end the text before them."""
+    answer_format: AnswerFormat | None = None
+    thinking_budget: int | None = None
+    """After so many tokens of thoughts the model is made to answer; None lets it think."""
     ignore_eos: bool = False
     """Go on to ``max_tokens`` even if the model ends its text."""
     top_logprobs: int | None = None
@@ -110,13 +152,28 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolCallDelta:
+    """A piece of a tool call. The first piece of each has its id and its name."""
+
+    index: int
+    """Which call of the answer."""
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+    """All pieces joined are a JSON object, unless the answer was cut off."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Delta:
-    """A piece of generated text and the number of tokens that made it. The text may be empty: it can be held back."""
+    """A piece of an answer and the number of tokens that made it. It may show nothing: text can be held back."""
 
     text: str
     tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of the tokens whose text has gone out with this piece, and at the end of the token that ended the text."""
+    reasoning: str = ""
+    """Of the model's thoughts, which come before the text."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +204,8 @@ class GenerationReport:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    reasoning_tokens: int = 0
+    """Of the output, those of the thoughts, with the marker that ends them."""
     queue_s: float
     prefill_s: float
     ttft_s: float

@@ -13,7 +13,7 @@ from lmx_lab.engine import Delta, GenerationReport, PromptProgress, PromptScores
 from lmx_lab.errors import EngineError, LabError
 from lmx_lab.wire.admin import RequestEvent
 
-Outcome = Literal["stop", "length", "cancelled", "error"]
+Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
