@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine import memory
+from lmx_lab.engine.constraint import ConstrainedSampler
 from lmx_lab.engine.footprint import Footprint
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.kv import KvState
@@ -20,7 +21,7 @@ from lmx_lab.engine.logprobs import answer_token, as_rows
 from lmx_lab.engine.pacing import PrefillPace
 from lmx_lab.engine.prefix import MIN_TOKENS, PrefixCache, common_prefix
 from lmx_lab.engine.requests import PromptScores, TokenLogprob
-from lmx_lab.engine.sampling import Samplers, processors
+from lmx_lab.engine.sampling import Sampler, Samplers, processors
 from lmx_lab.engine.scoring import Scoring
 from lmx_lab.engine.threads import ThreadChoice
 
@@ -153,11 +154,18 @@ class Batch:
             max_tokens=[generation.max_tokens],
             caches=[list(layers)],
             all_tokens=[generation.prompt[:known]],
-            samplers=[self._samplers.get(request.sampling, choice=generation.choice)],
+            samplers=[self._sampler(generation)],
             logits_processors=[processors(request.sampling)],
             stop_sequences=[NO_STOP] if request.ignore_eos else None,
         )
         self._generations[generation.uid] = generation
+
+    def _sampler(self, generation: Generation) -> Sampler:
+        sampling = generation.request.sampling
+        sampler = self._samplers.get(sampling, choice=generation.choice)
+        if generation.constraint is None:
+            return sampler
+        return ConstrainedSampler(generation.constraint, sampler, normalize=sampling.top_p < 1)
 
     def remove(self, generation: Generation) -> None:
         """Stop computing a request; what was computed of it is kept for requests that begin alike."""

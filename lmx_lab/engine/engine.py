@@ -7,23 +7,21 @@ Any number of event loops may use one engine at the same time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
-import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from lmx_lab.engine import memory
 from lmx_lab.engine.core import EngineCore
 from lmx_lab.engine.generation import Generation
-from lmx_lab.engine.loaded import LoadedModel, PromptTokenizer, check_fits
+from lmx_lab.engine.intake import Intake
+from lmx_lab.engine.loaded import check_fits
 from lmx_lab.engine.requests import (
-    ChatPrompt,
     EmbeddingRequest,
     Embeddings,
     EngineSnapshot,
@@ -31,20 +29,11 @@ from lmx_lab.engine.requests import (
     LoadReport,
     Ranking,
     RerankRequest,
-    TokenPrompt,
 )
-from lmx_lab.engine.stream import Mailbox, TokenStream
+from lmx_lab.engine.stream import TokenStream
 from lmx_lab.engine.texts import Pending, Texts
 from lmx_lab.engine.thread import EngineThread
-from lmx_lab.engine.wanted import chat_model
-from lmx_lab.errors import (
-    ContextLengthError,
-    InvalidRequestError,
-    LabError,
-    NotLoadedError,
-    QueueFullError,
-    UnusableModelError,
-)
+from lmx_lab.errors import LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
 
@@ -75,29 +64,25 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._thread = EngineThread(settings, awaited=lambda: self._tokenizing > 0 or self._texts.tokenizing)
+        self._thread = EngineThread(settings, awaited=lambda: self._intake.tokenizing or self._texts.tokenizing)
+        self._intake = Intake(self._thread, settings)
         self._texts = Texts(self._thread, settings)
-        self._prompts: ThreadPoolExecutor | None = None
         self._made_at = time.monotonic()
-        self._counting = threading.Lock()
-        self._tokenizing = 0
         self._pins: dict[Kind, ModelEntry] = {}
 
     # Lifetime
 
     def start(self) -> None:
         """Start the engine thread, or a new one after the old one died."""
-        self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
+        self._intake.start()
         self._thread.start()
 
     def stop(self) -> None:
         """End every request, free the memory, join the thread. Blocks until the current step is over."""
         self._thread.stop()
         self._texts.stop()
+        self._intake.stop()
         self._pins.clear()
-        prompts, self._prompts = self._prompts, None
-        if prompts is not None:
-            prompts.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.start)
@@ -209,15 +194,7 @@ class Engine:
 
         Raises: as ``submit``.
         """
-        most = self.settings.slots + self.settings.queue_limit
-        if choices > most:
-            raise InvalidRequestError(f"n is {choices}; this server takes {most} (slots and queue_limit)", param="n")
-        arrived_at = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        prompts = chat_model(self._thread, request.model).prompts
-        with self._place_in_queue():
-            prompt = await loop.run_in_executor(self._prompts, prompts.encode, request.prompt)
-        generations = self._generations(request, prompt, prompts, arrived_at=arrived_at, choices=choices)
+        generations = await self._intake.generations(request, choices)
         streams = [self._stream(generation) for generation in generations]
         try:
             await self._thread.call(lambda core: core.submit(generations))
@@ -267,60 +244,12 @@ class Engine:
         Raises:
             NotLoadedError: no model is loaded.
         """
-        prompts = chat_model(self._thread, None).prompts
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.decode, tokens)
-
-    def _generations(
-        self,
-        request: GenerationRequest,
-        prompt: list[int],
-        prompts: PromptTokenizer,
-        *,
-        arrived_at: float,
-        choices: int,
-    ) -> list[Generation]:
-        # Looked up again: nobody may hold the model while something else is awaited, or it could not be unloaded.
-        model = chat_model(self._thread, request.model)
-        if model.prompts is not prompts:
-            raise NotLoadedError(f"the model was exchanged for {model.entry.id} before this request began; ask again")
-        _check_length(request, prompt, model)
-        _check_tokens(request, prompt, model)
-        return [
-            Generation(
-                request=request,
-                prompt=prompt,
-                mailbox=Mailbox(asyncio.get_running_loop()),
-                model=weakref.ref(model),
-                arrived_at=arrived_at,
-                timeout_s=request.timeout_s or self.settings.request_timeout_s,
-                choice=choice,
-            )
-            for choice in range(choices)
-        ]
+        return await self._intake.decode(tokens)
 
     def _stream(self, generation: Generation) -> TokenStream:
         # Weakly: a stream that somebody keeps must not keep the model in memory.
         cancel = functools.partial(_cancel, weakref.ref(generation))
         return TokenStream(generation.mailbox, lambda: self._thread.post(cancel), tuple(generation.prompt))
-
-    @contextlib.contextmanager
-    def _place_in_queue(self) -> Iterator[None]:
-        """Prompts on their way to tokens count as waiting, or a flood of long ones would wait without a limit."""
-        now, settings = self.snapshot, self.settings
-        generations = now.active_requests + now.queued_requests - now.encode_requests
-        if generations + self._tokenizing >= settings.slots + settings.queue_limit:
-            raise QueueFullError(
-                f"{settings.slots + settings.queue_limit} requests run or wait, as many as slots and queue_limit "
-                f"allow; try again in {now.place_free_s:.0f} s",
-                retry_after_s=now.place_free_s,
-            )
-        with self._counting:
-            self._tokenizing += 1
-        try:
-            yield
-        finally:
-            with self._counting:
-                self._tokenizing -= 1
 
     async def _swap(
         self,
@@ -351,26 +280,3 @@ def _pin(entry: ModelEntry, core: EngineCore) -> None:
 def _cancel(ended: weakref.ref[Generation], core: EngineCore) -> None:
     if (generation := ended()) is not None:
         core.cancel(generation)
-
-
-def _check_length(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
-    limit, own = model.context_length, model.entry.context_length
-    if limit is not None and len(prompt) + min(1, request.max_tokens) > limit:
-        why = f" (of its {own}: memory holds no more)" if own is not None and limit < own else ""
-        raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens and {model.entry.id} holds {limit} in all{why}, "
-            "the answer included; shorten the prompt",
-            param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
-        )
-
-
-def _check_tokens(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
-    """Token ids that the caller wrote must be tokens of this model."""
-    size, bias = model.traits.vocabulary_size, [token for token, _ in request.sampling.logit_bias]
-    given = prompt if isinstance(request.prompt, TokenPrompt) else []
-    for param, tokens in (("logit_bias", bias), ("prompt", given)):
-        unknown = next((token for token in tokens if not 0 <= token < size), None)
-        if unknown is not None:
-            raise InvalidRequestError(
-                f"{param} has the token id {unknown}; {model.entry.id} knows 0 to {size - 1}", param=param
-            )

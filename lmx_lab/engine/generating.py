@@ -8,6 +8,7 @@ import traceback
 from asyncio import AbstractEventLoop
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import mlx.core as mx
 
@@ -16,10 +17,11 @@ from lmx_lab.engine.admission import Admission
 from lmx_lab.engine.batch import Batch, Computed, Event, Scored, Token
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.loaded import LoadedModel
-from lmx_lab.engine.requests import Delta, GenerationReport, PromptProgress
+from lmx_lab.engine.requests import Delta, GenerationReport, PromptProgress, TokenLogprob
 from lmx_lab.engine.sampling import Samplers
 from lmx_lab.engine.scheduler import Scheduler
 from lmx_lab.engine.stream import Outbox
+from lmx_lab.engine.text import Piece
 from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
@@ -159,6 +161,8 @@ class Generating:
         for event in batch.step():
             try:
                 self._take(batch, event)
+            except LabError as exc:
+                self._end(event.generation, exc)
             except Exception as exc:
                 # Of its own: its text, or its log-probabilities. The others go on.
                 log.exception("a generation failed")
@@ -188,18 +192,20 @@ class Generating:
         generation.first_token_at = generation.first_token_at or now
         generation.output_tokens += 1
         self.totals.output_tokens += 1
-        ended = event.finish == "stop"
         logprob = batch.logprob(event)
-        piece = generation.splitter.add(event.token, None if ended else logprob)
-        text, entries, stopped = piece.text, piece.entries, piece.stopped
-        if event.finish is not None and not stopped:
-            rest = generation.splitter.finish()
-            text, entries, stopped = text + rest.text, (*entries, *rest.entries), rest.stopped
-            if ended and logprob is not None and not stopped:
-                entries = (*entries, logprob)
-        self._outbox.post(generation.mailbox, Delta(text=text, tokens=1, logprobs=entries))
-        if stopped or event.finish is not None:
-            self._end(generation, generation.report("stop" if stopped else event.finish or "stop", now))
+        finish = _finish(generation, event)
+        # The token that ends the text shows nothing; the one that completes a grammar does.
+        silent = event.finish == "stop"
+        piece = generation.splitter.add(event.token, None if silent else logprob)
+        self._outbox.post(generation.mailbox, _delta(piece, tokens=1))
+        if finish is not None and not piece.stopped:
+            piece = generation.splitter.finish()
+            ends = (logprob,) if silent and logprob is not None and not piece.stopped else ()
+            self._outbox.post(generation.mailbox, _delta(piece, tokens=0, ends=ends))
+        reason = "stop" if piece.stopped else finish
+        if reason is not None:
+            called = reason == "stop" and generation.splitter.called
+            self._end(generation, generation.report("tool_calls" if called else reason, now))
 
     def _relieve(self, batch: Batch) -> None:
         """More is in use than may be: estimates were wrong. Give up what is only kept; if that is not enough, all."""
@@ -267,3 +273,30 @@ class Generating:
 
 def _progress(generation: Generation) -> PromptProgress:
     return PromptProgress(done=generation.cached_tokens + generation.computed_tokens, total=len(generation.prompt))
+
+
+def _finish(generation: Generation, event: Token) -> Literal["stop", "length"] | None:
+    """Whether and why the answer ends with this token, its stop strings aside.
+
+    Raises:
+        LabError: its grammar is not enforced any more.
+    """
+    constraint = generation.constraint
+    if constraint is None:
+        return event.finish
+    if constraint.tokens < generation.output_tokens:
+        # The last one that the request has room for: nothing was drawn after it.
+        constraint.advance(event.token)
+    if constraint.failure is not None:
+        raise constraint.failure
+    return "stop" if constraint.complete else event.finish
+
+
+def _delta(piece: Piece[TokenLogprob], *, tokens: int, ends: tuple[TokenLogprob, ...] = ()) -> Delta:
+    return Delta(
+        text=piece.text,
+        tokens=tokens,
+        logprobs=(*piece.entries, *ends),
+        reasoning=piece.reasoning,
+        tool_calls=piece.calls,
+    )

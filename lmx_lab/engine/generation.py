@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lmx_lab.engine.constraint import Constraint
 from lmx_lab.engine.loaded import LoadedModel
 from lmx_lab.engine.prefix import Tokens
 from lmx_lab.engine.requests import FinishReason, GenerationReport, GenerationRequest, TokenLogprob
+from lmx_lab.engine.shape import AnswerShape
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text import TextSplitter
 
@@ -27,6 +29,8 @@ class Generation:
     timeout_s: float
     choice: int = 0
     """Which of the answers to one request."""
+    shape: AnswerShape | None = None
+    constraint: Constraint | None = None
     admitted_at: float = 0.0
     decoding_at: float = 0.0
     first_token_at: float = 0.0
@@ -53,7 +57,7 @@ class Generation:
         self.key = np.asarray(self.prompt, dtype=np.int32)
         self.model_id = model.entry.id
         self.max_tokens = min(self.request.max_tokens, (model.context_length or 2**31) - len(self.prompt))
-        self.splitter = TextSplitter(model.text.decode, self.request.stop)
+        self.splitter = TextSplitter(model.text.decode, self.request.stop, self.shape)
 
     @property
     def length(self) -> int:
@@ -68,6 +72,7 @@ class Generation:
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
+            reasoning_tokens=self.splitter.reasoning_tokens,
             queue_s=self.admitted_at - self.arrived_at,
             prefill_s=decoding_at - self.admitted_at,
             ttft_s=(self.first_token_at or now) - self.arrived_at,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,12 @@ from mlx_lm import tokenizer_utils
 from mlx_lm.utils import load_config, load_model
 
 from lmx_lab.engine import memory
+from lmx_lab.engine.dialect import TAIL_TOKENS, Dialect, Thinking, dialect_of
 from lmx_lab.engine.footprint import UNBOUNDED_TOKENS, Footprint
+from lmx_lab.engine.grammars import Grammars
 from lmx_lab.engine.kv import Traits, measure
-from lmx_lab.engine.requests import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+from lmx_lab.engine.tool_prompt import template_tools
 from lmx_lab.engine.vocabulary import Vocabulary
 from lmx_lab.engine.weights_dtype import fit_weights
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
@@ -25,26 +29,38 @@ LEAST_CONTEXT_TOKENS = 256
 """A model that cannot answer even this much is not worth loading."""
 
 
+@dataclass(frozen=True)
+class EncodedPrompt:
+    tokens: list[int]
+    thinking: Thinking
+
+
 class PromptTokenizer:
     """Prompts to token ids. Used by one thread at a time, beside the engine's (Rust tokenizers refuse to be shared)."""
 
-    def __init__(self, tokenizer: Any, model: str, context_length: int | None) -> None:
+    def __init__(self, tokenizer: Any, model: str, context_length: int | None, dialect: Dialect) -> None:
         self._tokenizer = tokenizer
         self._model = model
         self._context_length = context_length
+        self.dialect = dialect
+        self.grammars: Grammars | None = None
+        """Of the thread that compiles; made when the first is asked for."""
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, request: GenerationRequest) -> EncodedPrompt:
         """Token ids of the prompt, through the model's chat template where it is a chat.
 
         Raises:
             InvalidRequestError: no chat template, the template refuses these messages, or the prompt is empty.
             ContextLengthError: the text is so long that its beginning alone does not fit.
         """
-        match prompt:
+        thinking: Thinking = "closed"
+        match prompt := request.prompt:
             case ChatPrompt():
                 _check_text(prompt.messages)
-                self._check_beginning("\n".join(str(it.get("content", "")) for it in prompt.messages), "messages")
-                tokens = self._chat(prompt)
+                self._check_beginning("\n".join(_texts(prompt)), "messages")
+                tokens = self._chat(request, prompt)
+                if self.dialect.thoughts is not None:
+                    thinking = self.dialect.thinking(self.decode(tokens[-TAIL_TOKENS:]))
             case TextPrompt():
                 _check_characters(prompt.text, "prompt")
                 self._check_beginning(prompt.text, "prompt")
@@ -54,7 +70,11 @@ class PromptTokenizer:
         if not tokens:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequestError("the prompt is empty: no token came out of it", param=param)
-        return tokens
+        return EncodedPrompt(tokens, thinking)
+
+    def copied(self) -> Any:
+        """The tokenizer for another thread."""
+        return copy.deepcopy(self._tokenizer)
 
     def _check_beginning(self, text: str, param: str) -> None:
         # Others wait while a prompt becomes tokens: eight megabytes of text would take 13 s (measured).
@@ -74,12 +94,13 @@ class PromptTokenizer:
         text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return text
 
-    def _chat(self, prompt: ChatPrompt) -> list[int]:
+    def _chat(self, request: GenerationRequest, prompt: ChatPrompt) -> list[int]:
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError(f"{self._model} has no chat template: it takes plain prompts only", param="model")
         try:
+            given = self.dialect.template_input(request, prompt)
             tokens = self._tokenizer.apply_chat_template(
-                [dict(message) for message in prompt.messages], add_generation_prompt=True
+                given.pop("messages"), add_generation_prompt=True, **given, **prompt.template_options
             )
         # A template is a program that comes with the model: it may raise anything, about these messages.
         except Exception as exc:
@@ -92,6 +113,15 @@ class PromptTokenizer:
 def _check_text(messages: Sequence[Mapping[str, Any]]) -> None:
     for at, message in enumerate(messages):
         _check_characters(str(message.get("content", "")), f"messages.{at}.content")
+
+
+def _texts(prompt: ChatPrompt) -> Iterator[str]:
+    for message in prompt.messages:
+        yield str(message.get("content", ""))
+        if calls := message.get("tool_calls"):
+            yield json.dumps(calls)
+    if prompt.tools is not None:
+        yield json.dumps(template_tools(prompt.tools))
 
 
 def _check_characters(text: str, param: str) -> None:
@@ -160,7 +190,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         entry=entry,
         model=model,
         tokenizer=tokenizer,
-        prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id, context_length),
+        prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id, context_length, dialect_of(tokenizer)),
         context_length=context_length,
         memory_bytes=traits.footprint.weights_bytes,
         traits=traits,

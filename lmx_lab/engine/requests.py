@@ -5,7 +5,7 @@ All times are seconds of ``time.perf_counter``, the engine's one clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -161,6 +161,22 @@ class ToolCallDelta:
     name: str | None = None
     arguments: str = ""
     """All pieces joined are a JSON object, unless the answer was cut off."""
+
+
+def merged_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """One piece for each call: its arguments joined, in the order in which the calls began."""
+    calls: dict[int, list[ToolCallDelta]] = {}
+    for piece in pieces:
+        calls.setdefault(piece.index, []).append(piece)
+    return tuple(
+        ToolCallDelta(
+            index=index,
+            id=next((part.id for part in parts if part.id is not None), None),
+            name=next((part.name for part in parts if part.name is not None), None),
+            arguments="".join([part.arguments for part in parts]),
+        )
+        for index, parts in calls.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

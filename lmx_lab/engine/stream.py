@@ -12,7 +12,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from lmx_lab.engine.requests import Delta, GenerationReport, PromptProgress, PromptScores, TokenLogprob
+from lmx_lab.engine.requests import (
+    Delta,
+    GenerationReport,
+    PromptProgress,
+    PromptScores,
+    TokenLogprob,
+    ToolCallDelta,
+    merged_calls,
+)
 from lmx_lab.errors import LabError
 
 Item = Delta | PromptProgress | PromptScores | GenerationReport | LabError
@@ -30,6 +38,8 @@ class Mailbox:
         self._text: list[str] = []
         self._tokens = 0
         self._logprobs: list[TokenLogprob] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
 
     def deliver(self, item: Item) -> None:
         """Called on ``loop``, in order, at most once with an end."""
@@ -38,6 +48,8 @@ class Mailbox:
                 self._text.append(item.text)
                 self._tokens += item.tokens
                 self._logprobs += item.logprobs
+                self._reasoning.append(item.reasoning)
+                self._calls += item.tool_calls
             case PromptProgress():
                 self.progress = item
                 return
@@ -52,8 +64,14 @@ class Mailbox:
         """Everything since the last call as one delta."""
         if not self._tokens:
             return None
-        delta = Delta(text="".join(self._text), tokens=self._tokens, logprobs=tuple(self._logprobs))
-        self._text, self._tokens, self._logprobs = [], 0, []
+        delta = Delta(
+            text="".join(self._text),
+            tokens=self._tokens,
+            logprobs=tuple(self._logprobs),
+            reasoning="".join(self._reasoning),
+            tool_calls=merged_calls(self._calls),
+        )
+        self._text, self._tokens, self._logprobs, self._reasoning, self._calls = [], 0, [], [], []
         return delta
 
 

@@ -1,0 +1,165 @@
+"""What the next token of one answer may be: a grammar, a budget for thoughts. Engine thread only."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from lmx_lab.engine.grammars import short_reason
+from lmx_lab.engine.sampling import Sampler
+from lmx_lab.errors import EngineError, InvalidRequestError, LabError
+
+LONGEST_MARKER_BYTES = 64
+TOO_COMPLEX = ("LexerTooComplex", "ParserTooComplex")
+
+
+class ThinkingBudget:
+    """Ends the model's thoughts after so many tokens, between two characters.
+
+    Args:
+        markers: The beginning and the end of the thoughts.
+        end: The tokens of the end.
+        open: The prompt has begun the thoughts; else the model may.
+        bytes_of: A token's bytes in the text.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        *,
+        markers: tuple[str, str],
+        end: tuple[int, ...],
+        open: bool,
+        bytes_of: Callable[[int], bytes],
+    ) -> None:
+        self._left = tokens
+        self._start, self._stop = (marker.encode() for marker in markers)
+        self._end = end
+        self._thinking = open
+        self._over = False
+        self._bytes_of = bytes_of
+        self._tail = b""
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._forcing = 0
+        """Tokens of the end that have been forced."""
+
+    @property
+    def forced(self) -> int | None:
+        """The one token that may come next; None if it is free."""
+        if self._over or not self._thinking or (not self._forcing and (self._left > 0 or self._torn)):
+            return None
+        return self._end[self._forcing]
+
+    @property
+    def _torn(self) -> bool:
+        return bool(self._characters.getstate()[0])
+
+    def advance(self, token: int) -> None:
+        if self._over:
+            return
+        if self.forced is not None:
+            self._forcing += 1
+            self._over = self._forcing == len(self._end)
+            return
+        data = self._bytes_of(token)
+        self._characters.decode(data)
+        self._tail = (self._tail + data)[-LONGEST_MARKER_BYTES:]
+        if not self._thinking:
+            self._thinking = self._start in self._tail
+            self._tail = b"" if self._thinking else self._tail
+        elif self._stop in self._tail:
+            self._over = True
+        else:
+            self._left -= 1
+
+
+class Constraint:
+    """Follows one answer token by token."""
+
+    def __init__(self, matcher: LLMatcher | None, budget: ThinkingBudget | None) -> None:
+        self._matcher = matcher
+        self._budget = budget
+        self.tokens = 0
+        """How many it has seen."""
+        self.complete = False
+        """The grammar is satisfied, and nothing but the end can follow."""
+        self.failure: LabError | None = None
+        """Why nothing is enforced any more."""
+
+    @property
+    def forced(self) -> int | None:
+        """The one token that the budget allows next."""
+        return self._budget.forced if self._budget is not None else None
+
+    def advance(self, token: int) -> None:
+        """The answer goes on with this token."""
+        self.tokens += 1
+        if self._budget is not None:
+            self._budget.advance(token)
+        if self._matcher is None or self.complete or self.failure:
+            return
+        self._matcher.consume_token(token)
+        self._note_failure()
+        self.complete = self.failure is None and self._matcher.is_stopped()
+
+    def mask(self, width: int) -> NDArray[np.bool_] | None:
+        """Which of the vocabulary's ``width`` tokens may come next; None if all may."""
+        if self._matcher is None or self.complete or self.failure:
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._note_failure()
+        if self.failure:
+            return None
+        return np.unpackbits(bits, count=width, bitorder="little").view(np.bool_)
+
+    def _note_failure(self) -> None:
+        if self._matcher is None or not self._matcher.is_error():
+            return
+        reason = short_reason(self._matcher.get_error())
+        if self._matcher.stop_reason() in TOO_COMPLEX:
+            self.failure = InvalidRequestError(
+                f"the answer's form is too complex to be enforced to its end: {reason}; simplify it",
+                param="response_format",
+            )
+        else:
+            self.failure = EngineError(f"the answer left the form that was asked for: {reason}")
+
+
+class ConstrainedSampler:
+    """Draws among the tokens that a constraint allows. It is one row's, and remembers what it drew.
+
+    Args:
+        sampler: Draws from log-probabilities, of which those of forbidden tokens are minus infinity.
+        normalize: It needs probabilities that sum to one.
+    """
+
+    def __init__(self, constraint: Constraint, sampler: Sampler, *, normalize: bool) -> None:
+        self._constraint = constraint
+        self._sampler = sampler
+        self._normalize = normalize
+        self._drawn: mx.array | None = None
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        # The forward pass begins here, and runs on while the last token is read and the mask is computed.
+        mx.async_eval(logprobs)  # type: ignore[no-untyped-call]
+        if self._drawn is not None:
+            self._constraint.advance(cast("int", self._drawn.item()))
+        self._drawn = self._draw(logprobs)
+        return self._drawn
+
+    def _draw(self, logprobs: mx.array) -> mx.array:
+        if (forced := self._constraint.forced) is not None:
+            return mx.array([forced], dtype=mx.uint32)
+        mask = self._constraint.mask(logprobs.shape[-1])
+        if mask is None:
+            return self._sampler(logprobs)
+        allowed = mx.where(mx.array(mask), logprobs, -mx.inf)
+        if self._normalize:
+            allowed = allowed - mx.logsumexp(allowed, axis=-1, keepdims=True)
+        return self._sampler(allowed)

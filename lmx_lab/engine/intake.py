@@ -1,0 +1,169 @@
+"""Chat requests and plain prompts, from what was asked to what the engine thread can begin with.
+
+Prompts become tokens on one thread, grammars are compiled on another: neither waits for the other's long ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from llguidance import LLMatcher
+
+from lmx_lab.engine.constraint import Constraint, ThinkingBudget
+from lmx_lab.engine.generation import Generation
+from lmx_lab.engine.grammars import Grammars
+from lmx_lab.engine.loaded import EncodedPrompt, LoadedModel, PromptTokenizer
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
+from lmx_lab.engine.stream import Mailbox
+from lmx_lab.engine.thread import EngineThread
+from lmx_lab.engine.wanted import chat_model
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError, QueueFullError
+from lmx_lab.settings import Settings
+
+
+class Intake:
+    def __init__(self, thread: EngineThread, settings: Settings) -> None:
+        self._thread = thread
+        self._settings = settings
+        self._prompts: ThreadPoolExecutor | None = None
+        self._compiling: ThreadPoolExecutor | None = None
+        self._counting = threading.Lock()
+        self._tokenizing = 0
+
+    @property
+    def tokenizing(self) -> bool:
+        """Whether prompts are on their way to the engine's thread."""
+        return self._tokenizing > 0
+
+    def start(self) -> None:
+        self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
+        self._compiling = self._compiling or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
+
+    def stop(self) -> None:
+        executors, self._prompts, self._compiling = (self._prompts, self._compiling), None, None
+        for executor in executors:
+            if executor is not None:
+                executor.shutdown(wait=False, cancel_futures=True)
+
+    async def generations(self, request: GenerationRequest, choices: int) -> list[Generation]:
+        """What the engine thread needs for so many answers to one request.
+
+        Raises: as ``Engine.submit``.
+        """
+        most = self._settings.slots + self._settings.queue_limit
+        if choices > most:
+            raise InvalidRequestError(f"n is {choices}; this server takes {most} (slots and queue_limit)", param="n")
+        arrived_at = time.perf_counter()
+        found = chat_model(self._thread, request.model)
+        prompts, width = found.prompts, found.traits.vocabulary_size
+        # Nobody may hold the model while something else is awaited, or it could not be unloaded.
+        del found
+        with self._place_in_queue():
+            prompt = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.encode, request)
+            matchers = await self._matchers(request, prompts, prompt, width=width, count=choices)
+        model = chat_model(self._thread, request.model)
+        if model.prompts is not prompts:
+            raise NotLoadedError(f"the model was exchanged for {model.entry.id} before this request began; ask again")
+        _check_length(request, prompt.tokens, model)
+        _check_tokens(request, prompt.tokens, model)
+        return [
+            Generation(
+                request=request,
+                prompt=prompt.tokens,
+                mailbox=Mailbox(asyncio.get_running_loop()),
+                model=weakref.ref(model),
+                arrived_at=arrived_at,
+                timeout_s=request.timeout_s or self._settings.request_timeout_s,
+                choice=choice,
+                shape=prompts.dialect.shape(request, prompt.thinking),
+                constraint=_constraint(request, prompt, matcher, model),
+            )
+            for choice, matcher in enumerate(matchers)
+        ]
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids as the loaded model's tokenizer shows it."""
+        prompts = chat_model(self._thread, None).prompts
+        return await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.decode, tokens)
+
+    async def _matchers(
+        self, request: GenerationRequest, prompts: PromptTokenizer, prompt: EncodedPrompt, *, width: int, count: int
+    ) -> list[LLMatcher] | list[None]:
+        """A grammar's state for each answer, if there is a grammar."""
+        grammar = prompts.dialect.grammar(request, prompt.thinking)
+        if grammar is None:
+            return [None] * count
+        loop = asyncio.get_running_loop()
+        tokenizer = None if prompts.grammars else await loop.run_in_executor(self._prompts, prompts.copied)
+        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
+
+        def compiled() -> list[LLMatcher]:
+            if prompts.grammars is None:
+                markers = prompts.dialect.marker_tokens
+                prompts.grammars = Grammars(tokenizer, width=width, markers=markers)
+            return prompts.grammars.matchers(grammar, count, tools)
+
+        return await loop.run_in_executor(self._compiling, compiled)
+
+    @contextlib.contextmanager
+    def _place_in_queue(self) -> Iterator[None]:
+        """Prompts on their way to tokens count as waiting, or a flood of long ones would wait without a limit."""
+        now, settings = self._thread.snapshot, self._settings
+        generations = now.active_requests + now.queued_requests - now.encode_requests
+        if generations + self._tokenizing >= settings.slots + settings.queue_limit:
+            raise QueueFullError(
+                f"{settings.slots + settings.queue_limit} requests run or wait, as many as slots and queue_limit "
+                f"allow; try again in {now.place_free_s:.0f} s",
+                retry_after_s=now.place_free_s,
+            )
+        with self._counting:
+            self._tokenizing += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._tokenizing -= 1
+
+
+def _constraint(
+    request: GenerationRequest, prompt: EncodedPrompt, matcher: LLMatcher | None, model: LoadedModel
+) -> Constraint | None:
+    budget, dialect = None, model.prompts.dialect
+    if request.thinking_budget is not None and dialect.thoughts is not None and prompt.thinking != "closed":
+        budget = ThinkingBudget(
+            request.thinking_budget,
+            markers=dialect.thoughts,
+            end=dialect.end_of_thoughts,
+            open=prompt.thinking == "open",
+            bytes_of=model.vocabulary.bytes_of,
+        )
+    return Constraint(matcher, budget) if matcher is not None or budget is not None else None
+
+
+def _check_length(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
+    limit, own = model.context_length, model.entry.context_length
+    if limit is not None and len(prompt) + min(1, request.max_tokens) > limit:
+        why = f" (of its {own}: memory holds no more)" if own is not None and limit < own else ""
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens and {model.entry.id} holds {limit} in all{why}, "
+            "the answer included; shorten the prompt",
+            param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
+        )
+
+
+def _check_tokens(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
+    """Token ids that the caller wrote must be tokens of this model."""
+    size, bias = model.traits.vocabulary_size, [token for token, _ in request.sampling.logit_bias]
+    given = prompt if isinstance(request.prompt, TokenPrompt) else []
+    for param, tokens in (("logit_bias", bias), ("prompt", given)):
+        unknown = next((token for token in tokens if not 0 <= token < size), None)
+        if unknown is not None:
+            raise InvalidRequestError(
+                f"{param} has the token id {unknown}; {model.entry.id} knows 0 to {size - 1}", param=param
+            )
