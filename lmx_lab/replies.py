@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
+import json
 import re
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lmx_lab.engine import Delta, GenerationReport
+from lmx_lab.engine import Delta, GenerationReport, ToolCallDelta, merged_calls
 from lmx_lab.wire.admin import ModelRecord
 from lmx_lab.wire.generation import Timings, Usage
 
@@ -45,8 +46,43 @@ def _safe_code(match: re.Match[str]) -> str:
     return f"{match['indent']}<pre><code>{_references(match['block'])}</code></pre>\n"
 
 
+def _folded(title: str, text: str) -> str:
+    """Text behind its title, to be opened. On one line, for the same reason as code."""
+    lines = "<br>".join(map(_references, text.strip().splitlines()))
+    return f"<details><summary>{_references(title)}</summary><small>{lines}</small></details>"
+
+
 def _references(text: str) -> str:
     return "".join(char if char.isalnum() or char == " " else f"&#{ord(char)};" for char in text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A function that the model asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON of an object, as the model wrote it."""
+
+    @property
+    def parsed(self) -> dict[str, Any] | None:
+        """The arguments; None if their text is no JSON object, which happens where an answer was cut off."""
+        try:
+            value = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.arguments})"
+
+
+def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """The calls whose pieces these are, in the order in which they began."""
+    return tuple(
+        ToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments) for call in merged_calls(pieces)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -54,11 +90,19 @@ class Reply:
     """A whole answer and what it cost."""
 
     text: str
+    reasoning: str = ""
+    """The model's thoughts, if it shows them."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """What the model asks for; answer each with a message of the role ``tool``."""
     model: str
     finish_reason: str
     usage: Usage
     timings: Timings
     report: GenerationReport
+
+    def including(self, whole: Delta) -> Reply:
+        """The same with the thoughts and the calls of the answer."""
+        return replace(self, reasoning=whole.reasoning, tool_calls=tool_calls(whole.tool_calls))
 
     @property
     def tokens_per_second(self) -> float:
@@ -74,10 +118,19 @@ class Reply:
         return self.text
 
     def __repr__(self) -> str:
-        return f"{self.text}\n\n{self.model} · {self._cost()}"
+        thoughts = [f"[{self._thoughts()}: see .reasoning]"] if self.reasoning else []
+        text = [self.text] if self.text or not self.tool_calls else []
+        calls = ["\n".join(f"→ {call}" for call in self.tool_calls)] if self.tool_calls else []
+        return "\n\n".join([*thoughts, *text, *calls, f"{self.model} · {self._cost()}"])
 
     def _repr_markdown_(self) -> str:
-        return f"{safe_markdown(self.text)}\n\n<small>{_references(self.model)} · {self._cost()}</small>"
+        thoughts = [_folded(self._thoughts(), self.reasoning)] if self.reasoning else []
+        text = [safe_markdown(self.text)] if self.text or not self.tool_calls else []
+        calls = [f"→ <code>{_references(str(call))}</code>" for call in self.tool_calls]
+        return "\n\n".join([*thoughts, *text, *calls, f"<small>{_references(self.model)} · {self._cost()}</small>"])
+
+    def _thoughts(self) -> str:
+        return f"thoughts, {self.report.reasoning_tokens} tokens"
 
     def _cost(self) -> str:
         speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
@@ -113,6 +166,8 @@ class ReplyStream:
         self._block = block
         self._hand_over = hand_over
         self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
         self.reply: Reply | None = None
         """Set when the generation has ended; stays None when it was left early."""
 
@@ -120,6 +175,11 @@ class ReplyStream:
     def text(self) -> str:
         """What has come so far."""
         return "".join(self._text)
+
+    @property
+    def reasoning(self) -> str:
+        """The thoughts that have come so far; they come before the text, and iterating skips them."""
+        return "".join(self._reasoning)
 
     def __repr__(self) -> str:
         state = "ended" if self._stream is None else "running: iterate it for its text, or close() it"
@@ -154,11 +214,14 @@ class ReplyStream:
 
     def _take(self, delta: Delta) -> str:
         self._text.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        self._calls += delta.tool_calls
         return delta.text
 
     def _end(self) -> None:
         if self._stream is not None:
-            self.reply = self._finish(self.text, self._stream.finished())
+            whole = Delta(text=self.text, tokens=0, reasoning=self.reasoning, tool_calls=tuple(self._calls))
+            self.reply = self._finish(whole.text, self._stream.finished()).including(whole)
         self.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
-from tests.tiny import write_tiny_llama
+from tests.tiny import teach_thinking, write_tiny_llama
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,3 +56,17 @@ def tiny_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> 
 @pytest.fixture(scope="session")
 def tiny(tiny_home: Path) -> ModelEntry:
     return Catalog(Settings(home=tiny_home)).resolve("tiny")
+
+
+@pytest.fixture(scope="session")
+def thinker_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """A lab's home with ``thinker``: as ``tiny``, with markers of thoughts and tool calls, and a template for them."""
+    home = tmp_path_factory.mktemp("thinker-home")
+    write_tiny_llama(home / "models" / "thinker", smollm2.path, seed=2)
+    teach_thinking(home / "models" / "thinker")
+    return home
+
+
+@pytest.fixture(scope="session")
+def thinker(thinker_home: Path) -> ModelEntry:
+    return Catalog(Settings(home=thinker_home)).resolve("thinker")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pandas as pd
 import pytest
+from pydantic import BaseModel
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.lab.prompt import embeddings_body, rerank_body
+from lmx_lab.lab.prompt import chat_request, embeddings_body, rerank_body
+from lmx_lab.wire.formats import JsonSchemaFormat, NamedSchema
 
 
 @pytest.mark.parametrize(
@@ -78,3 +81,47 @@ def test_documents_may_be_any_mappings() -> None:
         "q", [MappingProxyType({"text": "a"}), {"text": "b", "id": 7}, "c"], model=None, top_n=np.int64(2)
     )
     assert (body.texts, body.top_n) == (("a", "b", "c"), 2)
+
+
+class Town(BaseModel):
+    name: str
+    twins: list[Town] = []
+
+
+Item = TypeVar("Item")
+
+
+class Box(BaseModel, Generic[Item]):
+    item: Item
+
+
+def asked_schema(response_format: Any) -> NamedSchema:
+    found = chat_request("hello", {"response_format": response_format}).response_format
+    assert isinstance(found, JsonSchemaFormat)
+    return found.json_schema
+
+
+def test_a_models_class_stands_for_its_schema() -> None:
+    asked = asked_schema(Town)
+    assert (asked.name, asked.schema_) == ("Town", Town.model_json_schema())
+    assert asked_schema(Box[int]).name == "Box_int_"
+
+
+class Odd(BaseModel):
+    run: Callable[[], int]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(Odd, "Odd has no JSON schema"), (dict, "has to be an object"), (Town(name="a"), "has to be an object")],
+)
+def test_what_has_no_schema_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        chat_request("hello", {"response_format": given})
+    assert caught.value.param == "response_format"
+
+
+def test_tools_may_be_a_tuple() -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    request = chat_request("hello", {"tools": (tool,), "tool_choice": "required"})
+    assert [one.function.name for one in request.tools or ()] == ["look"]

@@ -49,3 +49,59 @@ def write_tiny_llama(folder: Path, tokenizer_from: Path, *, seed: int, context: 
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer_from / name, folder / name)
+
+
+# As in Qwen3's tokenizer: added tokens, of which the markers of thoughts and calls are no special ones.
+MARKERS = {
+    "<repo_name>": "<think>",
+    "<reponame>": "</think>",
+    "<file_sep>": "<tool_call>",
+    "<filename>": "</tool_call>",
+}
+THINKER_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Tools:{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}
+{%- for tool_call in message.tool_calls or [] %}
+{%- if tool_call.function %}{% set tool_call = tool_call.function %}{% endif %}
+<tool_call>
+{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if reasoning_effort is defined %}({{ reasoning_effort }}) {% endif %}
+{%- if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% elif open_thoughts %}<think>
+{% endif %}
+{%- endif %}"""
+
+
+def teach_thinking(folder: Path, *, special: bool = False, template: str = THINKER_TEMPLATE) -> None:
+    """Give a tiny model the markers of thoughts and calls, and a template that writes tools and thoughts.
+
+    Args:
+        special: The markers are special tokens.
+    """
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    for token in tokenizer["added_tokens"]:
+        if token["content"] in MARKERS:
+            token.update(content=MARKERS[token["content"]], special=special)
+    vocabulary = tokenizer["model"]["vocab"]
+    for old, new in MARKERS.items():
+        vocabulary[new] = vocabulary.pop(old)
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "chat_template": template}), encoding="utf-8")

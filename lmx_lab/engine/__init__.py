@@ -28,6 +28,7 @@ from lmx_lab.engine.requests import (
     ToolCallDelta,
     ToolUse,
     Vectors,
+    merged_calls,
 )
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.engine.texts import Pending
@@ -62,4 +63,5 @@ __all__ = [
     "ToolCallDelta",
     "ToolUse",
     "Vectors",
+    "merged_calls",
 ]

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from lmx_lab.engine.grammars import short_reason
 from lmx_lab.engine.sampling import Sampler
-from lmx_lab.errors import EngineError, InvalidRequestError, LabError
+from lmx_lab.errors import InvalidRequestError, LabError
 
 LONGEST_MARKER_BYTES = 64
-TOO_COMPLEX = ("LexerTooComplex", "ParserTooComplex")
 
 
 class ThinkingBudget:
@@ -90,7 +89,7 @@ class Constraint:
         self.complete = False
         """The grammar is satisfied, and nothing but the end can follow."""
         self.failure: LabError | None = None
-        """Why nothing is enforced any more."""
+        """Why nothing is enforced any more: the grammar has become too complex."""
 
     @property
     def forced(self) -> int | None:
@@ -122,13 +121,7 @@ class Constraint:
         if self._matcher is None or not self._matcher.is_error():
             return
         reason = short_reason(self._matcher.get_error())
-        if self._matcher.stop_reason() in TOO_COMPLEX:
-            self.failure = InvalidRequestError(
-                f"the answer's form is too complex to be enforced to its end: {reason}; simplify it",
-                param="response_format",
-            )
-        else:
-            self.failure = EngineError(f"the answer left the form that was asked for: {reason}")
+        self.failure = InvalidRequestError(f"the answer's form cannot be enforced any further: {reason}; simplify it")
 
 
 class ConstrainedSampler:

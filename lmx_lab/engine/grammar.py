@@ -88,7 +88,9 @@ def _each(lark: _Lark, tools: ToolUse) -> str:
             names.append(f"call_{at}")
             begin = f'{{"name": {json.dumps(tool.name)}, "arguments": '
             lark.rules.append(f'call_{at}: {_literal(begin)} @call_{at}_arguments "}}"')
-            lark.parts.append({"name": f"call_{at}_arguments", "json_schema": _schema(dict(tool.parameters))})
+            lark.parts.append(
+                {"name": f"call_{at}_arguments", "json_schema": _schema({"type": "object", **tool.parameters})}
+            )
     return " | ".join(names)
 
 

@@ -68,7 +68,9 @@ class Grammars:
             if own:
                 what, param = _named(part["name"], tools)
                 return InvalidRequestError(f"{what} cannot be enforced: {short_reason(own)}", param=param)
-        return InvalidRequestError(f"the answer's form cannot be enforced: {short_reason(reason)}", param="response_format")
+        return InvalidRequestError(
+            f"the answer's form cannot be enforced: {short_reason(reason)}", param="response_format"
+        )
 
 
 def _named(part: str, tools: ToolUse | None) -> tuple[str, str]:

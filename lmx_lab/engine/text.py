@@ -2,15 +2,20 @@
 
 Pure code. A ``TextSplitter`` takes token ids one by one and hands out the text that can no longer change: it holds back
 an unfinished UTF-8 character and the possible beginning of a stop string, and loses neither at the end. With the text
-go the entries of its tokens, whatever the caller keeps for each.
+go the entries of its tokens, whatever the caller keeps for each. Given the answer's shape, it divides the text.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from lmx_lab.engine.channels import Channels, Parts
+from lmx_lab.engine.requests import ToolCallDelta
+from lmx_lab.engine.shape import REASONING, TOOL, AnswerShape
+from lmx_lab.engine.stops import StopStrings
 
 REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, and a token at least one: so many can be missing its end.
@@ -76,6 +81,13 @@ class Detokenizer:
         piece, self._sent = self._text[self._sent :], len(self._text)
         return self._give(piece)
 
+    def cut(self) -> str:
+        """What was held back, as at the end; what follows is read as not being the beginning of a text."""
+        piece = self.finish()
+        if self._unread:
+            self._move(self._unread, self._decode(self._unread))
+        return piece
+
     def _read(self) -> str:
         text = self._decode([*self._context, *self._unread])
         if text.startswith(self._known):
@@ -129,41 +141,6 @@ def _first_difference(before: str, after: str) -> int:
     return next(changed, min(len(before), len(after)))
 
 
-class StopStrings:
-    """Cuts a stream of text at the first stop string, holding back what may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that is free to go, and whether a stop string was met (which is not part of the text)."""
-        if not self._stops:
-            return text, False
-        text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            # The one that is complete first, as if the text had come letter by letter.
-            self._held = ""
-            return text[: min(found)[1]], True
-        hold = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold], False
-
-    def finish(self) -> str:
-        """What was held back and turned out to be ordinary text."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[len(text) - size :]):
-            return size
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[E]):
     """Text that is free to go, and the entries of the tokens that are out with it."""
@@ -172,6 +149,8 @@ class Piece(Generic[E]):
     stopped: bool
     """A stop string ends the generation here."""
     entries: tuple[E, ...] = ()
+    reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(slots=True)
@@ -184,37 +163,74 @@ class _Waiting(Generic[E]):
 
 
 class TextSplitter(Generic[E]):
-    """One request's way from token ids to text.
+    """One request's way from token ids to text; with a shape, to thoughts, content and tool calls.
 
-    An entry goes out once all the text of its token is out. Where a stop string cuts, the last piece has the entries of
-    the tokens that begin before the cut; the others are dropped. Tokens that show nothing go with what is before them.
+    An entry goes out once all the text of its token is out, or dropped. Where a stop string cuts, the last piece has
+    the entries of the tokens that begin before the cut; the others are dropped. Tokens that show nothing go with what
+    is before them.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+    def __init__(self, decode: Decode, stops: Sequence[str], shape: AnswerShape | None = None) -> None:
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops)
+        self._channels = None if shape is None else Channels(shape, stops)
+        self._literals = _Literals(shape)
         self._waiting: deque[_Waiting[E]] = deque()
         self._out = 0
         """Characters out so far."""
+        self._inserted = 0
+        """Characters of literals, which the detokenizer has not seen."""
+        self.reasoning_tokens = 0
+        """Tokens that belong to the thoughts, or to the marker that ends them."""
+
+    @property
+    def called(self) -> bool:
+        """Whether a tool call has been given out, its first piece at least."""
+        return self._channels is not None and self._channels.called
 
     def add(self, token: int, entry: E | None = None) -> Piece[E]:
         """What this token sets free."""
+        if self._channels is not None:
+            return self._divide(self._channels, token, entry)
         text, stopped = self._stops.feed(self._detokenizer.add(token))
         if entry is not None:
-            self._wait(entry)
-        return self._piece(text, stopped=stopped)
+            self._wait(entry, self._detokenizer.start, self._detokenizer.length)
+        self._out += len(text)
+        return Piece(text, stopped, self._free(stopped=stopped))
 
     def finish(self) -> Piece[E]:
         """The rest, at the end of generation; a stop string can complete even here."""
+        if self._channels is not None:
+            return self._divide_rest(self._channels)
         text, stopped = self._stops.feed(self._detokenizer.finish())
         if stopped:
-            return self._piece(text, stopped=True)
-        entries = tuple(waiting.entry for waiting in self._waiting)
-        self._waiting.clear()
-        return Piece(text + self._stops.finish(), False, entries)
+            self._out += len(text)
+            return Piece(text, True, self._free(stopped=True))
+        return Piece(text + self._stops.finish(), False, self._rest())
 
-    def _wait(self, entry: E) -> None:
-        start, end = self._detokenizer.start, self._detokenizer.length
+    def _divide(self, channels: Channels, token: int, entry: E | None) -> Piece[E]:
+        before = channels.state
+        literal = self._literals.get(token, before)
+        text = self._detokenizer.cut() + literal if literal else self._detokenizer.add(token)
+        start = self._inserted + (self._detokenizer.length if literal else self._detokenizer.start)
+        self._inserted += len(literal)
+        if entry is not None:
+            self._wait(entry, start, self._inserted + self._detokenizer.length)
+        parts = channels.feed(text)
+        self._out = channels.passed
+        if REASONING in (before, channels.state):
+            self.reasoning_tokens += 1
+        return _joined([parts], self._free(stopped=parts.stopped))
+
+    def _divide_rest(self, channels: Channels) -> Piece[E]:
+        parts = [channels.feed(self._detokenizer.finish())]
+        if not parts[0].stopped:
+            parts.append(channels.finish())
+        self._out = channels.passed
+        stopped = parts[-1].stopped
+        return _joined(parts, self._free(stopped=True) if stopped else self._rest())
+
+    def _wait(self, entry: E, start: int, end: int) -> None:
         for earlier in reversed(self._waiting):
             if earlier.end <= end:
                 break
@@ -222,14 +238,45 @@ class TextSplitter(Generic[E]):
             earlier.end = end
         self._waiting.append(_Waiting(entry, start, end))
 
-    def _piece(self, text: str, *, stopped: bool) -> Piece[E]:
-        self._out += len(text)
+    def _free(self, *, stopped: bool) -> tuple[E, ...]:
         if not self._waiting:
-            return Piece(text, stopped)
+            return ()
         free = []
         while self._waiting and self._is_free(self._waiting[0], stopped=stopped):
             free.append(self._waiting.popleft().entry)
-        return Piece(text, stopped, tuple(free))
+        return tuple(free)
 
     def _is_free(self, waiting: _Waiting[E], *, stopped: bool) -> bool:
         return waiting.end <= self._out or (stopped and waiting.start < self._out)
+
+    def _rest(self) -> tuple[E, ...]:
+        entries = tuple(waiting.entry for waiting in self._waiting)
+        self._waiting.clear()
+        return entries
+
+
+class _Literals:
+    """Which special tokens are text, and where."""
+
+    def __init__(self, shape: AnswerShape | None) -> None:
+        self._literals: Mapping[int, str] = shape.literals if shape is not None else {}
+        edges = shape.transitions.values() if shape is not None else ()
+        self._markers = [marker for leaving in edges for marker, _ in leaving]
+        self._in_calls = shape is not None and shape.calls is not None and shape.calls.parse is not None
+
+    def get(self, token: int, state: str) -> str:
+        """Its text, or ``""`` if it shows nothing in that state or is no special token."""
+        literal = self._literals.get(token, "")
+        if not literal or (self._in_calls and state == TOOL):
+            return literal
+        return literal if any(literal in marker for marker in self._markers) else ""
+
+
+def _joined(parts: Sequence[Parts], entries: tuple[E, ...]) -> Piece[E]:
+    return Piece(
+        text="".join(text for part in parts for text in part.content),
+        stopped=parts[-1].stopped,
+        entries=entries,
+        reasoning="".join(text for part in parts for text in part.reasoning),
+        calls=tuple(call for part in parts for call in part.calls),
+    )

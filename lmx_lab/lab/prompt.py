@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PydanticUserError, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.errors import invalid
@@ -22,8 +23,8 @@ Documents = Iterable[str | Mapping[str, Any]]
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def _plain_stop(stop: Any) -> Any:
-    return list(stop) if isinstance(stop, tuple) else stop
+def _plain_list(items: Any) -> Any:
+    return list(items) if isinstance(items, tuple) else items
 
 
 def _plain_bias(bias: Any) -> Any:
@@ -32,7 +33,21 @@ def _plain_bias(bias: Any) -> Any:
     return {str(token) if type(token) is int else token: value for token, value in bias.items()}
 
 
-PLAIN = {"stop": _plain_stop, "logit_bias": _plain_bias}
+def _plain_format(asked: Any) -> Any:
+    """A pydantic model's class stands for its JSON schema."""
+    if not (isinstance(asked, type) and issubclass(asked, BaseModel)):
+        return asked
+    try:
+        schema = asked.model_json_schema()
+    except PydanticUserError as exc:
+        said = f"response_format: {asked.__name__} has no JSON schema: {exc.message}"
+        raise InvalidRequestError(said, param="response_format") from exc
+    # A generic class has brackets in its name.
+    name = re.sub(r"[^a-zA-Z0-9_-]+", "_", asked.__name__)[:64]
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+
+
+PLAIN = {"stop": _plain_list, "tools": _plain_list, "logit_bias": _plain_bias, "response_format": _plain_format}
 """What Python has and JSON has not, as the wire has it."""
 
 

@@ -174,8 +174,9 @@ class Lab(Serving):
 
         Args:
             parameters: of the chat format: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``,
-                ``seed``, penalties, ``logit_bias``, ``ignore_eos``; also ``system``. A reply is one text: no ``n``, no
-                ``logprobs``.
+                ``seed``, penalties, ``logit_bias``, ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``,
+                ``response_format``, which may be a pydantic model's class; also ``system``. A reply is one text: no
+                ``n``, no ``logprobs``.
 
         Raises:
             NotLoadedError: load a model first.
@@ -195,8 +196,8 @@ class Lab(Serving):
 
     async def _chat(self, request: ChatRequest) -> Reply:
         generation = await self._generation(request)
-        text = (await generation.whole()).text
-        return self._reply(text, generation.finished())
+        whole = await generation.whole()
+        return self._reply(whole.text, generation.finished()).including(whole)
 
     async def _stream(self, request: ChatRequest) -> ReplyStream:
         generation = await self._generation(request)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import codecs
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from pydantic_core import to_json
 
-from lmx_lab.engine import Delta, GenerationReport, TokenLogprob
+from lmx_lab.engine import Delta, GenerationReport, TokenLogprob, ToolCallDelta, merged_calls
 from lmx_lab.server.translate import chat_logprobs, timings, total_timings, wire_logprob
 from lmx_lab.wire.chat import AnswerMessage, ChatCompletion, Choice, ChoiceLogprobs
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionLogprobs
 from lmx_lab.wire.generation import Timings, Usage
+from lmx_lab.wire.tools import AnswerFunction, AnswerToolCall
 
 
 def _json(value: Any) -> str:
@@ -55,7 +56,7 @@ class Answer:
         logprobs = {"content": chat_logprobs(delta.logprobs)} if self.logprobs else None
         return Choice(
             index=index,
-            message=AnswerMessage(content=delta.text),
+            message=_message(delta),
             logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
             finish_reason=report.finish_reason,
         )
@@ -63,9 +64,15 @@ class Answer:
     def first(self, index: int = 0) -> str:
         return self._chunk(index, '{"role":"assistant","content":""}')
 
-    def piece(self, delta: Delta, index: int = 0) -> str:
+    def pieces(self, delta: Delta, index: int = 0) -> Iterator[str]:
+        """The chunks of thoughts, of text and of calls, in this order; none where there is nothing to show.
+
+        The log-probabilities of all go with the first.
+        """
         logprobs = _json({"content": chat_logprobs(delta.logprobs), "refusal": None}) if self.logprobs else "null"
-        return self._chunk(index, f'{{"content":{_json(delta.text)}}}', logprobs)
+        for shown in _shown(delta):
+            yield self._chunk(index, shown, logprobs)
+            logprobs = "null"
 
     def last(self, report: GenerationReport, index: int = 0) -> str:
         end = f',"timings":{timings(report).model_dump_json()}'
@@ -82,6 +89,38 @@ class Answer:
     @cached_property
     def _head(self) -> str:
         return _head(self, "chat.completion.chunk")
+
+
+def _message(delta: Delta) -> AnswerMessage:
+    calls = [
+        AnswerToolCall(id=call.id or "", function=AnswerFunction(name=call.name or "", arguments=call.arguments))
+        for call in merged_calls(delta.tool_calls)
+    ]
+    return AnswerMessage(
+        content=None if calls and not delta.text else delta.text,
+        reasoning_content=delta.reasoning or None,
+        tool_calls=calls or None,
+    )
+
+
+def _shown(delta: Delta) -> list[str]:
+    """The ``delta`` of each chunk."""
+    found = [f'{{"reasoning_content":{_json(delta.reasoning)}}}'] if delta.reasoning else []
+    if delta.text:
+        found.append(f'{{"content":{_json(delta.text)}}}')
+    found += [f'{{"tool_calls":[{_json(call)}]}}' for call in _call_chunks(delta.tool_calls)]
+    # Tokens without text have their log-probabilities all the same.
+    return found or (['{"content":""}'] if delta.logprobs else [])
+
+
+def _call_chunks(pieces: Iterable[ToolCallDelta]) -> Iterator[dict[str, Any]]:
+    """As ``ToolCallChunk``: a call's name first, then its arguments."""
+    for call in merged_calls(pieces):
+        if call.name is not None:
+            named = {"name": call.name, "arguments": ""}
+            yield {"index": call.index, "id": call.id or "", "type": "function", "function": named}
+        if call.arguments:
+            yield {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +210,12 @@ def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
     return found
 
 
-def socket_token(delta: Delta, *, logprobs: bool) -> str:
-    """A ``SocketToken``, as text for the same reason as the chunks."""
+def socket_token(delta: Delta, *, logprobs: bool) -> str | None:
+    """A ``SocketToken``, as text for the same reason as the chunks; None if there is nothing to show."""
+    calls = list(_call_chunks(delta.tool_calls))
+    if not (delta.text or delta.reasoning or calls or delta.logprobs):
+        return None
+    thoughts = f',"reasoning_content":{_json(delta.reasoning)}' if delta.reasoning else ""
+    asked = f',"tool_calls":{_json(calls)}' if calls else ""
     shown = f',"logprobs":{_json(chat_logprobs(delta.logprobs))}' if logprobs else ""
-    return f'{{"token":{_json(delta.text)}{shown}}}'
+    return f'{{"token":{_json(delta.text)}{thoughts}{asked}{shown}}}'

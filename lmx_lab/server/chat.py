@@ -80,6 +80,6 @@ async def _lines(answer: Answer, generations: list[Generation], *, include_usage
 async def _choice(answer: Answer, index: int, generation: Generation) -> AsyncGenerator[str, None]:
     yield answer.first(index)
     async for delta in generation:
-        if delta.text or delta.logprobs:
-            yield answer.piece(delta, index)
+        for chunk in answer.pieces(delta, index):
+            yield chunk
     yield answer.last(generation.finished(), index)

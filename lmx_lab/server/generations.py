@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from lmx_lab.engine import Delta, GenerationReport, PromptProgress, PromptScores, TokenStream
+from lmx_lab.engine import Delta, GenerationReport, PromptProgress, PromptScores, TokenStream, merged_calls
 from lmx_lab.errors import EngineError, LabError
 from lmx_lab.wire.admin import RequestEvent
 
@@ -172,6 +172,8 @@ async def joined(deltas: AsyncIterator[Delta]) -> Delta:
         text="".join([delta.text for delta in parts]),
         tokens=sum([delta.tokens for delta in parts]),
         logprobs=tuple([logprob for delta in parts for logprob in delta.logprobs]),
+        reasoning="".join([delta.reasoning for delta in parts]),
+        tool_calls=merged_calls([call for delta in parts for call in delta.tool_calls]),
     )
 
 

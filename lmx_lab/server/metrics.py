@@ -31,9 +31,9 @@ class Metrics:
         self._registry.register(_EngineFigures(engine))
         self._requests = Counter(
             "lmx_lab_requests",
-            "Requests that have ended: stop, length, cancelled, or error with its code. The kind is chat, plain "
-            "completions too, embedding or rerank. Of chat there is one for each choice of each prompt. One that is "
-            "refused counts once, but not if the shape of its body was wrong.",
+            "Requests that have ended: stop, length, tool_calls, cancelled, or error with its code. The kind is chat, "
+            "plain completions too, embedding or rerank. Of chat there is one for each choice of each prompt. One that "
+            "is refused counts once, but not if the shape of its body was wrong.",
             ("kind", "outcome", "code"),
             registry=self._registry,
         )
@@ -50,7 +50,7 @@ class Metrics:
         )
 
     def _histogram(self, name: str, what: str) -> Histogram:
-        text = f"{what} Of generations that ended with stop or length."
+        text = f"{what} Of generations that ended with stop, length or tool_calls."
         return Histogram(f"lmx_lab_{name}_seconds", text, buckets=BUCKETS_S, registry=self._registry)
 
     def observe(self, end: RequestEnd) -> None:

@@ -66,8 +66,8 @@ async def _send_tokens(socket: WebSocket, service: ChatService, request: ChatReq
     _, (generation,) = await service.start(request, request_id_of(socket), local=is_local(socket))
     async with generation:
         async for delta in generation:
-            if delta.text or delta.logprobs:
-                await _send_text(socket, socket_token(delta, logprobs=bool(request.logprobs)))
+            if (message := socket_token(delta, logprobs=bool(request.logprobs))) is not None:
+                await _send_text(socket, message)
     await _send(socket, SocketDone(stats=socket_stats(generation.finished())))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lmx_lab.engine import (
+    AnswerFormat,
     ChatPrompt,
     GenerationReport,
     GenerationRequest,
@@ -13,10 +14,22 @@ from lmx_lab.engine import (
     TextPrompt,
     TokenLogprob,
     TokenPrompt,
+    Tool,
+    ToolUse,
 )
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.completions import CompletionRequest
-from lmx_lab.wire.generation import LOWEST_LOGPROB, GenerationFields, PromptTokensDetails, Timings, Usage
+from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat, TextFormat, json_text
+from lmx_lab.wire.generation import (
+    LOWEST_LOGPROB,
+    CompletionTokensDetails,
+    GenerationFields,
+    PromptTokensDetails,
+    Timings,
+    Usage,
+)
+from lmx_lab.wire.tools import NamedToolChoice, listed
 
 COLDEST = 1e-6
 """Temperatures below are greedy: nothing but the likeliest token has a chance."""
@@ -24,9 +37,26 @@ ANY_MODEL = "default"
 """The model name that stands for whatever is loaded."""
 
 
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
 def generation_request(request: ChatRequest) -> GenerationRequest:
+    """
+    Raises:
+        InvalidRequestError: a ``tool`` message answers no call.
+    """
+    _check_history(request.messages)
+    tools = _tool_use(request)
     return GenerationRequest(
-        prompt=ChatPrompt(messages=tuple(_message(message) for message in request.messages)),
+        prompt=ChatPrompt(
+            messages=tuple(_message(message) for message in request.messages),
+            tools=tools,
+            template_options=_template_options(request),
+        ),
+        # Where a call is forced there is no text that could have a format.
+        answer_format=None if tools is not None and tools.forced else _answer_format(request.response_format),
+        thinking_budget=request.thinking_token_budget,
         model=_model(request),
         sampling=_sampling(request, temperature=0.7),
         max_tokens=request.max_completion_tokens or request.max_tokens or 4096,
@@ -95,9 +125,84 @@ def _sampling(request: GenerationFields, *, temperature: float) -> Sampling:
 def _message(message: ChatMessage) -> Mapping[str, Any]:
     content = message.content
     text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-    shown = message.model_dump(include={"name", "tool_call_id", "tool_calls"}, exclude_none=True)
     # Chat templates know "system"; "developer" is its newer name.
-    return {"role": "system" if message.role == "developer" else message.role, "content": text, **shown}
+    shown: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": one.name, "arguments": one.arguments}}
+            for call in message.tool_calls
+            for one in (call.function,)
+        ]
+    others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.thoughts}
+    return shown | {name: value for name, value in others.items() if value is not None}
+
+
+def _check_history(messages: Sequence[ChatMessage]) -> None:
+    """Each tool message answers a call of the assistant message that it follows, and no other one answers that call."""
+    calls: dict[str, bool] = {}
+    for number, message in enumerate(messages):
+        if message.role != "tool":
+            calls = {call.id: False for call in message.tool_calls or ()}
+        elif message.tool_call_id is None or calls.get(message.tool_call_id, True):
+            place = f"messages.{number}.tool_call_id"
+            raise InvalidRequestError(f"{place}: {_unanswerable(message.tool_call_id, calls)}", param=place)
+        else:
+            calls[message.tool_call_id] = True
+
+
+def _unanswerable(given: str | None, calls: Mapping[str, bool]) -> str:
+    """
+    Args:
+        calls: The ids of the message before, and whether each is answered.
+    """
+    if not calls:
+        said = "is missing" if given is None else f"{given!r:.80} answers no call"
+        return f"{said}; a tool message follows an assistant message with tool_calls, and none is before this one"
+    if given is None:
+        return f"is missing; the calls before this message are {listed(list(calls))}"
+    if given in calls:
+        return f"{given!r:.80} was answered by a message before; a call has one answer"
+    return f"{given!r:.80} is not among the calls before this message; they are {listed(list(calls))}"
+
+
+def _tool_use(request: ChatRequest) -> ToolUse | None:
+    if not request.tools or request.tool_choice == "none":
+        return None
+    choice = request.tool_choice
+    only = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    return ToolUse(
+        tools=tuple(
+            Tool(
+                name=function.name,
+                description=function.description,
+                parameters=NO_ARGUMENTS if function.parameters is None else function.parameters,
+            )
+            for function in (tool.function for tool in request.tools)
+        ),
+        forced=only is not None or choice == "required",
+        only=only,
+        parallel=request.parallel_tool_calls is not False,
+    )
+
+
+def _template_options(request: ChatRequest) -> Mapping[str, Any]:
+    effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+    off = {"enable_thinking": False} if request.reasoning_effort == "none" else {}
+    return {**effort, **off, **(request.chat_template_kwargs or {})}
+
+
+def _answer_format(asked: ResponseFormat | None) -> AnswerFormat | None:
+    match asked:
+        case None | TextFormat():
+            return None
+        case JsonObjectFormat():
+            return AnswerFormat(kind="json_schema", text=json_text(asked.schema_ or ANY_OBJECT))
+        case JsonSchemaFormat():
+            return AnswerFormat(kind="json_schema", text=json_text(asked.json_schema.schema_))
+        case RegexFormat():
+            return AnswerFormat(kind="regex", text=asked.regex)
+        case _:
+            return AnswerFormat(kind="lark", text=asked.grammar)
 
 
 def usage(choices: Iterable[GenerationReport]) -> Usage:
@@ -105,7 +210,12 @@ def usage(choices: Iterable[GenerationReport]) -> Usage:
     reports = list(choices)
     # Beside the first one, a choice finds its whole prompt computed.
     cached = min(report.cached_tokens for report in reports)
-    return _usage(reports[0].prompt_tokens, sum(report.output_tokens for report in reports), cached)
+    return _usage(
+        reports[0].prompt_tokens,
+        sum(report.output_tokens for report in reports),
+        cached,
+        sum(report.reasoning_tokens for report in reports),
+    )
 
 
 def total_usage(prompts: Iterable[Usage]) -> Usage:
@@ -115,15 +225,17 @@ def total_usage(prompts: Iterable[Usage]) -> Usage:
         sum(part.prompt_tokens for part in parts),
         sum(part.completion_tokens for part in parts),
         sum(part.prompt_tokens_details.cached_tokens for part in parts),
+        sum(part.completion_tokens_details.reasoning_tokens for part in parts),
     )
 
 
-def _usage(prompt: int, completion: int, cached: int) -> Usage:
+def _usage(prompt: int, completion: int, cached: int, reasoning: int) -> Usage:
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
     )
 
 
@@ -163,6 +275,7 @@ def socket_stats(report: GenerationReport) -> SocketStats:
         tokens_per_second=report.tokens_per_second,
         prompt_tokens=report.prompt_tokens,
         completion_tokens=report.output_tokens,
+        reasoning_tokens=report.reasoning_tokens,
         cached_tokens=report.cached_tokens,
         ttft_ms=report.ttft_s * 1e3,
         total_ms=report.total_s * 1e3,

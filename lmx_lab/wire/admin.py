@@ -129,7 +129,7 @@ class RequestEvent(BaseModel):
     index: int = 0
     """The number of the choice in its answer; of a refusal, the first that it refuses."""
     model: str
-    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "error"]
     code: str | None = None
     """The error's."""
     prompt_tokens: int

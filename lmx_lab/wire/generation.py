@@ -18,7 +18,7 @@ LOGPROB_LIMIT = 20
 BIAS_LIMIT = 1024
 LOWEST_LOGPROB = -9999.0
 """The chat format's word for "impossible": JSON has no infinity."""
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS)]
 # JSON has one kind of number: 5.0 counts five.
@@ -89,11 +89,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class Timings(BaseModel):

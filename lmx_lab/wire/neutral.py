@@ -30,11 +30,11 @@ class Neutral:
         return value
 
 
-NO_TOOLS = Neutral("tool calls", ([],))
-NO_TOOL_CHOICE = Neutral("tool calls", ("none", "auto"))
-NO_FORMAT = Neutral("answers in a given format", ({"type": "text"},))
-NO_REASONING = Neutral("levels of reasoning")
-NO_REASONING_TEXT = Neutral("reasoning texts in messages")
+NO_FUNCTIONS = Neutral("functions (send tools, which took their place)", ([],))
+NO_FUNCTION_CHOICE = Neutral(
+    "choices of functions (send tools and tool_choice, which took their place)", ("none", "auto")
+)
+NO_FUNCTION_CALL = Neutral("calls of functions in messages (send tool_calls, which took their place)")
 NO_VERBOSITY = Neutral("levels of verbosity", ("medium",))
 NO_AUDIO = Neutral("sounds")
 NO_MODALITIES = Neutral("answers in other forms than text", (["text"],))

@@ -5,13 +5,19 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.tool_parsers import json_tools
+from transformers import AutoTokenizer
 
-from lmx_lab.engine.text import Decode, Detokenizer, Piece, StopStrings, TextSplitter
+from lmx_lab.engine.requests import ToolCallDelta
+from lmx_lab.engine.shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.stops import StopStrings
+from lmx_lab.engine.text import Decode, Detokenizer, Piece, TextSplitter
+from lmx_lab.weights import ModelEntry
+from tests.engine.answers import Tokens, answer, places, shape_of
 
 TEXTS = st.text(alphabet=st.sampled_from("ab -é€😀\n"), max_size=30)
 STOPS = st.lists(st.text(alphabet="ab -é", min_size=1, max_size=4), max_size=3)
@@ -54,10 +60,6 @@ class Chunks:
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self.chunks = list(chunks)
-
-    @property
-    def data(self) -> bytes:
-        return b"".join(self.chunks)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(self.chunks[token] for token in tokens).decode("utf-8", "replace")
@@ -245,16 +247,6 @@ def test_what_looked_like_a_stop_string_is_given_back_at_the_end() -> None:
 # Entries
 
 
-def places(tokenizer: Chunks) -> list[tuple[int, int]]:
-    """Where each token's text begins and ends, in characters; a part of a character counts as the whole."""
-    data, edges = tokenizer.data, [0]
-    for chunk in tokenizer.chunks:
-        edges.append(edges[-1] + len(chunk))
-    before = [len(data[:edge].decode("utf-8", "ignore")) for edge in edges]
-    upto = [len(data[:edge].decode("utf-8", "replace")) for edge in edges]
-    return [(before[i], upto[j]) if edges[i] < edges[j] else (upto[i],) * 2 for i, j in pairwise(range(len(edges)))]
-
-
 @given(TEXTS, STOPS, SIZES)
 def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(
     text: str, stops: list[str], sizes: list[int]
@@ -264,7 +256,7 @@ def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(
     kept, stopped = cut(text, stops)
     expected = [
         token
-        for token, (start, end) in enumerate(places(tokenizer))
+        for token, (start, end) in enumerate(places(tokenizer.chunks))
         if not stopped or start < len(kept) or end <= len(kept)
     ]
     assert [entry for piece in pieces for entry in piece.entries] == expected
@@ -275,7 +267,7 @@ def test_an_entry_goes_out_with_the_last_of_its_text_not_before_and_not_later(
     text: str, stops: list[str], sizes: list[int]
 ) -> None:
     tokenizer = chunks(text.encode(), sizes)
-    ends = [end for _, end in places(tokenizer)]
+    ends = [end for _, end in places(tokenizer.chunks)]
     out, taken = 0, 0
     for at, piece in enumerate(run(TextSplitter(tokenizer.decode, stops), range(len(tokenizer.chunks)))):
         out, taken = out + len(piece.text), taken + len(piece.entries)
@@ -337,3 +329,124 @@ def test_without_entries_pieces_have_none() -> None:
     splitter: TextSplitter[object] = TextSplitter(decode_bytes, ())
     assert [splitter.add(token) for token in b"ab"] == [Piece("a", False), Piece("b", False)]
     assert splitter.finish() == Piece("", False)
+
+
+# With a shape
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é€😀"}}\n</tool_call>'
+
+
+@given(BYTES, SIZES, STOPS)
+def test_an_empty_shape_changes_nothing(data: bytes, sizes: list[int], stops: list[str]) -> None:
+    tokenizer = chunks(data, sizes)
+    tokens = range(len(tokenizer.chunks))
+    plain, shaped = (run(TextSplitter(tokenizer.decode, stops, shape), tokens) for shape in (None, AnswerShape()))
+    assert plain == shaped
+
+
+@given(TEXTS, TEXTS, st.sets(st.integers(0, 100)))
+def test_a_literal_behind_half_a_character_leaves_all_else_whole(before: str, after: str, cuts: set[int]) -> None:
+    half = len(before.encode()) + 1
+    tokenizer = Tokens(f"{before}€[X]{after}", {*cuts, half}, ["[X]"])
+    tokens = [token for token, start in enumerate(tokenizer.edges[:-1]) if start != half]
+    shape = AnswerShape(transitions={CONTENT: [("a[X]b", REASONING)]}, literals=tokenizer.literals)
+    pieces = run(TextSplitter(tokenizer.decode, (), shape), tokens)
+    (literal,) = tokenizer.literals
+    torn = b"".join(tokenizer.chunks[token] for token in tokens if token < literal)
+    assert "".join(piece.text for piece in pieces) == f"{torn.decode('utf-8', 'replace')}[X]{after}"
+    assert [entry for piece in pieces for entry in piece.entries] == tokens
+
+
+def test_a_space_behind_a_literal_is_kept_as_behind_other_text() -> None:
+    tokenizer = Chunks([b" a", b" b"])
+    shape = AnswerShape(transitions={CONTENT: [("[X]", CONTENT), ("[Y]z", CONTENT)]}, literals={2: "[X]", 3: "[Y]"})
+    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode_with_leading_space, (), shape)
+    pieces = [splitter.add(token) for token in [0, 1, 2, 1, 3, 1, 0]]
+    assert [piece.text for piece in pieces] == ["a", " b", "", " b", "", "[Y] b", " a"]
+
+
+def test_a_special_token_is_text_in_markers_and_in_calls_and_nothing_elsewhere() -> None:
+    literals = {0: "<s>", 1: "</s>", 2: "<arg>"}
+    tokenizer = Chunks([b"", b"", b"", b"f", b"x"])
+    seen = []
+
+    def parse(text: str) -> dict[str, object]:
+        seen.append(text)
+        return {"name": text, "arguments": {}}
+
+    shape = AnswerShape(
+        transitions={CONTENT: [("<s>", TOOL)], TOOL: [("</s>", CONTENT)]},
+        calls=CallFormat(start="<s>", end="</s>", parse=parse),
+        literals=literals,
+    )
+    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode, (), shape)
+    pieces = [splitter.add(token, at) for at, token in enumerate([4, 2, 0, 3, 2, 1, 2, 4])]
+    assert [piece.text for piece in pieces] == ["x", "", "", "", "", "", "", "x"]
+    assert [list(piece.entries) for piece in pieces] == [[0], [1], [], [], [], [2, 3, 4, 5], [6], [7]]
+    assert seen == ["f<arg>"]
+    (delta,) = pieces[5].calls
+    assert delta == ToolCallDelta(index=0, id=delta.id, name="f<arg>", arguments="{}")
+
+
+@pytest.mark.parametrize(
+    ("texts", "initial", "expected"),
+    [
+        (["a", "b"], CONTENT, 0),
+        (["a", "b"], REASONING, 2),
+        # The marker that ends the thoughts counts, and of the one that begins them the last token.
+        (["a", "<thi", "nk>", "b", "</thi", "nk>", "c"], CONTENT, 4),
+        (["a</think>b", "c"], REASONING, 1),
+        (["a", CALL, "c"], REASONING, 2),
+    ],
+)
+def test_reasoning_tokens_are_those_of_the_thoughts(texts: list[str], initial: str, expected: int) -> None:
+    splitter: TextSplitter[int] = TextSplitter(
+        Chunks(text.encode() for text in texts).decode, (), shape_of(json_tools, initial=initial)
+    )
+    run(splitter, range(len(texts)))
+    assert splitter.reasoning_tokens == expected
+
+
+@given(st.sets(st.integers(1, 200)), TEXTS)
+def test_stop_strings_leave_thoughts_and_calls_alone(cuts: set[int], content: str) -> None:
+    raw = f"<think>b</think>x{content}{CALL}"
+    found = answer(Tokens(raw, cuts), shape_of(json_tools), ["b", '"'])
+    kept, stopped = cut(f"x{content}".rstrip(), ["b", '"'])
+    assert (found.text, found.stopped, found.reasoning) == (kept, stopped, "b")
+    assert found.calls == ([] if stopped else [("f", '{"x": "é€😀"}')])
+
+
+def test_the_real_tokenizer_makes_the_same_of_its_own_tokens(smollm2: ModelEntry) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.path)
+    raw = f"<think>\nThe 😀 user asks.\n</think>\n\nLet me look.\n{CALL}\n{CALL}\n"
+    tokens = tokenizer.encode(raw, add_special_tokens=False)
+    # What the answer's text does not show, wherever it is.
+    tokens = [token for pair in zip(tokens, [tokenizer.bos_token_id] * len(tokens), strict=True) for token in pair]
+
+    def decode(some: Sequence[int]) -> str:
+        return str(tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    for parsed in (True, False):
+        pieces = run(TextSplitter(decode, ["😀"], shape_of(json_tools, parsed=parsed)), tokens)
+        assert "".join(piece.text for piece in pieces) == "Let me look."
+        assert "".join(piece.reasoning for piece in pieces) == "The 😀 user asks."
+        deltas = [delta for piece in pieces for delta in piece.calls]
+        assert [delta.name for delta in deltas if delta.name] == ["f", "f"]
+        assert "".join(delta.arguments for delta in deltas) == '{"x": "é€😀"}' * 2
+        assert [entry for piece in pieces for entry in piece.entries] == tokens
+
+
+def test_pieces_have_the_channels_of_their_own_tokens() -> None:
+    texts = ["hm", "</think>", "ok", CALL, "!"]
+    splitter: TextSplitter[int] = TextSplitter(
+        Chunks(text.encode() for text in texts).decode, (), shape_of(json_tools, initial=REASONING)
+    )
+    pieces = run(splitter, range(len(texts)))
+    assert [(piece.text, piece.reasoning, len(piece.calls)) for piece in pieces] == [
+        ("", "hm", 0),
+        ("", "", 0),
+        ("ok", "", 0),
+        ("", "", 1),
+        ("!", "", 0),
+        ("", "", 0),
+    ]

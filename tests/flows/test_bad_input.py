@@ -12,6 +12,7 @@ from tests.flows.conftest import HELLO, chat_body
 
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
+TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.fixture(autouse=True)
@@ -84,12 +85,21 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
         ({"n": 9}, "n"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "max"}, "reasoning_effort"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"messages": [{"role": "assistant", "content": "", "refusal": "no"}]}, "messages.0.refusal"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "see"}}}, "tool_choice"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "", "tool_call_id": "c"}]}, "messages.1.tool_call_id"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -135,7 +145,8 @@ def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None)
         ({"messages": []}, ["0 items", "at least 1"]),
         ({"max_tokens": -1}, ["-1", "no limit"]),
         ({"max_completion_tokens": -1}, ["-1", "no limit"]),
-        ({"tools": [{"type": "function"}]}, ["tool calls are not supported", "leave the field out"]),
+        ({"functions": [{"name": "f"}]}, ["tools", "are not supported", "leave the field out"]),
+        ({"tools": [TOOL] * 200}, ["200", "128"]),
     ],
 )
 def test_a_message_says_what_was_given_what_may_be_and_what_to_do(

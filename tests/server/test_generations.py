@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
 
 import pytest
 
-from lmx_lab.engine import Delta, PromptProgress, TokenStream
+from lmx_lab.engine import Delta, PromptProgress, TokenStream, ToolCallDelta
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import EngineError
-from lmx_lab.server.generations import Generation, RequestEnd, attended
+from lmx_lab.server.generations import Generation, RequestEnd, attended, joined
 from tests.server.test_translate import report
 
 pytestmark = pytest.mark.anyio
@@ -51,6 +52,25 @@ async def test_a_good_end_is_told_once_with_its_report() -> None:
         )
     ]
     assert watched.ends[0].event().completion_tokens == 5
+
+
+async def test_an_answer_of_calls_is_an_outcome_of_its_own() -> None:
+    watched = Watched()
+    watched.mailbox.deliver(report(finish="tool_calls"))
+    await watched.generation.whole()
+    assert watched.outcomes == [("tool_calls", None)]
+    assert watched.ends[0].event().finish_reason == "tool_calls"
+
+
+async def test_everything_that_comes_is_joined() -> None:
+    async def pieces() -> AsyncIterator[Delta]:
+        yield Delta(text="", tokens=1, reasoning="h")
+        yield Delta(text="a", tokens=2, reasoning="m")
+        yield Delta(text="b", tokens=1, tool_calls=(ToolCallDelta(index=0, id="c", name="f", arguments="{"),))
+        yield Delta(text="", tokens=1, tool_calls=(ToolCallDelta(index=0, arguments="}"),))
+
+    calls = (ToolCallDelta(index=0, id="c", name="f", arguments="{}"),)
+    assert await joined(pieces()) == Delta(text="ab", tokens=5, reasoning="hm", tool_calls=calls)
 
 
 async def test_a_failure_is_told_with_its_code() -> None:

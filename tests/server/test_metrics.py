@@ -126,12 +126,14 @@ def test_ends_are_counted_by_outcome_and_code() -> None:
     for outcome, code in (("stop", None), ("stop", None), ("error", "queue-full"), ("error", "lmx-timeout")):
         metrics.observe(end(outcome, code, None))
     metrics.observe(end("cancelled", report=None))
+    metrics.observe(end("tool_calls"))
     counted = {labels: count for (name, labels), count in samples(metrics).items() if name == "requests_total"}
     assert counted == {
         (("code", ""), ("kind", "chat"), ("outcome", "stop")): 2,
         (("code", "queue-full"), ("kind", "chat"), ("outcome", "error")): 1,
         (("code", "lmx-timeout"), ("kind", "chat"), ("outcome", "error")): 1,
         (("code", ""), ("kind", "chat"), ("outcome", "cancelled")): 1,
+        (("code", ""), ("kind", "chat"), ("outcome", "tool_calls")): 1,
     }
 
 

@@ -95,7 +95,20 @@ def test_numbers_show_their_bounds(document: dict[str, Any]) -> None:
 
 
 def test_what_is_not_offered_shows_what_may_be_sent(document: dict[str, Any]) -> None:
-    assert document["components"]["schemas"]["ChatRequest"]["properties"]["tools"]["enum"] == [None, []]
+    assert document["components"]["schemas"]["ChatRequest"]["properties"]["functions"]["enum"] == [None, []]
+
+
+def test_formats_tools_and_choices_are_described(document: dict[str, Any]) -> None:
+    chat, schemas = fields(document, "ChatRequest"), document["components"]["schemas"]
+    formats = [place["$ref"].rsplit("/", 1)[1] for place in chat["response_format"]["oneOf"]]
+    assert formats == ["TextFormat", "JsonObjectFormat", "JsonSchemaFormat", "RegexFormat", "GrammarFormat"]
+    assert set(schemas["NamedSchema"]["required"]) == {"name", "schema"}
+    assert fields(document, "RegexFormat")["regex"]["maxLength"] == 65_536
+    assert schemas["Tools"]["maxItems"] == 128
+    assert chat["tool_choice"]["oneOf"][0]["enum"] == ["none", "auto", "required"]
+    assert fields(document, "FunctionDefinition")["name"]["maxLength"] == 64
+    assert "tool_calls" in fields(document, "AnswerMessage")
+    assert "tool_calls" in fields(document, "ChoiceDelta")
 
 
 def test_reranking_shows_both_bodies_under_all_addresses(document: dict[str, Any]) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lmx_lab.engine import GenerationReport, Sampling, TextPrompt, TokenLogprob, TokenPrompt
+from lmx_lab.engine import ChatPrompt, GenerationReport, Sampling, TextPrompt, TokenLogprob, TokenPrompt
+from lmx_lab.engine.requests import FinishReason
 from lmx_lab.server.errors import invalid
 from lmx_lab.server.translate import (
     chat_logprobs,
     completion_requests,
     generation_request,
+    socket_stats,
     timings,
     total_timings,
     total_usage,
@@ -31,10 +33,19 @@ def completion(**changes: Any) -> CompletionRequest:
     return CompletionRequest.model_validate({"model": "tiny", "prompt": "hello", **changes})
 
 
-def report(*, prompt: int = 10, cached: int = 0, output: int = 5, decode_s: float = 2.0) -> GenerationReport:
+def report(
+    *,
+    prompt: int = 10,
+    cached: int = 0,
+    output: int = 5,
+    decode_s: float = 2.0,
+    reasoning: int = 0,
+    finish: FinishReason = "stop",
+) -> GenerationReport:
     return GenerationReport(
         model="tiny",
-        finish_reason="stop",
+        finish_reason=finish,
+        reasoning_tokens=reasoning,
         prompt_tokens=prompt,
         cached_tokens=cached,
         output_tokens=output,
@@ -80,12 +91,18 @@ def test_each_parameter_arrives_in_the_engines_terms(make: Any, field: str, valu
 def test_null_is_the_default(make: Any) -> None:
     names = "stream stream_options temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
     names += " logit_bias seed n stop ignore_eos logprobs max_tokens user"
+    if make is chat:
+        names += " response_format tools tool_choice parallel_tool_calls functions function_call reasoning_effort"
+        names += " chat_template_kwargs thinking_token_budget"
     request = make(**dict.fromkeys(names.split()))
     asked = generation_request(request) if make is chat else completion_requests(request)[0]
     assert asked.sampling == Sampling(temperature=0.7 if make is chat else 1.0)
     assert asked.max_tokens == (4096 if make is chat else 16)
     assert request.choices == 1
     assert (asked.stop, asked.ignore_eos, asked.top_logprobs) == ((), False, None)
+    assert (asked.answer_format, asked.thinking_budget) == (None, None)
+    if isinstance(asked.prompt, ChatPrompt):
+        assert (asked.prompt.tools, asked.prompt.template_options) == (None, {})
 
 
 @pytest.mark.parametrize(
@@ -194,6 +211,18 @@ def test_choices_share_the_prompt_in_usage() -> None:
     assert (spent.prompt_tokens, spent.completion_tokens, spent.total_tokens) == (10, 12, 22)
     assert spent.prompt_tokens_details.cached_tokens == 4
     assert total_usage([spent, spent]).total_tokens == 44
+
+
+def test_thoughts_of_all_choices_are_counted() -> None:
+    spent = usage([report(reasoning=3), report(output=7, reasoning=4)])
+    assert (spent.completion_tokens, spent.completion_tokens_details.reasoning_tokens) == (12, 7)
+    assert total_usage([spent, spent]).completion_tokens_details.reasoning_tokens == 14
+    assert usage([report()]).model_dump()["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_the_sockets_statistics_name_thoughts_and_the_end() -> None:
+    stats = socket_stats(report(reasoning=3, finish="tool_calls"))
+    assert (stats.completion_tokens, stats.reasoning_tokens, stats.finish_reason) == (5, 3, "tool_calls")
 
 
 def test_timings_of_several_choices_sum_tokens_and_take_the_longest_time() -> None:

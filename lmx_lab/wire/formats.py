@@ -1,0 +1,172 @@
+"""``response_format``: what the whole answer has to be. Regular expressions and grammars are extensions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+
+from lmx_lab.wire.generation import NonEmpty, RequestShape
+
+SCHEMA_CHARACTERS = 262_144
+"""Of a schema, as JSON without spaces."""
+PATTERN_CHARACTERS = 65_536
+"""Of a regular expression or a grammar."""
+NAME_CHARACTERS = 64
+NAME_SHAPE = re.compile(r"[a-zA-Z0-9_-]+")
+KINDS = {str: "a string", int: "a number", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
+FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
+
+
+def json_text(value: Any) -> str:
+    """The value as JSON, without spaces.
+
+    Raises:
+        ValueError: JSON cannot say it; what comes from a notebook may be anything.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        # A lone surrogate would fail where the text leaves Python.
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise ValueError(f"cannot be written as JSON: {exc!s:.200}") from exc
+    return text
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls it, for messages."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true" if value else "false"
+    return KINDS.get(type(value), f"of Python's type {type(value).__name__}")
+
+
+def check_length(characters: int, limit: int) -> None:
+    """
+    Raises:
+        ValueError: too many.
+    """
+    if characters > limit:
+        raise ValueError(f"has {characters:,} characters, the limit is {limit:,}; send at most {limit:,}")
+
+
+def _check_name(name: str) -> str:
+    if len(name) > NAME_CHARACTERS:
+        raise ValueError(f"has {len(name):,} characters, the limit is {NAME_CHARACTERS}; give a shorter name")
+    if not NAME_SHAPE.fullmatch(name):
+        raise ValueError("may have letters (a to z, A to Z), digits, underscores and hyphens, no spaces; rename it")
+    return name
+
+
+Name = Annotated[
+    str,
+    AfterValidator(_check_name),
+    WithJsonSchema({"type": "string", "pattern": f"^{NAME_SHAPE.pattern}$", "maxLength": NAME_CHARACTERS}),
+]
+"""Of a tool or a schema, as the format has them."""
+
+
+def _at_most(limit: int) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        check_length(len(text), limit)
+        return text
+
+    return check
+
+
+Pattern = Annotated[
+    NonEmpty,
+    AfterValidator(_at_most(PATTERN_CHARACTERS)),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": PATTERN_CHARACTERS}),
+]
+
+
+def _check_schema(schema: Any) -> Any:
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"has to be a JSON schema, which is an object, true or false; it is {kind_of(schema)}")
+    check_length(len(json_text(schema)), SCHEMA_CHARACTERS)
+    return schema
+
+
+def _check_object_schema(schema: Any) -> Any:
+    if schema is not None and not isinstance(schema, dict):
+        raise ValueError(f"has to be a JSON schema as an object; it is {kind_of(schema)}")
+    return _check_schema(schema) if schema is not None else None
+
+
+def _check_type(kind: Any) -> Any:
+    if kind not in FORMATS:
+        raise ValueError(f"is no format; there are {', '.join(FORMATS)}")
+    return kind
+
+
+class TextFormat(RequestShape):
+    """Any text; the default. What has an unknown type, or none, is read as this, to say what there is."""
+
+    type: Annotated[Literal["text"], BeforeValidator(_check_type)]
+
+
+class JsonObjectFormat(RequestShape):
+    """A JSON object; with a schema, as llama.cpp has it, one that follows it."""
+
+    type: Literal["json_object"]
+    schema_: Annotated[
+        Any, AfterValidator(_check_object_schema), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
+    ] = Field(None, alias="schema")
+
+
+class NamedSchema(RequestShape):
+    name: Name
+    schema_: Annotated[
+        Any, AfterValidator(_check_schema), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}]})
+    ] = Field(alias="schema")
+    """JSON schema, draft 2020-12."""
+
+    # Known to the format, changing nothing here: a schema is always enforced.
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(RequestShape):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class RegexFormat(RequestShape):
+    """An extension: a text that the whole expression matches."""
+
+    type: Literal["regex"]
+    regex: Pattern
+    """In Rust's syntax."""
+
+
+class GrammarFormat(RequestShape):
+    """An extension: a text of the grammar's language."""
+
+    type: Literal["grammar"]
+    grammar: Pattern
+    """Lark, as llguidance reads it."""
+    syntax: Literal["lark"] | None = "lark"
+
+
+def _format_shape(given: Any) -> str | None:
+    if not isinstance(given, dict):
+        return None
+    kind = given.get("type")
+    return f"dict[{kind}]" if kind in FORMATS else "dict[text]"
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("dict[text]")]
+    | Annotated[JsonObjectFormat, Tag("dict[json_object]")]
+    | Annotated[JsonSchemaFormat, Tag("dict[json_schema]")]
+    | Annotated[RegexFormat, Tag("dict[regex]")]
+    | Annotated[GrammarFormat, Tag("dict[grammar]")],
+    Discriminator(
+        _format_shape,
+        custom_error_type="format_shape",
+        custom_error_message=f'has to be an object, such as {{"type": "json_object"}}; types are {", ".join(FORMATS)}',
+    ),
+]

@@ -1,0 +1,127 @@
+"""Answers as a model gives them, cut into any tokens, and what a splitter makes of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from lmx_lab.engine.requests import ToolCallDelta
+from lmx_lab.engine.shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.text import TextSplitter
+
+THOUGHTS = ("<think>", "</think>")
+
+
+class Tokens:
+    """The text as tokens that end at these bytes; each special token is one of its own, which decoding skips."""
+
+    def __init__(self, text: str, cuts: Iterable[int], specials: Collection[str] = ()) -> None:
+        data, self.special_at = text.encode(), set[int]()
+        edges = {0, len(data), *(cut for cut in cuts if 0 < cut < len(data))}
+        for found in self._find(text, specials):
+            start, end = (len(text[:at].encode()) for at in found)
+            self.special_at.add(start)
+            edges = {edge for edge in edges if not start < edge < end} | {start, end}
+        self.edges = sorted(edges)
+        self.chunks = [data[start:end] for start, end in pairwise(self.edges)]
+        at = [start in self.special_at for start, _ in pairwise(self.edges)]
+        self.literals = {i: chunk.decode() for i, chunk in enumerate(self.chunks) if at[i]}
+
+    def _find(self, text: str, specials: Collection[str]) -> Iterable[tuple[int, int]]:
+        pattern = "|".join(map(re.escape, specials))
+        return [found.span() for found in re.finditer(pattern, text)] if specials else []
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        shown = (self.chunks[token] for token in tokens if token not in self.literals)
+        return b"".join(shown).decode("utf-8", "replace")
+
+
+@dataclass
+class Answer:
+    text: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Name and arguments."""
+    stopped: bool = False
+    entries: list[int] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    reasoning_tokens: int = 0
+
+    @property
+    def shown(self) -> tuple[str, str, list[tuple[str, str]], bool]:
+        return self.text, self.reasoning, self.calls, self.stopped
+
+
+def merge(deltas: Iterable[ToolCallDelta]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Calls and ids, of pieces that come in order: a call's first has its id and name, the others arguments."""
+    calls: list[tuple[str, str]] = []
+    ids: list[str] = []
+    for delta in deltas:
+        if delta.id is not None:
+            assert delta.index == len(calls)
+            assert delta.name
+            calls.append((delta.name, delta.arguments))
+            ids.append(delta.id)
+        else:
+            assert (delta.index, delta.name) == (len(calls) - 1, None)
+            assert delta.arguments
+            calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
+    return calls, ids
+
+
+def answer(tokens: Tokens, shape: AnswerShape, stops: Sequence[str] = ()) -> Answer:
+    """All the tokens, each its own entry, through a splitter."""
+    shape = AnswerShape(
+        initial=shape.initial, transitions=shape.transitions, calls=shape.calls, literals=tokens.literals
+    )
+    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, shape)
+    pieces = []
+    for token in range(len(tokens.chunks)):
+        pieces.append(splitter.add(token, token))
+        if pieces[-1].stopped:
+            break
+    else:
+        pieces.append(splitter.finish())
+    calls, ids = merge(delta for piece in pieces for delta in piece.calls)
+    assert splitter.called == bool(calls)
+    return Answer(
+        text="".join(piece.text for piece in pieces),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        calls=calls,
+        stopped=pieces[-1].stopped,
+        entries=[entry for piece in pieces for entry in piece.entries],
+        ids=ids,
+        reasoning_tokens=splitter.reasoning_tokens,
+    )
+
+
+def shape_of(calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True) -> AnswerShape:
+    """As the engine makes it for one of mlx-lm's tool parsers."""
+    transitions: dict[str, list[tuple[str, str]]] = {CONTENT: []}
+    if thinks:
+        transitions[CONTENT].append((THOUGHTS[0], REASONING))
+        transitions[REASONING] = [(THOUGHTS[1], CONTENT)]
+    if calls is None:
+        return AnswerShape(initial=initial, transitions=transitions)
+    for state in list(transitions):
+        transitions[state].append((calls.tool_call_start, TOOL))
+    transitions[TOOL] = [(calls.tool_call_end, CONTENT)] if calls.tool_call_end else []
+    parse = (lambda text: calls.parse_tool_call(text, None)) if parsed else None
+    return AnswerShape(
+        initial=initial,
+        transitions=transitions,
+        calls=CallFormat(start=calls.tool_call_start, end=calls.tool_call_end, parse=parse),
+    )
+
+
+def places(chunks: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Where each token's text begins and ends, in characters; a part of a character counts as the whole."""
+    data, edges = b"".join(chunks), [0]
+    for chunk in chunks:
+        edges.append(edges[-1] + len(chunk))
+    before = [len(data[:edge].decode("utf-8", "ignore")) for edge in edges]
+    upto = [len(data[:edge].decode("utf-8", "replace")) for edge in edges]
+    return [(before[i], upto[j]) if edges[i] < edges[j] else (upto[i],) * 2 for i, j in pairwise(range(len(edges)))]

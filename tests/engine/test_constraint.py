@@ -1,0 +1,320 @@
+"""Grammars, masks and budgets over a real vocabulary, without a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import tokenizer_utils
+
+from lmx_lab.engine import AnswerFormat, Tool, ToolUse
+from lmx_lab.engine.constraint import ConstrainedSampler, Constraint, ThinkingBudget
+from lmx_lab.engine.grammar import Thoughts, grammar
+from lmx_lab.engine.grammars import KEPT, Grammars
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.weights import ModelEntry
+
+WIDTH = 49152
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = ToolUse(tools=(Tool(name="weather", parameters=CITY), Tool(name="time-of", parameters={"type": "object"})))
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+THOUGHTS = Thoughts(start=("<think>",), end=("</think>",), open=False)
+OPEN = Thoughts(start=("<think>",), end=("</think>",), open=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: ModelEntry) -> Any:
+    return tokenizer_utils.load(smollm2.path)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> Grammars:
+    return Grammars(tokenizer, width=WIDTH, markers=set())
+
+
+def schema(value: Any) -> AnswerFormat:
+    return AnswerFormat(kind="json_schema", text=json.dumps(value))
+
+
+def made(answer_format: AnswerFormat | None, tools: ToolUse | None = None, thoughts: Thoughts | None = None) -> str:
+    text = grammar(answer_format, tools, thoughts, markers={})
+    assert text is not None
+    return text
+
+
+class Reading:
+    """A text fed to a grammar token by token, as far as its masks allow."""
+
+    def __init__(self, grammars: Grammars, tokenizer: Any, text: str, grammar: str) -> None:
+        (matcher,) = grammars.matchers(grammar, 1)
+        self.constraint = Constraint(matcher, None)
+        self.read = ""
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        for at, token in enumerate(tokens):
+            mask = self.constraint.mask(WIDTH)
+            if mask is None or not mask[token]:
+                break
+            self.constraint.advance(token)
+            self.read = tokenizer.decode(tokens[: at + 1])
+        mask = self.constraint.mask(WIDTH)
+        self.may_end = self.constraint.complete or (mask is not None and bool(mask[2]))
+        self.allowed = 0 if mask is None else int(mask.sum())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"name": "Bob", "age": 4}', '{"name":"Bob","age":4}', '{\n  "name": "B\\"ob",\n  "age": 4\n}'],
+)
+def test_json_is_read_however_it_is_spaced(grammars: Grammars, tokenizer: Any, text: str) -> None:
+    reading = Reading(grammars, tokenizer, text, made(schema(PERSON)))
+    assert (reading.read, reading.constraint.complete) == (text, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ('{"name": 4', '{"name":'),
+        ('{"age"', '{"'),
+        ("Sure: {", ""),
+        ('{"name": "Bob", "age": 4, "x": 1}', '{"name": "Bob", "age": 4'),
+    ],
+)
+def test_what_is_not_in_the_schema_cannot_be_said(grammars: Grammars, tokenizer: Any, text: str, read: str) -> None:
+    assert Reading(grammars, tokenizer, text, made(schema(PERSON))).read.rstrip() == read
+
+
+@pytest.mark.parametrize("text", ["{" + " " * 100, "{" + "\n" * 10, '{"name": "Bob",' + "\n \n \n \n", " " * 30 + "{"])
+def test_white_space_is_not_endless(grammars: Grammars, tokenizer: Any, text: str) -> None:
+    assert len(Reading(grammars, tokenizer, text, made(schema(PERSON))).read) < len(text)
+
+
+def test_a_schema_cannot_bring_its_own_rule_about_white_space(grammars: Grammars, tokenizer: Any) -> None:
+    loose = {**PERSON, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": r"\s+"}}
+    assert Reading(grammars, tokenizer, "{" + "\n" * 40, made(schema(loose))).read == "{"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [(r"[a-z]+/\d{2}", "abc/12"), (r"a\/b[/]c", "a/b/c"), ("one\ntwo", "one\ntwo"), (r"\\/", "\\/"), ("é+", "éé")],
+)
+def test_a_regex_may_have_slashes_and_lines(grammars: Grammars, tokenizer: Any, pattern: str, text: str) -> None:
+    reading = Reading(grammars, tokenizer, text, made(AnswerFormat(kind="regex", text=pattern)))
+    assert (reading.read, reading.may_end) == (text, True)
+
+
+def test_a_lark_grammar_is_followed(grammars: Grammars, tokenizer: Any) -> None:
+    lark = AnswerFormat(kind="lark", text='start: "yes" | NO\nNO: /no+/')
+    assert Reading(grammars, tokenizer, "nooo", made(lark)).may_end
+    assert Reading(grammars, tokenizer, "maybe", made(lark)).read == ""
+
+
+@pytest.mark.parametrize("thoughts", [THOUGHTS, OPEN])
+@pytest.mark.parametrize("answer", ['{"name": "Bob", "age": 4}', CALL])
+def test_thoughts_come_before_the_form(grammars: Grammars, tokenizer: Any, thoughts: Thoughts, answer: str) -> None:
+    thought = ("" if thoughts.open else "<think>") + 'Is it {"x"} or <tool_call>?\n</think>\n\n'
+    text = made(schema(PERSON), TOOLS, thoughts)
+    reading = Reading(grammars, tokenizer, thought + answer, text)
+    assert (reading.read, reading.may_end) == (thought + answer, True)
+    assert Reading(grammars, tokenizer, thought + "so", text).read == thought
+    assert not Reading(grammars, tokenizer, thought, text).may_end
+    # Thoughts may be left out, unless the prompt has begun them.
+    assert Reading(grammars, tokenizer, answer, text).may_end is not thoughts.open
+
+
+def test_a_possible_call_is_enforced_once_it_has_begun(grammars: Grammars, tokenizer: Any) -> None:
+    text = made(None, TOOLS)
+    for free in ("Hello <tool_", f"See: {CALL}", f"{CALL}\n{CALL} and so on"):
+        reading = Reading(grammars, tokenizer, free, text)
+        assert (reading.read, reading.may_end) == (free, True)
+    for broken in ("<tool_call>nonsense", CALL.replace("weather", "whether"), CALL.replace("Paris", 'x": 3')):
+        assert Reading(grammars, tokenizer, broken, text).read != broken
+
+
+def test_one_call_is_the_last_word_where_calls_are_not_parallel(grammars: Grammars, tokenizer: Any) -> None:
+    single = ToolUse(tools=TOOLS.tools, parallel=False)
+    assert Reading(grammars, tokenizer, f"See: {CALL} more", made(None, single)).read == f"See: {CALL}"
+    assert Reading(
+        grammars, tokenizer, CALL, made(None, ToolUse(tools=TOOLS.tools, parallel=False, forced=True))
+    ).may_end
+
+
+def test_forced_calls_are_calls_and_not_endless(grammars: Grammars, tokenizer: Any) -> None:
+    forced = made(None, ToolUse(tools=TOOLS.tools, forced=True))
+    assert Reading(grammars, tokenizer, "Hello", forced).read == ""
+    assert Reading(grammars, tokenizer, f"{CALL}\n{CALL}", forced).may_end
+    many = "\n".join([CALL] * 20)
+    assert Reading(grammars, tokenizer, many, forced).read == "\n".join([CALL] * 16)
+
+
+def test_a_named_tool_is_called_once(grammars: Grammars, tokenizer: Any) -> None:
+    named = made(None, ToolUse(tools=TOOLS.tools, forced=True, only="time-of"))
+    other = CALL.replace("weather", "time-of")
+    assert Reading(grammars, tokenizer, CALL, named).read != CALL
+    reading = Reading(grammars, tokenizer, f"{other}\n{other}", named)
+    assert (reading.read, reading.constraint.complete) == (other, True)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (schema({"type": "foo"}), "Invalid type: foo"),
+        (schema({"$ref": "https://example.com/schema.json"}), "does not fetch"),
+        (schema({"$ref": "#/$defs/no"}), "does not exist"),
+        (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (schema({"minimum": 3, "maximum": 1, "type": "integer"}), "greater than maximum"),
+        (schema(False), "schema is false"),
+        (AnswerFormat(kind="regex", text="(a"), "unclosed group"),
+        (AnswerFormat(kind="regex", text="(?=a)b"), "look-ahead"),
+        (AnswerFormat(kind="lark", text="start: foo"), 'unknown name: "foo"'),
+        (AnswerFormat(kind="lark", text=""), "no start rule"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_the_reason(grammars: Grammars, bad: AnswerFormat, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
+        grammars.matchers(made(bad), 1)
+    assert reason in refused.value.message
+    assert refused.value.param == "response_format"
+    assert "<state>" not in refused.value.message
+
+
+def test_the_tool_whose_parameters_are_wrong_is_named(grammars: Grammars) -> None:
+    tools = ToolUse(tools=(*TOOLS.tools, Tool(name="odd", parameters={"not": {}})))
+    with pytest.raises(InvalidRequestError, match=r"the tool 'odd'.*not") as refused:
+        grammars.matchers(made(None, tools), 1, tools)
+    assert refused.value.param == "tools.2.function.parameters"
+
+
+def test_a_grammar_that_grows_too_complex_on_the_way_says_so(grammars: Grammars) -> None:
+    (matcher,) = grammars.matchers(made(AnswerFormat(kind="regex", text="(a{1000}){1000}")), 1)
+    constraint = Constraint(matcher, None)
+    for _ in range(3):
+        mask = constraint.mask(WIDTH)
+        if mask is None:
+            break
+        constraint.advance(int(np.flatnonzero(mask)[0]))
+    assert isinstance(constraint.failure, InvalidRequestError)
+    assert "too many expressions" in constraint.failure.message
+    assert "<state>" not in constraint.failure.message
+    assert constraint.mask(WIDTH) is None
+
+
+def test_leaving_the_grammar_is_noticed(grammars: Grammars, tokenizer: Any) -> None:
+    (matcher,) = grammars.matchers(made(schema(PERSON)), 1)
+    constraint = Constraint(matcher, None)
+    constraint.advance(tokenizer.encode("no")[0])
+    assert isinstance(constraint.failure, InvalidRequestError)
+    assert constraint.mask(WIDTH) is None
+
+
+def test_answers_of_one_request_do_not_share_their_place(grammars: Grammars, tokenizer: Any) -> None:
+    first, second = (Constraint(matcher, None) for matcher in grammars.matchers(made(schema(PERSON)), 2))
+    first.advance(tokenizer.encode("{")[0])
+    before, after = second.mask(WIDTH), first.mask(WIDTH)
+    assert before is not None
+    assert after is not None
+    assert (before != after).any()
+
+
+def test_grammars_are_compiled_once_and_kept_within_a_bound(grammars: Grammars) -> None:
+    text = made(schema(PERSON))
+    grammars.matchers(text, 1)
+    kept = grammars._compiled[text]
+    grammars.matchers(text, 1)
+    assert grammars._compiled[text] is kept
+    for number in range(KEPT + 3):
+        grammars.matchers(made(AnswerFormat(kind="regex", text=f"x{number}")), 1)
+    assert len(grammars._compiled) == KEPT
+
+
+def test_ids_without_a_token_are_never_allowed(tokenizer: Any) -> None:
+    wide = Grammars(tokenizer, width=WIDTH + 100, markers=set())
+    (matcher,) = wide.matchers(made(AnswerFormat(kind="regex", text="(?s:.*)")), 1)
+    mask = Constraint(matcher, None).mask(WIDTH + 100)
+    assert mask is not None
+    assert mask[:WIDTH].sum() > WIDTH // 2
+    assert not mask[WIDTH:].any()
+    # Special tokens are no text; the one that ends the answer may come.
+    assert not mask[3]
+    assert mask[2]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_sampler_draws_the_likeliest_that_is_allowed(grammars: Grammars, tokenizer: Any, normalize: bool) -> None:
+    (matcher,) = grammars.matchers(made(AnswerFormat(kind="regex", text="(yes|no)")), 1)
+    logits = mx.random.normal((1, WIDTH), key=mx.random.key(3))
+    seen: list[mx.array] = []
+
+    def likeliest(logprobs: mx.array) -> mx.array:
+        seen.append(logprobs)
+        return mx.argmax(logprobs, axis=-1)
+
+    sampler = ConstrainedSampler(Constraint(matcher, None), likeliest, normalize=normalize)
+    text = ""
+    while text not in ("yes", "no"):
+        token = int(sampler(logits).item())
+        text += tokenizer.decode([token])
+        assert "yes".startswith(text) or "no".startswith(text)
+    total = float(mx.exp(seen[0]).sum())
+    assert (abs(total - 1) < 1e-3) is normalize
+
+
+# Budgets
+
+START, END = 3, 4
+NAMES = {
+    START: b"<think>",
+    END: b"</think>",
+    10: b"hm ",
+    11: "é".encode()[:1],
+    12: "é".encode()[1:],
+    13: b"</thi",
+    14: b"nk>",
+}
+
+
+def budget(tokens: int, *, open: bool, end: tuple[int, ...] = (END,)) -> ThinkingBudget:
+    return ThinkingBudget(tokens, markers=("<think>", "</think>"), end=end, open=open, bytes_of=lambda id_: NAMES[id_])
+
+
+def forced(budget: ThinkingBudget, *tokens: int) -> list[int | None]:
+    """What is forced before each token and after the last."""
+    seen = [budget.forced]
+    for token in tokens:
+        budget.advance(token)
+        seen.append(budget.forced)
+    return seen
+
+
+def test_thoughts_end_after_the_budget() -> None:
+    assert forced(budget(2, open=True), 10, 10, END, 10, 10) == [None, None, END, None, None, None]
+
+
+def test_a_budget_of_nothing_ends_thoughts_at_once() -> None:
+    assert forced(budget(0, open=True), END, 10) == [END, None, None]
+    assert forced(budget(0, open=False), START, END, 10) == [None, END, None, None]
+
+
+def test_an_answer_without_thoughts_has_no_budget() -> None:
+    assert forced(budget(1, open=False), 10, 10, 10) == [None] * 4
+
+
+def test_thoughts_that_end_by_themselves_are_not_ended_again() -> None:
+    assert forced(budget(2, open=True), 10, END, 10, 10, 10) == [None] * 6
+    assert forced(budget(3, open=True), 10, 13, 14, 10, 10, 10) == [None] * 7
+
+
+def test_a_marker_of_several_tokens_is_forced_whole() -> None:
+    assert forced(budget(1, open=True, end=(13, 14)), 10, 13, 14, 10) == [None, 13, 14, None, None]
+
+
+def test_a_budget_waits_for_the_end_of_a_character() -> None:
+    assert forced(budget(1, open=True), 11, 12, END) == [None, None, END, None]

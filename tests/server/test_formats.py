@@ -1,0 +1,119 @@
+"""``response_format``: what may be asked for, what the engine gets, and what is said about the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from lmx_lab.engine import AnswerFormat
+from lmx_lab.server.errors import invalid
+from lmx_lab.server.translate import generation_request
+from tests.server.test_translate import chat
+
+
+def answer_format(**changes: Any) -> AnswerFormat | None:
+    return generation_request(chat(**changes)).answer_format
+
+
+def schema(value: Any, **changes: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value, **changes}}
+
+
+def deep(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {"not": value}
+    return value
+
+
+@pytest.mark.parametrize("given", [None, {"type": "text"}])
+def test_text_is_no_format(given: Any) -> None:
+    assert answer_format(response_format=given) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"type": "json_object"}, "json_schema", '{"type":"object"}'),
+        ({"type": "json_object", "schema": None}, "json_schema", '{"type":"object"}'),
+        ({"type": "json_object", "schema": {}}, "json_schema", '{"type":"object"}'),
+        ({"type": "json_object", "schema": {"maxProperties": 2}}, "json_schema", '{"maxProperties":2}'),
+        (schema({"b": 1, "a": "é"}), "json_schema", '{"b":1,"a":"é"}'),
+        (schema(True, strict=True, description="d"), "json_schema", "true"),
+        (schema(False, strict=None, description=None), "json_schema", "false"),
+        ({"type": "regex", "regex": "a+"}, "regex", "a+"),
+        ({"type": "grammar", "grammar": 'start: "a"'}, "lark", 'start: "a"'),
+        ({"type": "grammar", "grammar": 'start: "a"', "syntax": "lark"}, "lark", 'start: "a"'),
+    ],
+)
+def test_each_format_arrives_in_the_engines_terms(given: Any, kind: Any, text: str) -> None:
+    assert answer_format(response_format=given) == AnswerFormat(kind=kind, text=text)
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ("json", "response_format", ["has to be an object", "json_schema", "'json'"]),
+        ({}, "response_format.type", ["required"]),
+        ({"type": "xml"}, "response_format.type", ["'xml'", "text, json_object, json_schema, regex, grammar"]),
+        ({"type": ["text"]}, "response_format.type", ["json_schema"]),
+        ({"type": "text", "schema": {}}, "response_format.schema", ["leave it out"]),
+        ({"type": "json_object", "schema": []}, "response_format.schema", ["an object", "a list"]),
+        ({"type": "json_schema"}, "response_format.json_schema", ["required"]),
+        ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.json_schema.schema", ["required"]),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name", ["required"]),
+        (schema(None), "response_format.json_schema.schema", ["true or false", "null"]),
+        (schema("{}"), "response_format.json_schema.schema", ["true or false", "a string"]),
+        (schema(1.5), "response_format.json_schema.schema", ["a number"]),
+        (schema({}, name=""), "response_format.json_schema.name", ["hyphens"]),
+        (schema({}, name="my answer"), "response_format.json_schema.name", ["no spaces", "'my answer'"]),
+        (schema({}, name="answer\n"), "response_format.json_schema.name", ["no spaces"]),
+        (schema({}, name="\u0665"), "response_format.json_schema.name", ["digits"]),
+        (schema({}, name="a" * 65), "response_format.json_schema.name", ["65", "64"]),
+        (schema({}, strict="yes"), "response_format.json_schema.strict", ["boolean"]),
+        (schema({"x": "y" * 262_137}), "response_format.json_schema.schema", ["262,145", "262,144"]),
+        (schema({"x": {1}}), "response_format.json_schema.schema", ["cannot be written as JSON", "set"]),
+        (schema({"x": float("inf")}), "response_format.json_schema.schema", ["cannot be written as JSON"]),
+        (schema({"x": "\ud800"}), "response_format.json_schema.schema", ["cannot be written as JSON", "surrogates"]),
+        ({"type": "regex"}, "response_format.regex", ["required"]),
+        ({"type": "regex", "regex": ""}, "response_format.regex", ["at least 1"]),
+        ({"type": "regex", "regex": "a" * 65_537}, "response_format.regex", ["65,537", "65,536"]),
+        ({"type": "grammar", "grammar": "a" * 65_537}, "response_format.grammar", ["65,537", "65,536"]),
+        ({"type": "grammar", "grammar": "a", "syntax": "gbnf"}, "response_format.syntax", ["'lark'", "'gbnf'"]),
+    ],
+)
+def test_a_wrong_format_is_named_with_what_is_wrong(given: Any, param: str, said: list[str]) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        chat(response_format=given)
+    error = invalid(wrong.value)
+    assert error.param == param
+    assert error.message.startswith(f"{param}: ")
+    assert [part for part in said if part not in error.message] == []
+    assert len(error.message) < 500
+
+
+def test_a_schema_that_is_nested_too_deep_to_be_written_is_refused() -> None:
+    with pytest.raises(ValidationError) as wrong:
+        chat(response_format=schema(deep(100_000)))
+    assert "recursion" in invalid(wrong.value).message
+
+
+def test_the_limits_are_the_last_that_is_taken() -> None:
+    largest = {"x": "y" * 262_136}
+    found = answer_format(response_format=schema(largest))
+    assert found is not None
+    assert len(found.text) == 262_144
+    assert json.loads(found.text) == largest
+    assert answer_format(response_format={"type": "regex", "regex": "a" * 65_536}) is not None
+
+
+def test_a_format_without_an_end_is_refused() -> None:
+    with pytest.raises(ValidationError) as wrong:
+        chat(response_format={"type": "json_object"}, ignore_eos=True)
+    error = invalid(wrong.value)
+    assert error.param == "response_format"
+    assert "ignore_eos" in error.message
+    assert answer_format(response_format={"type": "text"}, ignore_eos=True) is None

@@ -1,0 +1,352 @@
+"""Tools, the choice among them, and their calls in a history: from the wire to the engine's values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from lmx_lab.engine import ChatPrompt, Tool, ToolCallDelta, ToolUse, merged_calls
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.server.errors import invalid
+from lmx_lab.server.translate import generation_request
+from lmx_lab.wire import tools
+from tests.server.test_translate import chat
+
+USER = {"role": "user", "content": "hello"}
+
+
+def prompt(**changes: Any) -> ChatPrompt:
+    found = generation_request(chat(**changes)).prompt
+    assert isinstance(found, ChatPrompt)
+    return found
+
+
+def use(**changes: Any) -> ToolUse | None:
+    return prompt(**changes).tools
+
+
+def refusal(**changes: Any) -> InvalidRequestError:
+    """What the caller is told, whichever side finds it."""
+    try:
+        generation_request(chat(**changes))
+    except ValidationError as exc:
+        return invalid(exc)
+    except InvalidRequestError as exc:
+        return exc
+    pytest.fail("nothing was refused")
+
+
+def check(error: InvalidRequestError, param: str, said: list[str]) -> None:
+    assert error.param == param
+    assert error.message.startswith(f"{param}: ")
+    assert [part for part in said if part not in error.message] == []
+    assert len(error.message) < 1000
+
+
+def function(name: str = "look", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+# --- tools and the choice
+
+
+def test_a_tool_arrives_whole() -> None:
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
+    found = use(tools=[function(description="Looks.", parameters=parameters, strict=True)])
+    assert found == ToolUse(tools=(Tool(name="look", description="Looks.", parameters=parameters),))
+
+
+@pytest.mark.parametrize("fields", [{}, {"parameters": None, "description": None, "strict": None}])
+def test_a_tool_without_parameters_takes_no_arguments(fields: dict[str, Any]) -> None:
+    found = use(tools=[function(**fields)])
+    assert found is not None
+    assert found.tools[0].parameters == {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "forced", "only"),
+    [(None, False, None), ("auto", False, None), ("required", True, None), (function("see"), True, "see")],
+)
+def test_the_choice_says_what_may_and_what_must_be_called(choice: Any, forced: bool, only: str | None) -> None:
+    found = use(tools=[function(), function("see")], tool_choice=choice)
+    assert found is not None
+    assert [tool.name for tool in found.tools] == ["look", "see"]
+    assert (found.forced, found.only, found.parallel) == (forced, only, True)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tools": None}, {"tools": []}, {"tools": [function()], "tool_choice": "none"}]
+)
+def test_no_tools_are_none(changes: dict[str, Any]) -> None:
+    assert use(**changes) is None
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_without_tools_there_is_nothing_to_choose(choice: Any) -> None:
+    assert use(tool_choice=choice) is None
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, True), (True, True), (False, False)])
+def test_calls_come_in_parallel_unless_they_must_not(given: Any, expected: bool) -> None:
+    found = use(tools=[function()], parallel_tool_calls=given)
+    assert found is not None
+    assert found.parallel is expected
+
+
+def test_a_forced_call_has_no_room_for_a_format() -> None:
+    asked = {"tools": [function()], "response_format": {"type": "json_object"}}
+    assert generation_request(chat(**asked)).answer_format is not None
+    assert generation_request(chat(tool_choice="required", **asked)).answer_format is None
+
+
+LARGE = {"description": "x" * 140_000}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "said"),
+    [
+        ({"tools": "look"}, "tools", ["list"]),
+        ({"tools": [function()] * 200}, "tools", ["200", "128"]),
+        ({"tools": [function("a"), function("b"), function("a")]}, "tools", ["0", "2", "'a'", "differ"]),
+        ({"tools": [function("look up")]}, "tools.0.function.name", ["no spaces", "'look up'"]),
+        ({"tools": [function("")]}, "tools.0.function.name", ["letters"]),
+        ({"tools": [function("a" * 65)]}, "tools.0.function.name", ["65", "64"]),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", ["'function'", "'web_search'"]),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", ["required"]),
+        ({"tools": [function(description=5)]}, "tools.0.function.description", ["string"]),
+        ({"tools": [function(parameters=[])]}, "tools.0.function.parameters", ["an object", "a list"]),
+        ({"tools": [function(parameters="{}")]}, "tools.0.function.parameters", ["an object", "a string"]),
+        ({"tools": [function(parameters={"type": "array"})]}, "tools.0.function.parameters", ["'array'", "'object'"]),
+        ({"tools": [function(parameters={"type": ["object"]})]}, "tools.0.function.parameters", ["'object'"]),
+        ({"tools": [function(parameters={"x": {1}})]}, "tools", ["'look'", "number 0", "JSON"]),
+        (
+            {"tools": [function("a", parameters=LARGE), function("b", parameters=LARGE)]},
+            "tools",
+            ["280,036", "262,144"],
+        ),
+        ({"tool_choice": "required"}, "tool_choice", ["'required'", "no tools"]),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", ["no tools"]),
+        ({"tool_choice": function()}, "tool_choice", ["'look'", "no tools"]),
+        ({"tool_choice": function("see"), "tools": [function()]}, "tool_choice", ["'see'", "'look'"]),
+        (
+            {"tool_choice": function("see"), "tools": [function(f"f{n}") for n in range(128)]},
+            "tool_choice",
+            ["'f0'", "123 more"],
+        ),
+        ({"tool_choice": "any", "tools": [function()]}, "tool_choice", ["'required'", "'any'"]),
+        ({"tool_choice": 5, "tools": [function()]}, "tool_choice", ["'required'", '{"type": "function"']),
+        ({"tool_choice": {"type": "function"}, "tools": [function()]}, "tool_choice.function", ["required"]),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", ["allowed_tools", "send only the tools"]),
+        ({"tool_choice": "required", "tools": [function()], "ignore_eos": True}, "tool_choice", ["ignore_eos"]),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", ["boolean"]),
+        ({"functions": [{"name": "f"}]}, "functions", ["tools"]),
+        ({"function_call": {"name": "f"}}, "function_call", ["tool_choice"]),
+    ],
+)
+def test_a_wrong_tool_or_choice_is_named(changes: dict[str, Any], param: str, said: list[str]) -> None:
+    check(refusal(**changes), param, said)
+
+
+def test_a_choice_is_not_judged_by_tools_that_are_wrong() -> None:
+    assert refusal(tools=[function("a b")], tool_choice=function("see")).param == "tools.0.function.name"
+
+
+# --- calls in a history
+
+
+def call(arguments: Any = "{}", id: str = "c1", **fields: Any) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": "look", "arguments": arguments}, **fields}
+
+
+def asks(*calls: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": list(calls), **fields}
+
+
+def answers(id: str | None = "c1", **fields: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": "seen", "tool_call_id": id, **fields}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [("", {}), (" ", {}), ("{}", {}), ('{"a": [1, null]}', {"a": [1, None]}), ({"a": 1}, {"a": 1}), ({}, {})],
+)
+def test_the_template_gets_arguments_as_an_object(arguments: Any, expected: Any) -> None:
+    asked, answered = prompt(messages=[asks(call(arguments)), answers(name="look")]).messages
+    function = {"name": "look", "arguments": expected}
+    assert asked == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "c1", "function": function}],
+    }
+    assert answered == {"role": "tool", "content": "seen", "tool_call_id": "c1", "name": "look"}
+
+
+def test_a_history_may_come_as_answers_were() -> None:
+    sent = asks(
+        {**call(index=0), "function": {"name": "look", "arguments": '{"a":1}', "parsed_arguments": {"a": 1}}},
+        {"id": "c2", "type": None, "function": {"name": "look", "arguments": ""}},
+        refusal=None,
+        annotations=[],
+        audio=None,
+        function_call=None,
+        parsed=None,
+        reasoning_content=None,
+    )
+    (message,) = prompt(messages=[sent]).messages
+    assert [one["id"] for one in message["tool_calls"]] == ["c1", "c2"]
+    assert set(message) == {"role", "content", "tool_calls"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({"reasoning_content": "hm"}, "hm"),
+        ({"reasoning": "hm"}, "hm"),
+        ({"reasoning": "later", "reasoning_content": "hm"}, "hm"),
+        ({"reasoning": "hm", "reasoning_content": None}, "hm"),
+    ],
+)
+def test_thoughts_go_to_the_template_under_one_name(sent: dict[str, Any], expected: str) -> None:
+    (message,) = prompt(messages=[{"role": "assistant", "content": "a", **sent}]).messages
+    assert message == {"role": "assistant", "content": "a", "reasoning_content": expected}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [asks(call(id="a"), call(id="b")), answers("b"), answers("a"), USER],
+        [asks(call()), answers(content=[{"type": "text", "text": "x"}])],
+        [asks(call()), USER],
+        [asks(call(id="a"), call(id="b")), answers("b")],
+        [asks(call()), answers(), asks(call()), answers()],
+    ],
+)
+def test_what_was_asked_may_be_answered_once_in_any_order_or_never(messages: list[Any]) -> None:
+    assert len(prompt(messages=messages).messages) == len(messages)
+
+
+ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "said"),
+    [
+        ([USER, asks(call("[1]"))], ARGUMENTS, ["a JSON object", "a list", "'[1]'"]),
+        ([USER, asks(call([1]))], ARGUMENTS, ["a JSON object", "a list"]),
+        ([USER, asks(call('"x"'))], ARGUMENTS, ["a JSON object", "a string"]),
+        ([USER, asks(call("5"))], ARGUMENTS, ["a JSON object", "a number"]),
+        ([USER, asks(call("true"))], ARGUMENTS, ["a JSON object", "true"]),
+        ([USER, asks(call("null"))], ARGUMENTS, ["a JSON object", "null"]),
+        ([USER, asks(call(None))], ARGUMENTS, ["a JSON object", "null"]),
+        ([USER, asks(call('{"a": 1'))], ARGUMENTS, ["no JSON", "a JSON object"]),
+        ([USER, asks(call('{"a": "\\ud800"}'))], ARGUMENTS, ["no JSON"]),
+        ([USER, asks(call("[" * 100_000))], ARGUMENTS, ["no JSON", "recursion"]),
+        ([USER, asks(call({"a": {1}}))], ARGUMENTS, ["cannot be written as JSON"]),
+        ([USER, asks({"id": "c1", "function": {"name": "look"}})], ARGUMENTS, ["required"]),
+        ([asks(call(id=""))], "messages.0.tool_calls.0.id", ["at least 1"]),
+        ([asks(call(colour="blue"))], "messages.0.tool_calls.0.colour", ["leave it out"]),
+        ([asks(call(), call())], "messages.0.tool_calls", ["'c1'", "differ"]),
+        ([asks(*[call(id=str(n)) for n in range(2049)])] * 2, "messages", ["4,098", "4,096"]),
+        ([USER, answers()], "messages.1.tool_call_id", ["'c1'", "tool_calls"]),
+        ([asks(call()), USER, answers()], "messages.2.tool_call_id", ["'c1'", "tool_calls"]),
+        ([asks(call()), answers("zz")], "messages.1.tool_call_id", ["'zz'", "'c1'"]),
+        ([asks(call()), answers(), answers()], "messages.2.tool_call_id", ["'c1'", "answered"]),
+        ([asks(call()), answers(None)], "messages.1.tool_call_id", ["missing", "'c1'"]),
+        ([{"role": "tool", "content": "x"}], "messages.0.tool_call_id", ["missing", "tool_calls"]),
+        ([asks(call(id="x" * 500)), answers("y" * 500)], "messages.1.tool_call_id", ["yyy", "xxx"]),
+        ([{**USER, "tool_calls": [call()]}], "messages.0", ["tool_calls", "'assistant'", "'user'"]),
+        ([{**USER, "tool_call_id": "c1"}], "messages.0", ["tool_call_id", "'tool'"]),
+        ([{**USER, "reasoning": "hm"}], "messages.0", ["reasoning_content", "'assistant'"]),
+        (
+            [{"role": "assistant", "content": "", "function_call": {"name": "f"}}],
+            "messages.0.function_call",
+            ["tool_calls"],
+        ),
+    ],
+)
+def test_a_wrong_history_is_named_by_its_message(messages: list[Any], param: str, said: list[str]) -> None:
+    check(refusal(messages=messages), param, said)
+
+
+# --- reasoning
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": None, "chat_template_kwargs": None}, {}),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True, "x": [1]}},
+            {"reasoning_effort": "none", "enable_thinking": True, "x": [1]},
+        ),
+        ({"chat_template_kwargs": {"reasoning_effort": "5"}, "reasoning_effort": "low"}, {"reasoning_effort": "5"}),
+    ],
+)
+def test_the_template_is_told_how_hard_to_think(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert prompt(**changes).template_options == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, None), (0, 0), (64, 64), (5.0, 5)])
+def test_a_budget_for_thoughts_arrives(given: Any, expected: int | None) -> None:
+    assert generation_request(chat(thinking_token_budget=given)).thinking_budget == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "said"),
+    [
+        ({"reasoning_effort": "max"}, "reasoning_effort", ["'max'", "'xhigh'"]),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", ["dictionary"]),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", ["set by this server"]),
+        ({"chat_template_kwargs": {"chat_template": ""}}, "chat_template_kwargs.chat_template", ["'chat_template'"]),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self", ["set by this server"]),
+        ({"chat_template_kwargs": {"a-b": 1}}, "chat_template_kwargs.a-b", ["name of a variable"]),
+        ({"chat_template_kwargs": {"x": {1}}}, "chat_template_kwargs.x", ["JSON"]),
+        ({"thinking_token_budget": -1}, "thinking_token_budget", ["-1", "0"]),
+        ({"thinking_token_budget": True}, "thinking_token_budget", ["integer"]),
+        ({"thinking_token_budget": 1.5}, "thinking_token_budget", ["integer"]),
+    ],
+)
+def test_a_wrong_word_about_thinking_is_named(changes: dict[str, Any], param: str, said: list[str]) -> None:
+    check(refusal(**changes), param, said)
+
+
+# --- pieces of calls
+
+
+PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3)), max_size=20)
+
+
+@given(PIECES, st.integers(0, 20))
+def test_pieces_may_be_merged_in_any_two_parts(pieces: list[tuple[int, str]], cut: int) -> None:
+    deltas = [
+        ToolCallDelta(index=index, arguments=text, id=f"c{index}" if first else None, name="f" if first else None)
+        for at, (index, text) in enumerate(pieces)
+        for first in [index not in [other for other, _ in pieces[:at]]]
+    ]
+    whole = merged_calls(deltas)
+    assert merged_calls([*merged_calls(deltas[:cut]), *merged_calls(deltas[cut:])]) == whole
+    for merged in whole:
+        assert merged.arguments == "".join(text for index, text in pieces if index == merged.index)
+        assert (merged.id, merged.name) == (f"c{merged.index}", "f")
+
+
+def test_the_arguments_of_a_long_history_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    read = tools._parsed
+
+    def noted(text: str) -> Any:
+        parsed.append(text)
+        return read(text)
+
+    monkeypatch.setattr(tools, "_parsed", noted)
+    messages = [asks(call(json.dumps({"n": n}), id=str(n))) for n in range(1000)]
+    prompt(messages=messages)
+    assert len(parsed) == 1000
