@@ -16,6 +16,8 @@ from lmx_lab.engine.sampling import Sampler
 from lmx_lab.errors import InvalidRequestError, LabError
 
 LONGEST_MARKER_BYTES = 64
+FEW = 1024
+"""So many tokens or fewer are drawn from by themselves, which is faster than from the whole vocabulary."""
 
 
 class ThinkingBudget:
@@ -152,7 +154,10 @@ class ConstrainedSampler:
         mask = self._constraint.mask(logprobs.shape[-1])
         if mask is None:
             return self._sampler(logprobs)
-        allowed = mx.where(mx.array(mask), logprobs, -mx.inf)
-        if self._normalize:
-            allowed = allowed - mx.logsumexp(allowed, axis=-1, keepdims=True)
-        return self._sampler(allowed)
+        if np.count_nonzero(mask) > FEW:
+            return self._sampler(self._normalized(mx.where(mx.array(mask), logprobs, -mx.inf)))
+        tokens = mx.array(np.flatnonzero(mask).astype(np.uint32))
+        return tokens if tokens.size == 1 else tokens[self._sampler(self._normalized(logprobs[:, tokens]))]
+
+    def _normalized(self, logprobs: mx.array) -> mx.array:
+        return logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True) if self._normalize else logprobs

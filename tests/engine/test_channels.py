@@ -102,20 +102,20 @@ def items(raw: str, state: str) -> list[Item]:
         end, marker, after = min(ends, default=(len(raw), "", ""))
         text = raw[at : end - len(marker)]
         if state == TOOL and not text.isalpha():
-            _join(found, (CONTENT, raw[begin:end], begin, after), glue=True)
+            _join(found, (CONTENT, raw[begin:end], begin, after))
         else:
-            _join(found, (state, text, at, after), glue=False)
+            _join(found, (state, text, at, after))
         if not marker:
             return found
         begin, at, state = end - len(marker), end, after
 
 
-def _join(found: list[Item], item: Item, *, glue: bool) -> None:
+def _join(found: list[Item], item: Item) -> None:
     kind, text, begin, after = item
     # Content goes on where a broken call begins or ends, and nowhere else.
     if kind == CONTENT and found and found[-1][0] == CONTENT and begin == found[-1][2] + len(found[-1][1]):
         found[-1] = (CONTENT, found[-1][1] + text, found[-1][2], after)
-    elif glue or text or kind != CONTENT:
+    else:
         found.append(item)
 
 
@@ -264,6 +264,10 @@ def test_a_marker_may_lead_to_a_state_without_an_end() -> None:
     assert fed(channels, "a<x>b") == [("a", "", 5)]
 
 
+def test_a_marker_between_space_and_a_call_keeps_the_space() -> None:
+    assert streamed(shape(), ["a <|s|><t>f</t>"]).content == "a "
+
+
 def test_a_marker_inside_the_thoughts_is_passed_with_the_space_before_it() -> None:
     channels = Channels(AnswerShape(initial=REASONING, transitions={REASONING: [("<x>", REASONING)]}), ())
     assert fed(channels, "a ", "<x>", "b") == [("", "a", 1), ("", " ", 5), ("", "b", 6)]
@@ -271,7 +275,18 @@ def test_a_marker_inside_the_thoughts_is_passed_with_the_space_before_it() -> No
 
 def test_of_two_markers_that_begin_alike_the_shorter_is_met() -> None:
     transitions = {CONTENT: [("<think>!", TOOL), ("<think>", REASONING), ("", TOOL)]}
-    assert streamed(AnswerShape(transitions=transitions), list("a<think>!b")) == Divided("a", "!b")
+    for pieces in (["a<think>!b"], list("a<think>!b")):
+        assert streamed(AnswerShape(transitions=transitions), pieces) == Divided("a", "!b")
+
+
+def test_content_behind_a_call_keeps_its_space_though_thoughts_came_before() -> None:
+    assert streamed(shape(REASONING), ["x</r> <t>f</t> b"]) == Divided(" b", "x", [("f", '{"of": "f"}')])
+
+
+def test_a_marker_may_end_one_call_and_begin_the_next() -> None:
+    transitions = {CONTENT: [("<t>", TOOL)], TOOL: [("<n>", TOOL)]}
+    found = streamed(AnswerShape(transitions=transitions, calls=CALLS), ["<t>f<n>!"])
+    assert found == Divided("!", calls=[("f", '{"of": "f"}')])
 
 
 def test_a_stop_string_before_a_call_leaves_no_call() -> None:
