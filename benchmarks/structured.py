@@ -1,0 +1,76 @@
+"""What a grammar costs: decode with a JSON schema against decode without, on one server, one stream and eight."""
+
+from __future__ import annotations
+
+import asyncio
+from statistics import median
+from typing import Any
+
+from benchmarks import client, prompts
+from benchmarks.bench import Bench, BenchError
+from benchmarks.rates import Window, decode_window, timeline
+from benchmarks.rows import Limit, Row
+from benchmarks.servers import LabServer, lab_server
+
+STREAMS = (1, 8)
+FIGURE = "decode tok/s with a JSON schema ÷ without"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["apples", "pears", "plums"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+# So many that no answer ends by itself.
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 1000}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}}
+
+
+def measure(bench: Bench) -> list[Row]:
+    with lab_server(bench.folder) as server:
+        return [_compare(bench, server, streams) for streams in STREAMS]
+
+
+def _compare(bench: Bench, server: LabServer, streams: int) -> Row:
+    max_tokens = bench.sizes.alone_tokens if streams == 1 else bench.sizes.together_tokens
+    samples = [_round(server, streams, max_tokens, number) for number in range(bench.sizes.rounds)]
+    formed, free = (median(sample[side] for sample in samples) for side in ("formed", "free"))
+    return Row(
+        figure=FIGURE,
+        case="1 stream" if streams == 1 else f"{streams} streams",
+        model=bench.model,
+        value=median(sample["formed"] / sample["free"] for sample in samples),
+        limit=Limit(sign="≥", bound=0.9),
+        # Here the limit is about the model on which overheads show.
+        binding=bench.model == "tiny",
+        summary=f"{formed:.1f} against {free:.1f} tok/s",
+        detail={"samples": samples, "max_tokens": max_tokens, "schema": PEOPLE},
+    )
+
+
+def _round(server: LabServer, streams: int, max_tokens: int, number: int) -> dict[str, Any]:
+    """One run of each side on the same prompts; who begins changes from round to round."""
+    asked = [prompts.brief(1000 * number + 10 * streams + stream) for stream in range(streams)]
+    sides = {"formed": {"response_format": FORMAT}, "free": {"ignore_eos": True}}
+    order = list(sides) if number % 2 == 0 else list(reversed(sides))
+    return {side: _decode(server, asked, max_tokens, sides[side]).rate for side in order}
+
+
+def _decode(server: LabServer, asked: list[list[prompts.Message]], max_tokens: int, more: dict[str, Any]) -> Window:
+    bodies = [prompts.chat_body(messages, max_tokens=max_tokens, **more) for messages in asked]
+    answers = asyncio.run(_prefilled(server.url, bodies))
+    if any(answer.tokens != max_tokens for answer in answers):
+        raise BenchError("an answer ended early")
+    return decode_window([timeline(answer) for answer in answers])
+
+
+async def _prefilled(url: str, bodies: list[dict[str, Any]]) -> list[client.Answer]:
+    """All answers at once; their prompts were computed before, and the grammar compiled."""
+    for body in bodies:
+        status, answer = await client.whole(url, body | {"max_tokens": 1})
+        if status != 200:
+            raise BenchError(f"HTTP {status}: {answer}")
+    return await client.streams(url, bodies)
