@@ -125,7 +125,11 @@ class Dialect:
         if self.thoughts is not None and thinking != "closed" and isinstance(request.prompt, ChatPrompt):
             start, end = (self.markers.get(marker, (marker,)) for marker in self.thoughts)
             thoughts = Thoughts(start=start, end=end, open=thinking == "open")
-        found = grammar(request.answer_format, tools, thoughts, markers=self.markers)
+        try:
+            found = grammar(request.answer_format, tools, thoughts, markers=self.markers)
+        except RecursionError as exc:
+            # From a notebook: what comes over HTTP is not nested so deeply.
+            raise InvalidRequestError("a schema is nested too deeply to be read; flatten it") from exc
         if found is not None and self.headed:
             raise InvalidRequestError(
                 "answers of this model have headers, around which nothing can be enforced: leave out response_format, "
