@@ -54,7 +54,7 @@ def _compare(bench: Bench, server: LabServer, streams: int) -> Row:
 def _round(server: LabServer, streams: int, max_tokens: int, number: int) -> dict[str, Any]:
     """One run of each side on the same prompts; who begins changes from round to round."""
     asked = [prompts.brief(1000 * number + 10 * streams + stream) for stream in range(streams)]
-    sides = {"formed": {"response_format": FORMAT}, "free": {"ignore_eos": True}}
+    sides: dict[str, dict[str, Any]] = {"formed": {"response_format": FORMAT}, "free": {"ignore_eos": True}}
     order = list(sides) if number % 2 == 0 else list(reversed(sides))
     return {side: _decode(server, asked, max_tokens, sides[side]).rate for side in order}
 

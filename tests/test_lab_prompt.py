@@ -104,7 +104,7 @@ def asked_schema(response_format: Any) -> NamedSchema:
 def test_a_models_class_stands_for_its_schema() -> None:
     asked = asked_schema(Town)
     assert (asked.name, asked.schema_) == ("Town", Town.model_json_schema())
-    assert asked_schema(Box[int]).name == "Box_int_"
+    assert asked_schema(Box[int]).name == "Box[int]"
 
 
 class Odd(BaseModel):

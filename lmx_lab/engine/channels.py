@@ -77,8 +77,10 @@ class Channels:
         self._space = TrailingSpace()
         """Of the content: a call may follow."""
         self._thought_space = TrailingSpace()
-        self._leading = shape.initial == REASONING
+        self._leading = shape.initial == REASONING or shape.thoughts_first
         """Whitespace that comes now begins the thoughts, or the content after them."""
+        self._may_think = True
+        self._thoughts_first = shape.thoughts_first
         self._after_call = False
         """Nothing but whitespace since the last call."""
         self._read = 0
@@ -149,14 +151,20 @@ class Channels:
                 break
             marker = next(marker for marker in self._markers[state] if raw.startswith(marker, at))
             at += len(marker)
-            if self._call is not None and self._call.in_string:
-                # An argument may quote the end marker.
+            after = segments[number + 1][0]
+            if self._is_text(state, after):
                 self._read += len(marker)
-                self._take(TOOL, marker)
-                self._position = self._machine.make_state(initial=TOOL)
+                self._take(state, marker)
+                self._position = self._machine.make_state(initial=state)
                 return raw[at:]
-            self._change(state, marker, segments[number + 1][0])
+            self._change(state, marker, after)
         return ""
+
+    def _is_text(self, before: str, after: str) -> bool:
+        """Whether what looks like a marker is none: an argument may quote the end marker, content that of thoughts."""
+        if self._call is not None and self._call.in_string:
+            return True
+        return before == CONTENT and after == REASONING and not self._may_think
 
     def _take(self, state: str, text: str) -> None:
         if not text or self._cut is not None:
@@ -193,6 +201,8 @@ class Channels:
 
     def _take_content(self, text: str) -> None:
         text = self._without_leading(text)
+        if self._thoughts_first and text.strip():
+            self._may_think = False
         self._show(self._space.feed(text) if self._format is not None else text)
 
     def _show(self, text: str) -> None:

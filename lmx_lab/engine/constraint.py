@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import mlx.core as mx
@@ -16,6 +18,8 @@ from lmx_lab.engine.sampling import Sampler
 from lmx_lab.errors import InvalidRequestError, LabError
 
 LONGEST_MARKER_BYTES = 64
+SLOW_S, PATIENCE_S = 0.02, 1.0
+"""Of the engine thread's own time: other answers wait while a grammar that is slow to follow is followed."""
 FEW = 1024
 """So many tokens or fewer are drawn from by themselves, which is faster than from the whole vocabulary."""
 
@@ -72,7 +76,10 @@ class ThinkingBudget:
         self._characters.decode(data)
         self._tail = (self._tail + data)[-LONGEST_MARKER_BYTES:]
         if not self._thinking:
-            self._thinking = self._start in self._tail
+            begun = self._tail.lstrip()
+            self._thinking = begun.startswith(self._start)
+            # Later in the answer the marker is a word like any other.
+            self._over = not self._thinking and not self._start.startswith(begun)
             self._tail = b"" if self._thinking else self._tail
         elif self._stop in self._tail:
             self._over = True
@@ -90,8 +97,10 @@ class Constraint:
         """How many it has seen."""
         self.complete = False
         """The grammar is satisfied, and nothing but the end can follow."""
+        self._slow_s = 0.0
+        """Beyond what a token may take."""
         self.failure: LabError | None = None
-        """Why nothing is enforced any more: the grammar has become too complex."""
+        """Why nothing is enforced any more: the grammar has become too complex, or too slow."""
 
     @property
     def forced(self) -> int | None:
@@ -105,7 +114,8 @@ class Constraint:
             self._budget.advance(token)
         if self._matcher is None or self.complete or self.failure:
             return
-        self._matcher.consume_token(token)
+        with self._timed():
+            self._matcher.consume_token(token)
         self._note_failure()
         self.complete = self.failure is None and self._matcher.is_stopped()
 
@@ -113,16 +123,29 @@ class Constraint:
         """Which of the vocabulary's ``width`` tokens may come next; None if all may."""
         if self._matcher is None or self.complete or self.failure:
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        with self._timed():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._note_failure()
         if self.failure:
             return None
+        if not bits.any():
+            self.failure = InvalidRequestError("no token of this model can go on with the form that was asked for")
+            return None
         return np.unpackbits(bits, count=width, bitorder="little").view(np.bool_)
 
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.thread_time()
+        yield
+        self._slow_s += max(0.0, time.thread_time() - started - SLOW_S)
+
     def _note_failure(self) -> None:
-        if self._matcher is None or not self._matcher.is_error():
+        if self._matcher is not None and self._matcher.is_error():
+            reason = short_reason(self._matcher.get_error())
+        elif self._slow_s > PATIENCE_S:
+            reason = "its tokens take too long to check, and others wait meanwhile"
+        else:
             return
-        reason = short_reason(self._matcher.get_error())
         self.failure = InvalidRequestError(f"the answer's form cannot be enforced any further: {reason}; simplify it")
 
 

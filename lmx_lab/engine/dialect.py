@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from lmx_lab.engine.grammar import Marker, Thoughts, grammar
@@ -17,9 +21,35 @@ Thinking = Literal["open", "possible", "closed"]
 GENERIC = CallFormat(start=START, end=END)
 # The parser of models that write calls as the generic format does, such as Qwen's and Hermes.
 GENERIC_PARSER = "mlx_lm.tool_parsers.json_tools"
+MISTRAL_PARSER = "mlx_lm.tool_parsers.mistral"
+# Thoughts that mlx-lm does not look for: its own are tokens, these are in the template, one token or several.
+MORE_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
 TAIL_TOKENS = 32
 BETWEEN = "between"
 """A state whose text is not shown."""
+# Harmony, the format of gpt-oss: each message has a header with its channel, and a call the name in the header.
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
+HARMONY_CALL = ("to=functions.", TOOL)
+HARMONY: Mapping[str, Sequence[tuple[str, str]]] = {
+    BETWEEN: [
+        ("<|channel|>analysis", "analysis"),
+        ("<|channel|>commentary", "commentary"),
+        ("<|channel|>final", "final"),
+        HARMONY_CALL,
+    ],
+    "analysis": [("<|message|>", REASONING), HARMONY_CALL],
+    "commentary": [("<|message|>", CONTENT), HARMONY_CALL],
+    "final": [("<|message|>", CONTENT)],
+    REASONING: [("<|end|>", BETWEEN)],
+    CONTENT: [("<|end|>", BETWEEN)],
+    TOOL: [("<|call|>", BETWEEN)],
+}
 
 
 @dataclass(frozen=True)
@@ -41,8 +71,12 @@ class Dialect:
     """Its tokens."""
     takes_tools: bool = False
     """The template writes tools, calls and results by itself."""
+    takes_system: bool = True
+    """The template has a place for the system's message."""
     own_calls: OwnCalls | None = None
     """As the template writes them; None for the generic way."""
+    shown: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """A message as the template takes it."""
     initial: str = CONTENT
     transitions: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
     """Of answers with headers around thoughts and content."""
@@ -83,7 +117,9 @@ class Dialect:
         # Between forced calls a cut answer may have half a marker, which nobody wants to read.
         content = BETWEEN if tools is not None and tools.forced else CONTENT
         transitions: dict[str, list[tuple[str, str]]] = {state: list(to) for state, to in self.transitions.items()}
-        if self.thoughts is not None and thinking != "closed":
+        thinks = self.thoughts is not None and thinking != "closed"
+        if thinks:
+            assert self.thoughts is not None
             start, end = self.thoughts
             transitions.setdefault(content, []).append((start, REASONING))
             transitions.setdefault(REASONING, []).append((end, content))
@@ -91,15 +127,17 @@ class Dialect:
             # In headed answers the headers may say where calls begin.
             if not any(to == TOOL for ways in transitions.values() for _, to in ways):
                 transitions.setdefault(content, []).append((calls.start, TOOL))
-            if calls.parse is not None and REASONING in transitions:
-                # Some models call without a word about the end of their thoughts.
-                transitions[REASONING].append((calls.start, TOOL))
-            transitions[TOOL] = [(calls.end, content)] if calls.end else []
+                if calls.parse is not None and REASONING in transitions:
+                    # Some models call without a word about the end of their thoughts.
+                    transitions[REASONING].append((calls.start, TOOL))
+            transitions.setdefault(TOOL, [(calls.end, content)] if calls.end else [])
         if not transitions:
             return None
         first = content if self.initial == CONTENT else self.initial
         initial = REASONING if thinking == "open" and self.thoughts is not None else first
-        return AnswerShape(initial=initial, transitions=transitions, calls=calls, literals=self.literals)
+        return AnswerShape(
+            initial=initial, transitions=transitions, thoughts_first=thinks, calls=calls, literals=self.literals
+        )
 
     def template_input(self, request: GenerationRequest, prompt: ChatPrompt) -> dict[str, Any]:
         """Messages and tools for the model's template.
@@ -107,11 +145,16 @@ class Dialect:
         Tools, calls and results are written into the messages if the template has no way for them, or the answer none
         that goes with its format.
         """
+        given: dict[str, Any] = {}
+        if self.thoughts is not None and not {"enable_thinking", "thinking"} & set(prompt.template_options):
+            # mlx-lm says no for models whose thoughts it does not know.
+            given["enable_thinking"] = True
         unlike = self.own_calls is not None and request.answer_format is not None and prompt.tools is not None
         if unlike or not self.takes_tools:
-            return {"messages": written_out(prompt.messages, prompt.tools)}
-        tools = {"tools": template_tools(prompt.tools)} if prompt.tools is not None else {}
-        return {"messages": [dict(message) for message in prompt.messages], **tools}
+            return {**given, "messages": written_out(prompt.messages, prompt.tools, system=self.takes_system)}
+        if prompt.tools is not None:
+            given["tools"] = template_tools(prompt.tools)
+        return {**given, "messages": [self.shown(message) for message in prompt.messages]}
 
     def grammar(self, request: GenerationRequest, thinking: Thinking) -> str | None:
         """What llguidance shall enforce; None for an answer that is free.
@@ -159,40 +202,113 @@ def _tools(request: GenerationRequest) -> ToolUse | None:
 
 
 def dialect_of(tokenizer: Any) -> Dialect:
-    """What mlx-lm finds in a tokenizer's vocabulary, template and configuration.
+    """What mlx-lm finds in a tokenizer's vocabulary, template and configuration, and what it overlooks.
 
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``.
     """
-    thoughts = (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
-    transitions = {state: list(ways) for state, ways in tokenizer.response_transitions.items()}
+    thoughts = _thoughts(tokenizer)
+    harmony = not tokenizer.response_transitions and all(token in tokenizer.get_vocab() for token in HARMONY_TOKENS)
+    transitions = {
+        state: list(ways) for state, ways in (HARMONY if harmony else tokenizer.response_transitions).items()
+    }
     if tokenizer.structural_markers:
         transitions.setdefault(CONTENT, []).extend((marker, CONTENT) for marker in tokenizer.structural_markers)
     return Dialect(
         thoughts=thoughts,
-        end_of_thoughts=tuple(int(token) for token in tokenizer.think_end_tokens or ()),
-        takes_tools=tokenizer.has_tool_calling,
-        own_calls=_own_calls(tokenizer),
-        initial=tokenizer.response_initial_state or CONTENT,
+        end_of_thoughts=_tokens(tokenizer, thoughts[1]) if thoughts is not None else (),
+        takes_tools=harmony or tokenizer.has_tool_calling,
+        takes_system=_takes_system(tokenizer),
+        own_calls=HARMONY_CALLS if harmony else _own_calls(tokenizer),
+        shown=_without_clashes if harmony else _with_short_ids if _is_mistral(tokenizer) else dict,
+        initial=BETWEEN if harmony else tokenizer.response_initial_state or CONTENT,
         transitions=transitions,
         literals=_literals(tokenizer),
         markers={marker: _marker(tokenizer, marker) for marker in (*(thoughts or ()), START, END)},
     )
 
 
+def _thoughts(tokenizer: Any) -> tuple[str, str] | None:
+    if tokenizer.has_thinking:
+        return tokenizer.think_start, tokenizer.think_end
+    template = tokenizer.chat_template
+    written = template if isinstance(template, str) else ""
+    return next((pair for pair in MORE_THOUGHTS if all(marker in written for marker in pair)), None)
+
+
+def _takes_system(tokenizer: Any) -> bool:
+    def shown(*messages: dict[str, str]) -> str:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+    user = {"role": "user", "content": "?"}
+    try:
+        shown(user)
+    # Templates raise anything; one that refuses even this says nothing of the system's message.
+    except Exception:
+        return True
+    try:
+        return "probe" in shown({"role": "system", "content": "probe"}, user)
+    except Exception:
+        return False
+
+
 def _own_calls(tokenizer: Any) -> OwnCalls | None:
     parse = tokenizer.tool_parser
     if parse is None or parse.__module__ == GENERIC_PARSER:
         return None
+    if _is_mistral(tokenizer):
+        parse = partial(_mistral_calls, parse)
     return OwnCalls(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse)
+
+
+def _is_mistral(tokenizer: Any) -> bool:
+    return getattr(tokenizer.tool_parser, "__module__", "") == MISTRAL_PARSER
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    """With ids of nine letters and digits, whoever gave them: Mistral's templates refuse others."""
+    shown = dict(message)
+    if "tool_calls" in shown:
+        shown["tool_calls"] = [{**call, "id": _short(call["id"])} for call in shown["tool_calls"]]
+    if "tool_call_id" in shown:
+        shown["tool_call_id"] = _short(shown["tool_call_id"])
+    return shown
+
+
+def _short(id_: str) -> str:
+    return id_ if re.fullmatch("[A-Za-z0-9]{9}", id_) else hashlib.blake2b(id_.encode(), digest_size=5).hexdigest()[:9]
+
+
+def _mistral_calls(parse: Callable[[str, Any], Any], text: str, tools: Any) -> Any:
+    # Mistral Small 3.2 writes name[CALL_ID]id[ARGS], of which the parser would take the id for the name.
+    return parse(re.sub(r"\[CALL_ID\]\s*\w*\s*(?=\[ARGS\])", "", text), tools)
+
+
+def _harmony_call(text: str, tools: Any) -> Any:
+    """``name <|constrain|>json<|message|>{...}``, or with the channel in the place of the constraint."""
+    header, _, arguments = text.partition("<|message|>")
+    return {"name": re.split(r"[\s<]", header, maxsplit=1)[0], "arguments": json.loads(arguments)}
+
+
+HARMONY_CALLS = OwnCalls(HARMONY_CALL[0], "<|call|>", _harmony_call)
+
+
+def _without_clashes(message: Mapping[str, Any]) -> dict[str, Any]:
+    # The template of gpt-oss shows either of these before a call, and refuses both.
+    clash = bool(message.get("tool_calls")) and bool(message["content"])
+    return {name: value for name, value in message.items() if not (clash and name == "reasoning_content")}
+
+
+def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
 
 
 def _marker(tokenizer: Any, text: str) -> Marker:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     parts: list[int | str] = []
-    for token in tokenizer.encode(text, add_special_tokens=False):
+    for token in _tokens(tokenizer, text):
         if token in added:
-            parts.append(int(token))
+            parts.append(token)
         elif parts and isinstance(parts[-1], int):
             parts.append(tokenizer.decode([token]))
         else:

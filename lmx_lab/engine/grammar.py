@@ -17,6 +17,8 @@ from lmx_lab.engine.tool_prompt import END, START
 
 WHITESPACE = r"[ ]|\n[ ]{0,24}"
 """Between the parts of JSON: one space, or one new line and its indentation. With more a model may go on for ever."""
+NO_FORCING = '%llguidance {"no_forcing": true}'
+"""llguidance would work out at each step how long the answer is determined: seconds for some, and of no use here."""
 MOST_CALLS = 16
 """In a forced answer: small models would call until they have no tokens left."""
 Marker = tuple[int | str, ...]
@@ -59,9 +61,15 @@ def grammar(
     body = _body(lark, answer_format, tools, [markers.get(marker, (marker,)) for marker in (START, END)])
     if thoughts is not None:
         body = f"{_thoughts(lark, thoughts)} {body}"
-    lark.rules.insert(0, f"start: {body}")
+    lark.rules[:0] = [NO_FORCING, f"start: {body}"]
     main = {"name": "main", "lark_grammar": "\n".join(lark.rules)}
     return json.dumps({"grammars": [main, *lark.parts]}, ensure_ascii=False)
+
+
+def alone(part: Mapping[str, Any]) -> str:
+    """One of a grammar's parts as a grammar."""
+    main = {"name": "main", "lark_grammar": f"{NO_FORCING}\nstart: @{part['name']}"}
+    return json.dumps({"grammars": [main, part]}, ensure_ascii=False)
 
 
 def _body(lark: _Lark, answer_format: AnswerFormat | None, tools: ToolUse | None, markers: list[Marker]) -> str:

@@ -8,9 +8,12 @@ from collections import OrderedDict
 from collections.abc import Set
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
+from lmx_lab.engine.grammar import alone
+from lmx_lab.engine.grammar_trial import Words, compiled, tokenizer_of
 from lmx_lab.engine.requests import ToolUse
+from lmx_lab.engine.trials import Trials
 from lmx_lab.engine.vocabulary import Vocabulary
 from lmx_lab.errors import InvalidRequestError
 
@@ -18,21 +21,33 @@ KEPT = 32
 LONGEST_REASON = 1000
 
 
-class Grammars:
-    """Belongs to the thread that compiles; the matchers that it hands out belong to whoever gets them.
-
+def words_of(tokenizer: Any, *, width: int, markers: Set[int]) -> Words:
+    """
     Args:
-        tokenizer: A copy that nobody else uses.
         width: Logits for so many token ids.
         markers: Tokens that no text of an answer may contain, beside the special ones.
-    """
 
-    def __init__(self, tokenizer: Any, *, width: int, markers: Set[int]) -> None:
-        self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Tokens(tokenizer, width=width, markers=markers)),
-            n_vocab=width,
-            eos_token=sorted(int(token) for token in tokenizer.eos_token_ids if token < width),
-        )
+    Raises:
+        InvalidRequestError: no token ends an answer.
+    """
+    vocabulary = Vocabulary(tokenizer)
+    ends = sorted(int(token) for token in tokenizer.eos_token_ids if token < width)
+    if not ends:
+        raise InvalidRequestError("this model has no token that ends an answer, so no form can be enforced")
+    return Words(
+        [vocabulary.bytes_of(token) for token in range(width)],
+        [id_ for id_ in range(width) if vocabulary.is_special(id_) or id_ in markers or id_ in ends],
+        ends,
+    )
+
+
+class Grammars:
+    """Belongs to the thread that compiles; the matchers that it hands out belong to whoever gets them."""
+
+    def __init__(self, words: Words, trials: Trials) -> None:
+        self._words = words
+        self._trials = trials
+        self._tokenizer = tokenizer_of(words)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def matchers(self, grammar: str, count: int, tools: ToolUse | None = None) -> list[LLMatcher]:
@@ -46,31 +61,22 @@ class Grammars:
         """
         matcher = self._compiled.pop(grammar, None)
         if matcher is None:
-            matcher, reason = self._compile(grammar)
-            if reason:
-                raise self._refusal(grammar, reason, tools)
+            self._try(grammar, tools)
+            matcher = compiled(self._tokenizer, grammar)
         self._compiled[grammar] = matcher
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
         return [matcher.deep_copy() for _ in range(count)]
 
-    def _compile(self, grammar: str) -> tuple[LLMatcher, str]:
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if not matcher.is_error():
-            # Lexers are built on the way: what is too complex shows here, and not between the tokens of others.
-            matcher.compute_bitmask()
-        return matcher, matcher.get_error()
-
-    def _refusal(self, grammar: str, reason: str, tools: ToolUse | None) -> InvalidRequestError:
+    def _try(self, grammar: str, tools: ToolUse | None) -> None:
         """Names the part that is wrong, if it is wrong by itself."""
-        for part in json.loads(grammar)["grammars"][1:]:
-            _, own = self._compile(json.dumps({"grammars": [part]}))
-            if own:
-                what, param = _named(part["name"], tools)
-                return InvalidRequestError(f"{what} cannot be enforced: {short_reason(own)}", param=param)
-        return InvalidRequestError(
-            f"the answer's form cannot be enforced: {short_reason(reason)}", param="response_format"
-        )
+        parts = json.loads(grammar)["grammars"][1:]
+        reason, part = self._trials.reason(self._words, [grammar, *map(alone, parts)])
+        if reason and part is None:
+            raise InvalidRequestError(f"the answer's form cannot be enforced: {short_reason(reason)}")
+        if part is not None:
+            what, param = _named(parts[part]["name"], tools)
+            raise InvalidRequestError(f"{what} cannot be enforced: {short_reason(reason)}", param=param)
 
 
 def _named(part: str, tools: ToolUse | None) -> tuple[str, str]:
@@ -84,24 +90,3 @@ def short_reason(reason: str) -> str:
     """What llguidance says without what it says of its own state."""
     reason = reason.partition("<state>")[0].strip()
     return reason if len(reason) <= LONGEST_REASON else reason[:LONGEST_REASON] + " ..."
-
-
-class _Tokens:
-    """A tokenizer as llguidance wants to see it."""
-
-    def __init__(self, tokenizer: Any, *, width: int, markers: Set[int]) -> None:
-        vocabulary = Vocabulary(tokenizer)
-        self.tokens = [vocabulary.bytes_of(token) for token in range(width)]
-        self.special_token_ids = [token for token in range(width) if vocabulary.is_special(token) or token in markers]
-        self.eos_token_id = min(tokenizer.eos_token_ids)
-        self.bos_token_id = None
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode(errors="replace")
-        if self._backend is not None:
-            # The tokenizer itself writes settings into it before each text, which two threads must not.
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]

@@ -22,6 +22,7 @@ from lmx_lab.engine.loaded import EncodedPrompt, LoadedModel, PromptTokenizer
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.thread import EngineThread
+from lmx_lab.engine.trials import Trials
 from lmx_lab.engine.wanted import chat_model
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
@@ -33,6 +34,7 @@ class Intake:
         self._settings = settings
         self._prompts: ThreadPoolExecutor | None = None
         self._compiling: ThreadPoolExecutor | None = None
+        self._trials = Trials()
         self._counting = threading.Lock()
         self._tokenizing = 0
 
@@ -50,6 +52,8 @@ class Intake:
         for executor in executors:
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
+        # What is being compiled ends with it.
+        self._trials.stop()
 
     async def generations(self, request: GenerationRequest, choices: int) -> list[Generation]:
         """What the engine thread needs for so many answers to one request.
@@ -100,13 +104,13 @@ class Intake:
         if grammar is None:
             return [None] * count
         loop = asyncio.get_running_loop()
-        tokenizer = None if prompts.grammars else await loop.run_in_executor(self._prompts, prompts.copied)
+        words = None if prompts.grammars else await loop.run_in_executor(self._prompts, prompts.words, width)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
 
         def compiled() -> list[LLMatcher]:
             if prompts.grammars is None:
-                markers = prompts.dialect.marker_tokens
-                prompts.grammars = Grammars(tokenizer, width=width, markers=markers)
+                assert words is not None
+                prompts.grammars = Grammars(words, self._trials)
             return prompts.grammars.matchers(grammar, count, tools)
 
         return await loop.run_in_executor(self._compiling, compiled)

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm import tokenizer_utils
-from mlx_lm.utils import load_config, load_model
+from mlx_lm.utils import load_config, load_model, load_tokenizer
 
 from lmx_lab.engine import memory
 from lmx_lab.engine.dialect import TAIL_TOKENS, Dialect, Thinking, dialect_of
 from lmx_lab.engine.footprint import UNBOUNDED_TOKENS, Footprint
-from lmx_lab.engine.grammars import Grammars
+from lmx_lab.engine.grammar_trial import Words
+from lmx_lab.engine.grammars import Grammars, words_of
 from lmx_lab.engine.kv import Traits, measure
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from lmx_lab.engine.tool_prompt import template_tools
@@ -72,9 +72,9 @@ class PromptTokenizer:
             raise InvalidRequestError("the prompt is empty: no token came out of it", param=param)
         return EncodedPrompt(tokens, thinking)
 
-    def copied(self) -> Any:
-        """The tokenizer for another thread."""
-        return copy.deepcopy(self._tokenizer)
+    def words(self, width: int) -> Words:
+        """The vocabulary, for grammars."""
+        return words_of(self._tokenizer, width=width, markers=self.dialect.marker_tokens)
 
     def _check_beginning(self, text: str, param: str) -> None:
         # Others wait while a prompt becomes tokens: eight megabytes of text would take 13 s (measured).
@@ -102,12 +102,12 @@ class PromptTokenizer:
             tokens = self._tokenizer.apply_chat_template(
                 given.pop("messages"), add_generation_prompt=True, **given, **prompt.template_options
             )
+            return [int(token) for token in tokens]
         # A template is a program that comes with the model: it may raise anything, about these messages.
         except Exception as exc:
             raise InvalidRequestError(
                 f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
             ) from exc
-        return [int(token) for token in tokens]
 
 
 def _check_text(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -202,7 +202,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
 def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]:
     """Model and tokenizer; the tokenizer first, since most that goes wrong goes wrong there, and it is small."""
     config = load_config(entry.path)
-    tokenizer = tokenizer_utils.load(entry.path, eos_token_ids=config.get("eos_token_id"))
+    tokenizer = load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id"))
     model, _ = load_model(entry.path)
     fit_weights(model, dtype, limit_bytes=limit_bytes)
     return model, tokenizer

@@ -20,9 +20,8 @@ def closed(schema: Any) -> Any:
     local servers close objects too. A schema whose parts are combined is left as it is: closed ones might exclude each
     other.
     """
-    if any(_combines(part) for part in _parts(schema)):
-        return schema
-    return _closed(schema)
+    parts = list(_parts(schema))
+    return schema if any(_combines(part) for part in parts) else _closed(schema)
 
 
 def _closed(schema: Any) -> Any:
@@ -39,7 +38,7 @@ def _closed(schema: Any) -> Any:
 def _is_finished(schema: dict[str, Any]) -> bool:
     """Whether an object that follows it needs no properties but the named ones."""
     named, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(named, dict) or not named or any(key in schema for key in OPEN):
+    if not isinstance(named, dict) or any(key in schema for key in OPEN):
         return False
     return isinstance(required, list) and all(name in named for name in required)
 

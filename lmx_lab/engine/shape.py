@@ -29,6 +29,8 @@ class AnswerShape:
     """The state in which the answer begins: the prompt may have opened the thoughts."""
     transitions: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
     """From each state, the markers that end it and the states after them; the markers are not shown."""
+    thoughts_first: bool = False
+    """Thoughts begin where no content has come before; later their marker is a text like any other."""
     calls: CallFormat | None = None
     literals: Mapping[int, str] = field(default_factory=dict)
     """Special tokens by id, as text, without those that end an answer. They are text where they are in a marker, or

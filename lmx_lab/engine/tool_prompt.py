@@ -21,9 +21,9 @@ You can call functions. Each line between <tools> and </tools> describes one as 
 {tools}
 </tools>
 
-To call a function, write its name and its arguments as JSON, in this form:
+To call a function, write its name and an object of its arguments as JSON, in this form:
 <tool_call>
-{{"name": "the function's name", "arguments": {{"the argument's name": "its value"}}}}
+{{"name": ..., "arguments": {{...}}}}
 </tool_call>
 The results come in the next message, between <tool_response> and </tool_response>."""
 
@@ -43,8 +43,14 @@ def template_tools(tools: ToolUse) -> list[dict[str, Any]]:
     ]
 
 
-def written_out(messages: Iterable[Mapping[str, Any]], tools: ToolUse | None) -> list[dict[str, Any]]:
-    """The same conversation with tools, calls and results as text."""
+def written_out(
+    messages: Iterable[Mapping[str, Any]], tools: ToolUse | None, *, system: bool = True
+) -> list[dict[str, Any]]:
+    """The same conversation with tools, calls and results as text.
+
+    Args:
+        system: The template has a place for the system's message; else the first of the user tells of the tools.
+    """
     written: list[dict[str, Any]] = []
     results: list[str] = []
     for message in messages:
@@ -57,7 +63,7 @@ def written_out(messages: Iterable[Mapping[str, Any]], tools: ToolUse | None) ->
         written.append(_called(message))
     if results:
         written.append(_user(results))
-    return _instructed(written, tools) if tools is not None else written
+    return _instructed(written, tools, system) if tools is not None else written
 
 
 def _user(results: list[str]) -> dict[str, Any]:
@@ -74,10 +80,12 @@ def _call(function: Mapping[str, Any]) -> str:
     return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
 
 
-def _instructed(messages: list[dict[str, Any]], tools: ToolUse) -> list[dict[str, Any]]:
+def _instructed(messages: list[dict[str, Any]], tools: ToolUse, system: bool) -> list[dict[str, Any]]:
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in template_tools(tools))
     instructions = INSTRUCTIONS.format(tools=described)
-    if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}".lstrip("\n")}
-        return [first, *messages[1:]]
+    first = messages[0] if messages else {"role": "", "content": ""}
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{instructions}".lstrip("\n")}, *messages[1:]]
+    if not system and first["role"] == "user":
+        return [{**first, "content": f"{instructions}\n\n{first['content']}"}, *messages[1:]]
     return [{"role": "system", "content": instructions}, *messages]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -42,9 +41,7 @@ def _plain_format(asked: Any) -> Any:
     except PydanticUserError as exc:
         said = f"response_format: {asked.__name__} has no JSON schema: {exc.message}"
         raise InvalidRequestError(said, param="response_format") from exc
-    # A generic class has brackets in its name.
-    name = re.sub(r"[^a-zA-Z0-9_-]+", "_", asked.__name__)[:64]
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+    return {"type": "json_schema", "json_schema": {"name": asked.__name__[:256], "schema": schema}}
 
 
 PLAIN = {"stop": _plain_list, "tools": _plain_list, "logit_bias": _plain_bias, "response_format": _plain_format}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
 
 from lmx_lab.wire.generation import NonEmpty, RequestShape
 
@@ -16,6 +16,7 @@ SCHEMA_CHARACTERS = 262_144
 PATTERN_CHARACTERS = 65_536
 """Of a regular expression or a grammar."""
 NAME_CHARACTERS = 64
+LABEL_CHARACTERS = 256
 NAME_SHAPE = re.compile(r"[a-zA-Z0-9_-]+")
 KINDS = {str: "a string", int: "a number", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
@@ -65,7 +66,10 @@ Name = Annotated[
     AfterValidator(_check_name),
     WithJsonSchema({"type": "string", "pattern": f"^{NAME_SHAPE.pattern}$", "maxLength": NAME_CHARACTERS}),
 ]
-"""Of a tool or a schema, as the format has them."""
+"""Of a tool, as the format has it."""
+
+
+Label = Annotated[str, StringConstraints(min_length=1, max_length=LABEL_CHARACTERS)]
 
 
 def _at_most(limit: int) -> Callable[[str], str]:
@@ -118,7 +122,8 @@ class JsonObjectFormat(RequestShape):
 
 
 class NamedSchema(RequestShape):
-    name: Name
+    name: Label
+    """Nothing is done with it; a client may send the name of a generic class."""
     schema_: Annotated[
         Any, AfterValidator(_check_schema), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}]})
     ] = Field(alias="schema")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +15,9 @@ from mlx_lm import tokenizer_utils
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.constraint import ConstrainedSampler, Constraint, ThinkingBudget
 from lmx_lab.engine.grammar import Thoughts, grammar
-from lmx_lab.engine.grammars import KEPT, Grammars
+from lmx_lab.engine.grammar_trial import compiled, tokenizer_of
+from lmx_lab.engine.grammars import KEPT, Grammars, words_of
+from lmx_lab.engine.trials import Trials
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.weights import ModelEntry
 
@@ -37,8 +41,15 @@ def tokenizer(smollm2: ModelEntry) -> Any:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Any) -> Grammars:
-    return Grammars(tokenizer, width=WIDTH, markers=set())
+def trials() -> Iterator[Trials]:
+    trials = Trials()
+    yield trials
+    trials.stop()
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any, trials: Trials) -> Grammars:
+    return Grammars(words_of(tokenizer, width=WIDTH, markers=set()), trials)
 
 
 def schema(value: Any) -> AnswerFormat:
@@ -193,18 +204,66 @@ def test_the_tool_whose_parameters_are_wrong_is_named(grammars: Grammars) -> Non
     assert refused.value.param == "tools.2.function.parameters"
 
 
-def test_a_grammar_that_grows_too_complex_on_the_way_says_so(grammars: Grammars) -> None:
-    (matcher,) = grammars.matchers(made(AnswerFormat(kind="regex", text="(a{1000}){1000}")), 1)
+AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
+
+
+def test_a_grammar_that_grows_too_complex_on_the_way_says_so(tokenizer: Any) -> None:
+    words = words_of(tokenizer, width=WIDTH, markers=set())
+    matcher = compiled(tokenizer_of(words), made(AnswerFormat(kind="lark", text=AMBIGUOUS)))
     constraint = Constraint(matcher, None)
-    for _ in range(3):
+    drawn = np.random.default_rng(0)
+    for _ in range(300):
         mask = constraint.mask(WIDTH)
         if mask is None:
             break
-        constraint.advance(int(np.flatnonzero(mask)[0]))
+        constraint.advance(int(drawn.choice(np.flatnonzero(mask))))
     assert isinstance(constraint.failure, InvalidRequestError)
-    assert "too many expressions" in constraint.failure.message
     assert "<state>" not in constraint.failure.message
     assert constraint.mask(WIDTH) is None
+
+
+@pytest.mark.parametrize(
+    ("bomb", "reason"),
+    [
+        (AnswerFormat(kind="lark", text=AMBIGUOUS), "Too many items"),
+        (AnswerFormat(kind="regex", text="a?" * 30_000), "longer than 5 s"),
+    ],
+    ids=["ambiguous", "optional"],
+)
+def test_what_would_hold_up_others_is_refused_in_time(grammars: Grammars, bomb: AnswerFormat, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        grammars.matchers(made(bomb), 1)
+    assert grammars.matchers(made(schema(PERSON)), 1)
+
+
+@pytest.mark.parametrize("links", [2000, 7000])
+def test_long_chains_of_references_crash_nothing(grammars: Grammars, tokenizer: Any, links: int) -> None:
+    chain: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(links)}
+    chained = made(schema({"$defs": {**chain, f"d{links}": {"const": "x"}}, "$ref": "#/$defs/d0"}))
+    with contextlib.suppress(InvalidRequestError):
+        assert Reading(grammars, tokenizer, '"x"', chained).constraint.complete
+    assert grammars.matchers(made(schema(PERSON)), 1)
+
+
+def test_what_crashes_the_trial_is_refused_and_nothing_else(grammars: Grammars) -> None:
+    rules = "\n".join(f"a{n}: a{n + 1}" for n in range(100_000))
+    chained = made(AnswerFormat(kind="lark", text=f'start: a0\n{rules}\na100000: "x"'))
+    with pytest.raises(InvalidRequestError, match=r"nested too deeply|longer than"):
+        grammars.matchers(chained, 1)
+    assert grammars.matchers(made(schema({"const": "after"})), 1)
+
+
+@pytest.mark.parametrize("text", ["x <|im_end|> y", "<|endoftext|>", "a" * 3000])
+def test_a_constant_may_be_long_or_spell_a_special_token(grammars: Grammars, text: str) -> None:
+    (matcher,) = grammars.matchers(made(schema({"const": text})), 1)
+    constraint, said = Constraint(matcher, None), b""
+    while not constraint.complete and constraint.failure is None:
+        mask = constraint.mask(WIDTH)
+        assert mask is not None
+        token = int(np.flatnonzero(mask)[-1])
+        said += grammars._words.tokens[token]
+        constraint.advance(token)
+    assert json.loads(said) == text
 
 
 def test_leaving_the_grammar_is_noticed(grammars: Grammars, tokenizer: Any) -> None:
@@ -235,8 +294,8 @@ def test_grammars_are_compiled_once_and_kept_within_a_bound(grammars: Grammars) 
     assert len(grammars._compiled) == KEPT
 
 
-def test_ids_without_a_token_are_never_allowed(tokenizer: Any) -> None:
-    wide = Grammars(tokenizer, width=WIDTH + 100, markers=set())
+def test_ids_without_a_token_are_never_allowed(tokenizer: Any, trials: Trials) -> None:
+    wide = Grammars(words_of(tokenizer, width=WIDTH + 100, markers=set()), trials)
     (matcher,) = wide.matchers(made(AnswerFormat(kind="regex", text="(?s:.*)")), 1)
     mask = Constraint(matcher, None).mask(WIDTH + 100)
     assert mask is not None
@@ -305,6 +364,10 @@ def test_a_budget_of_nothing_ends_thoughts_at_once() -> None:
 
 def test_an_answer_without_thoughts_has_no_budget() -> None:
     assert forced(budget(1, open=False), 10, 10, 10) == [None] * 4
+
+
+def test_a_marker_in_the_middle_of_an_answer_begins_no_thoughts() -> None:
+    assert forced(budget(0, open=False), 10, START, 10) == [None] * 4
 
 
 def test_thoughts_that_end_by_themselves_are_not_ended_again() -> None:

@@ -33,7 +33,6 @@ def test_objects_are_closed_wherever_they_are() -> None:
         True,
         {},
         {"type": "object"},
-        {"type": "object", "properties": {}},
         {"properties": {"a": STRING}, "additionalProperties": STRING},
         {"properties": {"a": STRING}, "patternProperties": {"^x": STRING}},
         {"properties": {"a": STRING}, "minProperties": 2},
@@ -48,6 +47,10 @@ def test_objects_are_closed_wherever_they_are() -> None:
 )
 def test_what_says_more_by_itself_is_left_as_it_is(schema: Any) -> None:
     assert closed(schema) == schema
+
+
+def test_an_object_of_no_properties_has_none() -> None:
+    assert closed({"type": "object", "properties": {}})["additionalProperties"] is False
 
 
 def test_the_given_schema_is_not_changed() -> None:

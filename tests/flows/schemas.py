@@ -1,4 +1,4 @@
-"""Fifty forms of an answer: pydantic models, as openai-python's ``parse`` takes them, and plain JSON schemas for the rest.
+"""Fifty forms of an answer: pydantic models, as openai-python's ``parse`` takes them, and plain JSON schemas.
 
 Strings, lists and numbers are bounded, so that a model of 135M parameters comes to an end.
 """
@@ -112,8 +112,6 @@ class Points(BaseModel):
 
 
 class Leaf(BaseModel):
-    """A tree: it ends where a list of children is empty, which is likely soon enough with one place in it."""
-
     colour: Colour
     children: Annotated[list[Leaf], Field(max_length=1)]
 
@@ -134,8 +132,6 @@ class File(BaseModel):
 
 
 class Sum(BaseModel):
-    """An expression of two sides, each a number or another one that has to be a product."""
-
     left: Small
     right: Small | Product
 
@@ -189,6 +185,10 @@ class Page(BaseModel, Generic[T]):
     more: bool
 
 
+class People(Page[Person]):
+    """Under a name of its own: ``Page[Person]`` is none that the format takes."""
+
+
 class Employee(Person):
     """Inherits two fields."""
 
@@ -201,7 +201,7 @@ class Described(BaseModel):
     model_config = ConfigDict(title="Something described", populate_by_name=True)
 
     from_: Annotated[Word, Field(alias="from", description="Where it comes from", examples=["here"])]
-    grösse: Annotated[Small, Field(title="Größe", deprecated=True)]
+    size: Annotated[Small, Field(alias="größe", title="Größe")]
 
 
 class Words(RootModel[Annotated[list[Word], Field(min_length=1, max_length=3)]]):
@@ -213,7 +213,7 @@ MODELS: dict[str, type[BaseModel]] = {
     for model in (
         *(Person, Customer, Order, Car, Mixed, Either, EitherModel, Pet, Zoo, Perhaps, Palette, Team, Grid, Triple),
         *(Points, Leaf, Link, Folder, Sum, Counts, Bounds, Plate, Times, Moment, Fixed, Defaults, NoneOrList),
-        *(Page[Person], Employee, Described, Words),
+        *(People, Employee, Described, Words),
     )
 }
 
@@ -234,7 +234,13 @@ PLAIN: dict[str, Any] = {
     "several types": {"type": ["integer", "null", "boolean"], "minimum": 0, "maximum": 9},
     "root string": {"type": "string", "pattern": "^(yes|no|perhaps)$"},
     "root array": {"type": "array", "items": DIGIT, "minItems": 2, "maxItems": 4},
-    "tuple and others": {"prefixItems": [SHORT, DIGIT], "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    "tuple and others": {
+        "type": "array",
+        "prefixItems": [SHORT, DIGIT],
+        "items": {"type": "boolean"},
+        "minItems": 2,
+        "maxItems": 4,
+    },
     "optional properties": {**closed(a=DIGIT, b=SHORT, c={"type": "null"}), "required": ["b"]},
     "further properties": {**closed(a=DIGIT), "patternProperties": {"^x[0-9]$": DIGIT}, "maxProperties": 3},
     "references": {
@@ -248,7 +254,16 @@ PLAIN: dict[str, Any] = {
     "anyOf objects": {"anyOf": [closed(a=DIGIT), closed(b=SHORT)]},
     "oneOf that excludes": {"oneOf": [closed(kind={"const": "a"}, a=DIGIT), closed(kind={"const": "b"}, b=SHORT)]},
     "allOf merged": {"allOf": [{"type": "integer", "minimum": 5}, {"maximum": 20}]},
-    "formats": closed(mail={"type": "string", "format": "email", "maxLength": 20}, ip={"type": "string", "format": "ipv4"}),
+    "formats": closed(mail={"type": "string", "format": "email", "maxLength": 20}, ip={"format": "ipv4"}),
     "decimal steps": closed(price={"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.25}),
     "keys to escape": closed(**{'"quoted"\\': DIGIT, "ünïcode ☃": {"const": "\u00e9\n"}, "": {"type": "null"}}),
-}  # fmt: skip
+}
+
+RECURSIVE = {
+    "Leaf": '{"colour": "red", "children": [{"colour": "blue", "children": []}]}',
+    "Link": '{"value": 1, "next": {"value": 2, "next": null}}',
+    "Folder": '{"name": "a", "file": {"size": 1, "parent": {"name": "b", "file": null}}}',
+    "Sum": '{"left": 1, "right": {"factor": 2, "of": {"left": 3, "right": 4}}}',
+    "recursive root": '{"colour": "red", "of": {"colour": "blue", "of": null}}',
+}
+"""What a model is to repeat: left to itself, a small one goes on and on where it may."""

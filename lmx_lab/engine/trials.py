@@ -1,0 +1,99 @@
+"""The process in which grammars are tried before this one compiles them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from lmx_lab.engine import grammar_trial
+from lmx_lab.engine.grammar_trial import Words
+
+log = logging.getLogger(__name__)
+SCRIPT = Path(grammar_trial.__file__)
+START_S = 30.0
+LIMIT_S = 5.0
+TOO_LONG = f"it takes longer than {LIMIT_S:g} s to compile; simplify it"
+TOO_LARGE = "it is too large, or nested too deeply, to be compiled; simplify it"
+
+
+class Trials:
+    """Starts the process when it is first needed, and again when it had to be ended. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Connection | None = None
+        self._words: Words | None = None
+
+    def reason(self, words: Words, grammars: list[str]) -> tuple[str, int | None]:
+        """Why the first of the grammars cannot be enforced, "" if it can, and which of the others is to blame."""
+        try:
+            channel = self._ready(words)
+        except OSError as exc:
+            log.warning("grammars are compiled without being tried: no process could be started: %s", exc)
+            return "", None
+        if channel is None:
+            return TOO_LARGE, None
+        try:
+            reply = self._ask(channel, grammars, LIMIT_S)
+        except TimeoutError:
+            self.stop()
+            return TOO_LONG, None
+        except (EOFError, OSError):
+            self.stop()
+            return TOO_LARGE, None
+        return reply["reason"], reply["part"]
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        channel, self._channel, self._words = self._channel, None, None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _ready(self, words: Words) -> Connection | None:
+        """The channel to a process that knows the vocabulary; None if it failed over that.
+
+        Raises:
+            OSError: none could be started.
+        """
+        channel = self._channel or self._start()
+        if self._words is words:
+            return channel
+        try:
+            self._ask(channel, (words.tokens, words.special_token_ids, words.eos_tokens), START_S)
+        except (TimeoutError, EOFError, OSError):
+            self.stop()
+            return None
+        self._words = words
+        return channel
+
+    def _start(self) -> Connection:
+        self.stop()
+        ours, theirs = Pipe()
+        with theirs:
+            # Without the script's own folder on the path: its modules have names like those of other packages.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(SCRIPT), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._channel = ours
+        return ours
+
+    def _ask(self, channel: Connection, message: Any, limit_s: float) -> dict[str, Any]:
+        channel.send(message)
+        if not channel.poll(limit_s):
+            raise TimeoutError
+        reply: dict[str, Any] = json.loads(channel.recv_bytes())
+        return reply

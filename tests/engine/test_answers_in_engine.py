@@ -1,0 +1,319 @@
+"""Formats, forced calls and thoughts in the real engine, with a model that has the markers and says nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine import (
+    AnswerFormat,
+    ChatPrompt,
+    Engine,
+    GenerationReport,
+    GenerationRequest,
+    Sampling,
+    TokenLogprob,
+    TokenStream,
+    Tool,
+    ToolUse,
+)
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from tests.engine.answers import merge
+from tests.engine.conftest import until_idle
+
+pytestmark = pytest.mark.anyio
+
+THINK, CALL = 3, 5
+WORD = 300
+KINDS = ["river", "mountain"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": KINDS}, "wet": {"type": "boolean"}},
+    "required": ["kind", "wet"],
+    "additionalProperties": False,
+}
+JSON = AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA))
+TOOLS = ToolUse(tools=(Tool(name="look", parameters=SCHEMA), Tool(name="wait", parameters=SCHEMA)))
+FORCED = replace(TOOLS, forced=True, parallel=False)
+NAMED = replace(TOOLS, forced=True, only="wait")
+
+
+@pytest.fixture
+async def engine(thinker: ModelEntry) -> AsyncIterator[Engine]:
+    async with Engine(Settings(slots=4, queue_limit=8)) as engine:
+        await engine.load(thinker)
+        yield engine
+
+
+@dataclass
+class Answer:
+    text: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+    logprobs: list[TokenLogprob]
+    report: GenerationReport
+
+    @property
+    def reason(self) -> str:
+        return self.report.finish_reason
+
+
+def request(
+    *, tools: ToolUse | None = None, bias: dict[int, float] | None = None, content: str = "Where?", **changes: Any
+) -> GenerationRequest:
+    """Thoughts are possible; ``open_thoughts=True`` begins them. A bias outweighs the model and holds only once."""
+    names = {"open_thoughts", "enable_thinking"} & set(changes)
+    options: dict[str, Any] = {name: changes.pop(name) for name in names}
+    prompt = ChatPrompt(messages=({"role": "user", "content": content},), tools=tools, template_options=options)
+    biased = Sampling(temperature=0, logit_bias=tuple((bias or {}).items()), presence_penalty=1500 if bias else 0)
+    made = GenerationRequest(prompt=prompt, sampling=biased, max_tokens=100)
+    return replace(made, **changes)
+
+
+async def finish(stream: TokenStream) -> Answer:
+    deltas = [delta async for delta in stream]
+    assert stream.report is not None
+    return Answer(
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        calls=merge(call for delta in deltas for call in delta.tool_calls)[0],
+        logprobs=[entry for delta in deltas for entry in delta.logprobs],
+        report=stream.report,
+    )
+
+
+async def run(engine: Engine, **changes: Any) -> Answer:
+    return await finish(await engine.submit(request(**changes)))
+
+
+def is_place(text: str) -> bool:
+    value = json.loads(text)
+    return value.keys() == {"kind", "wet"} and value["kind"] in KINDS and isinstance(value["wet"], bool)
+
+
+# Thoughts
+
+# The likeliest first, each once: words, so that no thought ends inside a character.
+WORDS: dict[int, float] = {WORD + number: 1000.0 - 40 * number for number in range(10)}
+
+
+def letters(*texts: str) -> str:
+    """Without white space, which goes where thoughts begin and end."""
+    return "".join("".join(texts).split())
+
+
+async def test_a_budget_of_nothing_leaves_the_end_marker_only(engine: Engine) -> None:
+    found = await run(engine, open_thoughts=True, thinking_budget=0, bias=WORDS, max_tokens=8)
+    assert (found.reasoning, found.report.reasoning_tokens, found.report.output_tokens) == ("", 1, 8)
+    assert found.text
+
+
+async def test_thoughts_are_ended_after_exactly_their_budget(engine: Engine) -> None:
+    free = await run(engine, open_thoughts=True, bias=WORDS, max_tokens=8)
+    cut = await run(engine, open_thoughts=True, thinking_budget=5, bias=WORDS, max_tokens=9)
+    assert (free.text, free.report.reasoning_tokens) == ("", 8)
+    assert cut.report.reasoning_tokens == 5 + 1
+    assert free.reasoning.startswith(cut.reasoning)
+    assert letters(cut.reasoning, cut.text) == letters(free.reasoning)
+
+
+async def test_a_budget_counts_from_where_the_model_begins_to_think(engine: Engine) -> None:
+    found = await run(engine, thinking_budget=2, bias={THINK: 1040, **WORDS}, max_tokens=7)
+    plain = await run(engine, thinking_budget=2, bias=WORDS, max_tokens=5)
+    assert (plain.reasoning, plain.report.reasoning_tokens) == ("", 0)
+    # The marker that begins, two tokens, the marker that ends.
+    assert found.report.reasoning_tokens == 4
+    assert found.report.output_tokens == 7
+    assert letters(found.reasoning, found.text) == letters(plain.text)
+
+
+async def test_thoughts_that_the_prompt_has_closed_have_no_budget(engine: Engine) -> None:
+    found = await run(engine, enable_thinking=False, thinking_budget=0, bias=WORDS, max_tokens=8)
+    assert (found.reasoning, found.report.reasoning_tokens, found.report.output_tokens) == ("", 0, 8)
+
+
+async def test_a_format_holds_after_the_thoughts(engine: Engine) -> None:
+    found = await run(engine, open_thoughts=True, thinking_budget=3, answer_format=JSON, bias=WORDS)
+    assert found.report.reasoning_tokens == 4
+    assert found.reasoning
+    assert is_place(found.text)
+    assert found.reason == "stop"
+
+
+# Calls
+
+
+@pytest.mark.parametrize("open_thoughts", [False, True])
+async def test_a_forced_call_is_a_call_and_nothing_else(engine: Engine, open_thoughts: bool) -> None:
+    found = await run(engine, tools=FORCED, open_thoughts=open_thoughts, thinking_budget=2)
+    ((name, arguments),) = found.calls
+    assert name in ("look", "wait")
+    assert is_place(arguments)
+    assert (found.text, found.reason) == ("", "tool_calls")
+    assert (found.report.reasoning_tokens > 0) is open_thoughts
+
+
+async def test_a_named_tool_is_called_once(engine: Engine) -> None:
+    found = await run(engine, tools=NAMED)
+    ((name, arguments),) = found.calls
+    assert (name, found.text, found.reason) == ("wait", "", "tool_calls")
+    assert is_place(arguments)
+
+
+async def test_forced_parallel_calls_are_all_calls(engine: Engine) -> None:
+    found = await run(engine, tools=replace(TOOLS, forced=True), max_tokens=400)
+    assert 1 <= len(found.calls) <= 16
+    assert found.text == ""
+    assert all(is_place(arguments) for _, arguments in found.calls)
+
+
+async def test_a_call_that_the_model_begins_is_held_to_its_schema(engine: Engine) -> None:
+    free = await run(engine, tools=TOOLS, enable_thinking=False, max_tokens=10)
+    assert (free.calls, free.report.output_tokens) == ([], 10)
+    called = await run(engine, tools=replace(TOOLS, parallel=False), enable_thinking=False, bias={CALL: 1000.0})
+    ((_, arguments),) = called.calls
+    assert is_place(arguments)
+    assert (called.text, called.reason) == ("", "tool_calls")
+
+
+async def test_a_call_that_is_cut_off_ends_with_length(engine: Engine) -> None:
+    whole = await run(engine, tools=NAMED)
+    cut = await run(engine, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
+    assert cut.reason == "length"
+    assert whole.calls[0][1].startswith(cut.calls[0][1])
+
+
+# In one batch
+
+
+async def test_constrained_and_free_answers_do_not_mind_each_other(engine: Engine) -> None:
+    asked: list[dict[str, Any]] = [
+        {"answer_format": JSON, "enable_thinking": False},
+        {"tools": NAMED, "content": "Who?"},
+        {"max_tokens": 40, "content": "Why?"},
+        {"open_thoughts": True, "thinking_budget": 4, "answer_format": JSON, "bias": WORDS},
+        {"answer_format": AnswerFormat(kind="regex", text="[ab]{20}"), "enable_thinking": False},
+    ]
+    alone = [await run(engine, **changes) for changes in asked]
+    together = await asyncio.gather(*(run(engine, **changes) for changes in asked))
+    assert is_place(together[0].text)
+    assert [name for name, _ in together[1].calls] == ["wait"]
+    assert together[2].report.output_tokens == 40
+    assert set(together[4].text) <= {"a", "b"}
+    for one, other in zip(alone, together, strict=True):
+        assert (one.text, one.reasoning, one.calls) == (other.text, other.reasoning, other.calls)
+
+
+async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(engine: Engine) -> None:
+    drawn = Sampling(temperature=1, top_p=0.95, seed=7)
+    asked: dict[str, Any] = {
+        "sampling": drawn,
+        "answer_format": AnswerFormat(kind="regex", text="[a-z]{30}"),
+        "enable_thinking": False,
+    }
+    alone = await run(engine, **asked)
+    others = [replace(drawn, seed=seed) for seed in (8, 9)]
+    found = await asyncio.gather(
+        run(engine, **{**asked, "sampling": others[0]}),
+        run(engine, content="Why?", max_tokens=20),
+        run(engine, **asked),
+        run(engine, **{**asked, "sampling": others[1]}),
+    )
+    assert len(alone.text) == 30
+    assert found[2].text == alone.text
+    assert len({answer.text for answer in (found[0], found[2], found[3])}) == 3
+
+
+# Log-probabilities, ends, errors
+
+
+async def test_every_token_of_a_constrained_answer_has_its_logprob(engine: Engine) -> None:
+    found = await run(engine, answer_format=JSON, enable_thinking=False, top_logprobs=2)
+    assert is_place(found.text)
+    assert len(found.logprobs) == found.report.output_tokens
+    assert b"".join(entry.bytes for entry in found.logprobs if not entry.ends).decode() == found.text
+    for entry in found.logprobs:
+        assert len(entry.top) == 2
+        for one in (entry, *entry.top):
+            assert one.logprob is not None
+            assert math.isfinite(one.logprob)
+            assert one.logprob <= 0
+
+
+async def test_a_call_has_its_logprobs_too(engine: Engine) -> None:
+    found = await run(engine, tools=NAMED, open_thoughts=True, thinking_budget=3, top_logprobs=0)
+    assert len(found.logprobs) == found.report.output_tokens
+    assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in found.logprobs)
+
+
+async def test_as_many_tokens_as_the_form_needs_are_enough(engine: Engine) -> None:
+    pattern = AnswerFormat(kind="regex", text="[0-9]{7}")
+    plenty = await run(engine, answer_format=pattern, enable_thinking=False)
+    # SmolLM2's tokenizer has a token for each digit; the one that ends the text is not needed.
+    enough = await run(engine, answer_format=pattern, enable_thinking=False, max_tokens=7)
+    short = await run(engine, answer_format=pattern, enable_thinking=False, max_tokens=6)
+    assert (plenty.reason, enough.reason, short.reason) == ("stop", "stop", "length")
+    assert plenty.text == enough.text == short.text + plenty.text[-1]
+
+
+async def test_an_endless_answer_has_no_form(engine: Engine) -> None:
+    for changes in ({"answer_format": JSON}, {"tools": TOOLS}, {"tools": NAMED}):
+        with pytest.raises(InvalidRequestError) as refused:
+            await run(engine, ignore_eos=True, **changes)
+        assert refused.value.param == "ignore_eos"
+    assert (await run(engine, ignore_eos=True, max_tokens=5)).report.output_tokens == 5
+
+
+async def test_a_form_that_grows_too_complex_ends_its_own_answer_only(engine: Engine) -> None:
+    # Compiles, and its first mask can be computed; some tokens later it cannot.
+    pattern = AnswerFormat(kind="regex", text="(a{1000}){1000}")
+    accepted = await engine.submit(request(answer_format=pattern, enable_thinking=False))
+    failing, neighbour = await asyncio.gather(
+        finish(accepted),
+        run(engine, answer_format=AnswerFormat(kind="regex", text="[ab]{60}"), enable_thinking=False),
+        return_exceptions=True,
+    )
+    assert isinstance(failing, InvalidRequestError)
+    assert "too many expressions" in failing.message
+    assert isinstance(neighbour, Answer)
+    assert (len(neighbour.text), neighbour.reason) == (60, "stop")
+    assert is_place((await run(engine, answer_format=JSON, enable_thinking=False)).text)
+
+
+async def test_a_constrained_answer_can_be_given_up(engine: Engine) -> None:
+    long = AnswerFormat(kind="regex", text="[ab]{400}")
+    stream = await engine.submit(request(answer_format=long, enable_thinking=False, max_tokens=400))
+    await anext(stream)
+    await stream.aclose()
+    await until_idle(engine)
+    assert stream.report is None
+    assert is_place((await run(engine, answer_format=JSON, enable_thinking=False)).text)
+
+
+async def test_unloading_frees_the_model_after_constrained_answers(engine: Engine) -> None:
+    loaded = engine.snapshot.model_memory_bytes
+    kept = await engine.submit(request(answer_format=JSON, open_thoughts=True, thinking_budget=2))
+    await finish(kept)
+    await run(engine, tools=NAMED)
+    freed = await engine.unload()
+    assert freed >= loaded * 0.95
+    assert engine.snapshot.memory_used_bytes < loaded * 0.05
+
+
+async def test_the_first_two_grammars_may_come_at_once(engine: Engine) -> None:
+    found = await asyncio.gather(
+        run(engine, answer_format=JSON, enable_thinking=False),
+        run(engine, tools=NAMED),
+        run(engine, answer_format=AnswerFormat(kind="regex", text="(yes|no)"), enable_thinking=False),
+    )
+    assert is_place(found[0].text)
+    assert is_place(found[1].calls[0][1])
+    assert found[2].text in ("yes", "no")

@@ -1,0 +1,125 @@
+"""Schemas that nobody has thought of, and a model that says anything: what comes is valid, or says why it cannot be."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from pydantic_core import from_json
+
+from tests.flows.conftest import chat_body, serving
+
+PATH = "/v1/chat/completions"
+EXAMPLES = 40
+
+
+@pytest.fixture(scope="module")
+def http(tiny_home: Path) -> Iterator[httpx2.Client]:
+    with serving(tiny_home, "tiny") as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
+        yield client
+
+
+def bounded(kind: str, low: str, high: str, most: int) -> st.SearchStrategy[dict[str, Any]]:
+    """A type between two bounds, in either order: some of them cannot be satisfied."""
+    bounds = st.tuples(st.integers(0, most), st.integers(0, most))
+    likely = bounds.map(sorted) | bounds
+    return likely.map(lambda both: {"type": kind, low: both[0], high: both[1]})
+
+
+# Not every tokenizer has tokens for every byte: SmolLM2's cannot write U+40000.
+WORDS = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), max_size=3)
+VALUES = st.none() | st.booleans() | st.integers(-9, 9) | WORDS | st.lists(st.booleans(), max_size=2)
+LEAVES = st.one_of(
+    bounded("string", "minLength", "maxLength", 6),
+    bounded("integer", "minimum", "maximum", 300),
+    bounded("number", "exclusiveMinimum", "maximum", 20).map(lambda schema: {**schema, "multipleOf": 0.5}),
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["boolean", "null"]}]),
+    st.sampled_from(["^[a-c]{1,3}$", "^x?y$", "[0-9]{2}"]).map(
+        lambda p: {"type": "string", "pattern": p, "maxLength": 5}
+    ),
+    st.sampled_from(["date", "uuid", "ipv4"]).map(lambda name: {"type": "string", "format": name}),
+    st.lists(VALUES, min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    VALUES.map(lambda value: {"const": value}),
+)
+NAMES = st.text(string.ascii_letters + ' "\\é', min_size=1, max_size=4)
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    @st.composite
+    def build(draw: st.DrawFn) -> dict[str, Any]:
+        properties = draw(st.dictionaries(NAMES, inner, max_size=3))
+        required = draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
+        schema = {"type": "object", "properties": properties, "required": required}
+        return schema if draw(st.integers(0, 9)) == 0 else {**schema, "additionalProperties": False}
+
+    return build()
+
+
+def arrays(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    lists = st.tuples(inner, bounded("array", "minItems", "maxItems", 3)).map(
+        lambda both: {**both[1], "items": both[0]}
+    )
+    tuples = st.lists(inner, min_size=1, max_size=2).map(
+        lambda items: {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+    )
+    return lists | tuples
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    several = st.lists(inner, min_size=1, max_size=3)
+    refused = st.sampled_from([{"uniqueItems": True}, {"not": {}}, {"contains": {}}, {"$ref": "http://remote.invalid"}])
+    return st.one_of(
+        objects(inner),
+        arrays(inner),
+        several.map(lambda schemas: {"anyOf": schemas}),
+        several.map(lambda schemas: {"oneOf": schemas}),
+        inner.map(lambda schema: {"$defs": {"of": schema}, "$ref": "#/$defs/of"}) | refused,
+    )
+
+
+SCHEMAS = objects(st.recursive(LEAVES, nested, max_leaves=6)) | st.recursive(LEAVES, nested, max_leaves=6)
+
+
+def check_answer(schema: Any, choice: dict[str, Any]) -> str:
+    text, reason = choice["message"]["content"], choice["finish_reason"]
+    if reason == "stop":
+        Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text))
+        return "stop"
+    assert reason == "length"
+    # In a list, since only the inside of one may be unfinished; a wrong character raises.
+    from_json(f"[{text}", allow_partial="trailing-strings")
+    return "length"
+
+
+def test_random_schemas_never_make_invalid_json(http: httpx2.Client) -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(schema=SCHEMAS, seed=st.integers(0, 1000))
+    def check(schema: Any, seed: int) -> None:
+        asked = {"type": "json_schema", "json_schema": {"name": "random", "schema": schema}}
+        body = chat_body(response_format=asked, temperature=1, seed=seed, max_tokens=200)
+        response = http.post(PATH, json=body)
+        if response.status_code == 400:
+            error = response.json()["error"]
+            assert (error["code"], error["param"]) == ("invalid-request", "response_format"), error["message"]
+            assert "cannot be enforced: " in error["message"]
+            assert error["message"].rpartition("cannot be enforced: ")[2]
+            seen["refused"] += 1
+            return
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        seen[check_answer(schema, choice)] += 1
+
+    check()
+    assert seen["stop"] > EXAMPLES / 4, seen
+    assert http.post(PATH, json=chat_body()).status_code == 200

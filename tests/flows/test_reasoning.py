@@ -1,0 +1,201 @@
+"""Thoughts over the wire: apart from the answer, counted, bounded, and in the way of no format and no call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from openai import OpenAI
+from openai.types.chat import ChatCompletion
+from websockets.sync.client import connect
+
+from lmx_lab.lab import Lab
+from tests.flows.conftest import HELLO, chat_body, events, serving
+from tests.flows.schemas import DIGIT, SHORT, closed
+
+PATH = "/v1/chat/completions"
+BUDGET = 5
+THINKING: dict[str, Any] = {"chat_template_kwargs": {"open_thoughts": True}, "thinking_token_budget": BUDGET}
+FORM = closed(a=SHORT, b=DIGIT)
+FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": FORM}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": FORM}}]
+CALL: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+MARKERS = ("<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def thinking_lab(thinker_home: Path) -> Iterator[Lab]:
+    with serving(thinker_home, "thinker", slots=4) as lab:
+        yield lab
+
+
+@pytest.fixture
+def http(thinking_lab: Lab) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=thinking_lab.url, timeout=60) as client:
+        yield client
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return chat_body(**{"model": "thinker", "max_tokens": 40, **changes})
+
+
+def ask(http: httpx2.Client, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The choice, and the usage."""
+    response = http.post(PATH, json=body(**changes))
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    shown = json.dumps(choice["message"])
+    assert [marker for marker in MARKERS if marker in shown] == []
+    return choice, response.json()["usage"]
+
+
+def thought_tokens(usage: dict[str, Any]) -> int:
+    found: int = usage["completion_tokens_details"]["reasoning_tokens"]
+    return found
+
+
+def test_thoughts_end_where_their_budget_does(http: httpx2.Client) -> None:
+    choice, usage = ask(http, **THINKING)
+    assert choice["message"]["reasoning_content"]
+    assert choice["message"]["content"]
+    # The marker of their end, which the budget does not count, is a token of the thoughts.
+    assert thought_tokens(usage) == BUDGET + 1
+    assert usage["completion_tokens"] == 40
+
+
+def test_a_smaller_budget_is_the_beginning_of_the_same_thoughts(http: httpx2.Client) -> None:
+    thoughts = {}
+    for budget in (0, 1, 8, 20):
+        choice, usage = ask(http, **{**THINKING, "thinking_token_budget": budget})
+        assert thought_tokens(usage) == budget + 1
+        thoughts[budget] = choice["message"].get("reasoning_content") or ""
+    assert thoughts[0] == ""
+    assert thoughts[20].startswith(thoughts[8].rstrip("\ufffd"))
+    assert thoughts[8].startswith(thoughts[1])
+    assert len(thoughts[20]) > len(thoughts[8]) > len(thoughts[1])
+
+
+def test_without_a_budget_thoughts_may_be_all_there_is(http: httpx2.Client) -> None:
+    choice, usage = ask(http, chat_template_kwargs={"open_thoughts": True}, max_tokens=12)
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["reasoning_content"]
+    assert not choice["message"]["content"]
+    assert thought_tokens(usage) == usage["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("more", [{}, FORMAT, CALL], ids=["free", "format", "call"])
+def test_a_stream_says_the_same_thoughts_first(http: httpx2.Client, more: dict[str, Any]) -> None:
+    asked = {**THINKING, **more, "max_tokens": 120}
+    whole, whole_usage = ask(http, **asked)
+    response = http.post(PATH, json=body(**asked, stream=True, stream_options={"include_usage": True}))
+    *chunks, usage, done = events(response.text)
+    assert done == "[DONE]"
+    deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+    kinds = [kind for delta in deltas for kind in ("reasoning_content", "content", "tool_calls") if delta.get(kind)]
+    assert kinds == sorted(kinds, key=["reasoning_content", "content", "tool_calls"].index)
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == whole["message"]["reasoning_content"]
+    assert "".join(delta.get("content", "") for delta in deltas) == (whole["message"]["content"] or "")
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+    (called,) = whole["message"].get("tool_calls") or [{"function": {"arguments": ""}}]
+    assert "".join(call["arguments"] for call in calls) == called["function"]["arguments"]
+    # Only the second of two like requests finds its prompt computed.
+    assert json.loads(usage)["usage"] == {
+        **whole_usage,
+        "prompt_tokens_details": json.loads(usage)["usage"]["prompt_tokens_details"],
+    }
+
+
+def test_a_socket_says_the_same_thoughts_and_counts_them(thinking_lab: Lab, http: httpx2.Client) -> None:
+    whole, usage = ask(http, **THINKING, **CALL, max_tokens=120)
+    with connect(thinking_lab.url.replace("http", "ws") + "/v1/chat/stream") as socket:
+        socket.send(json.dumps(body(**THINKING, **CALL, max_tokens=120)))
+        messages = [json.loads(socket.recv(timeout=30))]
+        while "done" not in messages[-1]:
+            messages.append(json.loads(socket.recv(timeout=30)))
+    *tokens, last = messages
+    assert "".join(token.get("reasoning_content", "") for token in tokens) == whole["message"]["reasoning_content"]
+    assert "".join(token["token"] for token in tokens) == ""
+    first, *rest = [call for token in tokens for call in token.get("tool_calls", [])]
+    (called,) = whole["message"]["tool_calls"]
+    assert first["function"] == {"name": "look", "arguments": ""}
+    assert "".join(call["function"]["arguments"] for call in rest) == called["function"]["arguments"]
+    assert last["stats"]["reasoning_tokens"] == thought_tokens(usage)
+    assert last["stats"]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": {"enable_thinking": False, "open_thoughts": True}},
+        {"reasoning_effort": "none"},
+        {"reasoning_effort": "none", "thinking_token_budget": 3},
+    ],
+)
+@pytest.mark.parametrize("more", [{}, FORMAT, CALL], ids=["free", "format", "call"])
+def test_thinking_can_be_turned_off(http: httpx2.Client, off: dict[str, Any], more: dict[str, Any]) -> None:
+    choice, usage = ask(http, **off, **more, max_tokens=80)
+    assert "reasoning_content" not in choice["message"]
+    assert thought_tokens(usage) == 0
+    assert choice["message"]["content"] or choice["message"]["tool_calls"]
+
+
+def test_the_template_is_told_the_effort(http: httpx2.Client) -> None:
+    prompts = {effort: ask(http, reasoning_effort=effort)[1]["prompt_tokens"] for effort in (None, "low", "high")}
+    assert prompts["low"] > prompts[None]
+    texts = {effort: ask(http, reasoning_effort=effort)[0]["message"] for effort in ("low", "high")}
+    assert texts["low"] != texts["high"]
+    kwargs = {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert ask(http, **kwargs, reasoning_effort="high")[0]["message"] == texts["low"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_format_is_that_of_the_content_after_the_thoughts(http: httpx2.Client, seed: int) -> None:
+    choice, usage = ask(http, **THINKING, **FORMAT, temperature=1, seed=seed, max_tokens=120)
+    assert choice["finish_reason"] == "stop"
+    Draft202012Validator(FORM).validate(json.loads(choice["message"]["content"]))
+    assert choice["message"]["reasoning_content"]
+    assert 0 < thought_tokens(usage) <= BUDGET + 1
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_a_forced_call_comes_after_the_thoughts(http: httpx2.Client, choice: Any) -> None:
+    found, usage = ask(http, **THINKING, **{**CALL, "tool_choice": choice}, temperature=1, seed=3, max_tokens=120)
+    assert found["finish_reason"] == "tool_calls"
+    (call,) = found["message"]["tool_calls"]
+    assert call["function"]["name"] == "look"
+    Draft202012Validator(FORM).validate(json.loads(call["function"]["arguments"]))
+    assert found["message"]["content"] is None
+    assert found["message"]["reasoning_content"]
+    assert thought_tokens(usage) == BUDGET + 1
+
+
+def test_a_history_with_thoughts_goes_through_the_template_as_the_client_dumps_it(thinking_lab: Lab) -> None:
+    fields: dict[str, Any] = {"model": "thinker", "temperature": 0, "max_tokens": 60, "extra_body": THINKING}
+    with OpenAI(base_url=f"{thinking_lab.url}/v1", api_key="anything", max_retries=0) as client:
+        hello: list[Any] = [*HELLO]
+        first: ChatCompletion = client.chat.completions.create(messages=hello, **fields, **CALL)
+        message = first.choices[0].message
+        (call,) = message.tool_calls or []
+        result = {"role": "tool", "tool_call_id": call.id, "content": "seen"}
+        history: list[Any] = [*hello, message.model_dump(), result]
+        second: ChatCompletion = client.chat.completions.create(messages=history, **fields)
+        without: list[Any] = [
+            {**said, "reasoning_content": None} if said["role"] == "assistant" else said for said in history
+        ]
+        third: ChatCompletion = client.chat.completions.create(messages=without, **fields)
+    assert second.choices[0].message.content
+    assert second.usage is not None
+    assert third.usage is not None
+    # The template shows the thoughts to the model again.
+    assert second.usage.prompt_tokens > third.usage.prompt_tokens
+
+
+def test_log_probabilities_are_of_thoughts_and_content_alike(http: httpx2.Client) -> None:
+    choice, usage = ask(http, **THINKING, logprobs=True)
+    assert len(choice["logprobs"]["content"]) == usage["completion_tokens"]

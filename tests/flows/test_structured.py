@@ -1,0 +1,370 @@
+"""``response_format`` over the wire: what a client asks for is what it gets, whatever the model wanted to say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletion, ParsedChatCompletion
+from pydantic import BaseModel
+from pydantic_core import from_json
+
+from lmx_lab.lab import Lab
+from tests.flows.conftest import HELLO, chat_body, serving, wait_until, wait_until_idle
+from tests.flows.schemas import DIGIT, MODELS, PLAIN, RECURSIVE, SHORT, Customer, Person, closed
+from tests.flows.test_cancellation import Way, asked
+
+PATH = "/v1/chat/completions"
+LARGE = closed(text={"type": "string", "minLength": 6000})
+"""Nothing ends before it."""
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def check(schema: Any, text: str | None) -> Any:
+    """The value, which follows the schema."""
+    value = json.loads(text or "")
+    Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
+    return value
+
+
+# --- fifty schemas and the real model
+
+
+@pytest.fixture(scope="module")
+def real_answers(starter_home: Path) -> dict[str, Any]:
+    """Of the real model, by the name of what was asked for; all asked at once."""
+
+    async def ask_all(base_url: str) -> dict[str, Any]:
+        async with AsyncOpenAI(base_url=base_url, api_key="anything", max_retries=0) as client:
+
+            def ask(number: int, name: str, form: Any) -> Any:
+                said = f"Repeat this: {RECURSIVE[name]}" if name in RECURSIVE else "Give a short example."
+                messages = [{"role": "user", "content": said}]
+                fields = {"model": "default", "messages": messages, "temperature": 0.7, "max_tokens": 300}
+                completions: Any = client.chat.completions
+                if isinstance(form, type):
+                    return completions.parse(**fields, seed=number, response_format=form)
+                return completions.create(**fields, seed=number, response_format=schema_format(form))
+
+            forms = {**MODELS, **PLAIN}
+            answers = await asyncio.gather(
+                *(ask(number, *named) for number, named in enumerate(forms.items())), return_exceptions=True
+            )
+        return dict(zip(forms, answers, strict=True))
+
+    with serving(starter_home, "smollm2-135m", slots=8) as lab:
+        return asyncio.run(ask_all(f"{lab.url}/v1"))
+
+
+def choice_of(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    return choice
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_real_model_fills_in_each_pydantic_model(real_answers: dict[str, Any], name: str) -> None:
+    message = choice_of(real_answers[name]).message
+    assert isinstance(message.parsed, MODELS[name])
+    check(MODELS[name].model_json_schema(), message.content)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_real_model_follows_each_schema(real_answers: dict[str, Any], name: str) -> None:
+    check(PLAIN[name], choice_of(real_answers[name]).message.content)
+
+
+def test_there_are_fifty() -> None:
+    assert len(MODELS) + len(PLAIN) >= 50
+
+
+# --- the tiny model: streams, batches, ends
+
+
+@pytest.fixture(scope="module")
+def eight(tiny_home: Path) -> Iterator[Lab]:
+    with serving(tiny_home, "tiny", slots=8) as lab:
+        yield lab
+
+
+@pytest.fixture
+def client(eight: Lab) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{eight.url}/v1", api_key="anything", max_retries=0) as client:
+        yield client
+
+
+def ask(client: OpenAI, **changes: Any) -> ChatCompletion:
+    answer: ChatCompletion = client.chat.completions.create(**chat_body(max_tokens=200, **changes))
+    return answer
+
+
+def text_of(answer: ChatCompletion, reason: str = "stop") -> str:
+    assert answer.choices[0].finish_reason == reason
+    return answer.choices[0].message.content or ""
+
+
+PETS = closed(
+    name=SHORT, legs=DIGIT, kind={"enum": ["cat", "dog"]}, words={"type": "array", "items": SHORT, "maxItems": 2}
+)
+WARM: dict[str, Any] = {"temperature": 1, "seed": 11}
+
+
+def test_a_stream_brings_the_same_json(client: OpenAI) -> None:
+    asked_for = {"response_format": schema_format(PETS), **WARM}
+    whole = text_of(ask(client, **asked_for))
+    pieces = []
+    for chunk in client.chat.completions.create(**chat_body(max_tokens=200, stream=True, **asked_for)):
+        pieces += [choice.delta.content or "" for choice in chunk.choices]
+    assert "".join(pieces) == whole
+    assert len([piece for piece in pieces if piece]) > 1
+    check(PETS, whole)
+
+
+def test_the_clients_own_stream_parses_the_same(client: OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "messages": HELLO,
+        "max_tokens": 200,
+        "response_format": Customer,
+        **WARM,
+    }
+    whole: ParsedChatCompletion[Customer] = client.chat.completions.parse(**fields)
+    with client.chat.completions.stream(**fields) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final: ParsedChatCompletion[Customer] = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Customer)
+    assert final.choices[0].message.parsed == whole.choices[0].message.parsed
+    assert "".join(deltas) == whole.choices[0].message.content
+
+
+FORMS: dict[str, Any] = {
+    "object": {"type": "json_object", "schema": closed(a=SHORT)},
+    "schema": schema_format(PETS),
+    "regex": {"type": "regex", "regex": "[a-z]{3,5}( [a-z]{3,5}){2}"},
+    "grammar": {"type": "grammar", "grammar": 'start: pair ("," pair){1,3}\npair: /[a-z]{1,3}/ "=" /[0-9]{1,3}/'},
+}
+FREE: list[Any] = [[{"role": "user", "content": word}] for word in ("hello", "goodbye", "perhaps")]
+
+
+def test_constrained_and_free_answers_in_one_batch_are_as_they_are_alone(client: OpenAI, eight: Lab) -> None:
+    requests: list[dict[str, Any]] = [
+        *({"response_format": form} for form in FORMS.values()),
+        *({"messages": messages, "max_tokens": 60} for messages in FREE),
+    ]
+    bodies = [{**chat_body(max_tokens=200), **changes} for changes in requests]
+    alone = [client.chat.completions.create(**body).choices[0] for body in bodies]
+
+    async def together() -> list[Any]:
+        async with AsyncOpenAI(base_url=f"{eight.url}/v1", api_key="anything", max_retries=0) as concurrent:
+            answers = await asyncio.gather(*(concurrent.chat.completions.create(**body) for body in bodies))
+        return [answer.choices[0] for answer in answers]
+
+    both = asyncio.run(together())
+    assert [choice.message.content for choice in both] == [choice.message.content for choice in alone]
+    assert [choice.finish_reason for choice in both[: len(FORMS)]] == ["stop"] * len(FORMS)
+    found = dict(zip(FORMS, (choice.message.content for choice in both), strict=False))
+    check(closed(a=SHORT), found["object"])
+    check(PETS, found["schema"])
+    check({"pattern": f"^{FORMS['regex']['regex']}$"}, json.dumps(found["regex"]))
+    check({"pattern": "^[a-z]{1,3}=[0-9]{1,3}(,[a-z]{1,3}=[0-9]{1,3}){1,3}$"}, json.dumps(found["grammar"]))
+
+
+def test_several_choices_each_follow_the_schema_and_differ(client: OpenAI) -> None:
+    answer = ask(client, n=4, response_format=schema_format(PETS), **WARM)
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 4
+    for choice in answer.choices:
+        check(PETS, choice.message.content)
+    assert len({choice.message.content for choice in answer.choices}) > 1
+
+
+def test_an_answer_that_is_cut_off_says_so_and_is_the_beginning_of_the_whole(client: OpenAI) -> None:
+    whole = text_of(ask(client, response_format=schema_format(PETS)))
+    cut = client.chat.completions.create(**chat_body(max_tokens=9, response_format=schema_format(PETS)))
+    begun = text_of(cut, "length")
+    assert begun
+    assert whole.startswith(begun)
+    assert cut.usage is not None
+    assert cut.usage.completion_tokens == 9
+    with pytest.raises(ValueError, match="EOF"):
+        from_json(begun)
+    from_json(begun, allow_partial="trailing-strings")
+
+
+def test_the_clients_parse_raises_where_the_answer_is_cut_off(client: OpenAI) -> None:
+    with pytest.raises(openai.LengthFinishReasonError) as cut:
+        client.chat.completions.parse(model="tiny", messages=FREE[0], max_tokens=5, response_format=Person)
+    assert cut.value.completion.choices[0].finish_reason == "length"
+
+
+def test_room_for_exactly_the_whole_answer_is_enough(client: OpenAI) -> None:
+    whole = ask(client, response_format=schema_format(PETS))
+    assert whole.usage is not None
+    exact = chat_body(max_tokens=whole.usage.completion_tokens, response_format=schema_format(PETS))
+    assert text_of(client.chat.completions.create(**exact)) == text_of(whole)
+
+
+def test_log_probabilities_are_those_of_the_tokens_that_came(client: OpenAI) -> None:
+    choice = ask(client, response_format=schema_format(PETS), logprobs=True, top_logprobs=2).choices[0]
+    assert choice.logprobs is not None
+    assert "".join(token.token for token in choice.logprobs.content or []) == choice.message.content
+
+
+# --- leaving in the middle
+
+
+@pytest.fixture(scope="module")
+def one_slot(long_home: Path) -> Iterator[Lab]:
+    with serving(long_home, "tiny-long", slots=1) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("way", ["sse", "whole", "socket"])
+def test_leaving_inside_a_grammar_frees_the_slot(one_slot: Lab, way: Way) -> None:
+    before = one_slot.engine.snapshot.output_tokens
+    body = {**chat_body(model="default", response_format=schema_format(LARGE)), "max_tokens": 7500}
+    with asked(one_slot, way, body):
+        wait_until(lambda: one_slot.engine.snapshot.output_tokens > before + 5)
+    wait_until_idle(one_slot)
+    assert one_slot.engine.snapshot.output_tokens - before < 6000
+    with OpenAI(base_url=f"{one_slot.url}/v1", api_key="anything", max_retries=0) as client:
+        # Of the same grammar's cached copy, and from its beginning.
+        cut = ask(client, **{"model": "default", "response_format": schema_format(LARGE)})
+        assert text_of(cut, "length").lstrip().startswith("{")
+        check(PETS, text_of(ask(client, **{"model": "default", "response_format": schema_format(PETS)})))
+
+
+# --- what is refused
+
+
+@pytest.fixture
+def next_request_works(http: httpx2.Client) -> Iterator[None]:
+    yield
+    assert http.post(PATH, json=chat_body(max_tokens=1)).status_code == 200
+
+
+def refusal(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
+    response = http.post(PATH, json=chat_body(**changes))
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == "invalid-request"
+    assert len(error["message"]) < 1500
+    return error
+
+
+def in_arrays(levels: int, schema: Any) -> Any:
+    for _ in range(levels):
+        schema = {"type": "array", "minItems": 1, "items": schema}
+    return schema
+
+
+def references(count: int) -> dict[str, Any]:
+    """Each to the next: deep, though nothing is nested."""
+    steps = {f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(count)}
+    return {"$defs": {**steps, f"d{count}": DIGIT}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.usefixtures("next_request_works")
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"$ref": "file:///etc/passwd"}, "file:///etc/passwd"),
+        ({"$ref": "#/$defs/nowhere"}, "nowhere"),
+        ({"uniqueItems": True}, "uniqueItems"),
+        ({"not": {}}, "not"),
+        ({"type": "string", "format": "colour"}, "colour"),
+        ({"type": "string", "pattern": "("}, "("),
+        ({"type": "colour"}, "colour"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum"),
+        (False, "false"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
+    http: httpx2.Client, schema: Any, said: str
+) -> None:
+    error = refusal(http, response_format=schema_format(schema))
+    assert error["param"] == "response_format"
+    assert said in error["message"]
+
+
+@pytest.mark.usefixtures("next_request_works")
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_a_pattern_that_is_none_is_refused_with_the_reason(http: httpx2.Client, kind: str) -> None:
+    error = refusal(http, response_format={"type": kind, kind: "start: ("})
+    assert error["param"] == "response_format"
+    assert "cannot be enforced" in error["message"]
+
+
+@pytest.mark.usefixtures("next_request_works")
+@pytest.mark.parametrize("where", ["format", "tool", "grammar"])
+def test_nothing_is_fetched_for_a_remote_reference(http: httpx2.Client, where: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        remote = {"$ref": f"http://127.0.0.1:{listening.getsockname()[1]}/schema.json"}
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"a": remote}}}}
+        match where:
+            case "format":
+                error = refusal(http, response_format=schema_format(closed(a=remote)))
+            case "tool":
+                error = refusal(http, tools=[tool], tool_choice="required")
+            case _:
+                lark = f"start: %json {json.dumps(remote)}"
+                error = refusal(http, response_format={"type": "grammar", "grammar": lark})
+        assert remote["$ref"] in error["message"]
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+
+
+@pytest.mark.usefixtures("next_request_works")
+def test_a_schema_as_deep_as_a_body_may_be_is_enforced(http: httpx2.Client) -> None:
+    body = chat_body(max_tokens=100, response_format=schema_format(in_arrays(60, {"const": 5, "type": "integer"})))
+    (choice,) = http.post(PATH, json=body).json()["choices"]
+    from_json(choice["message"]["content"], allow_partial=True)
+    assert choice["message"]["content"].startswith("[")
+
+
+@pytest.mark.usefixtures("next_request_works")
+@pytest.mark.parametrize("levels", [62, 500])
+def test_a_schema_that_is_deeper_is_refused(http: httpx2.Client, levels: int) -> None:
+    message = refusal(http, response_format=schema_format(in_arrays(levels, {"type": "null"})))["message"]
+    assert "64 levels" in message or "recursion limit" in message
+
+
+@pytest.mark.usefixtures("next_request_works")
+def test_a_schema_of_1_mb_is_refused_with_both_numbers(http: httpx2.Client) -> None:
+    message = refusal(http, response_format=schema_format({"description": "x" * 1_000_000}))["message"]
+    assert "1,000,018" in message
+    assert "262,144" in message
+
+
+@pytest.mark.usefixtures("next_request_works")
+def test_references_500_deep_do_no_harm(http: httpx2.Client) -> None:
+    response = http.post(PATH, json=chat_body(response_format=schema_format(references(500))))
+    assert response.status_code in {200, 400}, response.text
+
+
+class Alone(BaseModel):
+    """Not in the list of fifty: for what is refused."""
+
+    values: set[int]
+
+
+def test_a_model_that_cannot_be_enforced_raises_the_clients_own_error(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.parse(model="tiny", messages=FREE[0], response_format=Alone)
+    assert refused.value.param == "response_format"
+    assert "uniqueItems" in str(refused.value)
