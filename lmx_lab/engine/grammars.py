@@ -19,6 +19,12 @@ from lmx_lab.errors import InvalidRequestError
 
 KEPT = 32
 LONGEST_REASON = 1000
+DEAD_ENDS = {
+    "NoExtensionBias": "no text can be a whole answer of this form",
+    "ParserTooComplex": "it has become too complex",
+    "LexerTooComplex": "it has become too complex",
+}
+"""llguidance's words for ways in which a grammar stops."""
 
 
 def words_of(tokenizer: Any, *, width: int, markers: Set[int]) -> Words:
@@ -89,4 +95,5 @@ def _named(part: str, tools: ToolUse | None) -> tuple[str, str]:
 def short_reason(reason: str) -> str:
     """What llguidance says without what it says of its own state."""
     reason = reason.partition("<state>")[0].strip()
+    reason = DEAD_ENDS.get(reason, reason)
     return reason if len(reason) <= LONGEST_REASON else reason[:LONGEST_REASON] + " ..."
