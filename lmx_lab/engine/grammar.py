@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmx_lab.engine.requests import AnswerFormat, ToolUse
-from lmx_lab.engine.schemas import closed
+from lmx_lab.engine.schemas import enforceable
 from lmx_lab.engine.tool_prompt import END, START
 
 WHITESPACE = r"[ ]|\n[ ]{0,24}"
@@ -116,7 +116,7 @@ def _format(lark: _Lark, answer_format: AnswerFormat) -> str:
 
 def _schema(schema: Any) -> Any:
     """With our rule about whitespace; a schema may bring options of its own for llguidance, which are dropped."""
-    schema = {} if schema is True else closed(schema)
+    schema = {} if schema is True else enforceable(schema)
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}} if isinstance(schema, dict) else schema
 
 

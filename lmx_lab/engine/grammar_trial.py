@@ -6,6 +6,7 @@ each list with JSON: ``reason``, empty if the first compiles, and ``part``, whic
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import resource
@@ -123,8 +124,14 @@ def _answer(tokenizer: LLTokenizer, grammars: list[str]) -> str:
     return json.dumps({"reason": reason, "part": part})
 
 
+def _limit(kind: int, soft: int, hard: int) -> None:
+    # Not every system has every limit, and a container may have set lower ones.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(kind, (soft, hard))
+
+
 def main(channel: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES, MEMORY_BYTES)
     tokenizer: LLTokenizer | None = None
     while True:
         try:
@@ -132,7 +139,7 @@ def main(channel: Connection) -> None:
         except (EOFError, OSError):
             return
         # Nobody may be left to end a process that is busy.
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CPU_S, resource.RLIM_INFINITY))
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + CPU_S, resource.RLIM_INFINITY)
         if isinstance(asked, list):
             assert tokenizer is not None
             channel.send_bytes(_answer(tokenizer, asked).encode())

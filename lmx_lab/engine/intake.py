@@ -45,7 +45,9 @@ class Intake:
 
     def start(self) -> None:
         self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
-        self._compiling = self._compiling or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
+        if self._compiling is None:
+            self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
+            self._trials = Trials()
 
     def stop(self) -> None:
         executors, self._prompts, self._compiling = (self._prompts, self._compiling), None, None
@@ -53,7 +55,7 @@ class Intake:
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
         # What is being compiled ends with it.
-        self._trials.stop()
+        self._trials.end()
 
     async def generations(self, request: GenerationRequest, choices: int) -> list[Generation]:
         """What the engine thread needs for so many answers to one request.

@@ -12,25 +12,27 @@ COMBINING = ("anyOf", "oneOf", "$ref", "$dynamicRef")
 OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "propertyNames")
 """With these a schema says itself what else an object has, or needs more than its named properties."""
 
+REMARKS = ("password", "binary", "byte", "path", "file-path", "directory-path")
+"""Formats that say nothing of what a text looks like; pydantic writes them for secrets, bytes and paths."""
 
-def closed(schema: Any) -> Any:
+
+def enforceable(schema: Any) -> Any:
     """The same schema, whose objects have no properties but the named ones, unless it says so itself.
 
     What follows it follows the given one. Left open, small models add properties until they have no tokens left; other
     local servers close objects too. A schema whose parts are combined is left as it is: closed ones might exclude each
     other.
     """
-    parts = list(_parts(schema))
-    return schema if any(_combines(part) for part in parts) else _closed(schema)
+    return _made(schema, close=not any(_combines(part) for part in _parts(schema)))
 
 
-def _closed(schema: Any) -> Any:
+def _made(schema: Any, *, close: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
-    for key in schema:
-        made[key] = _closed_under(key, schema[key])
-    if _is_finished(schema):
+    made = {key: _made_under(key, value, close=close) for key, value in schema.items()}
+    if made.get("format") in REMARKS:
+        del made["format"]
+    if close and _is_finished(schema):
         made["additionalProperties"] = False
     return made
 
@@ -43,12 +45,12 @@ def _is_finished(schema: dict[str, Any]) -> bool:
     return isinstance(required, list) and all(name in named for name in required)
 
 
-def _closed_under(key: str, value: Any) -> Any:
+def _made_under(key: str, value: Any, *, close: bool) -> Any:
     if key in BY_NAME and isinstance(value, dict):
-        return {name: _closed(part) for name, part in value.items()}
+        return {name: _made(part, close=close) for name, part in value.items()}
     if key in LISTED and isinstance(value, list):
-        return [_closed(part) for part in value]
-    return _closed(value) if key in SINGLE else value
+        return [_made(part, close=close) for part in value]
+    return _made(value, close=close) if key in SINGLE else value
 
 
 def _combines(schema: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,9 +24,14 @@ TOO_LARGE = "it is too large, or nested too deeply, to be compiled; simplify it"
 
 
 class Trials:
-    """Starts the process when it is first needed, and again when it had to be ended. Used by one thread at a time."""
+    """Starts the process when it is first needed, and again when it had to be ended.
+
+    Used by one thread at a time; ``end`` comes from any, and ends what is being tried.
+    """
 
     def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._ended = False
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
         self._words: Words | None = None
@@ -42,14 +48,20 @@ class Trials:
         try:
             reply = self._ask(channel, grammars, LIMIT_S)
         except TimeoutError:
-            self.stop()
+            self._stop()
             return TOO_LONG, None
         except (EOFError, OSError):
-            self.stop()
+            self._stop()
             return TOO_LARGE, None
         return reply["reason"], reply["part"]
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """End the process, for good."""
+        with self._starting:
+            self._ended = True
+            self._stop()
+
+    def _stop(self) -> None:
         process, self._process = self._process, None
         channel, self._channel, self._words = self._channel, None, None
         if channel is not None:
@@ -64,19 +76,22 @@ class Trials:
         Raises:
             OSError: none could be started.
         """
-        channel = self._channel or self._start()
+        with self._starting:
+            if self._ended:
+                return None
+            channel = self._channel or self._start()
         if self._words is words:
             return channel
         try:
             self._ask(channel, (words.tokens, words.special_token_ids, words.eos_tokens), START_S)
         except (TimeoutError, EOFError, OSError):
-            self.stop()
+            self._stop()
             return None
         self._words = words
         return channel
 
     def _start(self) -> Connection:
-        self.stop()
+        self._stop()
         ours, theirs = Pipe()
         with theirs:
             # Without the script's own folder on the path: its modules have names like those of other packages.

@@ -274,7 +274,7 @@ async def test_an_endless_answer_has_no_form(engine: Engine) -> None:
 
 async def test_a_form_with_a_dead_end_ends_its_own_answer_only(engine: Engine) -> None:
     # Compiles, and can be followed further than it was tried; then nothing can come.
-    dead_end = AnswerFormat(kind="lark", text='start: WAY END\nWAY: /[qz]{100}/\nEND: /a+/ & /b+/')
+    dead_end = AnswerFormat(kind="lark", text="start: WAY END\nWAY: /[qz]{100}/\nEND: /a+/ & /b+/")
     accepted = await engine.submit(request(answer_format=dead_end, enable_thinking=False, max_tokens=200))
     failing, neighbour = await asyncio.gather(
         finish(accepted),

@@ -44,7 +44,7 @@ def tokenizer(smollm2: ModelEntry) -> Any:
 def trials() -> Iterator[Trials]:
     trials = Trials()
     yield trials
-    trials.stop()
+    trials.end()
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +261,7 @@ def test_the_trial_ends_with_its_owner(grammars: Grammars) -> None:
     process = owner._process
     assert process is not None
     assert process.poll() is None
-    owner.stop()
+    owner.end()
     assert process.poll() is not None
 
 

@@ -267,7 +267,7 @@ def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str],
         )
 
     yield accepts
-    trials.stop()
+    trials.end()
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, case)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine.schemas import closed
+from lmx_lab.engine.schemas import enforceable
 
 STRING = {"type": "string"}
 
@@ -24,7 +24,7 @@ def test_objects_are_closed_wherever_they_are() -> None:
         lambda part: {"type": "object", "additionalProperties": part},
     ]
     for place in places:
-        assert closed(place(inner)) == place(shut)
+        assert enforceable(place(inner)) == place(shut)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,25 @@ def test_objects_are_closed_wherever_they_are() -> None:
     ],
 )
 def test_what_says_more_by_itself_is_left_as_it_is(schema: Any) -> None:
-    assert closed(schema) == schema
+    assert enforceable(schema) == schema
 
 
 def test_an_object_of_no_properties_has_none() -> None:
-    assert closed({"type": "object", "properties": {}})["additionalProperties"] is False
+    assert enforceable({"type": "object", "properties": {}})["additionalProperties"] is False
 
 
 def test_the_given_schema_is_not_changed() -> None:
     schema = {"properties": {"a": {"properties": {"b": STRING}}}}
-    closed(schema)
+    enforceable(schema)
     assert schema == {"properties": {"a": {"properties": {"b": STRING}}}}
 
 
 def test_a_property_may_be_named_like_a_keyword() -> None:
     schema = {"properties": {"allOf": STRING, "properties": STRING}}
-    assert closed(schema) == {**schema, "additionalProperties": False}
+    assert enforceable(schema) == {**schema, "additionalProperties": False}
+
+
+def test_formats_that_say_nothing_of_a_text_are_left_out() -> None:
+    schema = {"allOf": [{"properties": {"a": {"type": "string", "format": "password"}, "format": STRING}}]}
+    assert enforceable(schema) == {"allOf": [{"properties": {"a": STRING, "format": STRING}}]}
+    assert enforceable({"format": "date"}) == {"format": "date"}
