@@ -105,6 +105,15 @@ class Reply:
         return replace(self, reasoning=whole.reasoning, tool_calls=tool_calls(whole.tool_calls))
 
     @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the next prompt, which the results of its calls follow."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.tool_calls
+        ]
+        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+
+    @property
     def tokens_per_second(self) -> float:
         """Decode speed."""
         return self.report.tokens_per_second

@@ -63,7 +63,9 @@ class Channels:
     def __init__(self, shape: AnswerShape, stops: Sequence[str]) -> None:
         edges = {state: list(edges) for state, edges in shape.transitions.items()}
         after = {state for leaving in edges.values() for _, state in leaving}
-        self._machine = TextStateMachine({state: edges.get(state, []) for state in {*edges, *after, shape.initial}})
+        states = {*edges, *after, shape.initial}
+        self._machine = TextStateMachine({state: edges.get(state, []) for state in states})
+        self._shows_content = CONTENT in states
         # Of markers that begin alike, the machine meets the shortest.
         self._markers = {
             state: sorted((text for text, _ in leaving if text), key=len) for state, leaving in edges.items()
@@ -236,7 +238,7 @@ class Channels:
         if call.accepted:
             return
         self._take_call(call, call.close(marker))
-        if not call.accepted:
+        if not call.accepted and self._shows_content:
             self._leading = False
             self._take_content(call.raw)
 

@@ -98,7 +98,7 @@ def _each(lark: _Lark, tools: ToolUse) -> str:
             begin = f'{{"name": {json.dumps(tool.name)}, "arguments": '
             lark.rules.append(f'call_{at}: {_literal(begin)} @call_{at}_arguments "}}"')
             lark.parts.append(
-                {"name": f"call_{at}_arguments", "json_schema": _schema({"type": "object", **tool.parameters})}
+                {"name": f"call_{at}_arguments", "json_schema": enforceable_json({"type": "object", **tool.parameters})}
             )
     return " | ".join(names)
 
@@ -106,7 +106,7 @@ def _each(lark: _Lark, tools: ToolUse) -> str:
 def _format(lark: _Lark, answer_format: AnswerFormat) -> str:
     match answer_format.kind:
         case "json_schema":
-            lark.parts.append({"name": "answer", "json_schema": _schema(json.loads(answer_format.text))})
+            lark.parts.append({"name": "answer", "json_schema": enforceable_json(json.loads(answer_format.text))})
         case "regex":
             lark.parts.append({"name": "answer", "lark_grammar": f"start: /{_in_slashes(answer_format.text)}/"})
         case "lark":
@@ -114,7 +114,7 @@ def _format(lark: _Lark, answer_format: AnswerFormat) -> str:
     return "@answer"
 
 
-def _schema(schema: Any) -> Any:
+def enforceable_json(schema: Any) -> Any:
     """With our rule about whitespace; a schema may bring options of its own for llguidance, which are dropped."""
     schema = {} if schema is True else enforceable(schema)
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}} if isinstance(schema, dict) else schema

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import resource
 import sys
@@ -130,7 +131,15 @@ def _limit(kind: int, soft: int, hard: int) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
-def main(channel: Connection) -> None:
+def _watch(parent: int) -> None:
+    """End with the parent, even while a grammar is being compiled."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main(channel: Connection, parent: int) -> None:
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     _limit(resource.RLIMIT_AS, MEMORY_BYTES, MEMORY_BYTES)
     tokenizer: LLTokenizer | None = None
     while True:
@@ -149,4 +158,4 @@ def main(channel: Connection) -> None:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    main(Connection(int(sys.argv[1])), parent=int(sys.argv[2]))

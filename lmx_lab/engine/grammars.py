@@ -6,19 +6,21 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Set
-from typing import Any
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.grammar import alone
+from lmx_lab.engine.grammar import alone, enforceable_json
 from lmx_lab.engine.grammar_trial import Words, compiled, tokenizer_of
 from lmx_lab.engine.requests import ToolUse
-from lmx_lab.engine.trials import Trials
+from lmx_lab.engine.trials import TOO_LARGE, Trials
 from lmx_lab.engine.vocabulary import Vocabulary
 from lmx_lab.errors import InvalidRequestError
 
 KEPT = 32
 LONGEST_REASON = 1000
+ANY_OBJECT = enforceable_json({"type": "object"})
+T = TypeVar("T")
 DEAD_ENDS = {
     "NoExtensionBias": "no text can be a whole answer of this form",
     "ParserTooComplex": "it has become too complex",
@@ -55,6 +57,7 @@ class Grammars:
         self._trials = trials
         self._tokenizer = tokenizer_of(words)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._refused: OrderedDict[str, InvalidRequestError] = OrderedDict()
 
     def matchers(self, grammar: str, count: int, tools: ToolUse | None = None) -> list[LLMatcher]:
         """So many at the beginning of the grammar.
@@ -64,36 +67,67 @@ class Grammars:
 
         Raises:
             InvalidRequestError: it cannot be compiled; the message has llguidance's reason.
+            QueueFullError: it takes long, and others wait.
         """
+        if (refused := self._refused.get(grammar)) is not None:
+            raise InvalidRequestError(refused.message, param=refused.param)
         matcher = self._compiled.pop(grammar, None)
         if matcher is None:
-            self._try(grammar, tools)
-            matcher = compiled(self._tokenizer, grammar)
-        self._compiled[grammar] = matcher
-        if len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
+            matcher = compiled(self._tokenizer, self._tried(grammar, tools))
+        _keep(self._compiled, grammar, matcher)
         return [matcher.deep_copy() for _ in range(count)]
 
-    def _try(self, grammar: str, tools: ToolUse | None) -> None:
-        """Names the part that is wrong, if it is wrong by itself."""
-        parts = json.loads(grammar)["grammars"][1:]
-        reason, part = self._trials.reason(self._words, [grammar, *map(alone, parts)])
-        if reason and part is None:
-            raise InvalidRequestError(f"the answer's form cannot be enforced: {short_reason(reason)}")
-        if part is not None:
-            what, param = _named(parts[part]["name"], tools)
-            raise InvalidRequestError(f"{what} cannot be enforced: {short_reason(reason)}", param=param)
+    def _tried(self, grammar: str, tools: ToolUse | None) -> str:
+        """The grammar as it can be compiled.
+
+        Of tools that may be called but need not be, parameters that cannot be enforced are left to the model: whoever
+        offers many tools has not written them all.
+        """
+        whole = json.loads(grammar)
+        parts = whole["grammars"][1:]
+        while True:
+            tried = json.dumps(whole, ensure_ascii=False)
+            reason, part = self._trials.reason(self._words, [tried, *map(alone, parts)])
+            if not reason:
+                return tried
+            called = part is not None and _tool_of(parts[part]["name"]) is not None
+            if part is None or not called or tools is None or tools.forced or parts[part]["json_schema"] == ANY_OBJECT:
+                refusal = _refusal(reason, None if part is None else parts[part]["name"], tools)
+                if reason != TOO_LARGE:
+                    # That process may have been ended by something else.
+                    _keep(self._refused, grammar, refusal)
+                raise InvalidRequestError(refusal.message, param=refusal.param)
+            parts[part]["json_schema"] = ANY_OBJECT
 
 
-def _named(part: str, tools: ToolUse | None) -> tuple[str, str]:
-    if (found := re.fullmatch(r"call_(\d+)_arguments", part)) is None or tools is None:
-        return "this format", "response_format"
-    at = int(found[1])
-    return f"what the parameters of the tool {tools.tools[at].name!r} ask for", f"tools.{at}.function.parameters"
+def _keep(kept: OrderedDict[str, T], grammar: str, value: T) -> None:
+    kept[grammar] = value
+    kept.move_to_end(grammar)
+    if len(kept) > KEPT:
+        kept.popitem(last=False)
+
+
+def _refusal(reason: str, part: str | None, tools: ToolUse | None) -> InvalidRequestError:
+    """Names the part that is wrong, if it is wrong by itself."""
+    what, param = "the answer's form", None
+    if part is not None:
+        what, param = "this format", "response_format"
+        if (at := _tool_of(part)) is not None and tools is not None:
+            what = f"what the parameters of the tool {tools.tools[at].name!r} ask for"
+            param = f"tools.{at}.function.parameters"
+    return InvalidRequestError(f"{what} cannot be enforced: {short_reason(reason)}", param=param)
+
+
+def _tool_of(part: str) -> int | None:
+    found = re.fullmatch(r"call_(\d+)_arguments", part)
+    return int(found[1]) if found is not None else None
 
 
 def short_reason(reason: str) -> str:
     """What llguidance says without what it says of its own state."""
     reason = reason.partition("<state>")[0].strip()
     reason = DEAD_ENDS.get(reason, reason)
-    return reason if len(reason) <= LONGEST_REASON else reason[:LONGEST_REASON] + " ..."
+    if len(reason) <= LONGEST_REASON:
+        return reason
+    # The beginning says where, the end says what; what is between them is the caller's own grammar.
+    return f"{reason[: LONGEST_REASON // 2]} ... {reason[-LONGEST_REASON // 2 :]}"

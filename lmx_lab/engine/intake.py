@@ -35,6 +35,7 @@ class Intake:
         self._prompts: ThreadPoolExecutor | None = None
         self._compiling: ThreadPoolExecutor | None = None
         self._trials = Trials()
+        self._to_compile = 0
         self._counting = threading.Lock()
         self._tokenizing = 0
 
@@ -47,7 +48,7 @@ class Intake:
         self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
         if self._compiling is None:
             self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
-            self._trials = Trials()
+            self._trials = Trials(lambda: self._to_compile > 1)
 
     def stop(self) -> None:
         executors, self._prompts, self._compiling = (self._prompts, self._compiling), None, None
@@ -115,7 +116,13 @@ class Intake:
                 prompts.grammars = Grammars(words, self._trials)
             return prompts.grammars.matchers(grammar, count, tools)
 
-        return await loop.run_in_executor(self._compiling, compiled)
+        with self._counting:
+            self._to_compile += 1
+        try:
+            return await loop.run_in_executor(self._compiling, compiled)
+        finally:
+            with self._counting:
+                self._to_compile -= 1
 
     @contextlib.contextmanager
     def _place_in_queue(self) -> Iterator[None]:

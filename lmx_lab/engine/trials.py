@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,11 +17,15 @@ from typing import Any
 
 from lmx_lab.engine import grammar_trial
 from lmx_lab.engine.grammar_trial import Words
+from lmx_lab.errors import QueueFullError
 
 log = logging.getLogger(__name__)
 SCRIPT = Path(grammar_trial.__file__)
 START_S = 30.0
+SLICE_S = 0.05
 LIMIT_S = 5.0
+SHARE_S = 0.5
+"""What one may take while others wait."""
 TOO_LONG = f"it takes longer than {LIMIT_S:g} s to compile; simplify it"
 TOO_LARGE = "it is too large, or nested too deeply, to be compiled; simplify it"
 
@@ -29,7 +36,12 @@ class Trials:
     Used by one thread at a time; ``end`` comes from any, and ends what is being tried.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[], bool] = lambda: False) -> None:
+        """
+        Args:
+            waiting: Whether other grammars wait to be tried.
+        """
+        self._waiting = waiting
         self._starting = threading.Lock()
         self._ended = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -37,7 +49,11 @@ class Trials:
         self._words: Words | None = None
 
     def reason(self, words: Words, grammars: list[str]) -> tuple[str, int | None]:
-        """Why the first of the grammars cannot be enforced, "" if it can, and which of the others is to blame."""
+        """Why the first of the grammars cannot be enforced, "" if it can, and which of the others is to blame.
+
+        Raises:
+            QueueFullError: it takes long, and others wait.
+        """
         try:
             channel = self._ready(words)
         except OSError as exc:
@@ -46,10 +62,13 @@ class Trials:
         if channel is None:
             return TOO_LARGE, None
         try:
-            reply = self._ask(channel, grammars, LIMIT_S)
+            reply = self._ask(channel, grammars, LIMIT_S, hurried=self._waiting)
         except TimeoutError:
             self._stop()
             return TOO_LONG, None
+        except QueueFullError:
+            self._stop()
+            raise
         except (EOFError, OSError):
             self._stop()
             return TOO_LARGE, None
@@ -96,7 +115,7 @@ class Trials:
         with theirs:
             # Without the script's own folder on the path: its modules have names like those of other packages.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SCRIPT), str(theirs.fileno())],
+                [sys.executable, "-P", str(SCRIPT), str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -106,9 +125,20 @@ class Trials:
         self._channel = ours
         return ours
 
-    def _ask(self, channel: Connection, message: Any, limit_s: float) -> dict[str, Any]:
+    def _ask(
+        self, channel: Connection, message: Any, limit_s: float, *, hurried: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
         channel.send(message)
-        if not channel.poll(limit_s):
-            raise TimeoutError
+        asked_at = time.monotonic()
+        while not channel.poll(SLICE_S):
+            took = time.monotonic() - asked_at
+            if took > limit_s:
+                raise TimeoutError
+            if took > SHARE_S and hurried():
+                raise QueueFullError(
+                    f"the form takes longer than {SHARE_S:g} s to compile, and others wait; try again in 1 s, or "
+                    "simplify it",
+                    retry_after_s=1,
+                )
         reply: dict[str, Any] = json.loads(channel.recv_bytes())
         return reply

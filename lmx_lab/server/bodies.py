@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError
 
 NESTING_LIMIT = 64
+TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
 # A refused body is still read up to this many times the limit: closing at once would lose the answer on its way.
 DRAIN_FACTOR = 8
 LARGE_BODY_BYTES = 1_000_000
@@ -35,6 +36,8 @@ def parse_json(text: bytes | str) -> Any:
     try:
         value = pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as exc:
+        if "recursion limit" in str(exc):
+            raise InvalidRequestError(TOO_DEEP) from exc
         raise InvalidRequestError(f"the body is not valid JSON: {_in_plain_words(str(exc))}") from exc
     _check_nesting(value)
     return value
@@ -61,7 +64,7 @@ def _check_nesting(value: Any) -> None:
         level = [child for item in level for child in _children(item)]
         if not level:
             return
-    raise InvalidRequestError(f"the body is nested deeper than {NESTING_LIMIT} levels")
+    raise InvalidRequestError(TOO_DEEP)
 
 
 def _children(item: Any) -> list[Any]:

@@ -13,12 +13,12 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
-from lmx_lab.engine.constraint import ConstrainedSampler, Constraint, ThinkingBudget
+from lmx_lab.engine.constraint import ConstrainedSampler, Constraint
 from lmx_lab.engine.grammar import Thoughts, grammar
 from lmx_lab.engine.grammar_trial import compiled, tokenizer_of
 from lmx_lab.engine.grammars import KEPT, Grammars, words_of
 from lmx_lab.engine.trials import Trials
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.weights import ModelEntry
 
 WIDTH = 49152
@@ -198,7 +198,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(grammars: Grammars, 
 
 
 def test_the_tool_whose_parameters_are_wrong_is_named(grammars: Grammars) -> None:
-    tools = ToolUse(tools=(*TOOLS.tools, Tool(name="odd", parameters={"not": {}})))
+    tools = ToolUse(tools=(*TOOLS.tools, Tool(name="odd", parameters={"not": {}})), forced=True)
     with pytest.raises(InvalidRequestError, match=r"the tool 'odd'.*not") as refused:
         grammars.matchers(made(None, tools), 1, tools)
     assert refused.value.param == "tools.2.function.parameters"
@@ -253,6 +253,38 @@ def test_what_crashes_the_trial_is_refused_and_nothing_else(grammars: Grammars, 
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
         grammars.matchers(made(schema({"const": "now"})), 1)
     assert grammars.matchers(made(schema({"const": "now"})), 1)
+
+
+def test_a_refusal_is_remembered(grammars: Grammars, trials: Trials) -> None:
+    bad = made(AnswerFormat(kind="regex", text="(never"))
+    said = []
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError) as refused:
+            grammars.matchers(bad, 1)
+        said.append((refused.value.message, refused.value.param))
+        # The second time nobody is asked, and no process started.
+        trials._stop()
+    assert said[0] == said[1]
+    assert trials._process is None
+
+
+def test_what_takes_long_gives_way_to_those_that_wait(grammars: Grammars) -> None:
+    hurried = Trials(waiting=lambda: True)
+    with pytest.raises(QueueFullError, match="others wait") as busy:
+        Grammars(grammars._words, hurried).matchers(made(AnswerFormat(kind="regex", text="a?" * 30_000)), 1)
+    assert busy.value.retry_after_s == 1
+    hurried.end()
+
+
+def test_a_tool_that_need_not_be_called_may_have_any_schema(grammars: Grammars, tokenizer: Any) -> None:
+    odd = (Tool(name="odd", parameters={"not": {}}), Tool(name="far", parameters={"$ref": "https://example.com/x"}))
+    tools = ToolUse(tools=(*TOOLS.tools, *odd))
+    text = made(None, tools)
+    (matcher,) = grammars.matchers(text, 1, tools)
+    for call in (CALL, CALL.replace("weather", "odd").replace("city", "x"), CALL.replace("weather", "far")):
+        copy = matcher.deep_copy()
+        assert copy.try_consume_tokens(tokens := tokenizer.encode(call, add_special_tokens=False)) == len(tokens)
+    assert matcher.try_consume_tokens(tokenizer.encode(CALL.replace("city", "town"), add_special_tokens=False)) < 20
 
 
 def test_the_trial_ends_with_its_owner(grammars: Grammars) -> None:
@@ -336,60 +368,3 @@ def test_the_sampler_draws_the_likeliest_that_is_allowed(grammars: Grammars, tok
         assert "yes".startswith(text) or "no".startswith(text)
     total = float(mx.exp(seen[0]).sum())
     assert (abs(total - 1) < 1e-3) is normalize
-
-
-# Budgets
-
-START, END = 3, 4
-NAMES = {
-    START: b"<think>",
-    END: b"</think>",
-    10: b"hm ",
-    11: "é".encode()[:1],
-    12: "é".encode()[1:],
-    13: b"</thi",
-    14: b"nk>",
-}
-
-
-def budget(tokens: int, *, open: bool, end: tuple[int, ...] = (END,)) -> ThinkingBudget:
-    return ThinkingBudget(tokens, markers=("<think>", "</think>"), end=end, open=open, bytes_of=lambda id_: NAMES[id_])
-
-
-def forced(budget: ThinkingBudget, *tokens: int) -> list[int | None]:
-    """What is forced before each token and after the last."""
-    seen = [budget.forced]
-    for token in tokens:
-        budget.advance(token)
-        seen.append(budget.forced)
-    return seen
-
-
-def test_thoughts_end_after_the_budget() -> None:
-    assert forced(budget(2, open=True), 10, 10, END, 10, 10) == [None, None, END, None, None, None]
-
-
-def test_a_budget_of_nothing_ends_thoughts_at_once() -> None:
-    assert forced(budget(0, open=True), END, 10) == [END, None, None]
-    assert forced(budget(0, open=False), START, END, 10) == [None, END, None, None]
-
-
-def test_an_answer_without_thoughts_has_no_budget() -> None:
-    assert forced(budget(1, open=False), 10, 10, 10) == [None] * 4
-
-
-def test_a_marker_in_the_middle_of_an_answer_begins_no_thoughts() -> None:
-    assert forced(budget(0, open=False), 10, START, 10) == [None] * 4
-
-
-def test_thoughts_that_end_by_themselves_are_not_ended_again() -> None:
-    assert forced(budget(2, open=True), 10, END, 10, 10, 10) == [None] * 6
-    assert forced(budget(3, open=True), 10, 13, 14, 10, 10, 10) == [None] * 7
-
-
-def test_a_marker_of_several_tokens_is_forced_whole() -> None:
-    assert forced(budget(1, open=True, end=(13, 14)), 10, 13, 14, 10) == [None, 13, 14, None, None]
-
-
-def test_a_budget_waits_for_the_end_of_a_character() -> None:
-    assert forced(budget(1, open=True), 11, 12, END) == [None, None, END, None]
