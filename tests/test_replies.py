@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from lmx_lab.engine import Delta, GenerationReport, ToolCallDelta
+from lmx_lab.lab.prompt import chat_request
 from lmx_lab.replies import Reply, ReplyStream, ToolCall, tool_calls
 from lmx_lab.server.translate import timings, usage
 from tests.server.test_translate import report
@@ -64,6 +65,16 @@ def test_calls_are_put_together_from_their_pieces() -> None:
 @pytest.mark.parametrize("arguments", ['{"at": "se', "[1]", "[" * 100_000])
 def test_arguments_that_are_no_object_are_not_parsed(arguments: str) -> None:
     assert ToolCall(id="c", name="look", arguments=arguments).parsed is None
+
+
+def test_a_reply_is_a_message_of_the_next_prompt() -> None:
+    assert reply("Hello").message == {"role": "assistant", "content": "Hello"}
+    pieces = (ToolCallDelta(index=0, id="a", name="add"), ToolCallDelta(index=0, arguments='{"x":1}'))
+    called = reply("").including(Delta(text="", tokens=1, tool_calls=pieces)).message
+    result = {"role": "tool", "tool_call_id": "a", "content": "2"}
+    request = chat_request([{"role": "user", "content": "?"}, called, result], {})
+    (call,) = request.messages[1].tool_calls or ()
+    assert (call.id, call.function.name, call.function.arguments) == ("a", "add", {"x": 1})
 
 
 def test_a_plain_reply_shows_text_and_cost_alone() -> None:
