@@ -1,5 +1,6 @@
 # setup: everything into .venv; lab: JupyterLab; demo: the quickstart in a real kernel, printed; test; check;
 # parity: encoders and decoders against PyTorch, in an environment of its own under build/.
+# screenshots: the panels as they are with the starter models, into docs/images; needs Chromium.
 # bench: what was promised about speed, as a table and under build/bench (BENCH="--model tiny --quick" for a look).
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ PARITY := build/parity
 PARITY_STAMP := $(PARITY)/installed
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test check parity bench lock clean
+.PHONY: setup lab demo test check parity bench screenshots lock clean
 
 setup: $(STAMP)
 
@@ -47,6 +48,9 @@ $(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)
+
+screenshots: setup
+	$(BIN)/python -m tests.browser.screenshots docs/images
 
 # The versions that everything was tested with, from a fresh environment without constraints.
 lock:

@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from lmx_lab.errors import LabError
     from lmx_lab.lab import Lab, current, launch
     from lmx_lab.replies import Reply
@@ -31,3 +33,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """``%load_ext lmx_lab``: adds ``%%offload``, ``%lmx`` and ``%%lmx``."""
+    from lmx_lab.magics import register
+
+    register(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """``%unload_ext lmx_lab``."""
+    from lmx_lab.magics import unregister
+
+    unregister(shell)

@@ -20,6 +20,8 @@
         QueueFullError             too many requests wait
         StorageFullError           the disk cannot take the download
         DownloadError              the hub or the package index failed
+        UnreachableError           no server of the lab answers at an address, or not in its words
+          ConnectionLostError      it went away in the middle of an answer
       EngineError                  this generation failed, the engine is usable
         GenerationTimeoutError     the request's deadline passed
         OutOfMemoryError           the model was unloaded, or refused, for lack of memory
@@ -114,6 +116,14 @@ class StorageFullError(UnavailableError):
 
 class DownloadError(UnavailableError):
     code = "download-failed"
+
+
+class UnreachableError(UnavailableError):
+    code = "unreachable"
+
+
+class ConnectionLostError(UnreachableError):
+    code = "connection-lost"
 
 
 class EngineError(LabError):

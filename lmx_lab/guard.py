@@ -37,6 +37,10 @@ class GuardPolicy:
     """Names accepted with any port, or none."""
     origins: frozenset[str] = frozenset()
     """Accepted origins beside the server's own, ``scheme://host[:port]``."""
+    webviews: bool = False
+    """Whether VS Code's webviews are accepted: their origins are drawn by lot, and no web site can have one."""
+    passes_on: Callable[[tuple[str, int]], bool] | None = None
+    """Whether this peer has asked its caller who he is, and passes his Host on as it came; asked last."""
     key: str | None = field(default=None, repr=False)
     open_paths: frozenset[str] = OPEN_PATHS
     """Paths that need no key."""
@@ -49,7 +53,13 @@ def loopback_hosts(port: int) -> frozenset[str]:
 
 
 def local_policy(
-    port: int, *, hosts: Iterable[str] = (), origins: Iterable[str] = (), key: str | None = None
+    port: int,
+    *,
+    hosts: Iterable[str] = (),
+    origins: Iterable[str] = (),
+    webviews: bool = False,
+    passes_on: Callable[[tuple[str, int]], bool] | None = None,
+    key: str | None = None,
 ) -> GuardPolicy:
     """Loopback on this port, and what the operator adds: hosts as ``name`` (any port) or ``name:port``, and origins.
 
@@ -63,6 +73,8 @@ def local_policy(
         hosts=loopback_hosts(port) | {text for text, any_port in entries if not any_port},
         any_port_hosts=frozenset(text for text, any_port in entries if any_port),
         origins=frozenset(_configured_origin(text) for text in origins),
+        webviews=webviews,
+        passes_on=passes_on,
         key=key,
     )
 
@@ -116,7 +128,7 @@ def _check_host(scope: Scope, policy: GuardPolicy) -> str:
     parsed = _parse_host(host, DEFAULT_PORTS.get(scope.get("scheme", "http"), 80)) if host else None
     if host and parsed and (host in policy.hosts or f"{parsed[0]}:{parsed[1]}" in policy.hosts):
         return host
-    if host and parsed and parsed[0] in policy.any_port_hosts:
+    if host and parsed and (parsed[0] in policy.any_port_hosts or _is_passed_on(scope, policy)):
         return host
     shown = " and ".join(repr(_text(value)[:100]) for value in values[:3]) or "missing"
     allowed = ", ".join(sorted(policy.hosts | policy.any_port_hosts))
@@ -129,11 +141,23 @@ def _check_origin(values: list[bytes], host: str, policy: GuardPolicy) -> None:
     if not values:
         return
     origin = _text(values[0])
-    if len(values) == 1 and origin != "null" and (origin in policy.origins or _is_own(origin, host, policy)):
+    if len(values) == 1 and (allows_origin(origin, policy) or _is_own(origin, host, policy)):
         return
     shown = " and ".join(repr(_text(value)[:100]) for value in values[:3])
     hint = "a page without an origin cannot be allowed" if origin == "null" else "--cors-origin adds an origin"
     raise OriginForbiddenError(f"pages of origin {shown} may not use this server; {hint}")
+
+
+def allows_origin(origin: str, policy: GuardPolicy) -> bool:
+    """Whether pages of this other origin may use the server; its own pages are not meant."""
+    origin = origin.lower()
+    is_webview = policy.webviews and origin.startswith("vscode-webview://") and _ORIGIN.fullmatch(origin) is not None
+    return origin != "null" and (origin in policy.origins or is_webview)
+
+
+def _is_passed_on(scope: Scope, policy: GuardPolicy) -> bool:
+    peer = scope.get("client")
+    return policy.passes_on is not None and peer is not None and policy.passes_on(tuple(peer))
 
 
 def _is_own(origin: str, host: str, policy: GuardPolicy) -> bool:
@@ -143,8 +167,8 @@ def _is_own(origin: str, host: str, policy: GuardPolicy) -> bool:
     parsed = _parse_host(match["host"], DEFAULT_PORTS[match["scheme"]])
     if parsed is None:
         return False
-    # On a name that is allowed with any port, another port is another program: only the one asked for is this server.
-    return f"{parsed[0]}:{parsed[1]}" in policy.hosts or (parsed[0] in policy.any_port_hosts and match["host"] == host)
+    # The host asked for was let pass. On a name that is allowed with any port, another port is another program.
+    return f"{parsed[0]}:{parsed[1]}" in policy.hosts or match["host"] == host
 
 
 def _check_key(values: list[bytes], key: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from lmx_lab.engine import EncodeReport, Ranking, RerankMethod
 
@@ -31,18 +31,44 @@ class RankedDocument:
 
 
 class RerankResult(Sequence[RankedDocument]):
-    """The documents, the most relevant first; of equals, the one that came first."""
+    """The documents, the most relevant first; of equals, the one that came first.
 
-    def __init__(self, query: str, documents: Sequence[str], ranking: Ranking, *, top_n: int | None = None) -> None:
+    Args:
+        order: Index among the documents, and score; the most relevant first.
+    """
+
+    def __init__(
+        self,
+        query: str,
+        documents: Sequence[str],
+        order: Iterable[tuple[int, float]],
+        *,
+        model: str,
+        method: RerankMethod,
+        tokens: int,
+        report: EncodeReport | None = None,
+    ) -> None:
         self.query = query
-        self.method: RerankMethod = ranking.method
+        self.model = model
+        self.method: RerankMethod = method
         """``cosine`` is of two vectors by an embedding model."""
-        self.model: str = ranking.report.model
-        self.report: EncodeReport = ranking.report
+        self.tokens = tokens
+        """What the model has read."""
+        self.report = report
+        """The engine's own words; None where it runs elsewhere."""
         self._rows = [
-            RankedDocument(rank=rank, score=float(ranking.scores[index]), index=index, document=documents[index])
-            for rank, index in enumerate(ranking.order(top_n), start=1)
+            RankedDocument(rank=rank, score=score, index=index, document=documents[index])
+            for rank, (index, score) in enumerate(order, start=1)
         ]
+
+    @classmethod
+    def by_engine(cls, query: str, documents: Sequence[str], ranking: Ranking, *, top_n: int | None = None) -> Self:
+        """What the engine of this process has ranked."""
+        order = [(index, float(ranking.scores[index])) for index in ranking.order(top_n)]
+        report = ranking.report
+        return cls(
+            query, documents, order, model=report.model, method=ranking.method, tokens=report.tokens, report=report
+        )
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from lmx_lab.engine import Delta, GenerationReport, ToolCallDelta, merged_calls
+from lmx_lab.engine import GenerationReport, ToolCallDelta, merged_calls
 from lmx_lab.wire.admin import ModelRecord
 from lmx_lab.wire.generation import Timings, Usage
 
@@ -85,6 +85,26 @@ def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
     )
 
 
+class Piece(Protocol):
+    """A piece of an answer, such as the engine's ``Delta``."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def reasoning(self) -> str: ...
+    @property
+    def tool_calls(self) -> Sequence[ToolCallDelta]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPiece:
+    """One that nobody has counted the tokens of."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Reply:
     """A whole answer and what it cost."""
@@ -98,9 +118,13 @@ class Reply:
     finish_reason: str
     usage: Usage
     timings: Timings
-    report: GenerationReport
+    """The server's own measurements."""
+    ttft_s: float
+    """Seconds from the call to the first token; measured by whoever called, so a network's time is in it."""
+    report: GenerationReport | None = None
+    """The engine's own words; None where it runs elsewhere."""
 
-    def including(self, whole: Delta) -> Reply:
+    def including(self, whole: Piece) -> Reply:
         """The same with the thoughts and the calls of the answer."""
         return replace(self, reasoning=whole.reasoning, tool_calls=tool_calls(whole.tool_calls))
 
@@ -116,12 +140,12 @@ class Reply:
     @property
     def tokens_per_second(self) -> float:
         """Decode speed."""
-        return self.report.tokens_per_second
+        return self.timings.predicted_per_second
 
     @property
-    def ttft_s(self) -> float:
-        """Seconds from the call to the first token."""
-        return self.report.ttft_s
+    def reasoning_tokens(self) -> int:
+        """Those of the completion's tokens that are thoughts."""
+        return self.usage.completion_tokens_details.reasoning_tokens
 
     def __str__(self) -> str:
         return self.text
@@ -139,20 +163,24 @@ class Reply:
         return "\n\n".join([*thoughts, *text, *calls, f"<small>{_references(self.model)} · {self._cost()}</small>"])
 
     def _thoughts(self) -> str:
-        return f"thoughts, {self.report.reasoning_tokens} tokens"
+        return f"thoughts, {self.reasoning_tokens} tokens"
 
     def _cost(self) -> str:
         speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
         return f"{speed} · first after {self.ttft_s:.2f} s"
 
 
-class Deltas(Protocol):
+Cost_co = TypeVar("Cost_co", covariant=True)
+Cost = TypeVar("Cost")
+
+
+class Deltas(Protocol[Cost_co]):
     """A generation that is under way; dropping it ends it."""
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Piece:
         """The next piece of text, until ``StopAsyncIteration``."""
 
-    def finished(self) -> GenerationReport:
+    def finished(self) -> Cost_co:
         """What it cost, once it was read to its end."""
 
 
@@ -164,14 +192,14 @@ class ReplyStream:
 
     def __init__(
         self,
-        stream: Deltas,
+        stream: Deltas[Cost],
         *,
-        finish: Callable[[str, GenerationReport], Reply],
+        finish: Callable[[str, Cost], Reply],
         block: Callable[[Any], Any],
         hand_over: Callable[[Any], Awaitable[Any]],
     ) -> None:
-        self._stream: Deltas | None = stream
-        self._finish = finish
+        self._stream: Deltas[Any] | None = stream
+        self._finish: Callable[[str, Any], Reply] = finish
         self._block = block
         self._hand_over = hand_over
         self._text: list[str] = []
@@ -221,7 +249,7 @@ class ReplyStream:
         self._end()
         return None
 
-    def _take(self, delta: Delta) -> str:
+    def _take(self, delta: Piece) -> str:
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
         self._calls += delta.tool_calls
@@ -229,7 +257,7 @@ class ReplyStream:
 
     def _end(self) -> None:
         if self._stream is not None:
-            whole = Delta(text=self.text, tokens=0, reasoning=self.reasoning, tool_calls=tuple(self._calls))
+            whole = TextPiece(text=self.text, reasoning=self.reasoning, tool_calls=tuple(self._calls))
             self.reply = self._finish(whole.text, self._stream.finished()).including(whole)
         self.close()
 
@@ -260,7 +288,7 @@ class _AsyncPieces:
         self._stream.close()
 
 
-async def _next(stream: Deltas) -> Delta | None:
+async def _next(stream: Deltas[Any]) -> Piece | None:
     return await anext(stream, None)
 
 

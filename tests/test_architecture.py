@@ -22,7 +22,8 @@ class Row:
 EVERYTHING = "*"
 # A room is a top-level module or package. A room without a row fails, so a new one needs its row first.
 TABLE = {
-    "__init__": Row("errors settings lab replies"),
+    # IPython: for the type of its extension hooks.
+    "__init__": Row("errors settings lab replies magics", "IPython"),
     "__main__": Row("cli"),
     "errors": Row(),
     "settings": Row("errors"),
@@ -42,14 +43,20 @@ TABLE = {
         # numpy: what the engine returns as vectors.
         "fastapi starlette pydantic pydantic_core prometheus_client numpy",
     ),
-    "client": Row("errors wire", "httpx2 anyio"),
+    # numpy: what vectors are read as.
+    "client": Row("errors wire", "httpx2 pydantic pydantic_core numpy"),
     "daemon": Row("errors settings feed guard wire client", "fastapi starlette mcp"),
-    "panels": Row("errors wire client", "anywidget ipywidgets traitlets"),
+    # loops: panels think on a thread of their own, which a busy cell does not delay. What they show they are given as a
+    # ``Source``, so they need no client.
+    # links: which frontend shows them. IPython: a panel is two outputs, for notebooks without a kernel.
+    "panels": Row("errors links loops wire", "anywidget ipywidgets IPython traitlets pandas"),
     "bench": Row("errors wire client engine", "pandas"),
     "progress": Row("", "rich IPython"),
     "replies": Row("engine wire"),
     "rankings": Row("engine", "pandas"),
-    "lab": Row(EVERYTHING, "psutil pydantic rich"),
+    # jupyter_core: where Jupyter servers write down their address.
+    "lab": Row(EVERYTHING, "psutil pydantic rich jupyter_core"),
+    "magics": Row("errors lab", "IPython"),
     "cli": Row(EVERYTHING, "typer rich"),
     "doctor": Row(EVERYTHING, "mlx psutil"),
 }

@@ -17,7 +17,7 @@ def result(
 ) -> RerankResult:
     report = EncodeReport(model=model, texts=3, tokens=9, queue_s=0, compute_s=1, peak_memory_bytes=1)
     ranking = Ranking(scores=np.array(scores, dtype=np.float32), method="cosine", report=report)
-    return RerankResult("q", documents, ranking, top_n=top_n)
+    return RerankResult.by_engine("q", documents, ranking, top_n=top_n)
 
 
 def test_rows_are_numbered_from_the_most_relevant_on() -> None:

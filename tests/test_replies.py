@@ -39,7 +39,10 @@ PIECES = (
 
 def reply(text: str = "hi", done: GenerationReport | None = None) -> Reply:
     cost = done or report(reasoning=3)
-    return Reply(text=text, model="tiny", finish_reason="stop", usage=usage([cost]), timings=timings(cost), report=cost)
+    spent, took = usage([cost]), timings(cost)
+    return Reply(
+        text=text, model="tiny", finish_reason="stop", usage=spent, timings=took, ttft_s=cost.ttft_s, report=cost
+    )
 
 
 class Page(HTMLParser):

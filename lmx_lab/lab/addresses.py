@@ -1,4 +1,4 @@
-"""Under which addresses a lab is reached, and which Host values its guard therefore accepts."""
+"""Under which addresses a lab is reached, and which Host values and origins its guard therefore accepts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import psutil
 
 from lmx_lab import links
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.guard import GuardPolicy, local_policy
+from lmx_lab.lab.notebook_server import notebook_server
 from lmx_lab.settings import Settings
 
 EVERYWHERE = ("0.0.0.0", "::")
@@ -38,20 +40,39 @@ class Addresses:
         return links.proxy_url(self.port, os.environ)
 
     def policy(self) -> GuardPolicy:
-        """What the guard lets pass.
+        """What the guard lets pass: this machine, what the settings name, and the notebook this process belongs to.
 
         Raises:
-            InvalidRequestError: a setting (``allowed_hosts``, ``cors_origins``, ``api_key``) that could never match.
+            InvalidRequestError: a setting (``allowed_hosts``, ``cors_origins``, ``api_key``) that could never match, or
+                an ``LMX_LAB_PROXY_URL`` that is no address.
         """
-        machine = socket.gethostname().lower()
-        names = [*self._lan_names(), *([machine, f"{machine}.local"] if self._is_everywhere else [])]
-        hosts = [f"{links.bracketed(name)}:{self.port}" for name in names]
+        own = [f"{links.bracketed(name)}:{self.port}" for name in self._own_names()]
+        above = notebook_server()
+        fronts = self._fronts(above.url if above else None)
         return local_policy(
             self.port,
-            hosts=[*hosts, *self.settings.allowed_hosts],
-            origins=self.settings.cors_origins,
+            hosts=[*own, *map(links.host_of, fronts), *self.settings.allowed_hosts],
+            origins=[*fronts, *self.settings.cors_origins],
+            webviews=links.is_vscode(os.environ),
+            passes_on=above.owns if above else None,
             key=self.settings.api_key,
         )
+
+    def _fronts(self, above: str | None) -> list[str]:
+        """The origins of the notebook's pages, and of this server's own pages behind a proxy.
+
+        The proxies between pass on the Host that the browser asked for.
+        """
+        try:
+            proxy = links.origin_of(self.proxy_url or "")
+        except ValueError as error:
+            raise InvalidRequestError(str(error), param=links.OVERRIDE) from error
+        machine = [socket.gethostname(), *lan_addresses()]
+        return [*links.notebook_origins(os.environ, above=above, machine=machine), *([proxy] if proxy else [])]
+
+    def _own_names(self) -> list[str]:
+        machine = socket.gethostname().lower()
+        return [*self._lan_names(), *([machine, f"{machine}.local"] if self._is_everywhere else [])]
 
     @property
     def _is_everywhere(self) -> bool:

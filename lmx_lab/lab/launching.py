@@ -21,7 +21,7 @@ from lmx_lab.settings import PREFIX, Settings
 def _registry() -> types.ModuleType:
     # A module without a file: autoreload leaves it alone, so a re-run cell finds the lab that runs.
     registry = sys.modules.setdefault("_lmx_lab_registry", types.ModuleType("_lmx_lab_registry"))
-    for name, value in (("lab", None), ("lock", threading.RLock()), ("starting", False)):
+    for name, value in (("lab", None), ("workbench", None), ("lock", threading.RLock()), ("starting", False)):
         registry.__dict__.setdefault(name, value)
     return registry
 
@@ -122,6 +122,8 @@ def _replace(settings: Settings, loop: LoopChoice, *, explicit: bool) -> Lab:
             raise
     lab.start(sock)
     _REGISTRY.lab = lab
+    # The panels stay where they are in the notebook, and show the new lab.
+    _REGISTRY.workbench = lab.take_over(_REGISTRY.workbench)
     return lab
 
 

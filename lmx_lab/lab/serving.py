@@ -16,6 +16,7 @@ from lmx_lab.engine import Engine
 from lmx_lab.errors import EngineError, HostingError
 from lmx_lab.hosting import GRACE_S, Host, bind, serve
 from lmx_lab.lab.addresses import Addresses
+from lmx_lab.lab.lag import LoopLag
 from lmx_lab.lab.modes import LoopChoice, choose_loop
 from lmx_lab.loops import LoopThread, run_nested
 from lmx_lab.server import InferenceServer, create_server
@@ -38,6 +39,8 @@ class Serving:
         self._addresses = Addresses(settings=settings, port=settings.port)
         # Already now, whatever host and port will be: a setting that could never match shall start nothing.
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).policy()
+        self.lag = LoopLag()
+        """How late the server's loop is."""
         self._server: InferenceServer = create_server(
             engine=self.engine, catalog=self.catalog, settings=settings, policy=lambda: self._policy
         )
@@ -75,11 +78,21 @@ class Serving:
             self.engine.start()
             # After the engine's own, so that it comes first: requests end before what answers them.
             atexit.register(self._stop_at_exit)
-            yield serve(self._server.asgi, sock, ws_max_bytes=self.settings.max_body_bytes)
+            yield self._serve(sock)
         except BaseException:
             sock.close()
             self._close()
             raise
+
+    async def _serve(self, sock: socket.socket) -> Host:
+        host = await serve(self._server.asgi, sock, ws_max_bytes=self.settings.max_body_bytes)
+        self.lag.start()
+        return host
+
+    @property
+    def services(self) -> InferenceServer:
+        """What is behind the routes, for callers in this process."""
+        return self._server
 
     @property
     def running(self) -> bool:
@@ -118,6 +131,7 @@ class Serving:
 
     def _close(self) -> None:
         self._stopped = True
+        self.lag.stop()
         self.engine.stop()
         if self._thread is not None:
             self._thread.stop()

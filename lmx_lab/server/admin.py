@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
@@ -33,6 +33,7 @@ from lmx_lab.wire.admin import (
     ModelEvent,
     ModelRecord,
     ModelRecords,
+    Sample,
     Throughput,
     UnloadAnswer,
     UnloadRequest,
@@ -40,10 +41,11 @@ from lmx_lab.wire.admin import (
 
 SAMPLE_S = 1.0
 HEARTBEAT_S = 15.0
-EXTRAS = {"models": "model", "requests": "request"}
+EXTRAS = {"models": "model", "requests": "request", "samples": "sample"}
 INCLUDE = (
     "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
-    "`requests` for the end of every generation, embedding and rerank (RequestEvent)"
+    "`requests` for the end of every generation, embedding and rerank (RequestEvent), "
+    "`samples` for all live figures every second (Sample)"
 )
 
 
@@ -56,7 +58,7 @@ def admin_routes(
     async def models() -> ModelRecords:
         """Every model on this disk that can be loaded, and which one is."""
         entries = await asyncio.to_thread(catalog.scan)
-        return ModelRecords(models=records(entries, engine.snapshot), compute=_compute(engine.snapshot))
+        return ModelRecords(models=records(entries, engine.snapshot), compute=compute(engine.snapshot))
 
     @router.post("/models/load")
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
@@ -148,7 +150,8 @@ def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]
     ]
 
 
-def _compute(now: EngineSnapshot) -> Compute | None:
+def compute(now: EngineSnapshot) -> Compute | None:
+    """What multiplies matrices, as the admin routes and the notebook show it."""
     if now.blas is None:
         return None
     blas = now.blas
@@ -164,13 +167,13 @@ def _card(record: ModelRecord) -> ModelCard:
     return ModelCard(id=record.id, created=created)
 
 
-def _extra(name: str) -> Literal["model", "request"]:
+def _extra(name: str) -> str:
     if name not in EXTRAS:
         raise InvalidRequestError(f"include names {name!r}; there are {', '.join(EXTRAS)}", param="include")
-    return "model" if name == "models" else "request"
+    return EXTRAS[name]
 
 
-async def _lines(engine: Engine, feed: Feed[Event], wanted: set[Literal["model", "request"]]) -> AsyncIterator[str]:
+async def _lines(engine: Engine, feed: Feed[Event], wanted: set[str]) -> AsyncIterator[str]:
     """A sample a second, a heartbeat every 15 s, and in between what the watcher asked for."""
     started = time.monotonic()
     last, due, beat = engine.snapshot, started, started
@@ -179,8 +182,10 @@ async def _lines(engine: Engine, feed: Feed[Event], wanted: set[Literal["model",
             now = time.monotonic()
             if now >= due:
                 snapshot = engine.snapshot
-                for event in sample(last, snapshot, SAMPLE_S + now - due):
+                for event in events_between(last, snapshot, SAMPLE_S + now - due):
                     yield event.model_dump_json()
+                if "sample" in wanted:
+                    yield sample(last, snapshot, SAMPLE_S + now - due).model_dump_json()
                 gone = vanished(last, snapshot, idle_unload_s=engine.settings.idle_unload_s)
                 if gone is not None and "model" in wanted:
                     yield gone.model_dump_json()
@@ -198,8 +203,29 @@ async def _lines(engine: Engine, feed: Feed[Event], wanted: set[Literal["model",
                 yield extra.model_dump_json()
 
 
-def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
-    """The figures of the time between two snapshots."""
+def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:
+    """All figures of the time between two snapshots."""
+
+    def rate(of: Callable[[EngineSnapshot], int]) -> float:
+        # A new engine thread counts from 0.
+        return max(0, of(now) - of(before)) / elapsed_s
+
+    return Sample(
+        at=time.time(),
+        decode_tokens_per_second=rate(lambda it: it.output_tokens),
+        prompt_tokens_per_second=rate(lambda it: it.prompt_tokens - it.cached_tokens),
+        encoded_tokens_per_second=rate(lambda it: it.encoded_tokens),
+        active_requests=now.active_requests,
+        queued_requests=now.queued_requests,
+        memory_active_gb=now.memory_used_bytes / 1e9,
+        memory_cache_gb=now.prefix_cache_bytes / 1e9,
+        memory_peak_gb=now.memory_peak_bytes / 1e9,
+        memory_total_gb=now.memory_total_bytes / 1e9,
+    )
+
+
+def events_between(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
+    """The figures that every watcher is told of the time between two snapshots."""
     # A new engine thread counts from 0.
     rate = max(0, now.output_tokens - before.output_tokens) / elapsed_s
     total = now.memory_total_bytes

@@ -6,18 +6,18 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from lmx_lab.engine import Engine
 from lmx_lab.errors import LabError
 from lmx_lab.feed import Feed
-from lmx_lab.guard import ASGIApp, Guard, GuardPolicy, Message, Receive, Scope, Send
+from lmx_lab.guard import ASGIApp, Guard, GuardPolicy, Message, Receive, Scope, Send, allows_origin
 from lmx_lab.server import errors
 from lmx_lab.server.admin import admin_routes, listing_routes
 from lmx_lab.server.chat import chat_routes
@@ -46,6 +46,9 @@ class InferenceServer:
     api: FastAPI
     chat: ChatService
     encoding: EncodingService
+    chat_as_is: ChatService
+    """The same for callers on other loops than the server's: what is loaded answers, since a swap has one loop."""
+    encoding_as_is: EncodingService
     loader: ModelLoader
     feed: Feed[Event]
 
@@ -81,22 +84,36 @@ def create_server(
     api.add_exception_handler(ClientDisconnect, errors.on_gone)
     api.add_exception_handler(Exception, errors.on_bug)
     return InferenceServer(
-        asgi=_wrap(api, settings, policy), api=api, chat=chat, encoding=encoding, loader=loader, feed=feed
+        asgi=_wrap(api, policy),
+        api=api,
+        chat=chat,
+        encoding=encoding,
+        chat_as_is=ChatService(engine=engine, catalog=catalog, feed=feed, observe=metrics.observe),
+        encoding_as_is=EncodingService(engine=engine, catalog=catalog, feed=feed, observe=metrics.observe_encoding),
+        loader=loader,
+        feed=feed,
     )
 
 
-def _wrap(api: FastAPI, settings: Settings, policy: Callable[[], GuardPolicy]) -> ASGIApp:
+def _wrap(api: FastAPI, policy: Callable[[], GuardPolicy]) -> ASGIApp:
     """Outermost first: request ids, CORS, guard. CORS is outside, so that a page can read a refusal."""
-    app: Any = Guard(api, policy=policy, respond=_refusal)
-    if settings.cors_origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id"],
-        )
-    return RequestIds(app)
+    return RequestIds(Cors(Guard(api, policy=policy, respond=_refusal), policy=policy))
+
+
+class Cors(CORSMiddleware):
+    """CORS for the origins that the guard's policy names; requests of all others are for the guard to refuse."""
+
+    def __init__(self, app: ASGIApp, *, policy: Callable[[], GuardPolicy]) -> None:
+        super().__init__(app, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["x-request-id"])
+        self._policy = policy
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        return allows_origin(origin, self._policy())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        known = origin is not None and self.is_allowed_origin(origin)
+        await (super().__call__ if known else self.app)(scope, receive, send)
 
 
 def _refusal(error: LabError) -> ASGIApp:

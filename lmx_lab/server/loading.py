@@ -14,6 +14,7 @@ from lmx_lab.engine import Engine, LoadReport
 from lmx_lab.errors import (
     AdminForbiddenError,
     DownloadError,
+    InvalidRequestError,
     LabError,
     ModelBusyError,
     ModelNotFoundError,
@@ -26,12 +27,15 @@ from lmx_lab.wire.admin import ModelEvent, RequestEvent
 
 T = TypeVar("T")
 Event = ModelEvent | RequestEvent
+LOOK_AGAIN_S = 0.02
+CLOSE_S = 2.0
 
 
 class ModelLoader:
     """Owns the running loads. Progress goes to ``feed``, the result to whoever asked.
 
-    Any number of models may be on their way to this disk; one at a time enters the engine.
+    Any number of models may be on their way to this disk; one at a time enters the engine. Several event loops may use
+    one loader: the server's, and that of the notebook's panels.
     """
 
     def __init__(self, *, engine: Engine, catalog: Catalog, feed: Feed[Event], downloads: bool) -> None:
@@ -39,11 +43,13 @@ class ModelLoader:
         self._catalog = catalog
         self._feed = feed
         self._downloads = downloads
-        self._tasks: dict[str, asyncio.Task[LoadReport]] = {}
+        self._tasks: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[LoadReport]] = {}
+        """By the loop on which they run: a task of another one cannot be awaited."""
+        self._lock = threading.Lock()
         self._doing: str | None = None
         """What is being done to the engine's model."""
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self._inside: set[str] = set()
+        """Names whose files are there, and which the engine is being given."""
 
     async def load(self, name: str, *, local: bool, finish_queued: bool = False) -> LoadReport:
         """Load a model by id or, for local callers, by path or by an id that is downloaded first.
@@ -58,17 +64,32 @@ class ModelLoader:
             UnusableModelError, StorageFullError, OutOfMemoryError: see the message for what is loaded now.
             ModelBusyError: another model is being loaded.
         """
-        task = self._tasks.get(name)
+        key = asyncio.get_running_loop(), name
+        task = self._tasks.get(key)
         if task is None:
             work = self._load(name, local=local, finish_queued=finish_queued)
-            task = self._tasks[name] = asyncio.create_task(work, name=f"load {name}")
-            task.add_done_callback(functools.partial(self._ended, name))
+            task = self._tasks[key] = asyncio.create_task(work, name=f"load {name}")
+            task.add_done_callback(functools.partial(self._ended, key))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
-                raise NotLoadedError("the load was given up: the server is being stopped") from None
+                raise NotLoadedError(f"the load of {name} was given up") from None
             raise
+
+    def cancel(self, name: str) -> None:
+        """Give up the loads of a model that have not reached the engine; who waits for them is told. What is being
+        fetched goes on to this disk.
+
+        Raises:
+            ModelBusyError: it is entering the engine, which takes seconds and cannot be left half done.
+            InvalidRequestError: it is not being loaded.
+        """
+        if not any(key[1] == name for key in list(self._tasks)):
+            raise InvalidRequestError(f"{name} is not being loaded; there is nothing to cancel", param="model")
+        if name in self._inside:
+            raise ModelBusyError(f"{name} is entering the engine already; unload it when it is there", retry_after_s=2)
+        self._cancel([task for key, task in list(self._tasks.items()) if key[1] == name])
 
     async def pin(self, name: str, *, kind: Kind) -> LoadReport:
         """Keep a model of that kind in the engine beside the loaded one; the operator's choice, so paths and downloads
@@ -92,8 +113,8 @@ class ModelLoader:
         self._feed.publish(ModelEvent(model=report.model, stage="loaded"))
         return report
 
-    def _ended(self, name: str, task: asyncio.Task[LoadReport]) -> None:
-        del self._tasks[name]
+    def _ended(self, key: tuple[asyncio.AbstractEventLoop, str], task: asyncio.Task[LoadReport]) -> None:
+        del self._tasks[key]
         # Those who asked got the failure; if all of them have left, it is nobody's.
         if not task.cancelled():
             task.exception()
@@ -118,22 +139,37 @@ class ModelLoader:
 
     async def settled(self) -> None:
         """Return when nothing is being done to the engine's model."""
-        await self._settled.wait()
+        # Looking is all that works on every loop alike.
+        while self.changing:
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def close(self) -> None:
         """Give up the loads that run; who waits for them is told."""
-        tasks = list(self._tasks.values())
+        self._cancel(list(self._tasks.values()))
+        # A loop that has ended, or does not come round, takes its task with it.
+        for _ in range(round(CLOSE_S / LOOK_AGAIN_S)):
+            if all(loop.is_closed() for loop, _ in list(self._tasks)):
+                break
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _cancel(self, tasks: list[asyncio.Task[LoadReport]]) -> None:
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(RuntimeError):  # its loop is closed, and the task has ended
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
     async def _load(self, name: str, *, local: bool, finish_queued: bool) -> LoadReport:
         try:
             entry = await self._find(name, local=local)
+            self._inside.add(name)
             report = self._loaded(entry) or await self._enter(entry, finish_queued=finish_queued)
         except LabError as exc:
             self._feed.publish(ModelEvent(model=name, stage="failed", message=exc.message))
             raise
+        except asyncio.CancelledError:
+            self._feed.publish(ModelEvent(model=name, stage="failed", message="the load was given up"))
+            raise
+        finally:
+            self._inside.discard(name)
         self._feed.publish(ModelEvent(model=report.model, stage="loaded"))
         return report
 
@@ -152,15 +188,14 @@ class ModelLoader:
     @contextlib.contextmanager
     def _entrance(self, doing: str) -> Iterator[None]:
         """Only one change of the engine's model at a time: who comes second should know what they replace."""
-        if self._doing is not None:
-            raise ModelBusyError(f"{self._doing}; ask again when that is done", retry_after_s=2)
-        self._doing = doing
-        self._settled.clear()
+        with self._lock:
+            if self._doing is not None:
+                raise ModelBusyError(f"{self._doing}; ask again when that is done", retry_after_s=2)
+            self._doing = doing
         try:
             yield
         finally:
             self._doing = None
-            self._settled.set()
 
     async def _find(self, name: str, *, local: bool) -> ModelEntry:
         try:

@@ -8,11 +8,11 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Throughput
+from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk
 from lmx_lab.wire.completions import Completion
 
-EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent)
+EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
 STREAMED: tuple[type[BaseModel], ...] = (ChatChunk, Completion, *EVENTS)
 PLACE = "#/components/schemas/{model}"
 

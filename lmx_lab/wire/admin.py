@@ -97,6 +97,29 @@ class Memory(BaseModel):
     """Percent, 0 to 100."""
 
 
+class Sample(BaseModel):
+    """All live figures of one moment; only for watchers who ask with ``include=samples``. GB are 10^9 bytes."""
+
+    type: Literal["sample"] = "sample"
+    at: float
+    """Seconds since 1970."""
+    decode_tokens_per_second: float
+    prompt_tokens_per_second: float
+    """Of prompts, those that were computed and not found in the cache."""
+    encoded_tokens_per_second: float
+    """Of texts that were embedded or scored."""
+    active_requests: int
+    """Those that run."""
+    queued_requests: int
+    """Those that wait."""
+    memory_active_gb: float
+    memory_cache_gb: float
+    """Of the active memory, what the prefix cache keeps."""
+    memory_peak_gb: float
+    memory_total_gb: float
+    """What the machine has."""
+
+
 class Heartbeat(BaseModel):
     type: Literal["heartbeat"] = "heartbeat"
     uptime: float

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.engine import EngineSnapshot
-from lmx_lab.server.admin import sample, vanished
+from lmx_lab.server.admin import events_between, sample, vanished
 from lmx_lab.wire.admin import Memory, ModelEvent, Throughput
 from tests.server.conftest import ENTRY
 
@@ -23,14 +23,14 @@ def test_a_sample_is_what_happened_since_the_last_one() -> None:
     now = EngineSnapshot(
         output_tokens=130, active_requests=2, queued_requests=3, memory_used_bytes=10**9, memory_total_bytes=4 * 10**9
     )
-    assert sample(before, now, 1.5) == [
+    assert events_between(before, now, 1.5) == [
         Throughput(tokens_per_second=20, active_requests=5, queued_requests=3),
         Memory(vram_used_gb=1, vram_total_gb=4, pct=25),
     ]
 
 
 def test_an_engine_that_was_started_anew_does_not_count_backwards() -> None:
-    throughput, memory = sample(EngineSnapshot(output_tokens=100), EngineSnapshot(output_tokens=3), 1)
+    throughput, memory = events_between(EngineSnapshot(output_tokens=100), EngineSnapshot(output_tokens=3), 1)
     assert isinstance(throughput, Throughput)
     assert isinstance(memory, Memory)
     assert (throughput.tokens_per_second, memory.pct) == (0, 0)

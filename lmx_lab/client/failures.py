@@ -1,0 +1,122 @@
+"""Whatever goes wrong between here and a server, as the package's own errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import pydantic_core
+
+from lmx_lab import errors
+from lmx_lab.errors import ConnectionLostError, LabError, UnauthorizedError, UnreachableError
+
+KINDS: dict[str, type[LabError]] = {
+    kind.code: kind
+    for kind in (
+        errors.LabError,
+        errors.InvalidRequestError,
+        errors.ContextLengthError,
+        errors.ModelNotFoundError,
+        errors.UnauthorizedError,
+        errors.HostForbiddenError,
+        errors.OriginForbiddenError,
+        errors.AdminForbiddenError,
+        errors.NotLoadedError,
+        errors.ModelBusyError,
+        errors.QueueFullError,
+        errors.StorageFullError,
+        errors.DownloadError,
+        errors.UnreachableError,
+        errors.ConnectionLostError,
+        errors.GenerationTimeoutError,
+        errors.OutOfMemoryError,
+        errors.HostingError,
+        errors.PortTakenError,
+    )
+}
+"""By the code in a server's answer: of classes that share one, the one that says no more than the code does."""
+CHECK = "check the address; the lab's server prints it when it starts"
+SHOWN = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a server said in the place of what was asked for."""
+
+    url: str
+    """The server's."""
+    status: int
+    kind: str
+    """Its Content-Type."""
+    retry_after: str | None
+    body: bytes
+
+
+def error_in(text: str | bytes, *, retry_after: str | None = None) -> LabError | None:
+    """The error that an error body, or a stream's last event, tells of; None if it is neither."""
+    try:
+        body: Any = pydantic_core.from_json(text)
+    except ValueError:
+        return None
+    detail = body.get("error") if isinstance(body, Mapping) else None
+    message = detail.get("message") if isinstance(detail, Mapping) else None
+    if not isinstance(detail, Mapping) or not isinstance(message, str):
+        return None
+    code, param = detail.get("code"), detail.get("param")
+    kind = KINDS.get(code) if isinstance(code, str) else None
+    if kind is None and code is not None:
+        message = f"{message} ({code!s:.80})"
+    if kind is UnauthorizedError:
+        message = f"{message}; in Python that is api_key=KEY"
+    error = kind or LabError
+    return error(message, param=param if isinstance(param, str) else None, retry_after_s=_seconds(retry_after))
+
+
+def refusal(answer: Answer) -> LabError:
+    """The error of an answer that is no success, or not what was asked for."""
+    return error_in(answer.body, retry_after=answer.retry_after) or not_ours(answer)
+
+
+def not_ours(answer: Answer) -> UnreachableError:
+    """Of what the lab's server would not say: another program, a proxy, a login page."""
+    kind = answer.kind.partition(";")[0].strip()[:SHOWN] or "no content type"
+    if 300 <= answer.status < 400 or answer.status in (401, 403):
+        hint = "something in front of the server wants a login: give its token as api_key, or the server's own address"
+    elif answer.status in (502, 503, 504):
+        hint = "a proxy answers, and the server behind it does not; is it running?"
+    else:
+        hint = CHECK
+    return UnreachableError(f"{answer.url} answered {answer.status} with {kind}, unlike an LMX Lab server; {hint}")
+
+
+@contextmanager
+def in_plain_words(url: str, *, begun: bool = False) -> Iterator[None]:
+    """Errors of the connection, raised in the block, become ``UnreachableError`` with the address and the next step.
+
+    Args:
+        begun: The answer has begun to come.
+    """
+    try:
+        yield
+    except httpx2.ConnectTimeout as exc:
+        said = f"{url} did not take the connection in time; is the address right, and its machine reachable?"
+        raise UnreachableError(said) from exc
+    except (httpx2.ConnectError, httpx2.ProxyError, httpx2.UnsupportedProtocol) as exc:
+        said = f"nothing answers at {url} ({exc!s:.200}); is the server running (lmx-lab serve)? If so, {CHECK}"
+        raise UnreachableError(said) from exc
+    except httpx2.TimeoutException as exc:
+        raise UnreachableError(f"{url} said nothing within its time limit; ask again, or raise timeout_s") from exc
+    except httpx2.DecodingError as exc:
+        raise UnreachableError(f"the answer of {url} cannot be read ({exc!s:.200}); {CHECK}") from exc
+    except httpx2.TransportError as exc:
+        when = "in the middle of its answer" if begun else "before it answered"
+        reason = f"{exc!s:.200}" or type(exc).__name__
+        raise ConnectionLostError(f"{url} went away {when} ({reason}); ask again once it is back") from exc
+
+
+def _seconds(text: str | None) -> float | None:
+    # A proxy may send a date, too; then there is no advice.
+    return float(text) if text is not None and text.isascii() and text.isdigit() else None

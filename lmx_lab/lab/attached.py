@@ -1,0 +1,272 @@
+"""A lab whose server runs elsewhere: in another kernel, another process, on another machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Coroutine, Generator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+from lmx_lab.client import AsyncLabClient, as_array
+from lmx_lab.engine import LoadReport, Vectors
+from lmx_lab.errors import HostingError, LabError
+from lmx_lab.lab.launching import current
+from lmx_lab.lab.prompt import model_name
+from lmx_lab.lab.remote import RemoteCost, RemoteGeneration, RemoteLoad
+from lmx_lab.lab.verbs import Verbs
+from lmx_lab.loops import LoopThread
+from lmx_lab.rankings import RerankResult
+from lmx_lab.replies import ModelList, Reply, ReplyStream
+from lmx_lab.wire.admin import NotReady
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.embeddings import EmbeddingsBody
+from lmx_lab.wire.rerank import RerankBody
+
+T = TypeVar("T")
+LOOK_S = 2.0
+"""A look at the lab waits no longer for its server."""
+CLOSE_S = 2.0
+
+
+def attach(url: str, *, api_key: str | None = None) -> AttachedLab:
+    """A lab over the server at this address, with the verbs that ``launch()``'s has; also ``with attach(url) as lab``.
+
+    Args:
+        url: As the server prints it, or through a proxy; a slash or ``/v1`` at its end does not matter.
+        api_key: The server's key, or Jupyter's token where Jupyter is in front of it.
+
+    Raises:
+        UnreachableError: nothing answers there, or something else than an LMX Lab server.
+        UnauthorizedError: it needs a key, or another one.
+        HostingError: it is the server of the very loop that would wait for it.
+    """
+    lab = AttachedLab(url, api_key=api_key)
+    try:
+        lab.start()
+    except BaseException:
+        lab.stop()
+        raise
+    return lab
+
+
+class AttachedLab(Verbs):
+    """A connection to a server, and the verbs on it. Made by ``attach()``; ``stop()`` ends the connection alone.
+
+    Blocking verbs work in scripts, in cells and beside running loops: the connection has a loop of its own.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self._client = AsyncLabClient(url, api_key=api_key)
+        self._key = api_key
+        self._thread = LoopThread("lmx-lab-attached")
+        self._version = ""
+        # Also where nobody stops it: when it is dropped, and at exit.
+        self._end = weakref.finalize(self, _end, self._thread, self._client)
+
+    def start(self) -> None:
+        """Connect, and see that the lab's server answers and takes the key. ``attach()`` does this.
+
+        Raises:
+            LabError: as ``attach()``.
+        """
+        self._check_loop()
+        if not self._end.alive:
+            raise HostingError("this connection was stopped; attach() makes a new one")
+        self._thread.start()
+        self._version = self._block(self._greet())
+
+    async def _greet(self) -> str:
+        version = await self._client.version()
+        await self._client.models()
+        return version
+
+    def _check_loop(self) -> None:
+        own = current()
+        if own is None or own.mode != "kernel" or not _is_at(self.url, own.port, [own.url, *own.lan_urls]):
+            return
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        raise HostingError(
+            f"{self.url} is served by this kernel's own loop, which would wait for itself; "
+            "use lmx_lab.current(), or launch(loop='thread')"
+        )
+
+    # Address
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._client.url
+
+    @property
+    def openai(self) -> dict[str, str]:
+        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``."""
+        return {"base_url": f"{self.url}/v1", "api_key": self._key or "lmx-lab"}
+
+    @property
+    def running(self) -> bool:
+        """Whether this connection is open; the server may have gone."""
+        return self._end.alive
+
+    # Models
+
+    def load(self, model: str | os.PathLike[str]) -> LoadReport:
+        """Load a model on the server, by id or by a path there, in the place of what is loaded; shows progress.
+
+        Interrupting ends the waiting, not the load.
+
+        Raises:
+            AdminForbiddenError: the server lets only its own machine do this.
+            LabError: why not, and what is loaded now.
+        """
+        name = model_name(model)
+        return self._watch(name, self._begin(name))
+
+    async def aload(self, model: str | os.PathLike[str]) -> LoadReport:
+        name = model_name(model)
+        return await self._awatch(name, self._begin(name))
+
+    async def _begin(self, model: str) -> RemoteLoad:
+        return RemoteLoad(self._client, model)
+
+    def unload(self) -> float:
+        """Unload the server's model; returns the GB (10^9 bytes) that this freed."""
+        return self._block(self._unload())
+
+    async def aunload(self) -> float:
+        return await self._hand_over(self._unload())
+
+    async def _unload(self) -> float:
+        return (await self._client.unload()).freed_vram_gb
+
+    def models(self) -> ModelList:
+        """What is on the server's disk, and which of it is loaded."""
+        return self._block(self._models())
+
+    async def amodels(self) -> ModelList:
+        return await self._hand_over(self._models())
+
+    async def _models(self) -> ModelList:
+        return ModelList((await self._client.models()).models)
+
+    # What the verbs do
+
+    async def _chat(self, request: ChatRequest) -> Reply:
+        # Streamed all the same: that tells when the first token came.
+        generation = await RemoteGeneration.begun(self._client, request)
+        whole = await generation.whole()
+        return _reply(whole.text, generation.finished()).including(whole)
+
+    async def _stream(self, request: ChatRequest) -> ReplyStream:
+        generation = await RemoteGeneration.begun(self._client, request)
+        return ReplyStream(generation, finish=_reply, block=self._block, hand_over=self._hand_over)
+
+    async def _embed(self, body: EmbeddingsBody) -> Vectors:
+        answer = await self._client.embed(body.model_copy(update={"encoding_format": "base64"}))
+        vectors = as_array(answer)
+        return vectors[0] if body.is_single else vectors
+
+    async def _rerank(self, body: RerankBody) -> RerankResult:
+        answer = await self._client.rerank(body.model_copy(update={"return_documents": False}))
+        return RerankResult(
+            body.query,
+            body.texts,
+            [(item.index, item.relevance_score) for item in answer.results],
+            model=answer.model,
+            method=answer.method,
+            tokens=answer.usage.prompt_tokens,
+        )
+
+    # Lifetime
+
+    def stop(self) -> None:
+        """End the connection, and with it what this lab has asked for; the server goes on. Idempotent."""
+        self._end()
+
+    close = stop
+
+    async def astop(self) -> None:
+        await asyncio.to_thread(self.stop)
+
+    aclose = astop
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.__aenter__().__await__()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.astop()
+
+    # The way to the connection's loop
+
+    def _block(self, work: Coroutine[Any, Any, T]) -> T:
+        self._check_running(work)
+        return self._thread.run(work)
+
+    async def _hand_over(self, work: Coroutine[Any, Any, T]) -> T:
+        self._check_running(work)
+        if self._thread.loop is asyncio.get_running_loop():
+            return await work
+        return await asyncio.wrap_future(self._thread.submit(work))
+
+    def _check_running(self, work: Coroutine[Any, Any, Any]) -> None:
+        if not self._end.alive:
+            work.close()
+            raise HostingError("this connection was stopped; attach() makes a new one")
+
+    # Looks
+
+    def _facts(self) -> dict[str, str]:
+        return {"LMX Lab": self._state(), "address": self.url}
+
+    def _state(self) -> str:
+        if not self.running:
+            return "connection stopped"
+        try:
+            now = self._thread.run(self._client.ready(), LOOK_S)
+        except (LabError, TimeoutError) as exc:
+            return f"elsewhere, does not answer now: {exc}"
+        model = "no model ready" if isinstance(now, NotReady) else f"{now.model} ({now.vram_gb:.2f} GB)"
+        return f"elsewhere, version {self._version}, {model}"
+
+
+def _reply(text: str, cost: RemoteCost) -> Reply:
+    return Reply(
+        text=text,
+        model=cost.model,
+        finish_reason=cost.finish_reason,
+        usage=cost.usage,
+        timings=cost.timings,
+        ttft_s=cost.ttft_s,
+    )
+
+
+def _is_at(url: str, port: int, addresses: list[str]) -> bool:
+    where = urlsplit(url)
+    return url in addresses or (where.port == port and where.hostname in ("localhost", "127.0.0.1", "::1"))
+
+
+def _end(thread: LoopThread, client: AsyncLabClient) -> None:
+    try:
+        with suppress(LabError, TimeoutError):
+            thread.run(client.aclose(), CLOSE_S)
+    finally:
+        thread.stop()

@@ -1,0 +1,164 @@
+"""What is under way on a server elsewhere: an answer, a load. Both live on the loop of their client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Self
+
+from lmx_lab.client import AsyncLabClient
+from lmx_lab.engine import LoadReport, ToolCallDelta
+from lmx_lab.errors import LabError, UnreachableError
+from lmx_lab.replies import Piece, TextPiece
+from lmx_lab.wire.admin import ModelEvent
+from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta
+from lmx_lab.wire.generation import StreamOptions, Timings, Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteCost:
+    """What an answer has cost, in the server's words, but for ``ttft_s``, which was measured here."""
+
+    model: str
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    ttft_s: float
+
+
+class RemoteGeneration:
+    """An answer as it comes, with the time of its first token.
+
+    Dropping it closes its connection, and the server ends the generation: that is how asyncio ends a generator which
+    nobody holds, on its own loop, from whatever thread it was dropped on.
+    """
+
+    def __init__(self, client: AsyncLabClient, request: ChatRequest) -> None:
+        asked = {"stream_options": StreamOptions(include_usage=True)}
+        self._url = client.url
+        self._chunks = client.stream(request.model_copy(update=asked))
+        self._ahead: ChatChunk | None = None
+        self._last: ChatChunk | None = None
+        self._finish_reason: str | None = None
+        self._timings: Timings | None = None
+        self._started = perf_counter()
+        self._first_at: float | None = None
+
+    @classmethod
+    async def begun(cls, client: AsyncLabClient, request: ChatRequest) -> Self:
+        """Once the server has taken the request.
+
+        Raises:
+            LabError: it has not, and says why.
+        """
+        generation = cls(client, request)
+        generation._ahead = await anext(generation._chunks, None)
+        return generation
+
+    async def __anext__(self) -> Piece:
+        if (chunk := self._ahead) is not None:
+            self._ahead = None
+        else:
+            chunk = await anext(self._chunks)
+        self._last = chunk
+        for choice in chunk.choices:
+            self._finish_reason = choice.finish_reason or self._finish_reason
+        self._timings = chunk.timings or self._timings
+        piece = _piece(chunk.choices[0].delta) if chunk.choices else TextPiece()
+        if self._first_at is None and (piece.text or piece.reasoning or piece.tool_calls):
+            self._first_at = perf_counter()
+        return piece
+
+    async def whole(self) -> TextPiece:
+        """Everything as one piece; ends the generation if it is cancelled."""
+        pieces = [piece async for piece in self]
+        return TextPiece(
+            text="".join([piece.text for piece in pieces]),
+            reasoning="".join([piece.reasoning for piece in pieces]),
+            tool_calls=tuple([call for piece in pieces for call in piece.tool_calls]),
+        )
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def finished(self) -> RemoteCost:
+        """
+        Raises:
+            UnreachableError: the answer has no ``usage`` and ``timings``: no lab's server made it.
+        """
+        last = self._last
+        if last is None or last.usage is None or self._timings is None or self._finish_reason is None:
+            raise UnreachableError(f"{self._url} did not say what its answer has cost, unlike an LMX Lab server")
+        return RemoteCost(
+            model=last.model,
+            finish_reason=self._finish_reason,
+            usage=last.usage,
+            timings=self._timings,
+            ttft_s=(self._first_at or perf_counter()) - self._started,
+        )
+
+
+def _piece(delta: ChoiceDelta) -> TextPiece:
+    calls = tuple(_calls(delta))
+    return TextPiece(text=delta.content or "", reasoning=delta.reasoning_content or "", tool_calls=calls)
+
+
+def _calls(delta: ChoiceDelta) -> Iterator[ToolCallDelta]:
+    for call in delta.tool_calls or ():
+        function = call.function
+        yield ToolCallDelta(index=call.index, id=call.id, name=function.name, arguments=function.arguments)
+
+
+class RemoteLoad:
+    """A load on the server, begun when it is made; its steps are those that the server tells every watcher."""
+
+    def __init__(self, client: AsyncLabClient, model: str) -> None:
+        self._client = client
+        # The latest step is the one to show; None is the end.
+        self._steps: asyncio.Queue[ModelEvent | None] = asyncio.Queue(1)
+        self._watched = asyncio.Event()
+        self._task = asyncio.create_task(self._load(model), name=f"wait for {model:.80} to be loaded")
+        self._task.add_done_callback(self._ended)
+
+    async def step(self) -> ModelEvent | None:
+        """The next thing to show; None when the load is over."""
+        return await self._steps.get()
+
+    async def result(self) -> LoadReport:
+        return await self._task
+
+    async def _load(self, model: str) -> LoadReport:
+        watching = asyncio.create_task(self._watch(), name="watch a load")
+        try:
+            await self._watched.wait()
+            answer = await self._client.load(model)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        return LoadReport(
+            model=answer.model, load_s=answer.load_time_ms / 1e3, memory_bytes=round(answer.vram_gb * 1e9)
+        )
+
+    async def _watch(self) -> None:
+        try:
+            async for event in self._client.events(["models"]):
+                self._watched.set()
+                if isinstance(event, ModelEvent) and event.done_bytes is not None:
+                    self._offer(event)
+        except LabError:
+            # Without steps the load is loaded all the same, or says itself what is wrong.
+            pass
+        finally:
+            self._watched.set()
+
+    def _offer(self, step: ModelEvent | None) -> None:
+        if self._steps.full():
+            self._steps.get_nowait()
+        self._steps.put_nowait(step)
+
+    def _ended(self, task: asyncio.Task[LoadReport]) -> None:
+        self._offer(None)
+        if not task.cancelled():
+            task.exception()  # seen: whoever asked may have left

@@ -1,0 +1,105 @@
+"""What a lab shows in a notebook: its panels, its figures, a report."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmx_lab.panels.workbench import Workbench
+
+if TYPE_CHECKING:
+    # Widgets take a while to import, and a server without a notebook has none.
+    import ipywidgets
+
+    from lmx_lab.lab.report import Snapshot
+    from lmx_lab.panels.metrics import MetricsPanel
+    from lmx_lab.panels.source import Source
+
+LOOK_S = 30.0
+"""How long the list of models may take."""
+
+
+class Showing(ABC):
+    """Panels over a lab, in this process or elsewhere. They are made when they are first asked for."""
+
+    _workbench: Workbench | None = None
+
+    @abstractmethod
+    def _source(self) -> Source:
+        """This lab, as panels need it."""
+
+    @property
+    def workbench(self) -> Workbench:
+        """What the panels share."""
+        if self._workbench is None:
+            self._workbench = Workbench(self._source())
+        return self._workbench
+
+    def take_over(self, workbench: Workbench | None) -> Workbench:
+        """Show this lab in the panels that another one has left, and begin to remember what happens."""
+        self._workbench = workbench or Workbench(self._source())
+        self._workbench.follow(self._source())
+        return self._workbench
+
+    def panel(self, *names: str) -> ipywidgets.DOMWidget:
+        """The panels, as one widget: ``models``, ``metrics``, ``chat`` and ``rerank``, or those that are named.
+
+        There is one instance of each; shown again, it is the same one in another place.
+
+        Raises:
+            InvalidRequestError: there is no such panel.
+            HostingError: anywidget or ipywidgets is not installed.
+        """
+        from lmx_lab.panels.composition import composed
+
+        return composed(self.workbench, names)
+
+    def metrics(self) -> MetricsPanel:
+        """The live figures; ``.df`` is what they were in the last 15 minutes, as a data frame."""
+        from lmx_lab.panels.metrics import MetricsPanel
+
+        panel = self.panel("metrics")
+        assert isinstance(panel, MetricsPanel)
+        return panel
+
+    def snapshot(self) -> Snapshot:
+        """The lab as of now: server, models, figures, versions, machine."""
+        from lmx_lab.lab.report import taken
+
+        source, samples = self.workbench.source, self.workbench.history.samples
+        models = self.workbench.submit(source.models()).result(LOOK_S)
+        return taken(source.state(), models, samples[-1] if samples else None)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML file that needs nothing else: the snapshot, the figures of the last 15 minutes as charts, the
+        requests, and what the chat and rerank panels show.
+
+        Raises:
+            InvalidRequestError: the path cannot be written.
+        """
+        from lmx_lab.lab.report import report_html, write_report
+        from lmx_lab.panels.composition import shown_sections
+
+        history = self.workbench.history
+        text = report_html(self.snapshot(), history.samples, history.requests, shown_sections(self.workbench))
+        return write_report(path, text)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """In a notebook the models panel, folded; elsewhere, and in a saved notebook, the facts."""
+        facts = {"text/plain": repr(self), "text/html": self._repr_html_()}
+        try:
+            from lmx_lab.panels.composition import card
+        except ImportError:
+            return facts
+        widget, metadata = card(self.workbench)._repr_mimebundle_(**kwargs) or ({}, {})
+        return {**widget, **facts}, metadata
+
+    def _ipython_display_(self) -> None:
+        from lmx_lab.panels import standin
+
+        standin.show(self._repr_mimebundle_())
+
+    @abstractmethod
+    def _repr_html_(self) -> str: ...

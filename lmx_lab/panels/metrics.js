@@ -1,0 +1,103 @@
+// The metrics panel: figures that are the legend too, three small charts, and for who cannot see them a table behind each.
+
+const HEIGHT = 120;
+const DASHES = [[], [7, 4], [2, 3]];
+const CODE = "lmx_lab.current().metrics().df";
+
+export default panel("Metrics", ({ model, root, watch }) => {
+  const get = (name) => model.get(name);
+  const status = h("p", { class: "grow", role: "status" });
+  const say = (text) => (status.textContent = text);
+  const change = (fields) => ask(model, "change", fields).catch((error) => say(error.message));
+  const pause = h("button", { onclick: () => change({ paused: !get("paused") }) });
+  const minutes = h("select", { "aria-label": "window", onchange: () => change({ minutes: +minutes.value }) },
+    ...[1, 5, 15].map((value) => h("option", { value }, value + " min")));
+  const grid = h("div", { class: "charts" });
+  root.append(
+    h("div", { class: "row" }, status, minutes, pause, copyButton(() => say("copied: " + CODE) && CODE, "as DataFrame")),
+    grid,
+  );
+
+  // Asked for whenever it draws: the colours that an element has from the theme.
+  const paint = (node, property = "color") => () => getComputedStyle(node)[property];
+  const cells = [];
+  let columns, drawn = 0, seen;
+  const charts = get("charts").map(({ title, unit, digits, least, names, lines }) => {
+    const first = cells.length;
+    const write = (value) => (value == null ? "–" : fixed(value, digits) + unit);
+    const marks = names.map((_, at) => h("i", { class: "mark" + at, hidden: at >= lines }));
+    const box = h("div", { role: "img", "aria-label": title + " over time" });
+    const body = h("tbody");
+    const row = (tag, texts) => h("tr", {}, ...texts.map((text) => h(tag, {}, text)));
+    grid.append(h("figure", {},
+      h("figcaption", { class: "row" }, h("span", {}, title), ...names.map((name, at) => {
+        const cell = h("b");
+        cells.push((value) => (cell.textContent = write(value)));
+        return h("span", {}, marks[at], name + " ", cell);
+      })),
+      box,
+      h("div", { class: "hidden" }, h("table", {}, h("thead", {}, row("th", ["time", ...names])), body))));
+    const axis = (size) => ({
+      size, stroke: paint(box), ticks: { show: false }, grid: { width: 1, stroke: paint(box, "borderTopColor") },
+    });
+    const plot = new uPlot({
+      width: 300, height: HEIGHT, legend: { show: false }, cursor: { show: false },
+      scales: {
+        x: { range: () => [get("end") - 60 * get("minutes"), get("end")] },
+        y: { range: (_, low, high) => [0, Math.max(1.1 * high, least)] },
+      },
+      axes: [axis(26), axis(46)],
+      series: [{}, ...marks.slice(0, lines).map((mark, at) => (
+        { stroke: paint(mark), width: 2, dash: DASHES[at], points: { show: false } }))],
+    }, null, box);
+    return {
+      plot, box,
+      draw() {
+        const own = columns.slice(first + 1, first + 1 + names.length);
+        plot.setData([columns[0], ...own.slice(0, lines)]);
+        // A reader of the table wants to come to its end before it changes.
+        if (drawn % 20 === 0) body.replaceChildren(...columns[0].map((at, n) =>
+          row("td", [new Date(1e3 * at).toLocaleTimeString(), ...own.map((column) => write(column[n]))])).slice(-10));
+      },
+    };
+  });
+  const each = (f) => () => charts.forEach(f);
+
+  const draw = () => {
+    if (!seen || document.hidden) return;
+    const { buffer, byteOffset, byteLength } = get("frame");
+    const all = [...new Float32Array(buffer.slice(byteOffset, byteOffset + byteLength))];
+    const size = all.length / (cells.length + 1);
+    const end = get("end");
+    columns = [(value) => end + value, ...cells.map(() => (value) => (isNaN(value) ? null : value))].map((read, n) =>
+      all.slice(n * size, n * size + size).map(read));
+    charts.forEach((chart) => chart.draw());
+    drawn++;
+  };
+  const observers = [
+    new IntersectionObserver((entries) => {
+      seen = entries.at(-1).isIntersecting;
+      draw();
+    }),
+    new ResizeObserver(each(({ plot, box }) => box.clientWidth && plot.setSize({ width: box.clientWidth, height: HEIGHT }))),
+    new MutationObserver(each(({ plot }) => plot.redraw())),
+  ];
+  observers[0].observe(root);
+  observers[1].observe(root);
+  observers[2].observe(document.body, { attributes: true });
+  document.addEventListener("visibilitychange", draw);
+
+  watch(["now"], () => cells.forEach((show, at) => show(get("now")[at])));
+  watch(["frame"], draw);
+  watch(["minutes", "paused", "server"], () => {
+    const { state, place, model: loaded } = get("server");
+    minutes.value = get("minutes");
+    pause.textContent = get("paused") ? "Resume" : "Pause";
+    say(`${get("paused") ? "Paused. " : ""}Server ${state}, ${place}; ${loaded ?? "no model"} loaded`);
+  });
+  return () => {
+    observers.forEach((observer) => observer.disconnect());
+    document.removeEventListener("visibilitychange", draw);
+    charts.forEach(({ plot }) => plot.destroy());
+  };
+});

@@ -1,0 +1,100 @@
+// The models panel. Words, numbers and what may be done come from Python; this puts them in their places.
+
+const ADDRESSES = [["url", "local"], ["lan_url", "LAN"], ["proxy_url", "browser"]];
+const HEAD = ["model", "kind", "format", "size", "quantization", "context", "state", ""];
+
+export default panel("Models", ({ model, root, watch }) => {
+  const get = (name) => model.get(name);
+  const serves = () => /ing$/.test(get("server").state);
+
+  // What this view was refused comes before what the panel has to say to all.
+  const message = h("span", { class: "grow" });
+  const strip = h("div", { class: "error row", role: "alert" }, message,
+    h("button", { class: "quiet", onclick: () => (input.focus(), act("dismiss")) }, "dismiss"));
+  const complain = (text) => {
+    set(message, text || get("error"));
+    strip.hidden = !message.textContent;
+  };
+  const fail = (error) => complain(error.message);
+  const act = (what, fields, fallback) => (complain(""), ask(model, what, fields, fallback).catch(fail));
+
+  const pill = h("span", { role: "status" });
+  const place = h("span", { class: "dim grow" });
+  const loaded = h("b");
+  const pinned = h("span", { class: "dim" });
+  const links = ADDRESSES.map(([key, label]) => {
+    const code = h("code");
+    const line = h("span", { class: "row" }, h("span", { class: "dim" }, label), code,
+      copyButton(() => get("server")[key], label + " address"));
+    return [key, code, line];
+  });
+
+  const jobs = h("div");
+  const news = h("p", { class: "hidden", role: "status" });
+  const showJobs = keyed(jobs, ({ id }) => {
+    const words = h("span");
+    const bar = h("progress", { "aria-label": id });
+    const detail = h("span", { class: "dim" });
+    const cancel = h("button", { onclick: () => act("cancel", { model: id }) }, "Cancel");
+    return [h("div", { class: "row job" }, h("b", {}, id), words, bar, detail, cancel), (job) => {
+      set(words, job.words);
+      set(detail, job.detail);
+      job.part == null ? bar.removeAttribute("value") : (bar.value = job.part);
+      cancel.hidden = !job.cancel;
+    }];
+  });
+
+  const load = (id) => serves() && act("load", { model: id });
+  const unload = (id) => serves() && act("unload", { model: id }, "admin/models/unload");
+  const body = h("tbody");
+  const showRows = keyed(body, ({ id }) => {
+    const cells = HEAD.slice(2).map((_, at) => h("td", { class: "c" + at }));
+    const button = h("button", { onclick: () => (button.textContent === "Load" ? load : unload)(id) });
+    return [h("tr", {}, h("th", { scope: "row" }, id), ...cells, h("td", {}, button)), (row) => {
+      row.cells.forEach((text, at) => set(cells[at], text));
+      set(button, row.can);
+      button.hidden = !row.can;
+      button.setAttribute("aria-label", row.can + " " + id);
+      button.setAttribute("aria-disabled", !serves());
+    }];
+  });
+  const input = h("input", { class: "grow", "aria-label": "model to load", placeholder: "id, path, or name on the hub", spellcheck: false });
+  const go = h("button", {}, "Load");
+  const onsubmit = async (event) => {
+    event.preventDefault();
+    const text = input.value.trim();
+    if (text && (await load(text))) input.value = "";
+  };
+  const refresh = () => ask(model, "refresh").catch(fail);
+  const caption = h("caption");
+  const list = h("details", { open: !get("compact"), ontoggle: () => list.open && refresh() },
+    h("summary", { hidden: !get("compact") }, "models"),
+    h("form", { class: "row", onsubmit }, input, go, h("button", { type: "button", onclick: refresh }, "Refresh")),
+    h("div", { class: "scroll", tabIndex: 0 },
+      h("table", {}, caption,
+        h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)));
+
+  root.classList.add("models");
+  root.append(h("div", { class: "row" }, pill, loaded, pinned, place),
+    h("div", { class: "row" }, ...links.map(([, , line]) => line)), strip, jobs, news, list);
+  watch(["error"], () => complain(""));
+  watch(["jobs"], () => {
+    showJobs(get("jobs"));
+    set(news, get("jobs").map((job) => job.id + ": " + job.words).join("; "));
+  });
+  watch(["rows", "caption", "server"], () => {
+    const { state, place: where, model: id, pinned: pins } = get("server");
+    set(pill, state);
+    pill.className = "pill " + ({ running: "good", lagging: "warn" }[state] ?? "bad");
+    set(place, where);
+    set(loaded, id ?? (serves() ? "no model is loaded" : ""));
+    set(pinned, pins.length ? "beside it: " + pins.join(", ") : "");
+    for (const [key, code, line] of links) {
+      set(code, get("server")[key] ?? "");
+      line.hidden = !get("server")[key];
+    }
+    go.setAttribute("aria-disabled", !serves());
+    set(caption, get("caption"));
+    showRows(get("rows"));
+  });
+});

@@ -1,0 +1,113 @@
+// What all panels have in common. No markup is ever made from text: h() makes elements, text stays text.
+
+/**
+ * An element: h("button", {class: "go", onclick: f}, "Load").
+ * @param {string} tag
+ * @param {Record<string, any>} [props] Properties; "class", "aria-…" and "data-…" as attributes.
+ * @param {...(Node|string|null)} children
+ */
+const h = (tag, props = {}, ...children) => {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(props)) {
+    if (key === "class" || key === "role" || key.includes("-")) node.setAttribute(key, value);
+    else node[key] = value;
+  }
+  node.append(...children.filter((child) => child !== null));
+  return node;
+};
+
+/** Numbers as people read them; nothing for null. */
+const fixed = (value, digits = 1) => (value == null ? "" : value.toFixed(digits));
+
+/** Copies text; the button says so. */
+const copyButton = (text, label) =>
+  h("button", {
+    class: "quiet", title: "copy " + label, "aria-label": "copy " + label,
+    onclick: async ({ currentTarget: button }) => {
+      const value = typeof text === "function" ? await text() : text;
+      try {
+        await navigator.clipboard.writeText(value);
+      } catch {
+        // Not on plain http to another host: the old way, with a selection.
+        const area = h("textarea", { value });
+        document.body.append(area);
+        area.select();
+        document.execCommand("copy");
+        area.remove();
+      }
+      button.textContent = "copied";
+      setTimeout(() => (button.textContent = "copy"), 1500);
+    },
+  }, "copy");
+
+let asked = 0;
+const session = Math.random().toString(36).slice(2);
+
+/**
+ * The way to Python and back. Silence for a second means that the kernel is busy where its messages wait behind the
+ * cell (VS Code): then `fallback`, a route of the server, is asked directly.
+ * @returns {Promise<any>} The result; rejects with an Error that has the message for people.
+ */
+const ask = (model, what, fields = {}, fallback = null) =>
+  new Promise((resolve, reject) => {
+    const id = session + asked++;
+    let patience;
+    const end = (settle, value) => {
+      clearTimeout(patience);
+      model.off("msg:custom", heard);
+      settle(value);
+    };
+    const heard = (message) => {
+      if (message?.id !== id) return;
+      message.ok ? end(resolve, message.result) : end(reject, new Error(message.error.message));
+    };
+    model.on("msg:custom", heard);
+    model.send({ id, do: what, ...fields });
+    if (fallback)
+      patience = setTimeout(() => direct(model, fallback).then((value) => end(resolve, value), () => 0), 1000);
+  });
+
+/** POST to the first of the server's addresses that this page can reach. */
+const direct = async (model, path) => {
+  const { url, proxy_url } = model.get("server");
+  for (const base of [proxy_url, url + "/"]) {
+    if (!base) continue;
+    const answer = await fetch(new URL(path, base), {
+      method: "POST", headers: { "Content-Type": "application/json" }, body: "{}",
+    }).catch(() => null);
+    if (answer?.ok) return answer.json();
+  }
+  throw new Error("no answer");
+};
+
+/**
+ * A panel's frame: a labelled region, kept up to date as long as it is shown.
+ * @param {(root: HTMLElement, watch: (names: string[], f: () => void) => void) => void|(() => void)} build
+ *   watch calls f now and whenever one of these traits has changed.
+ */
+const panel = (label, build) => ({
+  render({ model, el }) {
+    const root = h("section", { class: "lmx", "aria-label": label });
+    const note = h("p", { class: "note", role: "status" });
+    const listeners = [];
+    const watch = (names, f) => {
+      const name = names.map((each) => "change:" + each).join(" ");
+      model.on(name, f);
+      listeners.push([name, f]);
+      f();
+    };
+    el.append(root);
+    const left = build({ model, root, watch });
+    root.append(note);
+    watch(["server"], () => {
+      const { state, note: text } = model.get("server");
+      root.dataset.state = state;
+      note.textContent = text;
+      note.hidden = !text;
+    });
+    return () => {
+      for (const [name, f] of listeners) model.off(name, f);
+      left?.();
+    };
+  },
+});

@@ -1,0 +1,141 @@
+"""What the panels of one lab share: the loop on which they think, the clock, and the lab they show."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from lmx_lab.loops import LoopThread
+from lmx_lab.panels.history import History
+from lmx_lab.panels.source import Source
+from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+LAST_LOOK_S = 1.0
+TICK_S = 0.5
+"""Twice a second: state and figures go to the panels."""
+
+
+class Watcher(Protocol):
+    """A panel as the workbench knows it; called on the workbench's loop."""
+
+    def tick(self, source: Source, sample: Sample | None) -> None:
+        """Half a second has passed."""
+
+    def model_event(self, event: ModelEvent) -> None:
+        """Something happened to a model, whoever asked."""
+
+    def changed_source(self) -> None:
+        """Another lab is shown from now on."""
+
+
+class Workbench:
+    """Runs the panels' work on a thread of its own, which a busy cell does not delay.
+
+    Panels outlive the lab they show: when another is launched, ``follow`` makes them show that one.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.history = History()
+        self.panels: dict[str, Any] = {}
+        """The one instance of each panel, by name."""
+        self._thread: LoopThread | None = None
+        self._lock = threading.Lock()
+        self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def source(self) -> Source:
+        """The lab that is shown now."""
+        return self._source
+
+    def follow(self, source: Source) -> None:
+        """Show another lab from now on, and remember what it does."""
+        self._source = source
+        self.submit(self._tell_changed())
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell a panel of time and models, as long as somebody holds it."""
+        self.submit(self._add(watcher))
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run it on the panels' loop, without waiting; from any thread."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = LoopThread("lmx-lab-panels")
+                self._thread.start()
+                self._thread.submit(self._live())
+            return self._thread.submit(work)
+
+    def rest(self) -> None:
+        """Show the lab once more, which has stopped, and end the loop with whatever runs on it. Idempotent.
+
+        The next ``follow`` or request of a panel begins anew.
+        """
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                last = thread.submit(self._tell_changed())
+        if thread is not None:
+            with contextlib.suppress(Exception):
+                last.result(LAST_LOOK_S)
+            thread.stop()
+
+    async def _add(self, watcher: Watcher) -> None:
+        self._watchers.add(watcher)
+        # The figures belong to the clock: a sample is about the time since the last one.
+        self._guarded(lambda: watcher.tick(self._source, None))
+
+    async def _tell_changed(self) -> None:
+        for watcher in list(self._watchers):
+            self._guarded(watcher.changed_source)
+        self._tick()
+
+    async def _live(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._clock())
+            tasks.create_task(self._news())
+
+    async def _clock(self) -> None:
+        while True:
+            self._tick()
+            await asyncio.sleep(TICK_S)
+
+    def _tick(self) -> None:
+        source = self._source
+        sample = source.sample()
+        if sample is not None:
+            self.history.add_sample(sample)
+        for watcher in list(self._watchers):
+            self._guarded(lambda watcher=watcher: watcher.tick(source, sample))
+
+    async def _news(self) -> None:
+        """What whichever lab is shown has to tell, for ever."""
+        while True:
+            try:
+                async for event in self._source.progress():
+                    self._note(event)
+            except Exception as exc:
+                log.debug("no model events: %r", exc)
+            await asyncio.sleep(TICK_S)
+
+    def _note(self, event: ModelEvent | RequestEvent) -> None:
+        if isinstance(event, RequestEvent):
+            self.history.add_request(event)
+            return
+        for watcher in list(self._watchers):
+            self._guarded(lambda watcher=watcher: watcher.model_event(event))
+
+    def _guarded(self, call: Any) -> None:
+        # One panel's bug must not stop the clock of the others.
+        try:
+            call()
+        except Exception:
+            log.exception("a panel could not be updated")

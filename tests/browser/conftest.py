@@ -1,0 +1,106 @@
+"""One JupyterLab and one Chromium for all browser tests; after every test the console must be empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, sync_playwright
+
+from lmx_lab.weights import ModelEntry
+from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, JupyterLab, Tab, machine_only
+from tests.encoders.models import write_tiny_bert
+from tests.tiny import write_tiny_llama
+
+LAUNCH = "import lmx_lab, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"
+SLEEP = "time.sleep(3)"
+
+
+# Of the package, not of the session: while it lives an event loop runs in this thread, and other tests want their own.
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def panels_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """A lab's home with ``tiny`` and ``tiny-two`` (long contexts, so that answers take seconds), and ``tiny-bert``."""
+    home = tmp_path_factory.mktemp("panels-home")
+    for seed, name in enumerate(("tiny", "tiny-two")):
+        write_tiny_llama(home / "models" / name, smollm2.path, seed=seed, context=16384)
+    write_tiny_bert(home / "models" / "tiny-bert")
+    return home
+
+
+@pytest.fixture(scope="package")
+def jupyterlab(browser: Browser, tmp_path_factory: pytest.TempPathFactory, tiny_home: object) -> Iterator[JupyterLab]:
+    lab = JupyterLab(tmp_path_factory.mktemp("jupyterlab"), tiny_home)
+    yield lab
+    lab.close()
+
+
+@pytest.fixture(scope="package")
+def window(browser: Browser, jupyterlab: JupyterLab) -> Iterator[BrowserContext]:
+    with machine_only(browser) as context:
+        yield context
+
+
+@pytest.fixture(scope="package")
+def tabs() -> list[Tab]:
+    """All that are open; the first one stays open."""
+    return []
+
+
+@pytest.fixture(scope="package")
+def tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab]) -> Tab:
+    """JupyterLab, with the notebook that the module's own fixture has opened."""
+    tabs.append(Tab(jupyterlab, window, "first"))
+    return tabs[0]
+
+
+@pytest.fixture
+def another_tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab]) -> Iterator[Callable[[], Tab]]:
+    """Opens further tabs, for one test."""
+
+    def open_tab() -> Tab:
+        tabs.append(Tab(jupyterlab, window, f"tab-{len(tabs)}"))
+        return tabs[-1]
+
+    yield open_tab
+    for each in tabs[1:]:
+        each.close()
+    del tabs[1:]
+
+
+@pytest.fixture(autouse=True)
+def _no_foreign_request_and_no_error(tabs: list[Tab], another_tab: object) -> Iterator[None]:
+    yield
+    foreign = [url for tab in tabs for url in tab.foreign]
+    complaints = [text for tab in tabs for text in tab.complaints]
+    for tab in tabs:
+        tab.foreign.clear()
+        tab.complaints.clear()
+    assert not foreign
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.fixture(scope="package")
+def _panels(tab: Tab, jupyterlab: JupyterLab) -> None:
+    jupyterlab.write("panels.ipynb", [LAUNCH.format(loop="thread"), "lab.panel()", SLEEP])
+    tab.open("panels.ipynb")
+    tab.run(0)
+    tab.run(1)
+
+
+@pytest.fixture
+def panels(tab: Tab, _panels: None) -> Tab:
+    """A notebook with all panels over a lab on a thread of its own, ``tiny`` loaded; kept for many tests."""
+    tab.open("panels.ipynb")
+    tab.kernel("if lab.engine.snapshot.model != 'tiny': lab.load('tiny')")
+    return tab

@@ -1,0 +1,298 @@
+"""A real JupyterLab and a real Chromium, driven as a reader of a notebook would."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request, WebSocket
+
+CHROMIUM = Path("/usr/bin/chromium")
+# No name leads anywhere but to this machine: routes see no WebSockets.
+ARGUMENTS = ("--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
+WAIT_MS = 20_000
+START_S = 30
+VIEWPORT = {"width": 1280, "height": 1600}
+FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")
+# What JupyterLab itself writes to the console as an error, whatever is in the notebook.
+BENIGN: tuple[str, ...] = ()
+SETTINGS = {
+    # Neither news nor versions are asked for anywhere else.
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
+    # A question about closing a kernel would wait for ever.
+    "docmanager-extension/plugin": {"autosave": False},
+}
+OPEN = """async ([path, mode]) => {
+    const app = window.jupyterapp;
+    await app.restored;
+    const panel = await app.commands.execute("docmanager:open", {path, factory: "Notebook", options: {mode}});
+    await panel.context.ready;
+    await panel.sessionContext.ready;
+    await panel.revealed;
+    const kernel = panel.sessionContext.session?.kernel;
+    if (kernel) await kernel.info;
+}"""
+CURRENT = "const app = window.jupyterapp, panel = app.shell.currentWidget;"
+RUN = """async ([index, wait]) => {
+    const app = window.jupyterapp, panel = app.shell.currentWidget;
+    panel.content.activeCellIndex = index;
+    panel.content.deselectAll();
+    const done = app.commands.execute("notebook:run-cell");
+    if (wait) await done;
+}"""
+KERNEL = """async (code) => {
+    const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+    const future = kernel.requestExecute({code, store_history: false, silent: false});
+    let text = "", error = null;
+    future.onIOPub = ({header, content}) => {
+        if (header.msg_type === "stream" && content.name === "stdout") text += content.text;
+        if (header.msg_type === "error") error = content.ename + ": " + content.evalue;
+    };
+    await future.done;
+    return [text, error];
+}"""
+
+
+class JupyterLab:
+    """A running server with folders of its own, and the notebooks in it."""
+
+    def __init__(self, folder: Path, home: Path) -> None:
+        self.folder = folder / "notebooks"
+        self.folder.mkdir(parents=True)
+        self.token = secrets.token_hex(16)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = folder / "jupyter.log"
+        settings = folder / "settings"
+        for name, values in SETTINGS.items():
+            package, plugin = name.split("/")
+            path = settings / "@jupyterlab" / package / f"{plugin}.jupyterlab-settings"
+            path.parent.mkdir(parents=True)
+            path.write_text(json.dumps(values))
+        own = {
+            "JUPYTER_CONFIG_DIR": "config",
+            "JUPYTER_DATA_DIR": "data",
+            "JUPYTER_RUNTIME_DIR": "runtime",
+            "JUPYTERLAB_SETTINGS_DIR": "settings",
+            "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+            "IPYTHONDIR": "ipython",
+        }
+        environment = {**os.environ, **{name: str(folder / path) for name, path in own.items()}}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "jupyter", "lab", "--no-browser", "--expose-app-in-browser"),
+                    f"--ServerApp.root_dir={self.folder}",
+                    f"--ServerApp.port={self.port}",
+                    *("--ServerApp.ip=127.0.0.1", "--ServerApp.port_retries=0", "--ServerApp.allow_root=True"),
+                    f"--IdentityProvider.token={self.token}",
+                    "--LabApp.extension_manager=readonly",
+                ],
+                env=environment | {"LMX_LAB_HOME": str(home)},
+                stdout=log,
+                stderr=log,
+            )
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/api?token={self.token}", timeout=START_S).close()
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        self.close()
+        raise RuntimeError("JupyterLab has not started:\n" + self.log)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def write(self, name: str, cells: Sequence[str]) -> None:
+        """A new notebook of code cells, without outputs."""
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(notebook, self.folder / name)
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Tab:
+    """A tab of the browser with JupyterLab in it."""
+
+    def __init__(self, lab: JupyterLab, context: BrowserContext, workspace: str) -> None:
+        self.lab = lab
+        self.foreign: list[str] = []
+        """Requests to other hosts; none was let through."""
+        self.complaints: list[str] = []
+        """Errors on the console, and exceptions that nobody caught."""
+        self.messages: list[tuple[float, dict[str, Any]]] = []
+        """What came from kernels: when (``time.monotonic``), and header and content."""
+        self.page: Page = context.new_page()
+        self.page.set_default_timeout(WAIT_MS)
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.complaints.append(f"{error.name}: {error.message}\n{error.stack}"))
+        self.page.on("request", self._request)
+        self.page.on("websocket", self._websocket)
+        self.page.goto(f"{lab.url}/lab/workspaces/{workspace}?token={lab.token}")
+        self.page.wait_for_function("window.jupyterapp?.restored")
+        self.page.evaluate("window.jupyterapp.restored.then(() => window.jupyterapp.shell.collapseLeft())")
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type == "error" and not any(benign in message.text for benign in BENIGN):
+            self.complaints.append(f"{message.text} ({message.location.get('url')})")
+
+    def _request(self, request: Request) -> None:
+        if FOREIGN.match(request.url):
+            self.foreign.append(request.url)
+
+    def _websocket(self, socket: WebSocket) -> None:
+        if FOREIGN.match(socket.url):
+            self.foreign.append(socket.url)
+        socket.on("framereceived", self._frame)
+
+    def _frame(self, payload: str | bytes) -> None:
+        if isinstance(payload, bytes) and (message := kernel_message(payload)) is not None:
+            self.messages.append((time.monotonic(), message))
+
+    # Notebooks
+
+    def open(self, name: str) -> None:
+        """Show a notebook of the folder, with its kernel (a running one if another tab has it)."""
+        self.page.evaluate(OPEN, [name, "tab-after"])
+
+    def run(self, index: int) -> Locator:
+        """Run a cell to its end; returns its outputs."""
+        self.page.evaluate(RUN, [index, True])
+        return self.outputs(index)
+
+    def start(self, index: int) -> Locator:
+        """Run a cell without waiting."""
+        self.page.evaluate(RUN, [index, False])
+        return self.outputs(index)
+
+    def cell(self, index: int) -> Locator:
+        return self.page.locator(f".jp-Notebook:visible .jp-Cell[data-windowed-list-index='{index}']")
+
+    def outputs(self, index: int) -> Locator:
+        return self.cell(index).locator(".jp-Cell-outputWrapper")
+
+    def panel(self, label: str) -> Locator:
+        """The views of a panel, by its label: ``Models``."""
+        return self.page.locator(f".jp-Notebook:visible section.lmx[aria-label='{label}']")
+
+    def kernel(self, code: str) -> str:
+        """What a piece of code prints in the notebook's kernel; it is in no cell, and waits until they are done."""
+        text, error = self.page.evaluate(KERNEL, code)
+        if error:
+            raise AssertionError(f"{error}\nin\n{code}")
+        return str(text).strip()
+
+    def command(self, name: str, **arguments: Any) -> None:
+        """Something that JupyterLab can do."""
+        self.page.evaluate(
+            "([name, args]) => window.jupyterapp.commands.execute(name, args).then(() => 0)", [name, arguments]
+        )
+
+    def theme(self, name: str) -> None:
+        """``light`` or ``dark``."""
+        self.command("apputils:change-theme", theme=f"JupyterLab {name.capitalize()}")
+        self.page.wait_for_function(
+            "light => document.body.dataset.jpThemeLight === String(light)", arg=name == "light"
+        )
+
+    def save(self) -> None:
+        self.command("docmanager:save")
+
+    def restart(self) -> None:
+        """Restart the kernel, and wait until it can be used."""
+        self.page.evaluate(f"async () => {{ {CURRENT} await panel.sessionContext.restartKernel(); }}")
+
+    def close_notebook(self) -> None:
+        """Close the notebook without saving, and end its kernel."""
+        self.page.evaluate(
+            f"""async () => {{ {CURRENT}
+                await panel.sessionContext.shutdown();
+                panel.context.model.dirty = false;
+                panel.dispose();
+            }}"""
+        )
+
+    @contextmanager
+    def watched(self) -> Iterator[list[tuple[float, dict[str, Any]]]]:
+        """What comes from the kernel during the block."""
+        first = len(self.messages)
+        watched: list[tuple[float, dict[str, Any]]] = []
+        yield watched
+        watched += self.messages[first:]
+
+    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+        """Let the page go on until the condition holds; returns what it returned."""
+        deadline = time.monotonic() + WAIT_MS / 1000
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            self.page.wait_for_timeout(20)
+        raise AssertionError(f"in {WAIT_MS / 1000:g} s it has not come about that {what}")
+
+    def close(self) -> None:
+        self.page.close()
+
+
+@contextmanager
+def machine_only(browser: Browser, **options: Any) -> Iterator[BrowserContext]:
+    """A browser's window that reaches this machine and nothing else."""
+    options = {"viewport": VIEWPORT, "service_workers": "block", "reduced_motion": "reduce", **options}
+    context = browser.new_context(**options)
+    context.route(FOREIGN, lambda route: route.abort())
+    try:
+        yield context
+    finally:
+        context.close()
+
+
+def updates(messages: Sequence[tuple[float, dict[str, Any]]]) -> Counter[str]:
+    """Messages of widgets' state among these, by widget."""
+    return Counter(
+        message["content"]["comm_id"]
+        for _, message in messages
+        if message["header"]["msg_type"] == "comm_msg" and message["content"]["data"].get("method") == "update"
+    )
+
+
+def kernel_message(frame: bytes) -> dict[str, Any] | None:
+    """Header and content of a kernel's message in Jupyter's binary form: a number of offsets, offsets, parts."""
+    count = int.from_bytes(frame[:8], "little")
+    at = [int.from_bytes(frame[8 * i : 8 * i + 8], "little") for i in range(1, count + 1)]
+    if count < 5 or at[-1] != len(frame):
+        return None
+    parts = [frame[start:end] for start, end in pairwise(at)]
+    return {"channel": parts[0].decode(), "header": json.loads(parts[1]), "content": json.loads(parts[4])}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,56 @@
+"""The chat panel, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Locator, expect
+
+from tests.browser.jupyterlab import Tab
+
+LONG = 3000
+"""Tokens of an answer that is still being written when a test looks."""
+
+
+def ask(tab: Tab, text: str, *, max_tokens: int = 40) -> Locator:
+    """Write and send by keyboard; returns the panel."""
+    chat = tab.panel("Chat")
+    knobs = chat.locator("details", has_text="sampling")
+    if not knobs.evaluate("node => node.open"):
+        knobs.locator("summary").click()
+    chat.get_by_label("max_tokens").fill(str(max_tokens))
+    chat.get_by_label("message").focus()
+    tab.page.keyboard.type(text)
+    tab.page.keyboard.press("Enter")
+    return chat
+
+
+def test_an_answer_streams_and_ends_with_what_it_has_cost(panels: Tab) -> None:
+    chat = ask(panels, "Tell me a story.", max_tokens=LONG)
+    expect(chat.get_by_role("button", name="Stop")).to_be_visible()
+    answer = chat.locator(".assistant .text:not(.dim)").last
+    panels.wait(lambda: answer.inner_text(), "the answer begins")
+    before = answer.inner_text()
+    panels.wait(lambda: len(answer.inner_text()) > len(before), "it grows")
+    panels.page.keyboard.press("Escape")
+    expect(chat.get_by_role("button", name="Send")).to_be_visible()
+    ask(panels, "Another one.")
+    expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
+    expect(chat.locator(".assistant").last).to_contain_text("tokens/s")
+    expect(chat.get_by_label("message")).to_be_focused()
+
+
+def test_an_answer_is_stopped_by_mouse_and_the_transcript_cleared(panels: Tab) -> None:
+    chat = ask(panels, "Tell me a story.", max_tokens=LONG)
+    panels.wait(lambda: chat.locator(".assistant .text:not(.dim)").last.inner_text(), "the answer begins")
+    chat.get_by_role("button", name="Stop").click()
+    expect(chat.locator(".assistant").last).to_contain_text("stopped")
+    panels.wait(lambda: panels.kernel("print(lab.engine.snapshot.active_requests)") == "0", "its slot is free")
+    chat.get_by_role("button", name="Clear").click()
+    expect(chat.locator(".assistant")).to_have_count(0)
+
+
+def test_what_is_written_is_shown_as_text(panels: Tab) -> None:
+    text = "<img src=x onerror=alert(1)><script>alert(2)</script> **&amp;**"
+    chat = ask(panels, text)
+    expect(chat.locator(".user .text:not(.dim)").last).to_have_text(text)
+    expect(chat.locator("img, script")).to_have_count(0)
+    expect(chat.get_by_role("button", name="Send")).to_be_visible()

@@ -1,0 +1,67 @@
+"""The models panel, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Locator, expect
+
+from tests.browser.jupyterlab import Tab
+
+
+def row(tab: Tab, model: str) -> Locator:
+    return tab.panel("Models").get_by_role("row").filter(has=tab.page.get_by_role("rowheader", name=model, exact=True))
+
+
+def button(tab: Tab, name: str) -> Locator:
+    return tab.panel("Models").get_by_role("button", name=name, exact=True)
+
+
+def test_load_and_unload_by_mouse(panels: Tab) -> None:
+    button(panels, "Load tiny-two").click()
+    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(row(panels, "tiny")).to_contain_text("on disk")
+    assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny-two"
+    button(panels, "Unload tiny-two").click()
+    expect(row(panels, "tiny-two")).to_contain_text("on disk")
+    assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
+
+
+def test_load_and_unload_by_keyboard_and_the_focus_stays(panels: Tab) -> None:
+    name = panels.panel("Models").get_by_label("model to load")
+    name.focus()
+    panels.page.keyboard.type("tiny-two")
+    panels.page.keyboard.press("Enter")
+    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(name).to_be_focused()
+    expect(name).to_have_value("")
+    for _ in range(30):
+        panels.page.keyboard.press("Tab")
+        if button(panels, "Unload tiny-two").evaluate("node => node === document.activeElement"):
+            break
+    panels.page.keyboard.press("Space")
+    expect(row(panels, "tiny-two")).to_contain_text("on disk")
+    expect(button(panels, "Load tiny-two")).to_be_focused()
+
+
+def test_load_clicked_twice_loads_once_and_says_so(panels: Tab) -> None:
+    button(panels, "Load tiny-two").dblclick()
+    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny-two"
+
+
+def test_what_does_not_exist_is_an_error_that_can_be_dismissed(panels: Tab) -> None:
+    panels.panel("Models").get_by_label("model to load").fill("<b>no</b>/<img src=x onerror=alert(1)>")
+    panels.page.keyboard.press("Enter")
+    strip = panels.panel("Models").get_by_role("alert")
+    expect(strip).to_contain_text("<b>no</b>")
+    strip.get_by_role("button", name="dismiss").click()
+    expect(strip).to_be_hidden()
+
+
+def test_loading_while_an_answer_streams_ends_the_answer_and_loads(panels: Tab) -> None:
+    chat = panels.panel("Chat")
+    chat.get_by_label("message").fill("hello")
+    chat.get_by_role("button", name="Send").click()
+    expect(chat.get_by_role("button", name="Stop")).to_be_visible()
+    button(panels, "Load tiny-two").click()
+    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(chat.get_by_role("button", name="Send")).to_be_visible()

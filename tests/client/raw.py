@@ -1,0 +1,69 @@
+"""Servers that misbehave: bytes on a socket."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+HEAD = "HTTP/1.1 {status}\r\ncontent-type: {kind}\r\nx-lmx-lab: 0\r\n"
+
+
+@dataclass
+class RawServer:
+    url: str
+    requests: list[str] = field(default_factory=list)
+    """Heads and bodies, as they came."""
+
+
+@contextmanager
+def answering(*answers: bytes) -> Iterator[RawServer]:
+    """Each connection gets the next answer after its request, and is closed; later ones get the last."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = RawServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread = threading.Thread(target=_serve, args=(listener, server, answers))
+        thread.start()
+        try:
+            yield server
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def _serve(listener: socket.socket, server: RawServer, answers: tuple[bytes, ...]) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection:
+            answer = answers[min(len(server.requests), len(answers) - 1)]
+            server.requests.append(_request(connection))
+            connection.sendall(answer)
+
+
+def _request(connection: socket.socket) -> str:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    sizes = [line.partition(b":")[2] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    while len(body) < int(sizes[0] if sizes else 0):
+        body += connection.recv(65536)
+    return f"{head.decode()}\r\n\r\n{body.decode()}"
+
+
+def whole(text: str, *, status: str = "200 OK", kind: str = "application/json", extra: str = "") -> bytes:
+    """A complete answer."""
+    head = HEAD.format(status=status, kind=kind)
+    return f"{head}{extra}content-length: {len(text.encode())}\r\n\r\n{text}".encode()
+
+
+def streamed(*chunks: str, end: bool = True) -> bytes:
+    """Server-sent events in HTTP chunks; without ``end`` the connection is cut off after them."""
+    head = HEAD.format(status="200 OK", kind="text/event-stream; charset=utf-8")
+    body = "".join(f"{len(chunk.encode()):x}\r\n{chunk}\r\n" for chunk in chunks)
+    tail = "0\r\n\r\n" if end else ""
+    return f"{head}transfer-encoding: chunked\r\n\r\n{body}{tail}".encode()

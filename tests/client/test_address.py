@@ -1,0 +1,78 @@
+"""What people paste as an address, and what must never be shown of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmx_lab.client.address import bearer, is_loopback, server_address
+from lmx_lab.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize(
+    ("pasted", "meant"),
+    [
+        ("http://127.0.0.1:8400", "http://127.0.0.1:8400"),
+        ("http://127.0.0.1:8400/", "http://127.0.0.1:8400"),
+        (" http://127.0.0.1:8400/v1/ \n", "http://127.0.0.1:8400"),
+        ("localhost:8400", "http://localhost:8400"),
+        ("studio.local:8400/v1", "http://studio.local:8400"),
+        ("http://[::1]:8400/v1", "http://[::1]:8400"),
+        ("http://hub/user/x/proxy/8400/", "http://hub/user/x/proxy/8400"),
+        ("https://hub/user/x/proxy/8400/v1", "https://hub/user/x/proxy/8400"),
+        ("https://hub/user/v1/proxy/8400", "https://hub/user/v1/proxy/8400"),
+        ("HTTP://Hub:80/", "http://hub"),
+    ],
+)
+def test_an_address_has_one_form(pasted: str, meant: str) -> None:
+    assert server_address(pasted) == meant
+    assert server_address(meant) == meant
+
+
+@pytest.mark.parametrize(
+    "pasted",
+    [
+        *("", "/", "//hub", "ftp://hub", "ws://hub", "http://", "http://a:b", "http://[::1", "http://h:0"),
+        *("http://h:70000", "\ud800", "http://\x00", f"http://{'a' * 5000}"),
+    ],
+)
+def test_what_is_no_address_is_refused_as_an_argument(pasted: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        server_address(pasted)
+    assert caught.value.param == "url"
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "pasted", ["http://me:hidden@host", "http://host/?token=hidden", "host#hidden", "http://hidden@host:99999/"]
+)
+def test_a_secret_in_an_address_is_refused_and_not_shown(pasted: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        server_address(pasted)
+    assert "api_key" in str(caught.value)
+    assert "hidden" not in f"{caught.value!r} {caught.value.__context__!r}"
+
+
+@pytest.mark.parametrize("key", ["", " hidden", "hid den", "hidden\n", "hiddén"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        bearer(key)
+    assert caught.value.param == "api_key"
+    assert "hid" not in str(caught.value)
+
+
+def test_without_a_key_there_is_no_header() -> None:
+    assert bearer(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("address", "own"),
+    [
+        ("http://localhost:1", True),
+        ("http://127.1.2.3", True),
+        ("http://[::1]:1", True),
+        ("http://10.0.0.1", False),
+        ("http://studio.local", False),
+    ],
+)
+def test_this_machine_is_known(address: str, own: bool) -> None:
+    assert is_loopback(address) is own

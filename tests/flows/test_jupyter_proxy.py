@@ -1,0 +1,225 @@
+"""Through a real jupyter-server-proxy: a real Jupyter server with a base path, a lab beside it, one in its kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from lmx_lab import links
+from lmx_lab.hosting import bind
+from lmx_lab.lab import Lab
+from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
+
+BASE = "/user/somebody/"
+TOKEN = "not-a-secret"
+AUTH = {"authorization": f"token {TOKEN}"}
+CHAT = "v1/chat/completions"
+SSE = {"accept": "text/event-stream"}
+ENDLESS: dict[str, Any] = {"model": "default", "max_tokens": 7500, "ignore_eos": True}
+FOREIGN = "hub.example"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jupyter:
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}{BASE}"
+
+    def run(self, code: str) -> str:
+        """What a new kernel of this server prints; the kernel stays."""
+        made = httpx2.post(f"{self.url}api/kernels", json={"name": "python3"}, headers=AUTH, timeout=30)
+        address = f"{self.url.replace('http', 'ws')}api/kernels/{made.json()['id']}/channels"
+        header = {"msg_id": "1", "msg_type": "execute_request", "session": "1", "username": "", "version": "5.3"}
+        content = {"code": code, "silent": False, "allow_stdin": False, "stop_on_error": True}
+        empty: dict[str, Any] = {"parent_header": {}, "metadata": {}}
+        printed = ""
+        with connect(address, additional_headers=AUTH, proxy=None) as channels:
+            channels.send(json.dumps({"channel": "shell", "header": header, "content": content, **empty}))
+            for frame in channels:
+                message = json.loads(frame)
+                assert message["msg_type"] != "error", message["content"]
+                if message["msg_type"] == "stream":
+                    printed += message["content"]["text"]
+                if message["msg_type"] == "execute_reply":
+                    break
+        return printed
+
+
+@pytest.fixture(scope="module")
+def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jupyter]:
+    """As on a Hub whose public name the server cannot know: with a base path, and asked under any name."""
+    home = tmp_path_factory.mktemp("jupyter")
+    with bind("127.0.0.1", 0, explicit=True) as taken:
+        jupyter = Jupyter(port=taken.getsockname()[1])
+    options = {
+        "ServerApp.port": jupyter.port,
+        "ServerApp.port_retries": 0,
+        "ServerApp.base_url": BASE,
+        "ServerApp.root_dir": home,
+        "ServerApp.allow_remote_access": True,
+        "IdentityProvider.token": TOKEN,
+    }
+    # Only the extension that this is about: the others take seconds to start.
+    config = {"ServerApp": {"jpserver_extensions": {"jupyterlab": False, "notebook_shim": False, "jupyter_lsp": False}}}
+    (home / "jupyter_server_config.json").write_text(json.dumps(config))
+    folders = {f"JUPYTER_{name}_DIR": str(home) for name in ("CONFIG", "DATA", "RUNTIME")}
+    command = [sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root"]
+    with (home / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, *(f"--{name}={value}" for name, value in options.items())],
+            env=os.environ | folders,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_until(lambda: _answers(jupyter) or server.poll() is not None)
+        assert server.poll() is None, (home / "log").read_text()
+        yield jupyter
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _answers(jupyter: Jupyter) -> bool:
+    with contextlib.suppress(httpx2.TransportError):
+        return httpx2.get(f"{jupyter.url}api").status_code == 200
+    return False
+
+
+@pytest.fixture(scope="module")
+def lab(jupyter: Jupyter, long_home: Path) -> Iterator[Lab]:
+    """Started as from a terminal of the Jupyter server, which tells its address."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_SERVER_URL", jupyter.url)
+        with serving(long_home, "tiny-long", slots=1) as lab:
+            yield lab
+
+
+@pytest.fixture(scope="module")
+def page(jupyter: Jupyter, lab: Lab) -> str:
+    return links.proxied_url(jupyter.url, lab.port)
+
+
+@pytest.fixture
+def http(page: str) -> Iterator[httpx2.Client]:
+    """A browser that is logged in to Jupyter."""
+    with httpx2.Client(base_url=page, headers=AUTH, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def kernel_port(jupyter: Jupyter, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Of a lab in a kernel of the Jupyter server, which ends with it."""
+    launch = f"lmx_lab.launch(port=0, loop='thread', home={str(tmp_path_factory.mktemp('home'))!r})"
+    return int(jupyter.run(f"import lmx_lab; lab = {launch}; print('port', lab.port)").rpartition("port ")[2])
+
+
+def test_pages_and_whole_answers_pass(http: httpx2.Client, jupyter: Jupyter) -> None:
+    assert http.get("healthz").json() == {"status": "ok"}
+    page = {"origin": f"http://127.0.0.1:{jupyter.port}"}
+    answer = http.post(CHAT, json=chat_body(model="default"), headers=page)
+    assert answer.json()["usage"]["completion_tokens"] == 8
+
+
+def test_who_is_not_logged_in_to_jupyter_gets_nothing(page: str, lab: Lab) -> None:
+    assert httpx2.post(f"{page}admin/models/unload").status_code == 403
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(f"{page.replace('http', 'ws')}v1/chat/stream", proxy=None)
+    assert lab.engine.snapshot.model is not None
+
+
+def test_an_answer_streams_while_it_is_made(http: httpx2.Client, lab: Lab) -> None:
+    body = {**chat_body(model="default"), "stream": True}
+    with connect(f"{lab.url.replace('http', 'ws')}/v1/chat/stream", proxy=None) as other:
+        other.send(json.dumps(chat_body(**ENDLESS)))
+        other.recv()
+        with http.stream("POST", CHAT, json=body, headers=SSE) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            # The only slot is another's: nothing of this answer but its beginning can have been made.
+            assert lab.engine.snapshot.queued_requests == 1
+            other.close()
+            rest = [line for line in lines if line]
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+    assert rest[-1] == "data: [DONE]"
+
+
+def test_events_without_an_end_pass(http: httpx2.Client) -> None:
+    with http.stream("GET", "admin/events", headers=SSE) as answer:
+        first = next(answer.iter_lines())
+    assert json.loads(first.removeprefix("data: "))["type"] == "throughput"
+
+
+def test_the_socket_passes_and_closing_it_ends_the_generation(page: str, jupyter: Jupyter, lab: Lab) -> None:
+    before = lab.engine.snapshot.output_tokens
+    origin: Any = f"http://127.0.0.1:{jupyter.port}"
+    address = f"{page.replace('http', 'ws')}v1/chat/stream"
+    with connect(address, additional_headers=AUTH, origin=origin, proxy=None) as client:
+        client.send(json.dumps(chat_body(**ENDLESS)))
+        assert json.loads(client.recv())["token"]
+    wait_until_idle(lab)
+    assert 0 < lab.engine.snapshot.output_tokens - before < ENDLESS["max_tokens"]
+
+
+def test_in_a_kernel_any_name_passes_that_jupyter_was_asked_for(jupyter: Jupyter, kernel_port: int) -> None:
+    page = links.proxied_url(jupyter.url, kernel_port)
+    asked = {**AUTH, "host": FOREIGN}
+    assert httpx2.get(f"{page}healthz", headers=asked).status_code == 200
+    own = httpx2.post(f"{page}admin/models/unload", headers={**asked, "origin": f"https://{FOREIGN}"})
+    other = httpx2.post(f"{page}admin/models/unload", headers={**asked, "origin": "https://evil.example"})
+    assert (own.status_code, other.status_code) == (200, 403)
+    assert other.json()["error"]["code"] == "origin-forbidden"
+    address = f"ws://{FOREIGN}{BASE}proxy/{kernel_port}/v1/chat/stream"
+    origin: Any = f"https://{FOREIGN}"
+    way = socket.create_connection(("127.0.0.1", jupyter.port))
+    with connect(address, sock=way, additional_headers=AUTH, origin=origin, proxy=None) as client:
+        client.send(json.dumps(chat_body()))
+        assert json.loads(client.recv())["error"]["code"] == "no-model-loaded"
+
+
+def test_a_name_that_somebody_points_at_this_machine_stays_refused(kernel_port: int) -> None:
+    """The same Host, and everything that a page could forge, but not from the Jupyter server's process."""
+    forged = {"x-proxycontextpath": f"{BASE}proxy/{kernel_port}", "x-forwarded-host": FOREIGN, "host": FOREIGN}
+    direct = httpx2.post(f"http://127.0.0.1:{kernel_port}/admin/models/unload", headers=forged)
+    assert (direct.status_code, direct.json()["error"]["code"]) == (421, "host-forbidden")
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_the_notebook_page_may_also_ask_a_lab_in_its_kernel_directly(
+    jupyter: Jupyter, kernel_port: int, name: str
+) -> None:
+    address = f"http://127.0.0.1:{kernel_port}/admin/models/unload"
+    page = {"origin": f"http://{name}:{jupyter.port}"}
+    wanted = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    preflight = httpx2.options(address, headers={**page, **wanted})
+    answer = httpx2.post(address, json={}, headers=page)
+    assert (preflight.status_code, answer.status_code) == (200, 200)
+    for response in (preflight, answer):
+        assert response.headers["access-control-allow-origin"] == page["origin"]
+
+
+@pytest.mark.parametrize("origin", ["http://127.0.0.1:1", "https://evil.example", "null", "vscode-webview://abc"])
+def test_pages_of_others_stay_refused_and_cannot_read_the_refusal(kernel_port: int, origin: str) -> None:
+    address = f"http://127.0.0.1:{kernel_port}/admin/models/unload"
+    wanted = {"access-control-request-method": "POST"}
+    for answer in (
+        httpx2.options(address, headers={"origin": origin, **wanted}),
+        httpx2.post(address, json={}, headers={"origin": origin}),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin-forbidden")
+        assert "access-control-allow-origin" not in answer.headers

@@ -1,0 +1,210 @@
+"""The lab as its panels see it: they go on while a cell blocks the loop that serves, and outlive the lab they show."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError, NotLoadedError
+from lmx_lab.lab.inprocess import InProcess
+from lmx_lab.lab.lag import LoopLag
+from lmx_lab.panels.source import ChatPiece
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry, Progress
+from lmx_lab.wire.admin import ModelEvent, RequestEvent
+
+pytestmark = pytest.mark.anyio
+HELLO = [{"role": "user", "content": "hello"}]
+WAIT_S = 20.0
+
+
+@pytest.fixture(params=["kernel", "thread"])
+async def lab(request: pytest.FixtureRequest, tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop=request.param) as lab:
+        await lab.aload("tiny")
+        yield lab
+
+
+@pytest.fixture
+async def on_this_loop(tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
+        await lab.aload("tiny")
+        yield lab
+
+
+async def whole(source: Any, **request: Any) -> list[ChatPiece]:
+    return [piece async for piece in source.chat({"messages": HELLO, "temperature": 0, **request})]
+
+
+def while_this_loop_waits(lab: lmx_lab.Lab, work: Any) -> Any:
+    """What a panel does while a cell blocks: nothing of the test's loop, on which the lab may run, comes round."""
+    return lab.workbench.submit(work).result(WAIT_S)
+
+
+async def test_an_answer_comes_whole_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:
+    *pieces, end = while_this_loop_waits(lab, whole(lab.workbench.source, max_tokens=30))
+    reply = await lab.achat("hello", temperature=0, max_tokens=30)
+    assert "".join(piece.text for piece in pieces) == reply.text
+    assert end.stats is not None
+    assert (end.stats.model, end.stats.output_tokens, end.stats.finish_reason) == ("tiny", 30, "length")
+
+
+async def test_unload_and_load_work_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:
+    source = lab.workbench.source
+    assert while_this_loop_waits(lab, source.unload()) > 0
+    assert source.state().model is None
+    with pytest.raises(NotLoadedError):
+        while_this_loop_waits(lab, whole(source))
+    assert while_this_loop_waits(lab, source.load("tiny")).model == "tiny"
+    assert [record.id for record in while_this_loop_waits(lab, source.models()).models if record.loaded] == ["tiny"]
+
+
+async def test_what_the_model_cannot_do_is_said(lab: lmx_lab.Lab) -> None:
+    source = lab.workbench.source
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        while_this_loop_waits(lab, whole(source, temperature=9))
+    with pytest.raises(LabError, match="load"):
+        while_this_loop_waits(lab, source.rerank("a", ["b"]))
+
+
+async def test_leaving_an_answer_frees_its_slot(lab: lmx_lab.Lab) -> None:
+    async def first() -> ChatPiece:
+        pieces = lab.workbench.source.chat({"messages": HELLO, "max_tokens": 4000, "ignore_eos": True})
+        try:
+            return await anext(piece async for piece in pieces if piece.text)
+        finally:
+            await pieces.aclose()
+
+    while_this_loop_waits(lab, first())
+    await until(lambda: lab.engine.snapshot.active_requests == 0)
+    await until(lambda: [each.event.finish_reason for each in lab.workbench.history.requests] == ["cancelled"])
+
+
+async def test_a_blocked_loop_is_noticed_and_the_remedy_named(on_this_loop: lmx_lab.Lab) -> None:
+    lab = on_this_loop
+    assert lab.workbench.source.state().state == "running"
+    blocked = threading.Event()
+    states = []
+
+    def look() -> None:
+        while not blocked.is_set():
+            states.append(lab.workbench.source.state())
+            blocked.wait(0.05)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    time.sleep(1.3)  # the cell
+    blocked.set()
+    looking.join()
+    assert states[-1].state == "lagging"
+    assert "%%offload" in states[-1].note
+    await until(lambda: lab.lag.worst is not None)
+    after = lab.workbench.source.state()
+    assert (after.state, "%%offload" in after.note) == ("running", True)
+
+
+async def test_a_loop_that_comes_round_has_no_lag() -> None:
+    lag = LoopLag()
+    lag.start()
+    await asyncio.sleep(0.25)
+    assert (lag.now_s < 1, lag.worst) == (True, None)
+    lag.stop()
+    assert lag.now_s == 0
+
+
+async def test_the_history_has_figures_and_requests(lab: lmx_lab.Lab) -> None:
+    while_this_loop_waits(lab, whole(lab.workbench.source, max_tokens=5))
+    history = lab.workbench.history
+    await until(lambda: len(history.requests) == 1 and len(history.samples) >= 2)
+    assert history.requests[0].event.completion_tokens == 5
+    assert history.samples[-1].memory_active_gb > 0
+
+
+async def test_a_stopped_lab_says_so(tiny_home: Path) -> None:
+    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="thread") as lab:
+        source = lab.workbench.source
+    assert (source.state().state, source.sample()) == ("stopped", None)
+    assert "launch" in source.state().note
+    with pytest.raises(HostingError, match="launch"):
+        while_this_loop_waits(lab, source.unload())
+    lab.workbench.rest()
+    assert not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"]
+
+
+def test_the_next_lab_is_shown_where_the_last_one_was(tiny_home: Path) -> None:
+    first = lmx_lab.launch(port=0, home=tiny_home)
+    workbench = first.workbench
+    first.stop()
+    assert workbench.source.state().state == "stopped"
+    with lmx_lab.launch(port=0, home=tiny_home) as second:
+        assert second.workbench is workbench
+        assert workbench.source.state().url == second.url
+        with lmx_lab.launch(port=0, home=tiny_home, slots=2) as third:
+            assert (third.workbench is workbench, workbench.source.state().state) == (True, "running")
+
+
+# --- loads from two loops
+
+
+async def test_two_loops_may_ask_for_the_same_model(on_this_loop: lmx_lab.Lab) -> None:
+    lab = on_this_loop
+    asked = lab.workbench.submit(lab.workbench.source.load("tiny-two"))
+    here = await asyncio.gather(lab.aload("tiny-two"), return_exceptions=True)
+    there = await asyncio.gather(asyncio.wrap_future(asked), return_exceptions=True)
+    answers = [*here, *there]
+    # Who comes second waits for the engine's turn, or is told that it is under way.
+    assert all(not isinstance(answer, Exception) or isinstance(answer, ModelBusyError) for answer in answers)
+    assert any(not isinstance(answer, Exception) for answer in answers)
+    assert lab.engine.snapshot.model == "tiny-two"
+    with pytest.raises(InvalidRequestError, match="not being loaded"):
+        await lab.workbench.source.cancel_load("tiny-two")
+
+
+async def test_a_load_that_fetches_can_be_given_up(
+    on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, fetching, go_on = on_this_loop, threading.Event(), threading.Event()
+
+    def slow_fetch(name: str, tell: Callable[[Progress], None]) -> ModelEntry:
+        fetching.set()
+        go_on.wait(WAIT_S)
+        raise NotLoadedError("given up")
+
+    monkeypatch.setattr(lab.catalog, "fetch", slow_fetch)
+    source = lab.workbench.source
+    seen: list[ModelEvent | RequestEvent] = []
+
+    async def watch() -> None:
+        async for event in source.progress():
+            seen.append(event)
+
+    watching = asyncio.create_task(watch())
+    loading = lab.workbench.submit(source.load("somebody/large"))
+    await asyncio.to_thread(fetching.wait, WAIT_S)
+    await source.cancel_load("somebody/large")
+    with pytest.raises(NotLoadedError, match="given up"):
+        await asyncio.wrap_future(loading)
+    go_on.set()
+    await until(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in seen))
+    assert lab.engine.snapshot.model == "tiny"
+    watching.cancel()
+
+
+def test_in_process_is_a_source(tiny_home: Path) -> None:
+    from lmx_lab.panels.source import Source
+
+    source: Source = InProcess(lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="thread"))
+    assert source.state().state == "stopped"
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
