@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from IPython.core.error import UsageError
@@ -46,15 +46,15 @@ def register(shell: InteractiveShell) -> None:
     """Add the magics to a shell; doing it again changes nothing."""
     unregister(shell)
     shell.register_magics(LabMagics)
-    # After the transformer that turns cells with a magic into calls, which is the last of IPython's own.
-    shell.input_transformers_cleanup.append(Awaiting(shell))
+    # Not among those for cleaning up, which come before IPython turns cells with a magic into calls.
+    shell.input_transformers_post.append(Awaiting(shell))
 
 
 def unregister(shell: InteractiveShell) -> None:
     """Take them away again."""
     # By name: after a reload the class is another one.
-    left = [one for one in shell.input_transformers_cleanup if type(one).__name__ != Awaiting.__name__]
-    shell.input_transformers_cleanup[:] = left
+    left = [one for one in shell.input_transformers_post if type(one).__name__ != Awaiting.__name__]
+    shell.input_transformers_post[:] = left
     for kind, name in (("cell", "offload"), ("line", "lmx"), ("cell", "lmx")):
         shell.magics_manager.magics[kind].pop(name, None)
 
@@ -69,10 +69,10 @@ class Awaiting:
     shell: InteractiveShell
 
     def __call__(self, lines: list[str]) -> list[str]:
-        if not (lines and lines[0].startswith(CALL) and self.shell.autoawait):
+        if len(lines) != 1 or not lines[0].startswith(CALL) or not self.shell.autoawait:
             return lines
-        call = f"await {CALL}'{AWAITED} ' {lines[0].removeprefix(CALL)}".rstrip("\n")
-        return [f"{call}  {REMARK}\n", *lines[1:]]
+        arguments = lines[0].removeprefix(CALL).rstrip("\n")
+        return [f"await {CALL}'{AWAITED} ' {arguments}  {REMARK}\n"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,6 @@ class Cell:
     """The last expression, if there is one and it is to be shown."""
 
     def run(self, shell: InteractiveShell) -> Any:
-        # IPython then shows a traceback from the next frame on.
-        __tracebackhide__ = "__ipython_bottom__"
         exec(self.statements, shell.user_global_ns, shell.user_ns)
         return None if self.value is None else eval(self.value, shell.user_global_ns, shell.user_ns)
 
@@ -100,7 +98,10 @@ def compiled(shell: Any, text: str) -> Cell:
     source = shell.transform_cell(text)
     # What IPython has taken away from the beginning.
     blank = len(text) - len(text.lstrip("\n"))
-    name = shell.compile.cache("%%offload\n" + "\n" * blank + source, shell.execution_count, f"%%offload\n{text}")
+    running = shell.displayhook.exec_result
+    number = running.execution_count if running else shell.execution_count
+    # As IPython has called the whole cell, so that its first line is shown as it was written.
+    name = shell.compile.cache("%%offload\n" + "\n" * blank + source, number, f"%%offload\n{text}")
     tree = shell.transform_ast(shell.compile.ast_parse("\n" * (blank + 1) + source, name))
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr) or shell.displayhook.semicolon_at_end_of_expression(source):
@@ -125,7 +126,7 @@ async def offloaded(shell: InteractiveShell, cell: Cell) -> Any:
     Raises:
         KeyboardInterrupt: the wait was ended; the thread goes on.
     """
-    # Hidden too: the cell's own frame says everything.
+    # From IPython's tracebacks, which show the cell before and after.
     __tracebackhide__ = True
     outcome = in_thread(lambda: cell.run(shell))
     try:
@@ -162,7 +163,14 @@ def _outcome(work: Callable[[], Any]) -> Outcome:
     try:
         return work(), None
     except BaseException as exc:
-        return None, exc
+        return None, exc.with_traceback(_from_the_cell(exc.__traceback__))
+
+
+def _from_the_cell(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames that led to the cell."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
 
 
 def _tell_late_error(outcome: Future[Outcome]) -> None:

@@ -8,7 +8,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
-from lmx_lab.guard import Guard, GuardPolicy, check, local_policy, loopback_hosts
+from lmx_lab.guard import Guard, GuardPolicy, allows_origin, check, local_policy, loopback_hosts
 from lmx_lab.hosting import bind, serve
 
 STATUS = {"host-forbidden": 421, "origin-forbidden": 403, "unauthorized": 401}
@@ -191,6 +191,65 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key):
 def test_configured_origins_match_what_browsers_send():
     policy = local_policy(8400, origins=["HTTPS://App.Example:443/", "chrome-extension://abc"])
     assert policy.origins == {"https://app.example", "chrome-extension://abc"}
+
+
+def behind(*peers):
+    return local_policy(8400, hosts=["mybox"], passes_on=lambda peer: peer in peers)
+
+
+def from_peer(port, host="hub.example", **more):
+    return {**scope(host, **more), "client": ("127.0.0.1", port)}
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_who_passes_requests_on_may_name_any_host_and_its_own_pages(kind):
+    policy = behind(("127.0.0.1", 5000))
+    check(from_peer(5000, kind=kind), policy)
+    check(from_peer(5000, kind=kind, origin="https://hub.example"), policy)
+    check(from_peer(5000, "hub.example:8443", kind=kind, origin="https://hub.example:8443"), policy)
+    for host, origin in [("hub.example", "https://evil.example"), ("hub.example", "https://hub.example:1")]:
+        with pytest.raises(OriginForbiddenError):
+            check(from_peer(5000, host, kind=kind, origin=origin), policy)
+
+
+def test_the_same_host_from_anybody_else_is_refused():
+    policy = behind(("127.0.0.1", 5000))
+    for request in (from_peer(5001), scope("hub.example"), {**scope("hub.example"), "client": None}):
+        with pytest.raises(HostForbiddenError):
+            check(request, policy)
+
+
+@pytest.mark.parametrize("host", ["", "hub.example/", "a@b", ["hub.example", "hub.example"], []])
+def test_who_passes_requests_on_must_name_one_host_all_the_same(host):
+    with pytest.raises(HostForbiddenError):
+        check(from_peer(5000, host), behind(("127.0.0.1", 5000)))
+
+
+def test_who_passes_requests_on_is_looked_for_only_when_nothing_else_lets_pass():
+    asked = []
+    policy = local_policy(8400, hosts=["mybox"], passes_on=asked.append)
+    check(from_peer(5000, "localhost:8400"), policy)
+    check(from_peer(5000, "mybox:1"), policy)
+    assert asked == []
+
+
+def test_webviews_pass_only_where_they_are_expected():
+    expecting = local_policy(8400, webviews=True)
+    webview = "vscode-webview://0k3l9c2m"
+    check(scope(origin=webview), expecting)
+    assert allows_origin(webview, expecting)
+    assert not allows_origin(webview, POLICY)
+    for origin in (
+        "vscode-webview://",
+        "vscode-webview:",
+        f"https://x/{webview}",
+        f"{webview} x",
+        "null",
+        "vscode://a",
+    ):
+        assert not allows_origin(origin, expecting)
+        with pytest.raises(OriginForbiddenError):
+            check(scope(origin=origin), expecting)
 
 
 async def hello(scope, receive, send):

@@ -100,7 +100,7 @@ async def test_a_blocked_loop_is_noticed_and_the_remedy_named(on_this_loop: lmx_
 
     looking = threading.Thread(target=look)
     looking.start()
-    time.sleep(1.3)  # the cell
+    time.sleep(1.3)  # noqa: ASYNC251 (the cell)
     blocked.set()
     looking.join()
     assert states[-1].state == "lagging"
@@ -167,9 +167,7 @@ async def test_two_loops_may_ask_for_the_same_model(on_this_loop: lmx_lab.Lab) -
         await lab.workbench.source.cancel_load("tiny-two")
 
 
-async def test_a_load_that_fetches_can_be_given_up(
-    on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_that_fetches_can_be_given_up(on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab, fetching, go_on = on_this_loop, threading.Event(), threading.Event()
 
     def slow_fetch(name: str, tell: Callable[[Progress], None]) -> ModelEntry:

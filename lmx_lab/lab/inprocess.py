@@ -52,7 +52,7 @@ class InProcess:
         )
 
     def _blocked(self, late_s: float) -> str:
-        """What a cell does, or did, to those whom the kernel's loop serves. In whole seconds: it is shown as it grows."""
+        """What a cell does, or did, to those whom the kernel's loop serves; in whole seconds while it grows."""
         if late_s > LAGGING_S:
             return f"A cell has kept the server's loop from running for {late_s:.0f} s: its clients wait. {REMEDY}"
         worst = self._lab.lag.worst
@@ -91,12 +91,12 @@ class InProcess:
                 yield event
 
     async def chat(self, request: Mapping[str, Any]) -> AsyncGenerator[ChatPiece, None]:
-        asked = chat_request(request["messages"], {name: value for name, value in request.items() if name != "messages"})
+        parameters = {name: value for name, value in request.items() if name != "messages"}
+        asked = chat_request(request["messages"], parameters)
         _, (generation,) = await self._server.chat_as_is.start(asked, local=True)
-        async with generation:
-            async with aclosing(_pieces(generation)) as pieces:
-                async for piece in pieces:
-                    yield piece
+        async with generation, aclosing(_pieces(generation)) as pieces:
+            async for piece in pieces:
+                yield piece
         report = generation.finished()
         yield ChatPiece(
             stats=ChatStats(

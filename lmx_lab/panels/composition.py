@@ -30,8 +30,10 @@ class Panels(ipywidgets.GridBox):
     """Several panels, beside each other where there is room."""
 
     def __init__(self, panels: Sequence[Panel]) -> None:
-        layout = ipywidgets.Layout(grid_template_columns="repeat(auto-fit, minmax(min(26rem, 100%), 1fr))", grid_gap="8px")
-        super().__init__(children=tuple(panels), layout=layout)
+        columns = "repeat(auto-fit, minmax(min(26rem, 100%), 1fr))"
+        super().__init__(
+            children=tuple(panels), layout=ipywidgets.Layout(grid_template_columns=columns, grid_gap="8px")
+        )
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)

@@ -14,7 +14,7 @@ export default panel("Metrics", ({ model, root, watch }) => {
     ...[1, 5, 15].map((value) => h("option", { value }, value + " min")));
   const grid = h("div", { class: "charts" });
   root.append(
-    h("div", { class: "row" }, status, minutes, pause, copyButton(() => say("copied: " + CODE) && CODE, "as DataFrame")),
+    h("div", { class: "row" }, status, minutes, pause, copyButton(() => say("Copied: " + CODE) && CODE, "as DataFrame", "as DataFrame")),
     grid,
   );
 
@@ -48,7 +48,7 @@ export default panel("Metrics", ({ model, root, watch }) => {
       },
       axes: [axis(26), axis(46)],
       series: [{}, ...marks.slice(0, lines).map((mark, at) => (
-        { stroke: paint(mark), width: 2, dash: DASHES[at], points: { show: false } }))],
+        { stroke: paint(mark), width: 2, dash: DASHES[at] }))],
     }, null, box);
     return {
       plot, box,

@@ -19,12 +19,16 @@ const h = (tag, props = {}, ...children) => {
 /** Numbers as people read them; nothing for null. */
 const fixed = (value, digits = 1) => (value == null ? "" : value.toFixed(digits));
 
-/** Copies text; the button says so. */
-const copyButton = (text, label) =>
+/**
+ * Copies text, or what a function returns or promises; the button says so.
+ * @param {string} [name] What stands on it; label is for those who hear it.
+ */
+const copyButton = (text, label, name = "copy") =>
   h("button", {
     class: "quiet", title: "copy " + label, "aria-label": "copy " + label,
     onclick: async ({ currentTarget: button }) => {
       const value = typeof text === "function" ? await text() : text;
+      if (value == null) return;
       try {
         await navigator.clipboard.writeText(value);
       } catch {
@@ -36,9 +40,9 @@ const copyButton = (text, label) =>
         area.remove();
       }
       button.textContent = "copied";
-      setTimeout(() => (button.textContent = "copy"), 1500);
+      setTimeout(() => (button.textContent = name), 1500);
     },
-  }, "copy");
+  }, name);
 
 let asked = 0;
 const session = Math.random().toString(36).slice(2);

@@ -46,8 +46,10 @@ class Panel(anywidget.AnyWidget):
     """``ServerState`` as a dict."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        cls._esm = code.script(*cls.SCRIPTS)
-        cls._css = code.styles(*cls.STYLES)
+        # Not in the classes that traitlets derives for each instance: there these are traits.
+        if "SCRIPTS" in cls.__dict__:
+            cls._esm = code.script(*cls.SCRIPTS)
+            cls._css = code.styles(*cls.STYLES)
         super().__init_subclass__(**kwargs)
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
@@ -56,7 +58,7 @@ class Panel(anywidget.AnyWidget):
         self._frame: asyncio.TimerHandle | None = None
         self._shown_at = -FRAME_S
         self._answering: set[asyncio.Task[None]] = set()
-        super().__init__(server=asdict(workbench.source.state()), **traits)
+        super().__init__(**{"server": asdict(workbench.source.state()), **traits})
         self.on_msg(self._received)
         workbench.watch(self)
 

@@ -26,7 +26,7 @@ PAGE_ROWS = 100
 SHOWN_CHARACTERS = 300
 LONGEST_SHOWN = 100_000
 """Characters of one document when it is asked for in full."""
-LONGEST_QUERY = 100_000
+LONGEST_QUERY = 10_000
 MOST_CHARACTERS = 2_000_000
 """Of all documents together as the form sends them: a kernel's web socket takes 10 MB."""
 MOST_TSV_CHARACTERS = 8_000_000
@@ -91,7 +91,8 @@ class RerankPanel(Panel):
         self._sorted: Sequence[int] = range(len(result.order) if result else 0)
         self._sort, self._down, self._page = "rank", False, 0
         self._task: asyncio.Task[None] | None = None
-        super().__init__(workbench, form=result is None, table=self._shown_page())
+        traits: dict[str, Any] = {"form": True} if result is None else {"form": False, "server": {}}
+        super().__init__(workbench, table=self._shown_page(), **traits)
 
     def tick(self, source: Source, sample: Sample | None) -> None:
         # A result stays true whatever becomes of the server.
@@ -200,7 +201,10 @@ class RerankPanel(Panel):
         count = len(rows.order)
         return {
             "rows": [_cells(rows, at, bar) for at in self._sorted[start : start + PAGE_ROWS]],
-            "caption": shown(f"{count:,} documents by {rows.method}, {rows.model}{took}: {rows.query}", SHOWN_CHARACTERS),
+            "caption": shown(
+                f"{count:,} document{'s' * (count != 1)} by {rows.method}, {rows.model}{took}: {rows.query}",
+                SHOWN_CHARACTERS,
+            ),
             "range": f"{min(start + 1, count):,}–{min(start + PAGE_ROWS, count):,} of {count:,}",
             "page": self._page,
             "pages": math.ceil(count / PAGE_ROWS),
@@ -219,8 +223,8 @@ class RerankPanel(Panel):
 
 
 def _snapshot_row(row: Mapping[str, Any]) -> str:
-    cells = (row["rank"], row["score"], row["document"], row["index"], _arrow(row["change"]))
-    return "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>"
+    cells = "".join(f"<td style='text-align:left'>{html.escape(str(cell))}</td>" for cell in row["cells"])
+    return f"<tr>{cells}</tr>"
 
 
 def _arrow(change: int) -> str:
@@ -229,15 +233,12 @@ def _arrow(change: int) -> str:
 
 def _cells(rows: Rows, at: int, bar: Callable[[float], float]) -> dict[str, Any]:
     index, score = rows.order[at]
-    document = rows.documents[at]
+    document, change = rows.documents[at], rows.change(at)
     return {
-        "rank": at + 1,
-        "score": f"{score:.4f}",
+        "cells": [at + 1, f"{score:.4f}", shown(document, SHOWN_CHARACTERS), index, _arrow(change)],
+        "words": f"up {change}" if change > 0 else f"down {-change}" if change else "unchanged",
         "bar": bar(score),
-        "document": shown(document, SHOWN_CHARACTERS),
         "more": len(document) > SHOWN_CHARACTERS,
-        "index": index,
-        "change": rows.change(at),
     }
 
 
@@ -308,10 +309,12 @@ def documents_in(text: str) -> list[str]:
             "rank them with lab.rerank(query, documents)",
             param="documents",
         )
-    documents = _json_documents(text) if text[:1] + text[-1:] in {"[]", "{}"} else text.splitlines()
+    documents = _json_documents(text) if text[:1] + text[-1:] in {"[]", "{}"} else re.split(r"\r\n?|\n", text)
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise InvalidRequestError("there are no documents; write one a line, or a JSON list of texts", param="documents")
+        raise InvalidRequestError(
+            "there are no documents; write one a line, or a JSON list of texts", param="documents"
+        )
     if len(documents) > INPUT_LIMIT:
         raise InvalidRequestError(
             f"there are {len(documents):,} documents; up to {INPUT_LIMIT:,} are taken at a time", param="documents"
@@ -330,7 +333,7 @@ def _json_documents(text: str) -> list[str]:
     texts = [item.get("text") if isinstance(item, dict) else item for item in items] if isinstance(items, list) else []
     if not texts or not all(isinstance(each, str) for each in texts):
         raise InvalidRequestError(
-            f"the documents are JSON but no list of texts: {text:.40}; write them as [\"one\", \"two\"]",
+            f'the documents are JSON but no list of texts: {text:.40}; write them as ["one", "two"]',
             param="documents",
         )
     return texts

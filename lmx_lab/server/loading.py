@@ -140,7 +140,7 @@ class ModelLoader:
     async def settled(self) -> None:
         """Return when nothing is being done to the engine's model."""
         # Looking is all that works on every loop alike.
-        while self.changing:
+        while self.changing:  # noqa: ASYNC110 (an asyncio.Event has one loop)
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ def test_an_answer_streams_and_ends_with_what_it_has_cost(panels: Tab) -> None:
     chat = ask(panels, "Tell me a story.", max_tokens=LONG)
     expect(chat.get_by_role("button", name="Stop")).to_be_visible()
     answer = chat.locator(".assistant .text:not(.dim)").last
-    panels.wait(lambda: answer.inner_text(), "the answer begins")
+    panels.wait(answer.inner_text, "the answer begins")
     before = answer.inner_text()
     panels.wait(lambda: len(answer.inner_text()) > len(before), "it grows")
     panels.page.keyboard.press("Escape")
@@ -40,7 +40,7 @@ def test_an_answer_streams_and_ends_with_what_it_has_cost(panels: Tab) -> None:
 
 def test_an_answer_is_stopped_by_mouse_and_the_transcript_cleared(panels: Tab) -> None:
     chat = ask(panels, "Tell me a story.", max_tokens=LONG)
-    panels.wait(lambda: chat.locator(".assistant .text:not(.dim)").last.inner_text(), "the answer begins")
+    panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer begins")
     chat.get_by_role("button", name="Stop").click()
     expect(chat.locator(".assistant").last).to_contain_text("stopped")
     panels.wait(lambda: panels.kernel("print(lab.engine.snapshot.active_requests)") == "0", "its slot is free")

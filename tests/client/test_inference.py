@@ -94,7 +94,18 @@ async def test_a_whole_answer_and_its_chunks_are_the_same(client: AsyncLabClient
     assert chunks[-2].timings is not None
 
 
-async def test_a_request_arrives_as_it_was_made(lab: Lab) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "text"},
+        {"type": "json_object", "schema": {"type": "object"}},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+        {"type": "regex", "regex": "a+"},
+        {"type": "grammar", "grammar": 'start: "a"'},
+    ],
+    ids=lambda form: form["type"],
+)
+async def test_a_request_arrives_as_it_was_made(form: dict[str, Any]) -> None:
     """Whatever has an alias, or is read into another form, or was left out."""
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": "\u2028"}'}}
@@ -103,9 +114,9 @@ async def test_a_request_arrives_as_it_was_made(lab: Lab) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "parsed": {"x": 1}},
         {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "2"}]},
     ]
-    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
-    fields = {"tools": [tool], "response_format": schema, "logit_bias": {5: -1.5}, "stop": ("x", "y"), "seed": 10**30}
-    body = chat_request(history, {**fields, "chat_template_kwargs": {"enable_thinking": False}})
+    choice = {"type": "function", "function": {"name": "add"}}
+    fields = {"tools": [tool], "tool_choice": choice, "response_format": form, "logit_bias": {5: -1.5}, "seed": 10**30}
+    body = chat_request(history, {**fields, "stop": ("x", "y"), "chat_template_kwargs": {"enable_thinking": False}})
     with answering(whole("{}", status="500 Oops")) as server:
         async with AsyncLabClient(server.url) as client:
             with pytest.raises(errors.UnreachableError):

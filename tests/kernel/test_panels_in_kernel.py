@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,11 @@ if TYPE_CHECKING:
     from tests.kernel.conftest import Notebook
 
 LAUNCH = "import lmx_lab, threading\nlab = lmx_lab.launch('tiny', port=0, loop={mode!r})\npanel = lab.panel('models')"
-COMM = "print(panel.comm.comm_id)"
 WAIT_S = 20
 HELD = """
 released = threading.Event()
 print("started", flush=True)
-assert released.wait(20)
-print("released")
+print("released", released.wait(20))
 """
 
 
@@ -28,64 +26,91 @@ def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Noteboo
     from tests.kernel.conftest import Notebook
 
     notebook = Notebook(tiny_home)
-    notebook.run(LAUNCH.format(mode=request.param))
+    notebook.mode = request.param
     yield notebook
     notebook.close()
 
 
 @pytest.fixture
 def view(running: Notebook) -> View:
-    running.run("if lab.engine.snapshot.model != 'tiny': lab.load('tiny')")
-    return View(running)
+    """Of the models panel, ``tiny`` loaded."""
+    view = View(running)
+    view.run(LAUNCH.format(mode=running.mode))
+    view.comm = view.run("print(panel.comm.comm_id)")
+    return view
 
 
 class View:
     """What a frontend knows of a panel: its state, and the replies to what it asks."""
 
     def __init__(self, notebook: Notebook) -> None:
-        self.notebook = notebook
-        self.comm = notebook.run(COMM)
+        self.client = notebook.client
+        self.comm = ""
         self.state: dict[str, Any] = {}
         self.replies: list[dict[str, Any]] = []
-        self.printed = ""
+        self.printed: dict[str, str] = {}
+        self.idle: set[str] = set()
 
-    def ask(self, subshell: str | None = None, **content: Any) -> None:
-        client = self.notebook.client
-        message = client.session.msg(
-            "comm_msg", {"comm_id": self.comm, "data": {"method": "custom", "content": content}}
-        )
+    def start(self, code: str) -> str:
+        """Run a cell without waiting; returns its number."""
+        return str(self.client.execute(code, store_history=False))
+
+    def run(self, code: str) -> str:
+        """What a cell prints."""
+        cell = self.start(code)
+        self.read(lambda: cell in self.idle)
+        return self.printed.get(cell, "").strip()
+
+    def ask(self, *, subshell: str | None = None, **content: Any) -> None:
+        data = {"method": "custom", "content": content}
+        message = self.client.session.msg("comm_msg", {"comm_id": self.comm, "data": data})
         message["header"]["subshell_id"] = subshell
-        client.shell_channel.send(message)
+        self.client.shell_channel.send(message)
 
-    def read(self, until: Any) -> None:
+    def read(self, until: Callable[[], Any]) -> None:
         """Take what the kernel publishes until the condition holds."""
         deadline = time.monotonic() + WAIT_S
         while not until():
-            message = self.notebook.client.get_iopub_msg(timeout=max(0, deadline - time.monotonic()))
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
-                self.printed += content["text"]
-            if kind == "comm_msg" and content["comm_id"] == self.comm:
-                data = content["data"]
-                if data["method"] == "update":
-                    self.state |= data["state"]
-                elif data["method"] == "custom":
-                    self.replies.append(data["content"])
+            self._take(self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic())))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind, content, parent = message["msg_type"], message["content"], message["parent_header"].get("msg_id", "")
+        assert kind != "error", content
+        if kind == "stream":
+            self.printed[parent] = self.printed.get(parent, "") + content["text"]
+        elif kind == "status" and content["execution_state"] == "idle":
+            self.idle.add(parent)
+        elif kind == "comm_msg" and content["comm_id"] == self.comm:
+            data = content["data"]
+            if data["method"] == "update":
+                self.state |= data["state"]
+            elif data["method"] == "custom":
+                self.replies.append(data["content"])
 
     def reply(self, number: str) -> dict[str, Any]:
-        """The reply with this id, and after it a further one, so that a second reply would have been seen."""
-        self.read(lambda: any(reply["id"] == number for reply in self.replies))
-        self.ask(id=f"after {number}", do="refresh")
-        self.read(lambda: any(reply["id"] == f"after {number}" for reply in self.replies))
+        """The one reply with this id; a second one would have come before that to the next request."""
+        after = f"after {number}"
+        self.ask(id=after, do="refresh")
+        self.read(lambda: {number, after} <= {reply["id"] for reply in self.replies})
         (reply,) = [reply for reply in self.replies if reply["id"] == number]
         return reply
 
+    def server(self, name: str) -> Any:
+        return self.state.get("server", {}).get(name)
+
+    def execute(self, subshell: str, code: str) -> None:
+        """Run code beside the cell."""
+        content = {"code": code, "silent": True, "store_history": False, "user_expressions": {}, "allow_stdin": False}
+        message = self.client.session.msg("execute_request", content)
+        message["header"]["subshell_id"] = subshell
+        self.client.shell_channel.send(message)
+
     def subshell(self) -> str:
-        client = self.notebook.client
-        message = client.session.msg("create_subshell_request", {})
-        client.control_channel.send(message)
+        """Open another shell, as JupyterLab does for the messages of widgets."""
+        message = self.client.session.msg("create_subshell_request", {})
+        self.client.control_channel.send(message)
         while True:
-            reply = client.get_control_msg(timeout=WAIT_S)
+            reply = self.client.get_control_msg(timeout=WAIT_S)
             if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
                 return str(reply["content"]["subshell_id"])
 
@@ -93,47 +118,49 @@ class View:
 def test_a_request_has_exactly_one_reply(view: View) -> None:
     view.ask(id="1", do="load", model="tiny-two")
     assert view.reply("1")["ok"]
-    view.read(lambda: (view.state.get("server") or {}).get("model") == "tiny-two")
+    view.read(lambda: view.server("model") == "tiny-two")
 
 
 def test_what_a_panel_cannot_do_and_what_makes_no_sense_is_refused_by_name(view: View) -> None:
+    view.ask(do="load", model="tiny-two")
     view.ask(id="a", do="explode")
     view.ask(id="b", do="load", model=7)
     view.ask(id="c", do="load")
-    view.ask(do="load", model="tiny")
     refused = [view.reply(number) for number in "abc"]
     assert [reply["error"]["code"] for reply in refused] == ["invalid-request"] * 3
     assert "explode" in refused[0]["error"]["message"]
+    assert view.run("print(lab.engine.snapshot.model)") == "tiny"
 
 
 def test_unload_works_while_a_cell_blocks(view: View) -> None:
     subshell = view.subshell()
-    notebook = view.notebook
-    notebook.start(HELD)
-    view.read(lambda: "started" in view.printed)
-    view.ask(subshell, id="1", do="unload", model="tiny")
-    view.read(lambda: view.state.get("server", {}).get("model", "tiny") is None)
+    cell = view.start(HELD)
+    view.read(lambda: "started" in view.printed.get(cell, ""))
+    view.ask(subshell=subshell, id="1", do="unload", model="tiny")
+    view.read(lambda: view.replies and "state" in view.state.get("server", {}) and view.server("model") is None)
     assert [reply["ok"] for reply in view.replies] == [True]
-    assert "released" not in view.printed
-    # The cell ends only now: everything above came while it blocked.
-    notebook.manager.interrupt_kernel()
-    notebook.client.get_shell_msg(timeout=WAIT_S)
+    assert "released" not in view.printed[cell]
+    view.ask(subshell=subshell, id="2", do="load", model="tiny")
+    view.read(lambda: view.server("model") == "tiny")
+    assert "released" not in view.printed[cell]
+    view.execute(subshell, "released.set()")
+    view.read(lambda: cell in view.idle)
+    assert "released True" in view.printed[cell]
 
 
-def test_the_launch_cell_again_gives_the_same_lab_port_and_panel(view: View) -> None:
-    notebook = view.notebook
-    mode = notebook.run("print(lab.place)")
-    loop = "thread" if "thread" in mode else "kernel"
-    before = notebook.run("before = lab, panel; print(lab.port)")
-    assert notebook.run(LAUNCH.format(mode=loop) + "\nprint(lab.port)") == before
-    assert notebook.run("print(before[0] is lab, before[1] is panel, panel is lab.panel('models'))") == "True True True"
+def test_the_launch_cell_again_gives_the_same_lab_port_and_panel(view: View, running: Notebook) -> None:
+    port = view.run("before = lab, panel; print(lab.port)")
+    assert view.run(LAUNCH.format(mode=running.mode) + "\nprint(lab.port)") == port
+    assert view.run("print(before[0] is lab, before[1] is panel)") == "True True"
 
 
-def test_a_stopped_server_is_said_and_the_next_one_is_shown(view: View) -> None:
-    notebook = view.notebook
-    loop = "thread" if "thread" in notebook.run("print(lab.place)") else "kernel"
-    notebook.start("lab.stop()")
-    view.read(lambda: view.state.get("server", {}).get("state") == "stopped")
-    assert "run the launch cell again" in view.state["server"]["note"]
-    notebook.start(LAUNCH.format(mode=loop))
-    view.read(lambda: view.state["server"]["state"] == "running" and view.state["server"]["model"] == "tiny")
+def test_a_panel_says_that_the_server_was_stopped_and_shows_the_next_one(view: View, running: Notebook) -> None:
+    view.run("before = panel\nlab.stop()")
+    view.read(lambda: view.server("state") == "stopped")
+    assert "run the launch cell again" in view.server("note")
+    view.ask(id="1", do="load", model="tiny")
+    view.read(lambda: view.replies)
+    assert view.replies[0]["error"]["code"]
+    view.run(LAUNCH.format(mode=running.mode))
+    view.read(lambda: view.server("state") == "running" and view.server("model") == "tiny")
+    assert view.run("print(before is panel)") == "True"

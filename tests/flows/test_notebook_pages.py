@@ -1,0 +1,96 @@
+"""The pages that show the notebook may ask the server directly, which panels do when the kernel does not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.lab import Lab
+from lmx_lab.lab.addresses import Addresses
+from lmx_lab.lab.notebook_server import notebook_server
+from lmx_lab.settings import Settings
+from tests.flows.conftest import serving
+
+WEBVIEW = "vscode-webview://1k2j3h4g5f6d"
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+UNLOAD = "/admin/models/unload"
+
+
+@pytest.fixture(scope="module")
+def in_vscode(tiny_home: Path) -> Iterator[Lab]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VSCODE_PID", "1")
+        with serving(tiny_home, None, api_key="s3cret") as lab:
+            yield lab
+
+
+def test_a_webview_of_vs_code_may_ask_and_read_the_answer(in_vscode: Lab) -> None:
+    address, page = f"{in_vscode.url}{UNLOAD}", {"origin": WEBVIEW}
+    answers = [
+        httpx2.options(address, headers={**page, **PREFLIGHT}),
+        httpx2.post(address, json={}, headers={**page, "authorization": "Bearer s3cret"}),
+        httpx2.post(address, json={}, headers=page),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 401]
+    assert {answer.headers["access-control-allow-origin"] for answer in answers} == {WEBVIEW}
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:8888", "null"])
+def test_other_pages_may_not(in_vscode: Lab, origin: str) -> None:
+    address, page = f"{in_vscode.url}{UNLOAD}", {"origin": origin, "authorization": "Bearer s3cret"}
+    for answer in (httpx2.options(address, headers={**page, **PREFLIGHT}), httpx2.post(address, json={}, headers=page)):
+        assert answer.status_code == 403
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_servers_own_pages_need_no_permission(in_vscode: Lab) -> None:
+    page = {"origin": in_vscode.url, "authorization": "Bearer s3cret"}
+    assert httpx2.post(f"{in_vscode.url}{UNLOAD}", json={}, headers=page).status_code == 200
+
+
+def test_the_name_of_a_proxy_is_a_name_of_this_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMX_LAB_PROXY_URL", "https://lab.example/{port}/")
+    policy = Addresses(settings=Settings(), port=8400).policy()
+    assert "lab.example:80" in policy.hosts
+    assert "https://lab.example" in policy.origins
+
+
+def test_a_proxy_address_that_is_none_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMX_LAB_PROXY_URL", "lab.example")
+    with pytest.raises(InvalidRequestError, match="LMX_LAB_PROXY_URL is 'lab.example'"):
+        Lab(Settings(port=0))
+
+
+@pytest.mark.parametrize(
+    ("written", "url"),
+    [
+        ({"pid": os.getppid(), "url": "http://localhost:8888/b/"}, "http://localhost:8888/b/"),
+        # Left by a process that had this number before.
+        ({"pid": 1 << 30, "url": "http://localhost:8888/b/"}, None),
+        ({"pid": os.getppid()}, None),
+        ({"pid": os.getppid(), "url": 7}, None),
+        (["http://localhost:8888/b/"], None),
+    ],
+)
+def test_the_jupyter_server_above_is_the_ancestor_that_wrote_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: object, url: str | None
+) -> None:
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / f"jpserver-{os.getppid()}.json").write_text(json.dumps(written))
+    found = notebook_server()
+    assert (found.url if found else None) == url
+
+
+def test_without_such_a_file_or_with_half_of_one_there_is_no_jupyter_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    assert notebook_server() is None
+    (tmp_path / f"jpserver-{os.getppid()}.json").write_text('{"pid": ')
+    assert notebook_server() is None

@@ -1,0 +1,249 @@
+"""The models panel without a browser: what it shows, what it does, what it refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import NotLoadedError, OutOfMemoryError
+from lmx_lab.panels.models import MOST_ROWS, ModelsPanel
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.wire.admin import ModelEvent, Sample
+from tests.panels.standins import Reader, Refused, ScriptedSource, record
+
+
+@pytest.fixture
+def reader(workbench: Workbench) -> Reader:
+    return Reader(ModelsPanel(workbench), workbench)
+
+
+def cells(panel: ModelsPanel) -> dict[str, Any]:
+    return {row["id"]: (row["cells"][-1], row["can"]) for row in panel.rows}
+
+
+def figures(*, active: int) -> Sample:
+    zero = dict.fromkeys(set(Sample.model_fields) - {"type"}, 0)
+    return Sample(**{**zero, "active_requests": active})
+
+
+def test_a_view_that_opens_gets_the_list(reader: Reader, source: ScriptedSource) -> None:
+    source.records = [
+        record("tiny", loaded=True, vram_gb=0.01, quantization="4-bit"),
+        record("mini", kind="embedding", loaded=True, pinned=True, vram_gb=1.5, context_length=None),
+        record("other"),
+    ]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.rows) == 3)
+    assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "250 MB", "4-bit", "512", "loaded, 10 MB"]
+    assert cells(reader.panel) == {
+        "tiny": ("loaded, 10 MB", "Unload"),
+        "mini": ("pinned, 1.50 GB", ""),
+        "other": ("on disk", "Load"),
+    }
+
+
+def test_a_load_is_answered_at_once_and_ends_in_the_list(reader: Reader, source: ScriptedSource) -> None:
+    assert reader.ask("load", model=" tiny ") == {"model": "tiny"}
+    reader.until(lambda panel: [job["id"] for job in panel.jobs] == ["tiny"])
+    source.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    reader.give(source.loads, "done")
+    reader.until(lambda panel: not panel.jobs and cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
+
+
+def test_a_download_shows_how_far_it_is(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("load", model="org/big")
+    event = ModelEvent(model="org/big", stage="download", done_bytes=500_000_000, total_bytes=2_000_000_000)
+    reader.give(source.events, event)
+    shown = {"words": "downloading", "detail": "500 MB of 2.00 GB", "part": 0.25, "cancel": True}
+    reader.until(lambda panel: panel.jobs == [{"id": "org/big", **shown}])
+
+
+def test_a_load_under_another_name_stays_one_job(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("load", model="./folder")
+    reader.give(source.events, ModelEvent(model="/abs/folder", stage="load", total_bytes=1_000))
+    expected = {"id": "./folder", "words": "loading", "detail": "", "part": None, "cancel": False}
+    reader.until(lambda panel: panel.jobs == [expected])
+
+
+def test_while_answers_run_a_load_says_that_it_waits_for_them(reader: Reader, source: ScriptedSource) -> None:
+    source.figures = figures(active=2)
+    reader.ask("load", model="tiny")
+    reader.give(source.events, ModelEvent(model="tiny", stage="load"))
+    reader.until(lambda panel: [job["words"] for job in panel.jobs] == ["waiting for running answers (2)"])
+    source.figures = figures(active=0)
+    reader.until(lambda panel: [job["words"] for job in panel.jobs] == ["loading"])
+
+
+def test_a_second_load_is_refused_and_changes_nothing(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("load", model="tiny")
+    with pytest.raises(Refused, match="tiny is being loaded") as refusal:
+        reader.ask("load", model="tiny-two")
+    assert refusal.value.code == "model-busy"
+    assert source.asked == [("load", "tiny")]
+    assert not reader.panel.error
+
+
+def test_a_model_that_does_not_fit_shows_why_until_it_is_dismissed(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("load", model="huge")
+    reader.give(source.loads, OutOfMemoryError("huge needs 80 GB, and 16 GB are free"))
+    reader.until(lambda panel: panel.error == "huge was not loaded: huge needs 80 GB, and 16 GB are free")
+    reader.until(lambda panel: not panel.jobs)
+    reader.ask("dismiss")
+    reader.until(lambda panel: not panel.error)
+
+
+def test_a_load_that_its_reader_gives_up_is_no_failure(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("load", model="org/big")
+    reader.ask("cancel", model="org/big")
+    assert source.asked == [("load", "org/big"), ("cancel", "org/big")]
+    reader.until(lambda panel: panel.jobs)
+    reader.give(source.loads, NotLoadedError("the load of org/big was given up"))
+    reader.until(lambda panel: not panel.jobs)
+    assert not reader.panel.error
+
+
+def test_a_load_that_somebody_else_began_is_shown(reader: Reader, source: ScriptedSource) -> None:
+    event = ModelEvent(model="org/other", stage="download", done_bytes=1_000_000)
+    reader.give(source.events, event)
+    reader.until(lambda panel: [(job["id"], job["detail"]) for job in panel.jobs] == [("org/other", "1 MB")])
+    reader.give(source.events, ModelEvent(model="org/other", stage="loaded"))
+    reader.until(lambda panel: not panel.jobs)
+
+
+def test_unload_frees_what_is_loaded(reader: Reader, source: ScriptedSource) -> None:
+    source.is_now(model="tiny")
+    reader.until(lambda panel: panel.server["model"] == "tiny")
+    reader.ask("unload", model="tiny")
+    reader.until(lambda panel: [job["words"] for job in panel.jobs] == ["unloading"])
+    reader.ask("unload", model="tiny")
+    reader.give(source.unloads, 0.1)
+    reader.until(lambda panel: not panel.jobs)
+    assert source.asked == [("unload", "tiny")]
+
+
+def test_an_unload_that_comes_late_spares_the_next_model(reader: Reader, source: ScriptedSource) -> None:
+    source.is_now(model="tiny-two")
+    assert reader.ask("unload", model="tiny") == {"model": "tiny"}
+    assert source.asked == []
+
+
+def test_what_went_without_an_event_is_seen(reader: Reader, source: ScriptedSource) -> None:
+    source.is_now(model="tiny")
+    source.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    reader.until(lambda panel: cells(panel).get("tiny") == ("loaded, 10 MB", "Unload"))
+    source.records = [record("tiny")]
+    source.is_now(model=None)
+    reader.until(lambda panel: cells(panel).get("tiny") == ("on disk", "Load"))
+
+
+def test_the_list_is_not_read_with_every_tick(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("refresh")
+    for url in ("http://a", "http://b", "http://c"):
+        source.is_now(url=url)
+        reader.until(lambda panel, url=url: panel.server["url"] == url)
+    assert source.scans == 1
+
+
+def test_a_stopped_server_refuses_and_the_next_one_is_shown(
+    reader: Reader, source: ScriptedSource, workbench: Workbench
+) -> None:
+    source.is_now(model="tiny")
+    source.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
+    source.is_now(state="stopped")
+    reader.until(lambda panel: cells(panel) == {"tiny": ("on disk", "Load")})
+    with pytest.raises(Refused, match="the server is stopped"):
+        reader.ask("load", model="tiny")
+    following = ScriptedSource()
+    following.records = [record("fresh")]
+    workbench.follow(following)
+    reader.until(lambda panel: panel.server["state"] == "running" and list(cells(panel)) == ["fresh"])
+    reader.ask("load", model="fresh")
+    assert following.asked == [("load", "fresh")]
+
+
+def test_a_load_of_the_lab_before_is_forgotten(reader: Reader, source: ScriptedSource, workbench: Workbench) -> None:
+    reader.ask("load", model="tiny")
+    reader.until(lambda panel: panel.jobs)
+    workbench.follow(ScriptedSource())
+    reader.until(lambda panel: not panel.jobs)
+    reader.ask("load", model="tiny-two")
+
+
+def test_a_thousand_models_are_a_bounded_list(reader: Reader, source: ScriptedSource) -> None:
+    source.records = [record(f"model-{number}") for number in range(1000)]
+    reader.ask("refresh")
+    reader.until(lambda panel: "1000 models" in panel.caption)
+    assert len(reader.panel.rows) == MOST_ROWS
+
+
+@pytest.mark.parametrize("name", [None, "", "  ", 7, "x" * 5000])
+def test_what_is_no_name_is_refused(reader: Reader, name: object) -> None:
+    with pytest.raises(Refused, match="model"):
+        reader.ask("load", model=name)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_the_snapshot_has_the_list_without_a_view(workbench: Workbench, source: ScriptedSource, compact: bool) -> None:
+    source.is_now(model="tiny", pinned=("mini",), lan_url="http://10.0.0.2:8400")
+    source.records = [record("<script>alert(1)</script>", loaded=True, vram_gb=0.01)]
+    html = ModelsPanel(workbench, compact=compact).snapshot_html()
+    assert "running, the kernel&#x27;s loop" in html
+    assert "<td>&lt;script&gt;alert(1)&lt;/script&gt;</td>" in html
+    assert "http://10.0.0.2:8400" in html
+    assert "loaded, 10 MB" in html
+    assert "<script" not in html
+    assert ("<details>" in html) == compact
+
+
+def test_requests_from_any_thread_are_answered(reader: Reader, in_thread: Callable[..., Any]) -> None:
+    in_thread(lambda: reader.ask("refresh"))
+    reader.until(lambda panel: len(panel.rows) == 2)
+
+
+@pytest.fixture
+def in_thread() -> Callable[..., Any]:
+    def run(work: Callable[[], Any]) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    return run
+
+
+# --- over a real lab
+
+
+def test_a_real_lab_loads_changes_and_unloads_its_model(lab: lmx_lab.Lab, real_workbench: Workbench) -> None:
+    reader = Reader(ModelsPanel(real_workbench), real_workbench)
+    reader.ask("refresh")
+    for name, other in (("tiny", "tiny-two"), ("tiny-two", "tiny")):
+        reader.ask("load", model=name)
+        reader.until(lambda panel, name=name: panel.server["model"] == name and not panel.jobs)
+        reader.until(lambda panel, name=name: cells(panel)[name][1] == "Unload")
+        assert cells(reader.panel)[other] == ("on disk", "Load")
+    reader.ask("unload", model="tiny-two")
+    reader.until(lambda panel: panel.server["model"] is None)
+    reader.until(lambda panel: cells(panel)["tiny-two"] == ("on disk", "Load"))
+    assert lab.engine.snapshot.model is None
+
+
+def test_a_real_load_waits_for_a_running_answer(lab: lmx_lab.Lab, real_workbench: Workbench) -> None:
+    reader = Reader(ModelsPanel(real_workbench), real_workbench)
+    lab.load("tiny")
+    pieces = iter(lab.chat("Hello", stream=True, max_tokens=300, ignore_eos=True))
+    next(pieces)
+    reader.ask("load", model="tiny-two")
+    assert len("".join(pieces)) > 100
+    reader.until(lambda panel: panel.server["model"] == "tiny-two" and not panel.jobs)
+    assert not reader.panel.error
+
+
+def test_what_is_no_model_shows_the_real_labs_message(real_workbench: Workbench, tmp_path: Any) -> None:
+    reader = Reader(ModelsPanel(real_workbench), real_workbench)
+    reader.ask("load", model=str(tmp_path))
+    reader.until(lambda panel: panel.error.startswith(f"{tmp_path} was not loaded: "))
