@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from lmx_lab.errors import LabError
-    from lmx_lab.lab import Lab, current, launch
+    from lmx_lab.lab import Lab, attach, current, launch
     from lmx_lab.replies import Reply
     from lmx_lab.settings import Settings
 
@@ -18,10 +18,11 @@ _HOME = {
     "LabError": "lmx_lab.errors",
     "Reply": "lmx_lab.replies",
     "Settings": "lmx_lab.settings",
+    "attach": "lmx_lab.lab",
     "current": "lmx_lab.lab",
     "launch": "lmx_lab.lab",
 }
-__all__ = ["Lab", "LabError", "Reply", "Settings", "current", "launch"]
+__all__ = ["Lab", "LabError", "Reply", "Settings", "attach", "current", "launch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -68,6 +68,18 @@ def proxy_url(port: int, environ: Mapping[str, str]) -> str | None:
     return f"https://{name}-{port}.{domain}/" if domain and name else None
 
 
+def proxy_path(port: int, environ: Mapping[str, str], *, above: str | None = None) -> str | None:
+    """Where jupyter-server-proxy would show this port, as a path for the Jupyter server's own pages.
+
+    ``above`` as in `jupyter_server_url`. Only asking tells whether it is installed: each answer of this server has the
+    header ``x-lmx-lab``.
+    """
+    server = jupyter_server_url(environ, above=above)
+    if server is None or not _is_address(server):
+        return None
+    return urlsplit(proxied_url(server, port)).path
+
+
 def browser_step(port: int, environ: Mapping[str, str]) -> str | None:
     """What the reader does where the address is decided in the browser; ``None`` where an address is known or plain."""
     if proxy_url(port, environ) is not None:

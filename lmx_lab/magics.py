@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 CALL = "get_ipython().run_cell_magic('offload', "
 """How IPython writes a cell that begins with ``%%offload``."""
 AWAITED = "--awaited"
-REMARK = "# %%offload has to be the first line of its cell"
+BEAT_S = 0.1
+"""How often a waiting cell looks up: an interrupt does not wake a loop on which nothing happens."""
 NO_AWAIT = (
     "%%offload runs its cell in a thread, where nothing can be awaited. Take the await out of the cell, or the "
     "%%offload: what is awaited does not keep the kernel's loop busy."
@@ -48,13 +49,16 @@ def register(shell: InteractiveShell) -> None:
     shell.register_magics(LabMagics)
     # Not among those for cleaning up, which come before IPython turns cells with a magic into calls.
     shell.input_transformers_post.append(Awaiting(shell))
+    shell.input_transformers_cleanup.append(Questions())
 
 
 def unregister(shell: InteractiveShell) -> None:
     """Take them away again."""
     # By name: after a reload the class is another one.
-    left = [one for one in shell.input_transformers_post if type(one).__name__ != Awaiting.__name__]
-    shell.input_transformers_post[:] = left
+    for transformers in (shell.input_transformers_post, shell.input_transformers_cleanup):
+        transformers[:] = [
+            it for it in transformers if type(it).__name__ not in (Awaiting.__name__, Questions.__name__)
+        ]
     for kind, name in (("cell", "offload"), ("line", "lmx"), ("cell", "lmx")):
         shell.magics_manager.magics[kind].pop(name, None)
 
@@ -69,10 +73,11 @@ class Awaiting:
     shell: InteractiveShell
 
     def __call__(self, lines: list[str]) -> list[str]:
-        if len(lines) != 1 or not lines[0].startswith(CALL) or not self.shell.autoawait:
+        # Within a running cell, such as one that begins with %%time, nothing could be awaited.
+        runs = cast(Any, self.shell.displayhook).exec_result is not None
+        if runs or len(lines) != 1 or not lines[0].startswith(CALL) or not self.shell.autoawait:
             return lines
-        arguments = lines[0].removeprefix(CALL).rstrip("\n")
-        return [f"await {CALL}'{AWAITED} ' {arguments}  {REMARK}\n"]
+        return [f"await {CALL}'{AWAITED} ' {lines[0].removeprefix(CALL)}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +106,7 @@ def compiled(shell: Any, text: str) -> Cell:
     running = shell.displayhook.exec_result
     number = running.execution_count if running else shell.execution_count
     # As IPython has called the whole cell, so that its first line is shown as it was written.
-    name = shell.compile.cache("%%offload\n" + "\n" * blank + source, number, f"%%offload\n{text}")
+    name = shell.compile.cache("%%offload\n" + "\n" * blank + source, number, f"%%offload\n{text}".removesuffix("\n"))
     tree = shell.transform_ast(shell.compile.ast_parse("\n" * (blank + 1) + source, name))
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr) or shell.displayhook.semicolon_at_end_of_expression(source):
@@ -129,13 +134,16 @@ async def offloaded(shell: InteractiveShell, cell: Cell) -> Any:
     # From IPython's tracebacks, which show the cell before and after.
     __tracebackhide__ = True
     outcome = in_thread(lambda: cell.run(shell))
+    done = asyncio.wrap_future(outcome)
     try:
-        value, error = await asyncio.wrap_future(outcome)
+        while not done.done():
+            await asyncio.wait([done], timeout=BEAT_S)
     except asyncio.CancelledError:
         # What ipykernel makes of an interrupt of a cell that awaits.
         print(GOES_ON, file=sys.stderr)
         outcome.add_done_callback(_tell_late_error)
         raise KeyboardInterrupt from None
+    value, error = done.result()
     if error is not None:
         raise error
     return value
@@ -179,7 +187,20 @@ def _tell_late_error(outcome: Future[Outcome]) -> None:
         print(f"%%offload: the thread has ended with {type(error).__name__}: {error}", file=sys.stderr)
 
 
-# The magics
+# %lmx and %%lmx
+
+
+class Questions:
+    """Keeps ``%lmx ask ... ?`` from IPython, which takes a question mark at the end of a line for a wish for help."""
+
+    def __call__(self, lines: list[str]) -> list[str]:
+        return [self._kept(line) for line in lines]
+
+    def _kept(self, line: str) -> str:
+        text = line.rstrip()
+        if not (text.startswith("%lmx ask ") and text.endswith("?")):
+            return line
+        return f"get_ipython().run_line_magic('lmx', {text.removeprefix('%lmx ')!r})\n"
 
 
 @magics_class
@@ -262,7 +283,7 @@ class LabMagics(Magics):
         return _lab().models()
 
     def _panel(self) -> Any:
-        return cast(Any, _lab()).panel()
+        return _lab().panel()
 
     def _stop(self) -> None:
         lab = _lab()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -56,6 +56,8 @@ class RerankResult(Sequence[RankedDocument]):
         """What the model has read."""
         self.report = report
         """The engine's own words; None where it runs elsewhere."""
+        self.display_as: Callable[[RerankResult], None] | None = None
+        """Shows it in a notebook; None leaves it at a plain table."""
         self._rows = [
             RankedDocument(rank=rank, score=score, index=index, document=documents[index])
             for rank, (index, score) in enumerate(order, start=1)
@@ -92,6 +94,11 @@ class RerankResult(Sequence[RankedDocument]):
         except ImportError as exc:
             raise ImportError("df needs pandas, which is not installed: pip install 'lmx-lab[lab]'") from exc
         return pandas.DataFrame([vars(row) for row in self._rows], columns=list(COLUMNS))
+
+    def _ipython_display_(self) -> None:
+        if self.display_as is None:
+            raise NotImplementedError  # which sends IPython to the other forms
+        self.display_as(self)
 
     def __repr__(self) -> str:
         rows = [COLUMNS, *(_cells(row, LINE_CHARACTERS) for row in self._shown())]

@@ -19,18 +19,25 @@ import pytest
 
 import lmx_lab
 from lmx_lab import errors
+from lmx_lab.engine import LoadReport
 from lmx_lab.lab.attached import AttachedLab, attach
 from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from lmx_lab.wire.admin import ModelEvent
 from tests.client.raw import answering, streamed, whole
 from tests.flows.conftest import serving, wait_until
+from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.anyio
 KEY = "open-sesame-42"
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
-    with serving(tiny_home, "tiny", api_key=KEY) as lab:
+def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[lmx_lab.Lab]:
+    """With room for answers that are still being made when somebody leaves."""
+    home = tmp_path_factory.mktemp("home")
+    write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=8192)
+    with serving(home, "tiny", api_key=KEY) as lab:
         yield lab
 
 
@@ -124,15 +131,13 @@ async def test_the_twins_do_the_same_beside_a_running_loop(far: AttachedLab, enc
         assert len(await other.arerank("a", ["b", "c"])) == 2
 
 
-def test_models_are_loaded_with_their_steps_and_unloaded(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
-    monkeypatch.setattr("lmx_lab.progress.Bar.update", lambda self, step: steps.append(step.stage))
+def test_models_are_loaded_and_unloaded(tiny_home: Path) -> None:
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         report = far.load(tiny_home / "models" / "tiny-two")
         assert (report.model, report.memory_bytes) == ("tiny-two", lab.engine.snapshot.model_memory_bytes)
         assert far.models() == lab.models()
         assert far.unload() > 0
-        assert "tiny" == asyncio.run(far.aload("tiny")).model
+        assert asyncio.run(far.aload("tiny")).model == "tiny"
         assert asyncio.run(far.aunload()) > 0
         with pytest.raises(errors.ModelNotFoundError):
             far.load("no-such")
@@ -140,7 +145,26 @@ def test_models_are_loaded_with_their_steps_and_unloaded(tiny_home: Path, monkey
             far.chat("hi")
         with pytest.raises(errors.NotLoadedError):
             far.chat("hi", stream=True)
-    assert "load" in steps
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch, twin: bool) -> None:
+    steps: list[Any] = []
+    monkeypatch.setattr("lmx_lab.progress.Bar.update", lambda self, step: steps.append(step))
+    with serving(tiny_home, None) as lab, attach(lab.url) as far:
+        step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
+        load = lab._server.loader.load
+
+        async def slowly(model: str, *, local: bool) -> LoadReport:
+            lab._server.feed.publish(step)
+            while not steps:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            return await load(model, local=local)
+
+        monkeypatch.setattr(lab._server.loader, "load", slowly)
+        report = asyncio.run(far.aload("tiny")) if twin else far.load("tiny")
+    assert report.model == "tiny"
+    assert steps == [step]
 
 
 # --- leaving
@@ -149,12 +173,12 @@ def test_models_are_loaded_with_their_steps_and_unloaded(tiny_home: Path, monkey
 def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab, far: AttachedLab) -> None:
     gc.disable()
     try:
-        stream = far.chat("hi", stream=True, max_tokens=400, ignore_eos=True)
+        stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
         for _ in stream:
             break
         wait_until_idle(lab)
         assert stream.reply is None
-        stream = far.chat("hi", stream=True, max_tokens=400, ignore_eos=True)
+        stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
         stream.close()
         wait_until_idle(lab)
         assert list(stream) == []
@@ -164,13 +188,13 @@ def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab, far: AttachedLab) -> 
 
 async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab, far: AttachedLab) -> None:
     before = lab.engine.snapshot.output_tokens
-    chat = asyncio.create_task(far.achat("hi", max_tokens=450, ignore_eos=True))
+    chat = asyncio.create_task(far.achat("hi", max_tokens=7500, ignore_eos=True))
     while lab.engine.snapshot.output_tokens == before:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     chat.cancel()
     await asyncio.wait([chat])
     await asyncio.to_thread(wait_until_idle, lab)
-    assert lab.engine.snapshot.output_tokens - before < 450
+    assert lab.engine.snapshot.output_tokens - before < 7500
 
 
 def test_an_interrupt_ends_the_generation_on_the_server(lab: lmx_lab.Lab, far: AttachedLab) -> None:
@@ -183,17 +207,17 @@ def test_an_interrupt_ends_the_generation_on_the_server(lab: lmx_lab.Lab, far: A
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        far.chat("hi", max_tokens=450, ignore_eos=True)
+        far.chat("hi", max_tokens=7500, ignore_eos=True)
     thread.join()
     wait_until_idle(lab)
-    assert lab.engine.snapshot.output_tokens - before < 450
+    assert lab.engine.snapshot.output_tokens - before < 7500
     assert far.chat("hi", max_tokens=2).usage.completion_tokens == 2
 
 
 def test_stopping_ends_the_connection_and_not_the_server(lab: lmx_lab.Lab) -> None:
     before = threads()
     far = attach(lab.url, api_key=KEY)
-    stream = far.chat("hi", stream=True, max_tokens=450, ignore_eos=True)
+    stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
     far.stop()
     far.close()
     wait_until_idle(lab)
@@ -223,7 +247,7 @@ def test_a_script_that_forgets_to_stop_ends_quietly(lab: lmx_lab.Lab) -> None:
     script = f"""
 import lmx_lab
 far = lmx_lab.attach({lab.url!r}, api_key={KEY!r})
-stream = far.chat("hi", stream=True, max_tokens=450)
+stream = far.chat("hi", stream=True, max_tokens=7500)
 print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.completion_tokens)
 """
     done = subprocess.run(

@@ -12,6 +12,7 @@ from lmx_lab.links import (
     notebook_origins,
     origin_of,
     proxied_url,
+    proxy_path,
     proxy_url,
 )
 
@@ -129,6 +130,22 @@ def test_the_jupyter_server_is_where_the_most_specific_variable_says():
 @pytest.mark.parametrize("server", ["http://localhost:8888", "http://localhost:8888/"])
 def test_a_port_lies_beside_the_server_that_shows_it(server):
     assert proxied_url(server, 8400) == "http://localhost:8888/proxy/8400/"
+
+
+@pytest.mark.parametrize(
+    ("environ", "above", "path"),
+    [
+        ({}, None, None),
+        (HUB, "http://127.0.0.1:8888/user/ada/", "/user/ada/proxy/8400/"),
+        (SUBDOMAIN, None, "/user/ada/proxy/8400/"),
+        ({}, "http://localhost:8888/", "/proxy/8400/"),
+        ({}, "http://localhost:8888/a%20b", "/a%20b/proxy/8400/"),
+        ({"JUPYTER_SERVER_URL": "http://[::1/"}, None, None),
+        ({"JUPYTER_SERVER_URL": "nonsense"}, None, None),
+    ],
+)
+def test_a_page_of_the_jupyter_server_finds_the_proxy_by_its_path(environ, above, path):
+    assert proxy_path(8400, environ, above=above) == path
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def not_ours(answer: Answer) -> UnreachableError:
     kind = answer.kind.partition(";")[0].strip()[:SHOWN] or "no content type"
     if 300 <= answer.status < 400 or answer.status in (401, 403):
         hint = "something in front of the server wants a login: give its token as api_key, or the server's own address"
-    elif answer.status in (502, 503, 504):
+    elif answer.status in (500, 502, 503, 504):
         hint = "a proxy answers, and the server behind it does not; is it running?"
     else:
         hint = CHECK

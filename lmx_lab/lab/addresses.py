@@ -39,6 +39,17 @@ class Addresses:
     def proxy_url(self) -> str | None:
         return links.proxy_url(self.port, os.environ)
 
+    @property
+    def proxy_path(self) -> str | None:
+        """For pages of the Jupyter server above, if jupyter-server-proxy is installed in it."""
+        above = notebook_server()
+        return links.proxy_path(self.port, os.environ, above=above.url if above else None)
+
+    @property
+    def browser_step(self) -> str | None:
+        """What the reader does where only the browser knows an address."""
+        return links.browser_step(self.port, os.environ)
+
     def policy(self) -> GuardPolicy:
         """What the guard lets pass: this machine, what the settings name, and the notebook this process belongs to.
 

@@ -14,9 +14,11 @@ from urllib.parse import urlsplit
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.engine import LoadReport, Vectors
 from lmx_lab.errors import HostingError, LabError
+from lmx_lab.lab.attached_source import AttachedSource
 from lmx_lab.lab.launching import current
 from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.remote import RemoteCost, RemoteGeneration, RemoteLoad
+from lmx_lab.lab.showing import Showing
 from lmx_lab.lab.verbs import Verbs
 from lmx_lab.loops import LoopThread
 from lmx_lab.rankings import RerankResult
@@ -53,7 +55,7 @@ def attach(url: str, *, api_key: str | None = None) -> AttachedLab:
     return lab
 
 
-class AttachedLab(Verbs):
+class AttachedLab(Verbs, Showing):
     """A connection to a server, and the verbs on it. Made by ``attach()``; ``stop()`` ends the connection alone.
 
     Blocking verbs work in scripts, in cells and beside running loops: the connection has a loop of its own.
@@ -174,13 +176,10 @@ class AttachedLab(Verbs):
 
     async def _rerank(self, body: RerankBody) -> RerankResult:
         answer = await self._client.rerank(body.model_copy(update={"return_documents": False}))
-        return RerankResult(
-            body.query,
-            body.texts,
-            [(item.index, item.relevance_score) for item in answer.results],
-            model=answer.model,
-            method=answer.method,
-            tokens=answer.usage.prompt_tokens,
+        order = [(item.index, item.relevance_score) for item in answer.results]
+        tokens = answer.usage.prompt_tokens
+        return self._displayed(
+            RerankResult(body.query, body.texts, order, model=answer.model, method=answer.method, tokens=tokens)
         )
 
     # Lifetime
@@ -188,6 +187,8 @@ class AttachedLab(Verbs):
     def stop(self) -> None:
         """End the connection, and with it what this lab has asked for; the server goes on. Idempotent."""
         self._end()
+        if self._workbench is not None:
+            self._workbench.rest()
 
     close = stop
 
@@ -236,6 +237,9 @@ class AttachedLab(Verbs):
 
     def _facts(self) -> dict[str, str]:
         return {"LMX Lab": self._state(), "address": self.url}
+
+    def _source(self) -> AttachedSource:
+        return AttachedSource(self._client, running=lambda: self.running, hand_over=self._hand_over)
 
     def _state(self) -> str:
         if not self.running:

@@ -35,6 +35,8 @@ class InProcess:
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
         self._last: tuple[EngineSnapshot, float] | None = None
+        # Looking for the notebook's server takes a while, and is wanted twice a second.
+        self._proxy_path = lab.proxy_path
 
     def state(self) -> ServerState:
         lab, now = self._lab, self._lab.engine.snapshot
@@ -46,6 +48,7 @@ class InProcess:
             url=lab.url,
             lan_url=lab.lan_url,
             proxy_url=lab.proxy_url,
+            proxy_path=self._proxy_path,
             model=now.model,
             pinned=tuple(pinned.entry.id for pinned in now.pinned),
             note=note or self._blocked(late_s),

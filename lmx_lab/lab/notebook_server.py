@@ -2,7 +2,8 @@
 
 A kernel is not told where its server is. But the server is one of its ancestors, and writes its address into the
 runtime folder, under its process id. jupyter-server-proxy runs inside it, asks every caller who he is, and passes the
-Host header on as it came; so that a connection which is the server's own needs no known Host.
+Host header on as it came; so that a connection which is the server's own needs no known Host. For the admin rules such
+callers are on this machine, as their connection is: whom that server lets in can run any code in its kernels.
 """
 
 from __future__ import annotations

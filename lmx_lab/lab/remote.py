@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Self
 
-from lmx_lab.client import AsyncLabClient
+from lmx_lab.client import AsyncLabClient, Remark
 from lmx_lab.engine import LoadReport, ToolCallDelta
 from lmx_lab.errors import LabError, UnreachableError
-from lmx_lab.replies import Piece, TextPiece
+from lmx_lab.replies import TextPiece
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta
 from lmx_lab.wire.generation import StreamOptions, Timings, Usage
+
+Parts = AsyncGenerator[ChatChunk | Remark, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +33,17 @@ class RemoteCost:
 class RemoteGeneration:
     """An answer as it comes, with the time of its first token.
 
-    Dropping it closes its connection, and the server ends the generation: that is how asyncio ends a generator which
-    nobody holds, on its own loop, from whatever thread it was dropped on.
+    Closing or dropping it closes its connection, and the server ends the generation: that is how asyncio ends a
+    generator which nobody holds, on its own loop, from whatever thread it was dropped on.
     """
 
     def __init__(self, client: AsyncLabClient, request: ChatRequest) -> None:
         asked = {"stream_options": StreamOptions(include_usage=True)}
         self._url = client.url
-        self._chunks = client.stream(request.model_copy(update=asked))
-        self._ahead: ChatChunk | None = None
+        self.remark = "sent"
+        """Before the first token: where it stands, in the server's words."""
+        self._parts: Parts | None = client.stream_with_remarks(request.model_copy(update=asked))
+        self._ahead: ChatChunk | Remark | None = None
         self._last: ChatChunk | None = None
         self._finish_reason: str | None = None
         self._timings: Timings | None = None
@@ -54,14 +58,26 @@ class RemoteGeneration:
             LabError: it has not, and says why.
         """
         generation = cls(client, request)
-        generation._ahead = await anext(generation._chunks, None)
+        generation._ahead = await generation._next()
         return generation
 
-    async def __anext__(self) -> Piece:
-        if (chunk := self._ahead) is not None:
-            self._ahead = None
-        else:
-            chunk = await anext(self._chunks)
+    def close(self) -> None:
+        """End it, at once and from any thread. Idempotent."""
+        self._parts = None
+
+    async def __anext__(self) -> TextPiece:
+        part, self._ahead = self._ahead, None
+        while not isinstance(part, ChatChunk):
+            if isinstance(part, Remark):
+                self.remark = part.text
+            if (part := await self._next()) is None:
+                raise StopAsyncIteration
+        return self._read(part)
+
+    async def _next(self) -> ChatChunk | Remark | None:
+        return await anext(self._parts, None) if self._parts is not None else None
+
+    def _read(self, chunk: ChatChunk) -> TextPiece:
         self._last = chunk
         for choice in chunk.choices:
             self._finish_reason = choice.finish_reason or self._finish_reason

@@ -63,6 +63,11 @@ class Lab(Serving, Verbs, Showing):
         return self._addresses.proxy_url
 
     @property
+    def proxy_path(self) -> str | None:
+        """The same for pages of the Jupyter server above, as a path on it; None without jupyter-server-proxy there."""
+        return self._addresses.proxy_path
+
+    @property
     def openai(self) -> dict[str, str]:
         """Arguments for a chat-format client: ``OpenAI(**lab.openai)``.
 
@@ -179,7 +184,7 @@ class Lab(Serving, Verbs, Showing):
 
     async def _rerank(self, body: RerankBody) -> RerankResult:
         ranking = await self._server.encoding.rerank(rerank_request(body), local=True)
-        return RerankResult.by_engine(body.query, body.texts, ranking, top_n=body.top_n)
+        return self._displayed(RerankResult.by_engine(body.query, body.texts, ranking, top_n=body.top_n))
 
     # Looks
 
@@ -189,7 +194,7 @@ class Lab(Serving, Verbs, Showing):
             "LMX Lab": f"running on {self.place}" if self.running else "stopped",
             "address": self.url,
             "LAN address": self.lan_url or "",
-            "browser address": self.proxy_url or "",
+            "browser address": self.proxy_url or self._addresses.browser_step or "",
             "model": f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)" if now.model else "none loaded",
             "kept beside": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
         }

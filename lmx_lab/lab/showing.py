@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.rankings import RerankResult
 
 if TYPE_CHECKING:
     # Widgets take a while to import, and a server without a notebook has none.
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from lmx_lab.lab.report import Snapshot
     from lmx_lab.panels.metrics import MetricsPanel
+    from lmx_lab.panels.panel import Panel
     from lmx_lab.panels.source import Source
 
 LOOK_S = 30.0
@@ -50,10 +52,12 @@ class Showing(ABC):
 
         Raises:
             InvalidRequestError: there is no such panel.
-            HostingError: anywidget or ipywidgets is not installed.
+            ImportError: anywidget or ipywidgets is not installed.
         """
-        from lmx_lab.panels.composition import composed
-
+        try:
+            from lmx_lab.panels.composition import composed
+        except ImportError as exc:
+            raise ImportError(f"panels need {exc.name}, which is not installed: pip install 'lmx-lab[lab]'") from exc
         return composed(self.workbench, names)
 
     def metrics(self) -> MetricsPanel:
@@ -80,10 +84,12 @@ class Showing(ABC):
             InvalidRequestError: the path cannot be written.
         """
         from lmx_lab.lab.report import report_html, write_report
-        from lmx_lab.panels.composition import shown_sections
+        history, sections = self.workbench.history, []
+        if self.workbench.panels:
+            from lmx_lab.panels.composition import shown_sections
 
-        history = self.workbench.history
-        text = report_html(self.snapshot(), history.samples, history.requests, shown_sections(self.workbench))
+            sections = shown_sections(self.workbench)
+        text = report_html(self.snapshot(), history.samples, history.requests, sections)
         return write_report(path, text)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
@@ -103,3 +109,29 @@ class Showing(ABC):
 
     @abstractmethod
     def _repr_html_(self) -> str: ...
+
+    def _displayed(self, result: RerankResult) -> RerankResult:
+        """The same, which a notebook shows as a table that sorts."""
+        table: list[Panel] = []
+
+        def display(result: RerankResult) -> None:
+            try:
+                from lmx_lab.panels import standin
+                from lmx_lab.panels.rerank import RerankPanel, Rows
+            except ImportError:
+                raise NotImplementedError from None
+            # One widget however often it is shown.
+            if not table or table[0].comm is None:
+                rows = Rows(
+                    query=result.query,
+                    order=[(row.index, row.score) for row in result],
+                    documents=[row.document for row in result],
+                    model=result.model,
+                    method=result.method,
+                )
+                table[:] = [RerankPanel(self.workbench, result=rows)]
+            bundle, metadata = table[0]._repr_mimebundle_() or ({}, {})
+            standin.show(({**bundle, "text/plain": repr(result), "text/html": result._repr_html_()}, metadata))
+
+        result.display_as = display
+        return result

@@ -7,10 +7,7 @@ export default panel("Chat", ({ model, root, watch }) => {
   const busy = () => get("live").id;
 
   const strip = h("p", { class: "error", role: "alert" });
-  const say = (text) => {
-    set(strip, text);
-    strip.hidden = !text;
-  };
+  const say = (text) => set(strip, text);
   const act = (what, fields) => (say(""), ask(model, what, fields).then(() => true, (error) => say(error.message)));
 
   const turn = (item) => {
@@ -19,7 +16,7 @@ export default panel("Chat", ({ model, root, watch }) => {
     const thoughts = h("div", { class: "text dim" }, "");
     const fold = h("details", {}, h("summary", {}, "thoughts"), thoughts);
     const stats = h("span", { class: "dim" });
-    const error = h("span", { class: "error" });
+    const error = h("div", { class: "error" });
     const again = mine
       ? h("button", { class: "quiet", onclick: () => (box.focus(), (box.value = item.text)) }, "use again")
       : copyButton(() => text.textContent, "answer");
@@ -31,7 +28,6 @@ export default panel("Chat", ({ model, root, watch }) => {
       fold.hidden = !now.reasoning;
       set(stats, now.stats);
       set(error, now.error);
-      error.hidden = !now.error;
       again.hidden = !now.text;
     }];
   };

@@ -26,7 +26,7 @@ CARD = "card"
 REPORTED = ("chat", "rerank")
 
 
-class Panels(ipywidgets.GridBox):
+class Panels(ipywidgets.GridBox):  # type: ignore[misc]
     """Several panels, beside each other where there is room."""
 
     def __init__(self, panels: Sequence[Panel]) -> None:

@@ -1,4 +1,4 @@
-// The metrics panel: figures that are the legend too, three small charts, and for who cannot see them a table behind each.
+// The metrics panel: figures that are the legend too, small charts, and for who cannot see them a table behind each.
 
 const HEIGHT = 120;
 const DASHES = [[], [7, 4], [2, 3]];
@@ -22,9 +22,9 @@ export default panel("Metrics", ({ model, root, watch }) => {
   const paint = (node, property = "color") => () => getComputedStyle(node)[property];
   const cells = [];
   let columns, drawn = 0, seen;
-  const charts = get("charts").map(({ title, unit, digits, least, names, lines }) => {
+  const charts = get("charts").map(({ title, digits, least, names, lines }) => {
     const first = cells.length;
-    const write = (value) => (value == null ? "–" : fixed(value, digits) + unit);
+    const write = (value) => value?.toFixed(digits) ?? "–";
     const marks = names.map((_, at) => h("i", { class: "mark" + at, hidden: at >= lines }));
     const box = h("div", { role: "img", "aria-label": title + " over time" });
     const body = h("tbody");
@@ -37,8 +37,8 @@ export default panel("Metrics", ({ model, root, watch }) => {
       })),
       box,
       h("div", { class: "hidden" }, h("table", {}, h("thead", {}, row("th", ["time", ...names])), body))));
-    const axis = (size) => ({
-      size, stroke: paint(box), ticks: { show: false }, grid: { width: 1, stroke: paint(box, "borderTopColor") },
+    const axis = (size, more) => ({
+      ...more, size, stroke: paint(box), ticks: { show: false }, grid: { width: 1, stroke: paint(box, "borderTopColor") },
     });
     const plot = new uPlot({
       width: 300, height: HEIGHT, legend: { show: false }, cursor: { show: false },
@@ -46,7 +46,7 @@ export default panel("Metrics", ({ model, root, watch }) => {
         x: { range: () => [get("end") - 60 * get("minutes"), get("end")] },
         y: { range: (_, low, high) => [0, Math.max(1.1 * high, least)] },
       },
-      axes: [axis(26), axis(46)],
+      axes: [axis(24, { values: "{HH}:{mm}:{ss}", space: 70 }), axis(46)],
       series: [{}, ...marks.slice(0, lines).map((mark, at) => (
         { stroke: paint(mark), width: 2, dash: DASHES[at] }))],
     }, null, box);

@@ -41,16 +41,30 @@ class Chart:
     fields: tuple[str, ...]
     """Of a sample, one for each name."""
 
+    def shown(self) -> dict[str, Any]:
+        title = f"{self.title}, {self.unit}" if self.unit else self.title
+        return {**asdict(self), "title": title}
+
 
 CHARTS = (
+    # Reading is so much faster than writing that on one axis nothing would be seen of the latter.
     Chart(
-        title="Speed",
+        title="Writing",
         unit="tokens/s",
         digits=1,
         least=1,
-        names=("decode", "prompt", "encoded"),
-        lines=3,
-        fields=("decode_tokens_per_second", "prompt_tokens_per_second", "encoded_tokens_per_second"),
+        names=("decode",),
+        lines=1,
+        fields=("decode_tokens_per_second",),
+    ),
+    Chart(
+        title="Reading",
+        unit="tokens/s",
+        digits=1,
+        least=1,
+        names=("prompt", "encoded"),
+        lines=2,
+        fields=("prompt_tokens_per_second", "encoded_tokens_per_second"),
     ),
     Chart(
         title="Requests",
@@ -65,7 +79,7 @@ CHARTS = (
         title="Memory",
         unit="GB",
         digits=2,
-        least=0.1,
+        least=0.01,
         names=("active", "cache", "peak", "of"),
         lines=3,
         fields=("memory_active_gb", "memory_cache_gb", "memory_peak_gb", "memory_total_gb"),
@@ -86,11 +100,11 @@ class MetricsPanel(Panel):
     STYLES = ("panel.css", "uplot/uPlot.min.css", "metrics.css")
     REQUESTS = frozenset({"change"})
 
-    charts = traitlets.List().tag(sync=True)
+    charts: Any = traitlets.List().tag(sync=True)
     """What is drawn: ``Chart`` as dicts, their columns in this order."""
-    minutes = traitlets.Int(5).tag(sync=True)
+    minutes = traitlets.Int(1).tag(sync=True)
     paused = traitlets.Bool(False).tag(sync=True)
-    now = traitlets.List().tag(sync=True)
+    now: Any = traitlets.List().tag(sync=True)
     """The figures of now, a column each; none while there are none."""
     end = traitlets.Float().tag(sync=True)
     """The window's right edge, seconds since 1970. The frame's times are relative to it, since a float32 cannot hold
@@ -101,7 +115,7 @@ class MetricsPanel(Panel):
     def __init__(self, workbench: Workbench) -> None:
         samples = workbench.history.samples
         drawn = _drawn(samples, window_s=60 * self.minutes) if samples else {}
-        super().__init__(workbench, charts=[asdict(chart) for chart in CHARTS], **drawn)
+        super().__init__(workbench, charts=[chart.shown() for chart in CHARTS], **drawn)
 
     @property
     def samples(self) -> list[Sample]:
@@ -168,7 +182,7 @@ def _snapshot_row(chart: Chart, at: int, samples: Sequence[Sample]) -> str:
 
 
 def _shown(chart: Chart, value: float | None) -> str:
-    return "–" if value is None else f"{value:,.{chart.digits}f} {chart.unit}".rstrip()
+    return "none yet" if value is None else f"{value:,.{chart.digits}f} {chart.unit}".rstrip()
 
 
 def _drawn(samples: Sequence[Sample], *, window_s: float) -> dict[str, Any]:

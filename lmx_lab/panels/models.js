@@ -58,18 +58,21 @@ export default panel("Models", ({ model, root, watch }) => {
       button.setAttribute("aria-disabled", !serves());
     }];
   });
-  const input = h("input", { class: "grow", "aria-label": "model to load", placeholder: "id, path, or name on the hub", spellcheck: false });
-  const go = h("button", {}, "Load");
-  const onsubmit = async (event) => {
-    event.preventDefault();
+  const submit = async () => {
     const text = input.value.trim();
     if (text && (await load(text))) input.value = "";
   };
+  // No form: JupyterLab lets none be submitted by Enter.
+  const input = h("input", {
+    class: "grow", "aria-label": "model to load", placeholder: "id, path, or name on the hub", spellcheck: false,
+    onkeydown: (event) => event.key === "Enter" && submit(),
+  });
+  const go = h("button", { onclick: submit }, "Load");
   const refresh = () => ask(model, "refresh").catch(fail);
   const caption = h("caption");
   const list = h("details", { open: !get("compact"), ontoggle: () => list.open && refresh() },
     h("summary", { hidden: !get("compact") }, "models"),
-    h("form", { class: "row", onsubmit }, input, go, h("button", { type: "button", onclick: refresh }, "Refresh")),
+    h("div", { class: "row pick" }, input, go, h("button", { onclick: refresh }, "Refresh")),
     h("div", { class: "scroll", tabIndex: 0 },
       h("table", {}, caption,
         h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)));

@@ -79,7 +79,7 @@ class Job:
 class ModelsPanel(Panel):
     """Which models there are, what is loaded, and buttons that change it. ``compact`` folds the list away."""
 
-    SCRIPTS = ("panel.js", "keyed.js", "models.js")
+    SCRIPTS = ("panel.js", "keyed.js", "direct.js", "models.js")
     STYLES = ("panel.css", "models.css")
     REQUESTS: ClassVar[frozenset[str]] = frozenset({"refresh", "load", "cancel", "unload", "dismiss"})
 
@@ -197,7 +197,7 @@ class ModelsPanel(Panel):
             raise HostingError(f"the server is {self.shown('server')['state']}; run the launch cell again")
         if self._own is not None:
             doing = "unloaded" if self._own.stage == "unload" else "loaded"
-            raise ModelBusyError(f"{self._own.model} is being {doing}; wait until that is done, or cancel it")
+            raise ModelBusyError(f"{self._own.model} is being {doing}; ask again when that is done", retry_after_s=2)
 
     def _begin(self, job: Job, work: Any) -> None:
         self._own, self._given_up = job, False

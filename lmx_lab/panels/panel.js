@@ -16,9 +16,6 @@ const h = (tag, props = {}, ...children) => {
   return node;
 };
 
-/** Numbers as people read them; nothing for null. */
-const fixed = (value, digits = 1) => (value == null ? "" : value.toFixed(digits));
-
 /**
  * Copies text, or what a function returns or promises; the button says so.
  * @param {string} [name] What stands on it; label is for those who hear it.
@@ -49,7 +46,7 @@ const session = Math.random().toString(36).slice(2);
 
 /**
  * The way to Python and back. Silence for a second means that the kernel is busy where its messages wait behind the
- * cell (VS Code): then `fallback`, a route of the server, is asked directly.
+ * cell (VS Code): then `fallback`, a route of the server, is asked directly (with direct.js).
  * @returns {Promise<any>} The result; rejects with an Error that has the message for people.
  */
 const ask = (model, what, fields = {}, fallback = null) =>
@@ -70,19 +67,6 @@ const ask = (model, what, fields = {}, fallback = null) =>
     if (fallback)
       patience = setTimeout(() => direct(model, fallback).then((value) => end(resolve, value), () => 0), 1000);
   });
-
-/** POST to the first of the server's addresses that this page can reach. */
-const direct = async (model, path) => {
-  const { url, proxy_url } = model.get("server");
-  for (const base of [proxy_url, url + "/"]) {
-    if (!base) continue;
-    const answer = await fetch(new URL(path, base), {
-      method: "POST", headers: { "Content-Type": "application/json" }, body: "{}",
-    }).catch(() => null);
-    if (answer?.ok) return answer.json();
-  }
-  throw new Error("no answer");
-};
 
 /**
  * A panel's frame: a labelled region, kept up to date as long as it is shown.

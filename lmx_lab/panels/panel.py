@@ -59,6 +59,10 @@ class Panel(anywidget.AnyWidget):
         self._shown_at = -FRAME_S
         self._answering: set[asyncio.Task[None]] = set()
         super().__init__(**{"server": asdict(workbench.source.state()), **traits})
+        # ipykernel takes a view's messages to the shell to which the panel has last spoken, which is the cell's: behind
+        # one that blocks, a click would wait. The view's own choice is right, JupyterLab opens a shell for widgets.
+        if hasattr(self.comm, "_reply_subshell_for"):
+            self.comm._reply_subshell_for = lambda _data, chosen: chosen
         self.on_msg(self._received)
         workbench.watch(self)
 
@@ -70,11 +74,11 @@ class Panel(anywidget.AnyWidget):
         if self._frame is None:
             wait_s = self._shown_at + FRAME_S - time.monotonic()
             if wait_s <= 0:
-                self._flush()
+                self.flush()
             else:
-                self._frame = asyncio.get_running_loop().call_later(wait_s, self._flush)
+                self._frame = asyncio.get_running_loop().call_later(wait_s, self.flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         self._frame = None
         values, self._waiting = self._waiting, {}
         self._shown_at = time.monotonic()

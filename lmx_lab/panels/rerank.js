@@ -13,7 +13,7 @@ export default panel("Rerank", ({ model, root, watch }) => {
   };
   const act = (what, fields) => (complain(""), ask(model, what, fields).catch((error) => complain(error.message)));
 
-  const query = h("input", { class: "grow", value: get("asked").query ?? "" });
+  const query = h("input", { value: get("asked").query ?? "" });
   const documents = h("textarea", {
     rows: 5, placeholder: "one a line, or a JSON list of texts", value: get("asked").documents ?? "",
   });
@@ -28,7 +28,7 @@ export default panel("Rerank", ({ model, root, watch }) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !get("busy")) rank();
     },
   },
-    h("label", {}, "Query", query), h("label", {}, "Documents", documents),
+    h("label", { class: "field" }, "Query", query), h("label", { class: "field" }, "Documents", documents),
     h("div", { class: "row" }, h("label", {}, "Top ", top), go));
 
   const caption = h("p", { class: "dim grow", role: "status" });

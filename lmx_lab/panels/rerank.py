@@ -36,6 +36,8 @@ SNAPSHOT_ROWS = 20
 
 # What a terminal or a page would obey instead of showing it. Joiners and marks of direction belong to their languages.
 _UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# The second four are full-width, which some spreadsheets take for the same.
+_FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +207,7 @@ class RerankPanel(Panel):
                 f"{count:,} document{'s' * (count != 1)} by {rows.method}, {rows.model}{took}: {rows.query}",
                 SHOWN_CHARACTERS,
             ),
-            "range": f"{min(start + 1, count):,}–{min(start + PAGE_ROWS, count):,} of {count:,}",
+            "range": f"{min(start + 1, count):,} to {min(start + PAGE_ROWS, count):,} of {count:,}",
             "page": self._page,
             "pages": math.ceil(count / PAGE_ROWS),
             "sort": self._sort,
@@ -228,7 +230,7 @@ def _snapshot_row(row: Mapping[str, Any]) -> str:
 
 
 def _arrow(change: int) -> str:
-    return f"▲{change}" if change > 0 else f"▼{-change}" if change else "–"
+    return f"▲{change}" if change > 0 else f"▼{-change}" if change else "\N{EN DASH}"
 
 
 def _cells(rows: Rows, at: int, bar: Callable[[float], float]) -> dict[str, Any]:
@@ -293,7 +295,7 @@ def tsv(rows: Rows, sorted_as: Sequence[int]) -> str:
 def _cell(document: str) -> str:
     text = document.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
     text = _UNSHOWN.sub(_escape, text)
-    return "'" + text if text.lstrip().startswith(("=", "+", "-", "@")) else text
+    return "'" + text if text.lstrip().startswith(_FORMULA) else text
 
 
 def documents_in(text: str) -> list[str]:
@@ -330,7 +332,8 @@ def _json_documents(text: str) -> list[str]:
             f"the documents stand in brackets but are no JSON: {exc}; write one a line, or a list of texts",
             param="documents",
         ) from exc
-    texts = [item.get("text") if isinstance(item, dict) else item for item in items] if isinstance(items, list) else []
+    items = items if isinstance(items, list) else []
+    texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in items]
     if not texts or not all(isinstance(each, str) for each in texts):
         raise InvalidRequestError(
             f'the documents are JSON but no list of texts: {text:.40}; write them as ["one", "two"]',

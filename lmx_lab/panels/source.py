@@ -20,6 +20,8 @@ class ServerState:
     url: str
     lan_url: str | None = None
     proxy_url: str | None = None
+    proxy_path: str | None = None
+    """Where the notebook's own server passes requests on, for pages that it has sent."""
     model: str | None = None
     pinned: tuple[str, ...] = ()
     note: str = ""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from IPython.display import publish_display_data
+from IPython.display import display
 
 from lmx_lab.links import is_vscode
 
@@ -27,7 +27,7 @@ def show(bundle: Any) -> None:
     """Display what a ``_repr_mimebundle_`` has returned."""
     data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
     for output in outputs(data, metadata, os.environ):
-        publish_display_data(output, metadata=metadata)
+        display(output, metadata=metadata, raw=True)  # type: ignore[no-untyped-call]
 
 
 def outputs(data: Mapping[str, Any], metadata: Mapping[str, Any], environ: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -35,6 +35,9 @@ class Watcher(Protocol):
     def changed_source(self) -> None:
         """Another lab is shown from now on."""
 
+    def flush(self) -> None:
+        """Show at once what waits to be shown; when the workbench rests, and then on any thread."""
+
 
 class Workbench:
     """Runs the panels' work on a thread of its own, which a busy cell does not delay.
@@ -87,6 +90,9 @@ class Workbench:
             with contextlib.suppress(Exception):
                 last.result(LAST_LOOK_S)
             thread.stop()
+            # Nobody comes round any more for what waits for its frame.
+            for watcher in list(self._watchers):
+                self._guarded(watcher.flush)
 
     async def _add(self, watcher: Watcher) -> None:
         self._watchers.add(watcher)

@@ -104,7 +104,8 @@ class Cors(CORSMiddleware):
     """CORS for the origins that the guard's policy names; requests of all others are for the guard to refuse."""
 
     def __init__(self, app: ASGIApp, *, policy: Callable[[], GuardPolicy]) -> None:
-        super().__init__(app, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["x-request-id"])
+        exposed = ["x-request-id", "x-lmx-lab"]
+        super().__init__(app, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
         self._policy = policy
 
     def is_allowed_origin(self, origin: str) -> bool:

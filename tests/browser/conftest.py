@@ -39,8 +39,8 @@ def panels_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -
 
 
 @pytest.fixture(scope="package")
-def jupyterlab(browser: Browser, tmp_path_factory: pytest.TempPathFactory, tiny_home: object) -> Iterator[JupyterLab]:
-    lab = JupyterLab(tmp_path_factory.mktemp("jupyterlab"), tiny_home)
+def jupyterlab(browser: Browser, tmp_path_factory: pytest.TempPathFactory, panels_home: Path) -> Iterator[JupyterLab]:
+    lab = JupyterLab(tmp_path_factory.mktemp("jupyterlab"), panels_home)
     yield lab
     lab.close()
 
@@ -81,6 +81,9 @@ def another_tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab])
 @pytest.fixture(autouse=True)
 def _no_foreign_request_and_no_error(tabs: list[Tab], another_tab: object) -> Iterator[None]:
     yield
+    for tab in tabs:
+        # A way there and back: what has happened so far has been heard of then.
+        tab.page.evaluate("0")
     foreign = [url for tab in tabs for url in tab.foreign]
     complaints = [text for tab in tabs for text in tab.complaints]
     for tab in tabs:

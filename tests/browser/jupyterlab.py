@@ -25,8 +25,8 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator
 CHROMIUM = Path("/usr/bin/chromium")
 # No name leads anywhere but to this machine: routes see no WebSockets.
 ARGUMENTS = ("--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
-WAIT_MS = 20_000
-START_S = 30
+WAIT_MS = 30_000
+START_S = 60
 VIEWPORT = {"width": 1280, "height": 1600}
 FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")
 # What JupyterLab itself writes to the console as an error, whatever is in the notebook.
@@ -53,7 +53,10 @@ RUN = """async ([index, wait]) => {
     panel.content.activeCellIndex = index;
     panel.content.deselectAll();
     const done = app.commands.execute("notebook:run-cell");
-    if (wait) await done;
+    if (!wait) return null;
+    await done;
+    const error = panel.content.widgets[index].model.outputs.toJSON().find((each) => each.output_type === "error");
+    return error ? error.ename + ": " + error.evalue : null;
 }"""
 KERNEL = """async (code) => {
     const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
@@ -184,8 +187,9 @@ class Tab:
         self.page.evaluate(OPEN, [name, "tab-after"])
 
     def run(self, index: int) -> Locator:
-        """Run a cell to its end; returns its outputs."""
-        self.page.evaluate(RUN, [index, True])
+        """Run a cell to its end, which must not fail; returns its outputs."""
+        error = self.page.evaluate(RUN, [index, True])
+        assert error is None, error
         return self.outputs(index)
 
     def start(self, index: int) -> Locator:
@@ -222,6 +226,39 @@ class Tab:
         self.page.wait_for_function(
             "light => document.body.dataset.jpThemeLight === String(light)", arg=name == "light"
         )
+
+    def add_cell(self, source: str) -> None:
+        """At the end of the notebook."""
+        self.page.evaluate(
+            f"source => {{ {CURRENT} panel.content.model.sharedModel.addCell({{cell_type: 'code', source}}); }}", source
+        )
+
+    def delete_cell(self, index: int) -> None:
+        self.page.evaluate(f"index => {{ {CURRENT} panel.content.model.sharedModel.deleteCell(index); }}", index)
+
+    def freeze(self) -> None:
+        """As the browser does with a tab that nobody looks at: nothing runs in it."""
+        self._lifecycle("frozen")
+
+    def thaw(self) -> None:
+        self._lifecycle("active")
+
+    def _lifecycle(self, state: str) -> None:
+        session = self.page.context.new_cdp_session(self.page)
+        session.send("Page.setWebLifecycleState", {"state": state})
+        session.detach()
+
+    def disconnect(self) -> None:
+        """Cut the connection to the kernel, without a new attempt."""
+        self.page.evaluate(f"() => {{ {CURRENT} panel.sessionContext.session.kernel._clearSocket(); }}")
+
+    def reconnect(self) -> None:
+        self.page.evaluate(f"async () => {{ {CURRENT} await panel.sessionContext.session.kernel.reconnect(); }}")
+
+    def forgive(self, text: str) -> None:
+        """Forget complaints with this text; for what JupyterLab itself says where a test leads it into trouble."""
+        self.page.evaluate("0")
+        self.complaints = [each for each in self.complaints if text not in each]
 
     def save(self) -> None:
         self.command("docmanager:save")

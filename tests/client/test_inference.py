@@ -19,12 +19,14 @@ from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, Remark, UnknownEvent, as_array
 from lmx_lab.lab import Lab
 from lmx_lab.lab.prompt import chat_request
+from lmx_lab.weights import ModelEntry
 from lmx_lab.wire.admin import ModelEvent, NotReady, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
 from tests.client.raw import RawServer, answering, streamed, whole
 from tests.flows.conftest import serving, wait_until
+from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.anyio
 KEY = "open-sesame-42"
@@ -45,15 +47,10 @@ DONE = "data: [DONE]\n\n"
 
 
 @pytest.fixture(scope="module")
-def long_home(tmp_path_factory: pytest.TempPathFactory, tiny_home: Path) -> Path:
-    """``tiny`` with room for answers that take a while."""
+def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """With room for answers that are still being made when somebody leaves."""
     home = tmp_path_factory.mktemp("long-home")
-    model = home / "models" / "tiny-long"
-    model.mkdir(parents=True)
-    for path in (tiny_home / "models" / "tiny").iterdir():
-        (model / path.name).write_bytes(path.read_bytes())
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
     return home
 
 

@@ -123,10 +123,21 @@ def http(page: str) -> Iterator[httpx2.Client]:
 
 
 @pytest.fixture(scope="module")
-def kernel_port(jupyter: Jupyter, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Of a lab in a kernel of the Jupyter server, which ends with it."""
-    launch = f"lmx_lab.launch(port=0, loop='thread', home={str(tmp_path_factory.mktemp('home'))!r})"
-    return int(jupyter.run(f"import lmx_lab; lab = {launch}; print('port', lab.port)").rpartition("port ")[2])
+def in_kernel(jupyter: Jupyter, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Port and path of a lab in a kernel of the Jupyter server, which ends with it."""
+    home = str(tmp_path_factory.mktemp("home"))
+    code = f"""
+import json, lmx_lab
+lab = lmx_lab.launch(port=0, loop="thread", home={home!r})
+print("found", json.dumps({{"port": lab.port, "path": lab._addresses.proxy_path}}))
+"""
+    found: dict[str, Any] = json.loads(jupyter.run(code).rpartition("found ")[2])
+    return found
+
+
+@pytest.fixture
+def kernel_port(in_kernel: dict[str, Any]) -> int:
+    return int(in_kernel["port"])
 
 
 def test_pages_and_whole_answers_pass(http: httpx2.Client, jupyter: Jupyter) -> None:
@@ -190,6 +201,10 @@ def test_in_a_kernel_any_name_passes_that_jupyter_was_asked_for(jupyter: Jupyter
     with connect(address, sock=way, additional_headers=AUTH, origin=origin, proxy=None) as client:
         client.send(json.dumps(chat_body()))
         assert json.loads(client.recv())["error"]["code"] == "no-model-loaded"
+
+
+def test_a_kernel_knows_the_path_at_which_jupyter_shows_its_server(in_kernel: dict[str, Any]) -> None:
+    assert in_kernel["path"] == f"{BASE}proxy/{in_kernel['port']}/"
 
 
 def test_a_name_that_somebody_points_at_this_machine_stays_refused(kernel_port: int) -> None:

@@ -63,7 +63,7 @@ def test_the_name_of_a_proxy_is_a_name_of_this_server(monkeypatch: pytest.Monkey
 
 def test_a_proxy_address_that_is_none_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMX_LAB_PROXY_URL", "lab.example")
-    with pytest.raises(InvalidRequestError, match="LMX_LAB_PROXY_URL is 'lab.example'"):
+    with pytest.raises(InvalidRequestError, match=r"LMX_LAB_PROXY_URL is 'lab\.example'"):
         Lab(Settings(port=0))
 
 

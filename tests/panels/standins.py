@@ -123,13 +123,17 @@ class Reader:
         Raises:
             Refused: what else the panel has answered.
         """
-        number = next(self._numbers)
-        self._replies[number] = queue.SimpleQueue()
-        self.panel._handle_custom_msg({"id": number, "do": what, **fields}, [])
-        reply = self._replies[number].get(timeout=WAIT_S)
+        reply = self.tell(what, **fields).get(timeout=WAIT_S)
         if not reply["ok"]:
             raise Refused(**reply["error"])
         return reply["result"]
+
+    def tell(self, what: str, **fields: Any) -> queue.SimpleQueue[Any]:
+        """Ask without waiting; the reply comes into the queue."""
+        number = next(self._numbers)
+        replies = self._replies[number] = queue.SimpleQueue()
+        self.panel._handle_custom_msg({"id": number, "do": what, **fields}, [])
+        return replies
 
     def until(self, holds: Callable[[Any], object]) -> None:
         """Wait until it holds of the panel; it is looked at whenever a trait has changed."""

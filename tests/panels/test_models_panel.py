@@ -134,6 +134,7 @@ def test_an_unload_that_comes_late_spares_the_next_model(reader: Reader, source:
 def test_what_went_without_an_event_is_seen(reader: Reader, source: ScriptedSource) -> None:
     source.is_now(model="tiny")
     source.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    reader.ask("refresh")
     reader.until(lambda panel: cells(panel).get("tiny") == ("loaded, 10 MB", "Unload"))
     source.records = [record("tiny")]
     source.is_now(model=None)
@@ -153,6 +154,7 @@ def test_a_stopped_server_refuses_and_the_next_one_is_shown(
 ) -> None:
     source.is_now(model="tiny")
     source.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    reader.ask("refresh")
     reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
     source.is_now(state="stopped")
     reader.until(lambda panel: cells(panel) == {"tiny": ("on disk", "Load")})
@@ -163,6 +165,7 @@ def test_a_stopped_server_refuses_and_the_next_one_is_shown(
     workbench.follow(following)
     reader.until(lambda panel: panel.server["state"] == "running" and list(cells(panel)) == ["fresh"])
     reader.ask("load", model="fresh")
+    reader.give(following.loads, "done")
     assert following.asked == [("load", "fresh")]
 
 

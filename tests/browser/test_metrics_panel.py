@@ -1,0 +1,58 @@
+"""The metrics panel: its charts move, pause and go back."""
+
+from __future__ import annotations
+
+from playwright.sync_api import expect
+
+from tests.browser.jupyterlab import Tab
+from tests.browser.test_chat_panel import ask
+
+
+def drawn(tab: Tab) -> str:
+    """The pixels of the first chart."""
+    return str(tab.panel("Metrics").locator("canvas").first.evaluate("canvas => canvas.toDataURL()"))
+
+
+def moves(tab: Tab) -> None:
+    before = drawn(tab)
+    tab.wait(lambda: drawn(tab) != before, "the chart moves")
+
+
+def test_the_chart_moves_while_an_answer_streams(panels: Tab) -> None:
+    metrics = panels.panel("Metrics")
+    ask(panels, "Tell me a story.", max_tokens=3000)
+    decode = metrics.locator("figcaption").first.locator("b").first
+    panels.wait(lambda: float(decode.inner_text().split()[0]) > 0, "decoding shows")
+    moves(panels)
+    moves(panels)
+    panels.page.keyboard.press("Escape")
+    panels.wait(lambda: float(decode.inner_text().split()[0]) == 0, "it is over")
+
+
+def test_a_paused_chart_stands_still_and_catches_up(panels: Tab) -> None:
+    metrics = panels.panel("Metrics")
+    moves(panels)
+    metrics.get_by_role("button", name="Pause").click()
+    resume = metrics.get_by_role("button", name="Resume")
+    expect(resume).to_be_visible()
+    still, taken = drawn(panels), int(panels.kernel("print(len(lab.metrics().samples))"))
+    panels.wait(lambda: int(panels.kernel("print(len(lab.metrics().samples))")) > taken + 2, "samples are taken")
+    assert drawn(panels) == still
+    resume.focus()
+    panels.page.keyboard.press("Enter")
+    panels.wait(lambda: drawn(panels) != still, "the chart moves again")
+
+
+def test_the_window_is_chosen_by_keyboard(panels: Tab) -> None:
+    window = panels.panel("Metrics").get_by_label("window")
+    window.focus()
+    panels.page.keyboard.type("15")
+    panels.wait(lambda: panels.kernel("print(lab.metrics().minutes)") == "15", "the panel knows")
+    window.select_option("5")
+    panels.wait(lambda: panels.kernel("print(lab.metrics().minutes)") == "5", "the panel knows")
+
+
+def test_the_numbers_behind_a_chart_are_a_table_and_a_data_frame(panels: Tab) -> None:
+    table = panels.panel("Metrics").locator("table").first
+    panels.wait(lambda: table.locator("tbody tr").count() > 1, "rows are written")
+    assert "decode_tokens_per_second" in panels.kernel("print(list(lab.metrics().df))")

@@ -1,0 +1,93 @@
+"""Views come and go: shown twice, closed, in another tab, asleep, over a server that was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx2
+from playwright.sync_api import expect
+
+from tests.browser.conftest import LAUNCH
+from tests.browser.jupyterlab import Tab
+from tests.browser.test_chat_panel import ask
+from tests.browser.test_models_panel import button, row
+
+SHOWN = 1
+"""The number of the cell that shows the panels."""
+
+
+def test_a_second_tab_shows_the_same_and_works(panels: Tab, another_tab: Callable[[], Tab]) -> None:
+    chat = ask(panels, "What do both tabs show?")
+    expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
+    panels.save()
+    other = another_tab()
+    other.open("panels.ipynb")
+    expect(other.panel("Chat").locator(".user").last).to_contain_text("What do both tabs show?")
+    assert other.panel("Chat").locator(".text").all_inner_texts() == chat.locator(".text").all_inner_texts()
+    button(other, "Load tiny-two").click()
+    for tab in (other, panels):
+        expect(row(tab, "tiny-two")).to_contain_text("loaded")
+        expect(row(tab, "tiny")).to_contain_text("on disk")
+    expect(other.panel("Metrics").locator("canvas")).to_have_count(4)
+
+
+def test_a_panel_shown_twice_is_the_same_panel_twice(panels: Tab) -> None:
+    panels.add_cell("lab.panel('models')")
+    panels.run(3)
+    both = panels.panel("Models")
+    expect(both).to_have_count(2)
+    both.last.get_by_role("button", name="Load tiny-two").click()
+    for view in both.all():
+        expect(view.get_by_role("button", name="Unload tiny-two")).to_be_visible()
+    panels.delete_cell(3)
+    expect(panels.panel("Models")).to_have_count(1)
+
+
+def test_a_panel_that_was_closed_is_shown_anew_with_the_right_state(panels: Tab) -> None:
+    panels.kernel("lab.panel('models').close()")
+    expect(panels.panel("Models")).to_have_count(0)
+    panels.kernel("lab.load('tiny-two')")
+    panels.run(SHOWN)
+    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    button(panels, "Unload tiny-two").click()
+    expect(row(panels, "tiny-two")).to_contain_text("on disk")
+
+
+def test_an_output_that_was_cleared_comes_back_with_what_has_happened_since(panels: Tab) -> None:
+    panels.command("notebook:clear-all-cell-outputs")
+    expect(panels.panel("Models")).to_have_count(0)
+    panels.kernel("lab.load('tiny-two')")
+    panels.run(SHOWN)
+    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+
+
+def test_a_stopped_server_is_said_and_the_next_one_shown(panels: Tab) -> None:
+    panels.kernel("lab.stop()")
+    for name in ("Models", "Chat", "Metrics", "Rerank"):
+        expect(panels.panel(name).locator(".note")).to_contain_text("run the launch cell again")
+    expect(panels.panel("Models").locator(".pill").first).to_have_text("stopped")
+    panels.kernel(LAUNCH.format(loop="thread"))
+    for name in ("Models", "Chat", "Metrics", "Rerank"):
+        expect(panels.panel(name).locator(".note")).to_be_hidden()
+    expect(row(panels, "tiny")).to_contain_text("loaded")
+    chat = ask(panels, "Are you back?")
+    expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
+
+
+def test_a_browser_that_was_asleep_wakes_up_to_the_right_state(panels: Tab) -> None:
+    url = panels.kernel("print(lab.url)")
+    panels.freeze()
+    assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
+    panels.thaw()
+    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(row(panels, "tiny")).to_contain_text("on disk")
+
+
+def test_a_browser_that_has_lost_its_connection_finds_the_right_state(panels: Tab) -> None:
+    url = panels.kernel("print(lab.url)")
+    panels.disconnect()
+    assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
+    panels.reconnect()
+    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    button(panels, "Unload tiny-two").click()
+    expect(row(panels, "tiny-two")).to_contain_text("on disk")

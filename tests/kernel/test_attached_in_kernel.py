@@ -1,0 +1,60 @@
+"""A lab in another process, used from the cells of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lmx_lab
+from lmx_lab.weights import ModelEntry
+from tests.flows.conftest import serving, wait_until
+from tests.kernel.conftest import Notebook
+from tests.tiny import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[lmx_lab.Lab]:
+    home = tmp_path_factory.mktemp("home")
+    write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=8192)
+    with serving(home, "tiny") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def notebook(lab: lmx_lab.Lab, tiny_home: Path) -> Iterator[Notebook]:
+    notebook = Notebook(tiny_home)
+    notebook.run(f"import asyncio, lmx_lab; far = lmx_lab.attach({lab.url!r})")
+    yield notebook
+    stderr = notebook.stderr
+    notebook.close()
+    assert "Traceback" not in stderr
+    assert "never" not in stderr
+
+
+def test_blocking_verbs_twins_and_streams_work_in_cells(lab: lmx_lab.Lab, notebook: Notebook) -> None:
+    text = lab.chat("hi", max_tokens=5, temperature=0).text
+    asked = "'hi', max_tokens=5, temperature=0"
+    assert notebook.run(f"print(repr(far.chat({asked}).text))") == repr(text)
+    assert notebook.run(f"print(repr((await far.achat({asked})).text))") == repr(text)
+    assert notebook.run(f"print(repr(''.join(far.chat({asked}, stream=True))))") == repr(text)
+    assert notebook.run("print(asyncio.get_running_loop().is_running(), far.models()[0].loaded)") == "True True"
+
+
+def test_the_stop_button_ends_the_generation_on_the_server(lab: lmx_lab.Lab, notebook: Notebook) -> None:
+    output = notebook.interrupt("""
+        for piece in far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True):
+            print("started", end="")
+        """)
+    assert output.error == "KeyboardInterrupt"
+    wait_until(lambda: lab.engine.snapshot.active_requests == 0)
+    assert lab.engine.snapshot.output_tokens < 7500
+    assert notebook.run("print(far.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
+
+
+def test_a_cell_does_not_wait_for_its_own_kernels_loop(notebook: Notebook) -> None:
+    notebook.run("own = lmx_lab.launch(loop='kernel', port=0)")
+    output = notebook.fail("lmx_lab.attach(own.url)")
+    assert (output.error, "lmx_lab.current()" in output.message) == ("HostingError", True)
+    assert notebook.run("own.stop(); print(len(far.models()))") == "1"

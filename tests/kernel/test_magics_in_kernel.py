@@ -1,0 +1,232 @@
+"""``%%offload`` and ``%%lmx`` in a real kernel, whose own loop serves the lab. One kernel for all tests."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.kernel.test_lab_in_kernel import healthz
+
+if TYPE_CHECKING:
+    from tests.kernel.conftest import Notebook
+
+LAUNCH = "import lmx_lab; lab = lmx_lab.launch('tiny', port=0); print(lab.mode, lab.port)"
+WAIT_S = 30
+
+
+@pytest.fixture(scope="module")
+def notebook(tiny_home: Path) -> Iterator[Notebook]:
+    from tests.kernel.conftest import Notebook
+
+    notebook = Notebook(tiny_home)
+    notebook.run("%load_ext lmx_lab")
+    yield notebook
+    stderr = notebook.stderr
+    notebook.close()
+    assert "Traceback" not in stderr
+    assert "never retrieved" not in stderr
+
+
+@pytest.fixture(scope="module")
+def port(notebook: Notebook) -> int:
+    """Of a lab on the kernel's loop, from the first test on that asks for it."""
+    mode, port = notebook.run(LAUNCH).split()
+    assert mode == "kernel"
+    return int(port)
+
+
+@dataclass
+class Gate:
+    """What a cell waits at, until the test lets it go on: ``wait`` is its code."""
+
+    path: Path
+
+    @property
+    def wait(self) -> str:
+        return f"open({str(self.path)!r}).read()"
+
+    def open(self) -> None:
+        self.path.write_text("go")
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    os.mkfifo(tmp_path / "gate")
+    return Gate(tmp_path / "gate")
+
+
+@dataclass
+class Cell:
+    """What a cell has put out, by the kernel's own account of which cell it was."""
+
+    messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def text(self, name: str = "stdout") -> str:
+        return "".join(c["text"] for kind, c in self.messages if kind == "stream" and c["name"] == name)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.messages if kind not in ("status", "execute_input")]
+
+    @property
+    def value(self) -> dict[str, Any] | None:
+        return next((content["data"] for kind, content in self.messages if kind == "execute_result"), None)
+
+    @property
+    def error(self) -> tuple[str, str] | None:
+        """The exception's name, and the traceback without its colours."""
+        for kind, content in self.messages:
+            if kind == "error":
+                return content["ename"], re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+        return None
+
+    @property
+    def ended(self) -> bool:
+        return ("status", {"execution_state": "idle"}) in self.messages
+
+
+class Cells:
+    """Runs cells and keeps apart what they put out."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._client = notebook.client
+        self._cells: dict[str, Cell] = {}
+
+    def start(self, code: str) -> Cell:
+        cell = self._cells[self._client.execute(code)] = Cell()
+        return cell
+
+    def until(self, done: Any) -> None:
+        while not done():
+            message = self._client.get_iopub_msg(timeout=WAIT_S)
+            cell = self._cells.get(message["parent_header"].get("msg_id"))
+            if cell is not None:
+                cell.messages.append((message["msg_type"], message["content"]))
+
+    def run(self, code: str) -> Cell:
+        cell = self.start(code)
+        self.until(lambda: cell.ended)
+        return cell
+
+
+@pytest.fixture
+def cells(notebook: Notebook) -> Cells:
+    return Cells(notebook)
+
+
+def test_the_stop_button_ends_the_cell_at_once_and_the_thread_writes_on_into_it(
+    notebook: Notebook, cells: Cells, gate: Gate
+) -> None:
+    """First, without a server: nothing else wakes the kernel's loop then."""
+    first = cells.start(f"%%offload\nprint('started', flush=True)\n{gate.wait}\nprint('late', flush=True)\n1 / 0")
+    cells.until(lambda: "started" in first.text())
+    notebook.manager.interrupt_kernel()
+    cells.until(lambda: first.ended)
+    assert first.error is not None
+    assert first.error[0] == "KeyboardInterrupt"
+    assert "its thread goes on" in first.text("stderr")
+    assert "late" not in first.text()
+    second = cells.run("%%offload\nprint('second', flush=True)\nthreads = __import__('threading').enumerate()")
+    assert second.text() == "second\n"
+    gate.open()
+    cells.until(lambda: "ZeroDivisionError" in first.text("stderr"))
+    assert "late" in first.text()
+    assert second.text() == "second\n"
+    # A kernel that is shut down does not wait for them.
+    cell = cells.run("[thread.daemon for thread in threads if thread.name == 'lmx-lab-offload']")
+    assert cell.value == {"text/plain": "[True, True]"}
+
+
+def test_others_are_answered_while_an_offloaded_cell_is_busy(port: int, cells: Cells, gate: Gate) -> None:
+    cell = cells.start(f"%%offload\nprint('started', flush=True)\n{gate.wait}")
+    cells.until(lambda: "started" in cell.text())
+    assert healthz(port) == 200
+    assert not cell.ended
+    gate.open()
+    cells.until(lambda: cell.ended)
+    assert cell.value == {"text/plain": "'go'"}
+
+
+def test_an_offloaded_cell_may_ask_its_own_server_and_wait(port: int, cells: Cells) -> None:
+    cell = cells.run(
+        "%%offload\nimport urllib.request\nwith urllib.request.urlopen(lab.url + '/healthz') as a: s = a.status\ns"
+    )
+    assert cell.value == {"text/plain": "200"}
+
+
+def test_an_offloaded_cell_is_like_any_other(cells: Cells) -> None:
+    cells.run("before = [1]")
+    cell = cells.run("%%offload\nprint('words')\ndisplay('shown')\nbefore.append(2)\nafter = before\nlen(after)")
+    assert (cell.text(), cell.value) == ("words\n", {"text/plain": "2"})
+    assert sorted(cell.kinds) == ["display_data", "execute_result", "stream"]
+    assert cells.run("after, _").value == {"text/plain": "([1, 2], 2)"}
+    assert cells.run("%%offload\nafter;").kinds == []
+    cell = cells.run("%%offload\n!echo shell\n%time 3")
+    assert "shell" in cell.text()
+    assert "Wall time" in cell.text()
+    assert cell.value == {"text/plain": "3"}
+
+
+def test_an_error_is_raised_in_the_cell_with_its_own_lines(cells: Cells) -> None:
+    cell = cells.run("%%offload\n\ndef divide(number):\n    return number / 0\n\ndivide(1)")
+    assert cell.error is not None
+    name, trace = cell.error
+    assert name == "ZeroDivisionError"
+    assert "----> 6 divide(1)" in trace
+    assert "----> 4     return number / 0" in trace
+    assert len(set(re.findall(r"Cell (In\[\d+\])", trace))) == 1
+    assert "magics.py" not in trace
+    assert cells.run("%%offload\nraise StopIteration").error is not None
+    assert cells.run("%%offload\nx = = 1").error[0] == "SyntaxError"  # type: ignore[index]
+    assert "nothing can be awaited" in cells.run("%%offload\nawait nothing").text("stderr")
+    assert "first line of its cell" in cells.run("%%time\n%%offload\n1").text("stderr")
+    assert "first line of its cell" in cells.run("%%offload\n%%offload\n1").text("stderr")
+
+
+def test_loading_again_reloading_and_unloading_are_harmless(cells: Cells) -> None:
+    cells.run("%load_ext lmx_lab\n%reload_ext lmx_lab\n%reload_ext lmx_lab")
+    assert cells.run("%%offload\n5").value == {"text/plain": "5"}
+    cells.run("%unload_ext lmx_lab")
+    assert "not found" in cells.run("%%offload\n5").text("stderr")
+    cells.run("%load_ext lmx_lab")
+    assert cells.run("%%offload\n5").value == {"text/plain": "5"}
+
+
+def test_an_answer_is_streamed_and_then_gives_way_to_the_reply(port: int, cells: Cells) -> None:
+    cell = cells.run("%%lmx --max-tokens 12 --temperature 0\nTell me {1 + 1} things.")
+    reply = cells.run("print(type(_).__name__, repr(_.text))").text()
+    assert cell.value is not None
+    assert "text/markdown" in cell.value
+    assert reply.startswith("Reply ")
+    streamed = cell.kinds.index("clear_output")
+    assert set(cell.kinds[:streamed]) == {"stream"}
+    assert cell.kinds[streamed:] == ["clear_output", "execute_result"]
+    assert repr(cell.text()) == reply.removeprefix("Reply ").strip()
+
+
+def test_what_the_lab_refuses_is_one_line(port: int, cells: Cells) -> None:
+    assert "GB freed" in cells.run("%lmx unload").text()
+    cell = cells.run("%lmx ask What's up?")
+    assert cell.text("stderr").startswith("UsageError: ")
+    assert "load" in cell.text("stderr")
+    assert cell.error is None
+    assert cells.run("%lmx load tiny").error is None
+    assert cells.run("%lmx ask What's up?").value is not None
+
+
+def test_the_stop_button_ends_an_answer_and_what_came_stays(notebook: Notebook, port: int, cells: Cells) -> None:
+    cells.run("%lmx load tiny")
+    cell = cells.start("%%lmx --max-tokens 4000\nTell me everything.")
+    cells.until(cell.text)
+    notebook.manager.interrupt_kernel()
+    cells.until(lambda: cell.ended)
+    assert cell.error is not None
+    assert cell.error[0] == "KeyboardInterrupt"
+    assert "clear_output" not in cell.kinds
+    assert healthz(port) == 200

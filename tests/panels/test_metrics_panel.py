@@ -1,0 +1,266 @@
+"""The metrics panel without a browser: what goes into a frame, what stays in Python."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import lmx_lab
+from lmx_lab.panels import code
+from lmx_lab.panels.metrics import CHARTS, FIELDS, MOST_POINTS, MetricsPanel, packed, window
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.wire.admin import Sample
+from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource
+
+NOON = 1_800_000_000.0
+DECODE = FIELDS.index("decode_tokens_per_second")
+BACKGROUNDS = ("#ffffff", "#f5f5f5", "#111111", "#212121")
+"""JupyterLab's, light and dark, behind outputs and behind headers."""
+
+
+def figures(at: float, **fields: float) -> Sample:
+    plain = dict.fromkeys(FIELDS, 0)
+    return Sample(at=at, **{**plain, **fields})
+
+
+def seconds(count: int, start: float = NOON, **fields: float) -> list[Sample]:
+    """Twice a second."""
+    return [figures(start + 0.5 * number, **fields) for number in range(count)]
+
+
+class Watched:
+    """A panel to which time passes as a test says."""
+
+    def __init__(self, workbench: Workbench, source: ScriptedSource) -> None:
+        self.panel = MetricsPanel(workbench)
+        self.reader = Reader(self.panel, workbench)
+        self._workbench = workbench
+        self._source = source
+
+    def take(self, samples: Sequence[Sample | None]) -> None:
+        async def pass_on() -> None:
+            for sample in samples:
+                if sample is not None:
+                    self._workbench.history.add_sample(sample)
+                self.panel.tick(self._source, sample)
+
+        self._workbench.submit(pass_on()).result(WAIT_S)
+
+    def ends_at(self, at: float) -> None:
+        self.reader.until(lambda panel: panel.end == at)
+
+    @property
+    def columns(self) -> list[tuple[float, ...]]:
+        return unpacked(self.panel.frame)
+
+
+@pytest.fixture
+def watched(workbench: Workbench, source: ScriptedSource) -> Watched:
+    return Watched(workbench, source)
+
+
+def unpacked(frame: bytes) -> list[tuple[float, ...]]:
+    numbers = struct.unpack(f"<{len(frame) // 4}f", frame)
+    size = len(numbers) // (len(FIELDS) + 1)
+    return [numbers[at : at + size] for at in range(0, len(numbers), size)]
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize("minutes", [1, 5, 15])
+def test_a_window_has_few_points_and_keeps_every_peak(minutes: int) -> None:
+    samples = seconds(1800)
+    peaks = {(number, float(number)) for number in range(1800 - 100 * minutes, 1800, 97)}
+    for number, value in peaks:
+        samples[number] = figures(samples[number].at, decode_tokens_per_second=value)
+    rows = window(samples, window_s=60 * minutes)
+    assert 100 < len(rows) <= MOST_POINTS
+    assert all(before[0] < after[0] for before, after in pairwise(rows))
+    assert rows[-1][0] - rows[0][0] == pytest.approx(60 * minutes, abs=3)
+    assert {value for _, value in peaks} <= {row[1 + DECODE] for row in rows}
+
+
+def test_points_keep_their_place_while_time_goes_on() -> None:
+    samples = [figures(NOON + 0.5 * number, decode_tokens_per_second=number % 7) for number in range(1900)]
+    before = {row[0]: row for row in window(samples[:1800], window_s=900)}
+    after = {row[0]: row for row in window(samples[:1807], window_s=900)}
+    # All but what left at one end and the point that was still being filled at the other.
+    assert len(before.items() & after.items()) >= len(before) - 5
+
+
+def test_a_time_without_samples_is_a_gap() -> None:
+    rows = window([*seconds(10, NOON), *seconds(10, NOON + 60)], window_s=300)
+    gaps = [row for row in rows if math.isnan(row[1])]
+    assert [math.isnan(value) for gap in gaps for value in gap[1:]] == [True] * len(FIELDS)
+    assert [gap[0] for gap in gaps] == [pytest.approx(NOON + 32.25)]
+
+
+def test_two_samples_of_one_moment_are_one() -> None:
+    rows = window([figures(NOON), figures(NOON), figures(NOON + 1), figures(NOON + 1)], window_s=60)
+    assert [row[0] for row in rows] == [NOON, NOON + 1]
+
+
+def test_after_the_clock_was_set_back_only_the_new_time_is_drawn() -> None:
+    rows = window([*seconds(10, NOON + 3600), *seconds(4, NOON)], window_s=60)
+    assert [row[0] for row in rows] == [NOON, NOON + 0.5, NOON + 1, NOON + 1.5]
+
+
+def test_nothing_is_a_window_too() -> None:
+    assert window([], window_s=60) == []
+    assert packed([], NOON) == b""
+
+
+def test_times_keep_their_precision() -> None:
+    samples = [figures(NOON + 0.001 * number, memory_total_gb=25.28) for number in range(0, 3000, 600)]
+    columns = unpacked(packed(window(samples, window_s=60), samples[-1].at))
+    assert columns[0] == pytest.approx([-2.4, -1.8, -1.2, -0.6, 0], abs=1e-5)
+    assert columns[-1] == pytest.approx([25.28] * 5, abs=1e-5)
+
+
+# The panel
+
+
+def test_a_frame_has_the_window_and_the_figures_of_now(watched: Watched) -> None:
+    watched.take([figures(NOON + number, decode_tokens_per_second=number) for number in range(10)])
+    watched.ends_at(NOON + 9)
+    assert watched.columns[0] == tuple(range(-9, 1))
+    assert watched.columns[1 + DECODE] == tuple(range(10))
+    assert watched.panel.now[DECODE] == 9
+    assert len(watched.panel.now) == sum(len(chart["names"]) for chart in watched.panel.charts)
+
+
+def test_a_panel_that_is_made_late_shows_what_was_before(workbench: Workbench, source: ScriptedSource) -> None:
+    for sample in seconds(20, active_requests=3):
+        workbench.history.add_sample(sample)
+    panel = MetricsPanel(workbench)
+    assert panel.end == NOON + 9.5
+    assert len(unpacked(panel.frame)[0]) == 20
+
+
+def test_a_thousand_updates_leave_a_small_widget(watched: Watched) -> None:
+    samples = [figures(NOON + 0.9 * number, **dict.fromkeys(FIELDS, number % 11)) for number in range(1000)]
+    watched.reader.ask("change", minutes=15)
+    watched.take(samples)
+    watched.ends_at(samples[-1].at)
+    state: dict[str, Any] = watched.panel.get_state(drop_defaults=False)
+    assert len(bytes(state.pop("frame"))) <= 4 * MOST_POINTS * (len(FIELDS) + 1)
+    del state["_esm"], state["_css"]
+    assert len(json.dumps(state, default=str)) < 4000
+    # 1,000 updates in a moment are hardly more than one message.
+    assert len([name for name, _ in watched.reader.frames if name == "frame"]) < 10
+
+
+def test_a_paused_view_stands_still_while_samples_are_taken(watched: Watched) -> None:
+    watched.take(seconds(10))
+    watched.ends_at(NOON + 4.5)
+    watched.reader.ask("change", paused=True)
+    watched.take(seconds(20, NOON + 5, decode_tokens_per_second=5))
+    watched.reader.ask("change", minutes=5)
+    watched.reader.until(lambda panel: (panel.paused, panel.minutes) == (True, 5))
+    assert (watched.panel.end, watched.panel.now[DECODE]) == (NOON + 4.5, 0)
+    assert len(watched.panel.samples) == 30
+    watched.reader.ask("change", paused=False)
+    watched.ends_at(NOON + 14.5)
+    assert (watched.panel.minutes, watched.panel.now[DECODE]) == (5, 5)
+
+
+def test_a_server_that_stopped_has_no_figures_and_comes_back_after_a_gap(
+    watched: Watched, source: ScriptedSource
+) -> None:
+    watched.take(seconds(4))
+    watched.ends_at(NOON + 1.5)
+    source.is_now(state="stopped", note="run the launch cell again")
+    watched.take([None])
+    watched.reader.until(lambda panel: panel.now == [] and panel.server["state"] == "stopped")
+    source.is_now(state="running", note="")
+    watched.take(seconds(4, NOON + 30))
+    watched.ends_at(NOON + 31.5)
+    assert [math.isnan(value) for value in watched.columns[1]] == [False] * 4 + [True] + [False] * 4
+    assert len(watched.panel.now) == len(FIELDS)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"minutes": 0}, {"minutes": 2}, {"minutes": "5"}, {"minutes": True}, {"minutes": []}, {"paused": 1}]
+)
+def test_an_impossible_view_is_refused(watched: Watched, fields: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="invalid-request"):
+        watched.reader.ask("change", **fields)
+    assert (watched.panel.minutes, watched.panel.paused) == (1, False)
+
+
+def test_the_data_frame_has_times_and_units(watched: Watched) -> None:
+    watched.take(seconds(3, memory_active_gb=1.5))
+    frame = watched.panel.df
+    assert list(frame.columns) == ["time", *FIELDS]
+    assert frame["time"][1] == pd.Timestamp("2027-01-15 08:00:00.5", tz="UTC")
+    assert frame["memory_active_gb"].tolist() == [1.5] * 3
+    assert set(FIELDS) == set(Sample.model_fields) - {"type", "at"}
+
+
+def test_without_samples_the_data_frame_is_empty(watched: Watched) -> None:
+    frame = watched.panel.df
+    assert (len(frame), str(frame["time"].dtype)[:10]) == (0, "datetime64")
+
+
+def test_without_pandas_it_is_said_what_to_install(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install"):
+        _ = watched.panel.df
+
+
+def test_the_panel_does_not_import_pandas() -> None:
+    program = "import sys, lmx_lab.panels.metrics; sys.exit('pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_the_snapshot_has_the_figures_and_no_script(watched: Watched) -> None:
+    assert "none yet" in watched.panel.snapshot_html()
+    watched.take([*seconds(3, decode_tokens_per_second=71.25), figures(NOON + 2, memory_total_gb=25.28)])
+    text = watched.panel.snapshot_html()
+    for part in ("Writing: decode", "71.2 tokens/s", "0.0 tokens/s", "Memory: total", "25.28 GB", "in 4 samples"):
+        assert part in text
+    assert "<script" not in text
+    assert " id=" not in text
+
+
+def test_a_chart_has_a_field_for_each_name() -> None:
+    assert all(len(chart.names) == len(chart.fields) >= chart.lines for chart in CHARTS)
+
+
+@pytest.mark.parametrize("background", BACKGROUNDS)
+def test_lines_can_be_told_from_every_background(background: str) -> None:
+    marks = dict(re.findall(r"\.mark(\d) \{[^}]*\bcolor: (#\w{6})", code.source("metrics.css")))
+    assert len(marks) == max(chart.lines for chart in CHARTS)
+    for color in marks.values():
+        light, dark = sorted((luminance(color), luminance(background)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3
+
+
+def luminance(color: str) -> float:
+    """WCAG 2.2, relative luminance."""
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_a_real_lab_is_seen_working(lab: lmx_lab.Lab, real_workbench: Workbench) -> None:
+    lab.load("tiny")
+    panel = MetricsPanel(real_workbench)
+    reader = Reader(panel, real_workbench)
+    reader.until(lambda panel: panel.now)
+    lab.chat("Count.", max_tokens=200, ignore_eos=True)
+    reader.until(lambda panel: any(sample.decode_tokens_per_second > 0 for sample in panel.samples))
+    assert panel.df["decode_tokens_per_second"].max() > 0
+    reader.until(lambda panel: max(unpacked(panel.frame)[1 + DECODE]) > 0)
+    assert panel.now[FIELDS.index("memory_total_gb")] > 0

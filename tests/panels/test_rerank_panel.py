@@ -1,0 +1,348 @@
+"""The rerank panel without a browser: forms as people fill them, rows as strangers write them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import NotLoadedError
+from lmx_lab.lab.inprocess import InProcess
+from lmx_lab.panels.rerank import (
+    LONGEST_SHOWN,
+    MOST_CHARACTERS,
+    MOST_TSV_CHARACTERS,
+    PAGE_ROWS,
+    SHOWN_CHARACTERS,
+    RerankPanel,
+    Rows,
+    bars,
+    documents_in,
+    shown,
+)
+from lmx_lab.panels.source import Ranked
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.settings import Settings
+from lmx_lab.wire.embeddings import INPUT_LIMIT
+from tests.encoders.models import write_tiny_bert
+from tests.panels.standins import Reader, Refused, ScriptedSource
+
+PAIR = "Bread is baked.\nSea water is salty."
+RANKED = Ranked(order=((1, 0.75), (0, -0.25)), model="minilm", method="cosine", took_ms=12.4)
+
+
+@pytest.fixture
+def reader(workbench: Workbench) -> Reader:
+    return Reader(RerankPanel(workbench), workbench)
+
+
+def rows(*documents: str, scores: list[float] | None = None, order: list[int] | None = None) -> Rows:
+    """In this order, whose first document is the best."""
+    indices = order or list(range(len(documents)))
+    values = scores or [1 - number / 10 for number in range(len(documents))]
+    return Rows(
+        query="q", order=list(zip(indices, values, strict=True)), documents=documents, model="m", method="cosine"
+    )
+
+
+def table_of(result: Rows, workbench: Workbench) -> Reader:
+    return Reader(RerankPanel(workbench, result=result), workbench)
+
+
+def column(reader: Reader, at: int) -> list[Any]:
+    return [row["cells"][at] for row in reader.panel.table["rows"]]
+
+
+# Ranking
+
+
+def test_documents_are_ranked_and_shown_the_best_first(reader: Reader, source: ScriptedSource) -> None:
+    assert reader.ask("rank", query="How salty?", documents=PAIR, top_n=2) is None
+    reader.until(lambda panel: panel.busy)
+    reader.give(source.rankings, RANKED)
+    reader.until(lambda panel: not panel.busy and panel.table)
+    assert source.asked == [("rerank", ("How salty?", PAIR.split("\n"), 2))]
+    table = reader.panel.table
+    assert [row["cells"] for row in table["rows"]] == [
+        [1, "0.7500", "Sea water is salty.", 1, "▲1"],
+        [2, "-0.2500", "Bread is baked.", 0, "▼1"],
+    ]
+    assert [row["words"] for row in table["rows"]] == ["up 1", "down 1"]
+    assert table["caption"] == "2 documents by cosine, minilm in 12 ms: How salty?"
+    assert reader.panel.asked == {"query": "How salty?", "documents": PAIR}
+
+
+def test_what_fails_is_said_and_the_table_stays(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("rank", query="q", documents=PAIR)
+    reader.give(source.rankings, RANKED)
+    reader.until(lambda panel: not panel.busy and panel.table)
+    for error, words in ((NotLoadedError("load a reranker first"), "load a reranker"), (ValueError("x"), "a bug")):
+        reader.ask("rank", query="q", documents=PAIR)
+        reader.give(source.rankings, error)
+        reader.until(lambda panel, words=words: words in panel.problem and not panel.busy)
+        assert len(reader.panel.table["rows"]) == 2
+    reader.ask("rank", query="q", documents=PAIR)
+    reader.until(lambda panel: panel.busy and not panel.problem)
+
+
+def test_a_ranking_can_be_cancelled(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("rank", query="q", documents=PAIR)
+    reader.until(lambda panel: panel.busy)
+    reader.ask("cancel")
+    reader.until(lambda panel: not panel.busy and "Cancelled" in panel.problem)
+    reader.ask("cancel")
+    reader.ask("rank", query="q", documents=PAIR)
+    reader.give(source.rankings, RANKED)
+    reader.until(lambda panel: panel.table and not panel.problem)
+
+
+def test_a_second_ranking_has_to_wait(reader: Reader) -> None:
+    reader.ask("rank", query="q", documents=PAIR)
+    with pytest.raises(Refused, match="model-busy"):
+        reader.ask("rank", query="q", documents=PAIR)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"query": " "}, "query"),
+        ({"query": None}, "query"),
+        ({"query": "x" * 10_001}, "10000"),
+        ({"documents": ""}, "no documents"),
+        ({"documents": " \n \r\n"}, "no documents"),
+        ({"documents": None}, "no documents"),
+        ({"documents": "[]"}, "no list of texts"),
+        ({"documents": "[1, 2]"}, "no list of texts"),
+        ({"documents": '{"a": "b"}'}, "no list of texts"),
+        ({"documents": '["a", null]'}, "no list of texts"),
+        ({"documents": '["a", "b]'}, "brackets"),
+        ({"documents": "[" * 100_000 + "]"}, "brackets"),
+        ({"documents": "x" * (MOST_CHARACTERS + 1)}, "2,000,000"),
+        ({"documents": "x\n" * (INPUT_LIMIT + 1)}, "16,384"),
+        ({"top_n": 0}, "top_n"),
+        ({"top_n": 1.5}, "whole"),
+        ({"top_n": "3"}, "top_n"),
+        ({"top_n": True}, "top_n"),
+        ({"top_n": INPUT_LIMIT + 1}, "top_n"),
+    ],
+)
+def test_what_cannot_be_ranked_is_refused_with_a_reason(
+    reader: Reader, source: ScriptedSource, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(Refused) as refused:
+        reader.ask("rank", **{"query": "q", "documents": PAIR, **fields})
+    assert refused.value.code == "invalid-request"
+    assert words in refused.value.message
+    assert len(refused.value.message) < 300
+    assert not source.asked
+    assert not reader.panel.busy
+
+
+@pytest.mark.parametrize(
+    ("text", "documents"),
+    [
+        ("a\r\n\n  b \rc", ["a", "  b ", "c"]),
+        ("a\x0bb\u2028c", ["a\x0bb\u2028c"]),
+        ('["a\\nb", {"text": "c", "id": 1}]', ["a\nb", "c"]),
+        ("[1] a footnote\n[2] another", ["[1] a footnote", "[2] another"]),
+        ("x" * 1_000_000, ["x" * 1_000_000]),
+        ("a\n" * INPUT_LIMIT, ["a"] * INPUT_LIMIT),
+    ],
+)
+def test_documents_are_lines_or_a_list(text: str, documents: list[str]) -> None:
+    assert documents_in(text) == documents
+
+
+def test_half_a_character_does_no_harm(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("rank", query="\ud800", documents="a\udc00\nb")
+    reader.give(source.rankings, RANKED)
+    reader.until(lambda panel: panel.table)
+    json.dumps([reader.panel.table, reader.panel.asked], ensure_ascii=False).encode()
+    reader.ask("tsv").encode()
+
+
+# The table
+
+
+def test_a_result_is_a_table_of_its_own_which_the_server_does_not_touch(
+    workbench: Workbench, source: ScriptedSource
+) -> None:
+    reader = table_of(rows("a", "b", "c", order=[2, 1, 0]), workbench)
+    source.is_now(state="stopped", note="run the launch cell again")
+    reader.ask("sort", column="index")
+    reader.until(lambda panel: column(reader, 3) == [0, 1, 2])
+    assert (reader.panel.form, reader.panel.server) == (False, {})
+    assert [row["words"] for row in reader.panel.table["rows"]] == ["down 2", "unchanged", "up 2"]
+    assert reader.panel.table["caption"] == "3 documents by cosine, m: q"
+
+
+@pytest.mark.parametrize(
+    ("by", "first", "again"),
+    [
+        ("score", [1, 2, 3, 4], [4, 3, 2, 1]),
+        ("document", [3, 1, 2, 4], [4, 2, 1, 3]),
+        ("index", [2, 4, 3, 1], [1, 3, 4, 2]),
+        ("change", [1, 3, 2, 4], [4, 2, 3, 1]),
+    ],
+)
+def test_every_column_sorts_both_ways(workbench: Workbench, by: str, first: list[int], again: list[int]) -> None:
+    reader = table_of(rows("b", "C", "a", "d", order=[3, 0, 2, 1]), workbench)
+    for ranks in (first, again, first):
+        reader.ask("sort", column=by)
+        reader.until(lambda panel, ranks=ranks: panel.table["sort"] == by and column(reader, 0) == ranks)
+    assert reader.panel.table["down"] == (by in {"score", "change"})
+    reader.ask("sort", column="rank")
+    reader.until(lambda panel: column(reader, 0) == [1, 2, 3, 4])
+    reader.ask("sort", column="rank")
+    reader.until(lambda panel: column(reader, 0) == [4, 3, 2, 1])
+
+
+def test_ten_thousand_long_documents_are_a_page_in_the_widget(workbench: Workbench) -> None:
+    random.seed(6)
+    count = 10_000
+    order = random.sample(range(count), count)
+    reader = table_of(rows(*[f"{number} " + "x" * 5000 for number in order], order=order), workbench)
+    pages = -(-count // PAGE_ROWS)
+    for asked, page in ((pages - 1, pages - 1), (pages, pages - 1), (INPUT_LIMIT, pages - 1), (-1, 0)):
+        reader.ask("page", page=asked)
+        reader.until(lambda panel, page=page: panel.table["page"] == page)
+    reader.ask("sort", column="index")
+    reader.until(lambda panel: column(reader, 3) == list(range(PAGE_ROWS)))
+    reader.ask("page", page=1)
+    reader.until(lambda panel: panel.table["range"] == "101 to 200 of 10,000")
+    assert len(json.dumps(reader.panel.table)) < 60_000
+    assert len(reader.panel.snapshot_html()) < 20_000
+
+
+@pytest.mark.parametrize(
+    "asked", [{"do": "page", "page": "2"}, {"do": "page", "page": -2}, {"do": "sort", "column": "x"}, {"do": "sort"}]
+)
+def test_what_a_table_cannot_show_is_refused(workbench: Workbench, asked: dict[str, Any]) -> None:
+    reader = table_of(rows("a"), workbench)
+    with pytest.raises(Refused, match="invalid-request"):
+        reader.ask(asked.pop("do"), **asked)
+
+
+@pytest.mark.parametrize("what", ["sort", "page", "document", "tsv"])
+def test_without_a_result_there_is_nothing_to_show(reader: Reader, what: str) -> None:
+    with pytest.raises(Refused, match="no result yet"):
+        reader.ask(what, column="rank")
+
+
+def test_a_long_document_is_clipped_until_it_is_asked_for(workbench: Workbench) -> None:
+    long, huge = "a" * 1000, "b" * (2 * LONGEST_SHOWN)
+    reader = table_of(rows(long, huge, "short"), workbench)
+    assert [len(text) for text in column(reader, 2)] == [SHOWN_CHARACTERS, SHOWN_CHARACTERS, 5]
+    assert [row["more"] for row in reader.panel.table["rows"]] == [True, True, False]
+    assert reader.ask("document", rank=1) == long
+    assert len(reader.ask("document", rank=2)) == LONGEST_SHOWN
+    for rank in (0, 4, "1"):
+        with pytest.raises(Refused, match="rank"):
+            reader.ask("document", rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ("<script>alert(1)</script>", "<script>alert(1)</script>"),
+        ("\u202edrawkcab", "\\u202edrawkcab"),
+        ("\x1b[2J\x00", "\\x1b[2J\\x00"),
+        ("a\ud83d", "a\\ud83d"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        (
+            "\U0001f468\u200d\U0001f469 \u0646\u200c\u0645 a\u00a0b",
+            "\U0001f468\u200d\U0001f469 \u0646\u200c\u0645 a\u00a0b",
+        ),
+    ],
+)
+def test_what_a_page_would_obey_is_shown_instead(document: str, text: str) -> None:
+    assert shown(document, 100) == text
+
+
+@pytest.mark.parametrize(
+    ("scores", "lengths"),
+    [
+        ([0.9, 0.5, 0.0], [0.9, 0.5, 0.0]),
+        ([0.6, 0.0, -0.2], [0.667, 0.167, 0.0]),
+        ([8.0, -2.0, -12.0], [1.0, 0.5, 0.0]),
+        ([-3.0, -5.0, -11.0], [1.0, 0.75, 0.0]),
+        ([9.0, 3.0], [1.0, 0.333]),
+        ([0.0, 0.0], [0.0, 0.0]),
+        ([float("nan"), 2.0, float("inf")], [0.0, 1.0, 0.0]),
+    ],
+)
+def test_a_longer_bar_is_a_better_score(scores: list[float], lengths: list[float]) -> None:
+    assert list(map(bars(scores), scores)) == lengths
+
+
+def test_scores_that_are_no_numbers_can_be_sorted_and_sent(workbench: Workbench) -> None:
+    reader = table_of(rows("a", "b", "c", scores=[float("inf"), float("nan"), 1.0]), workbench)
+    reader.ask("sort", column="score")
+    reader.until(lambda panel: panel.table["sort"] == "score")
+    assert column(reader, 1) == ["inf", "1.0000", "nan"]
+    json.dumps(reader.panel.table, allow_nan=False)
+
+
+def test_a_table_is_copied_as_it_is_sorted(workbench: Workbench) -> None:
+    reader = table_of(rows("b\tc\nd\\n", "a\r\x00", order=[1, 0], scores=[0.5, -1e-7]), workbench)
+    assert reader.ask("tsv").split("\n") == [
+        "rank\tscore\tdocument\tindex\tchange",
+        "1\t0.5\tb\\tc\\nd\\\\n\t1\t1",
+        "2\t-1e-07\ta\\r\\x00\t0\t-1",
+    ]
+    reader.ask("sort", column="document")
+    assert [line[0] for line in reader.ask("tsv").split("\n")] == ["r", "2", "1"]
+
+
+@pytest.mark.parametrize("document", ['=WEBSERVICE("x")', "+1", "-1", "@x", ' =HYPERLINK("x")', "\uff1d1"])
+def test_no_spreadsheet_computes_a_document(workbench: Workbench, document: str) -> None:
+    assert table_of(rows(document), workbench).ask("tsv").split("\t")[6] == "'" + document
+
+
+def test_more_than_a_clipboard_should_hold_is_refused(workbench: Workbench) -> None:
+    reader = table_of(rows("x" * (MOST_TSV_CHARACTERS + 1)), workbench)
+    with pytest.raises(Refused, match="df has them all"):
+        reader.ask("tsv")
+
+
+def test_the_snapshot_shows_documents_as_text(workbench: Workbench) -> None:
+    result = replace(rows("<script>x</script>", "&amp;"), query="<img src=x>")
+    text = RerankPanel(workbench, result=result).snapshot_html()
+    assert "&lt;script&gt;x" in text
+    assert "&amp;amp;" in text
+    assert "<script" not in text
+    assert "<img" not in text
+    assert "no result" in RerankPanel(workbench).snapshot_html()
+
+
+# A real lab
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+    home = tmp_path_factory.mktemp("bert-home")
+    write_tiny_bert(home / "models" / "tiny-bert")
+    with lmx_lab.Lab(Settings(home=home, port=0), loop="thread") as lab:
+        lab.load("tiny-bert")
+        yield lab
+
+
+def test_a_real_lab_ranks_as_its_own_verb_does(bert: lmx_lab.Lab) -> None:
+    workbench = Workbench(InProcess(bert))
+    try:
+        reader = Reader(RerankPanel(workbench), workbench)
+        reader.ask("rank", query="How salty is the sea?", documents=PAIR + "\n<b>salt</b>")
+        reader.until(lambda panel: panel.table or panel.problem)
+        expected = bert.rerank("How salty is the sea?", [*PAIR.split("\n"), "<b>salt</b>"])
+        assert column(reader, 2) == [row.document for row in expected]
+        assert column(reader, 1) == [f"{row.score:.4f}" for row in expected]
+        bert.unload()
+        reader.ask("rank", query="q", documents=PAIR)
+        reader.until(lambda panel: "load" in panel.problem.lower())
+    finally:
+        workbench.rest()
