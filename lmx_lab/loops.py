@@ -153,12 +153,14 @@ class LoopThread:
 def run_nested(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> T:
     """Run the coroutine to its end on this thread's loop although that loop runs already; the rest of it goes on.
 
-    For blocking verbs in a kernel. An interrupt cancels the coroutine, waits until it has ended and then raises
+    For blocking verbs in a kernel; in a thread beside the loop's, the coroutine is handed over and awaited. An interrupt cancels the coroutine, waits until it has ended and then raises
     ``KeyboardInterrupt``; a second one does not wait.
 
     Raises:
-        HostingError: a loop that cannot be nested (uvloop), or that runs on another thread.
+        HostingError: a loop that cannot be nested (uvloop).
     """
+    if loop.is_running() and asyncio._get_running_loop() is None:
+        return _run_across(loop, coro)
     problem = _unnestable(loop)
     if problem:
         coro.close()
@@ -171,6 +173,14 @@ def run_nested(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) ->
         task = loop.create_task(coro)
         interrupts.aim(lambda: loop.call_soon_threadsafe(task.cancel))
         return loop.run_until_complete(task)
+
+
+def _run_across(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> T:
+    with _Interrupts() as interrupts:
+        call = _Call(loop, coro)
+        interrupts.aim(call.cancel)
+        _settled(call.future, None)
+    return call.future.result()
 
 
 def _unnestable(loop: asyncio.AbstractEventLoop) -> str | None:

@@ -194,7 +194,8 @@ class Questions:
     """Keeps ``%lmx ask ... ?`` from IPython, which takes a question mark at the end of a line for a wish for help."""
 
     def __call__(self, lines: list[str]) -> list[str]:
-        return [self._kept(line) for line in lines]
+        # Below a cell magic is its text, which is not ours.
+        return lines if lines and lines[0].startswith("%%") else [self._kept(line) for line in lines]
 
     def _kept(self, line: str) -> str:
         text = line.rstrip()

@@ -55,7 +55,8 @@ TABLE = {
     "replies": Row("engine wire"),
     "rankings": Row("engine", "pandas"),
     # jupyter_core: where Jupyter servers write down their address.
-    "lab": Row(EVERYTHING, "psutil pydantic rich jupyter_core"),
+    # ipywidgets: for the type of what panel() returns.
+    "lab": Row(EVERYTHING, "ipywidgets psutil pydantic rich jupyter_core"),
     "magics": Row("errors lab", "IPython"),
     "cli": Row(EVERYTHING, "typer rich"),
     "doctor": Row(EVERYTHING, "mlx psutil"),

@@ -567,9 +567,22 @@ def test_a_nested_error_is_the_callers():
     """) == ["ValueError"]
 
 
-def test_a_loop_of_another_thread_cannot_be_nested(thread):
+def test_work_for_a_loop_of_another_thread_is_handed_over(thread):
+    assert run_nested(thread.loop, asyncio.sleep(0, "slept")) == "slept"
+    with pytest.raises(ValueError, match="no"):
+        run_nested(thread.loop, failing())
+
+
+async def failing():
+    raise ValueError("no")
+
+
+def test_a_loop_of_another_thread_cannot_be_nested_in_a_running_one(thread):
+    async def nest():
+        return run_nested(thread.loop, asyncio.sleep(0))
+
     with pytest.raises(HostingError, match="another thread"):
-        run_nested(thread.loop, asyncio.sleep(0))
+        asyncio.run(nest())
 
 
 def test_uvloop_cannot_be_nested():

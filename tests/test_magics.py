@@ -77,6 +77,7 @@ def test_no_other_cell_is(shell: InteractiveShell, cell: str) -> None:
 
 def test_a_question_in_a_line_is_no_wish_for_help(shell: InteractiveShell) -> None:
     assert "'ask Who\\'s \"there\"?'" in shell.transform_cell('x = 1\n%lmx ask Who\'s "there"?\n')
+    assert "%lmx ask why?" in shell.transform_cell("%%writefile notes\n%lmx ask why?\n")
     for wish in ("%lmx?", "%%lmx?", "ask?"):
         assert "pinfo" in shell.transform_cell(wish)
 

@@ -65,7 +65,10 @@ export default panel("Models", ({ model, root, watch }) => {
   // No form: JupyterLab lets none be submitted by Enter.
   const input = h("input", {
     class: "grow", "aria-label": "model to load", placeholder: "id, path, or name on the hub", spellcheck: false,
-    onkeydown: (event) => event.key === "Enter" && submit(),
+    // In braces: a handler that returned false would keep every other key from the field.
+    onkeydown: ({ key }) => {
+      if (key === "Enter") submit();
+    },
   });
   const go = h("button", { onclick: submit }, "Load");
   const refresh = () => ask(model, "refresh").catch(fail);

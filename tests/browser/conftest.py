@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from lmx_lab.weights import ModelEntry
-from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, JupyterLab, Tab, machine_only
+from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, WAIT_MS, JupyterLab, Tab, machine_only
 from tests.encoders.models import write_tiny_bert
 from tests.tiny import write_tiny_llama
 
@@ -22,6 +22,7 @@ SLEEP = "time.sleep(3)"
 def browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
+    expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield browser

@@ -5,6 +5,7 @@ from __future__ import annotations
 from playwright.sync_api import Locator, expect
 
 from tests.browser.jupyterlab import Tab
+from tests.browser.test_chat_panel import LONG, ask
 
 
 def row(tab: Tab, model: str) -> Locator:
@@ -57,11 +58,11 @@ def test_what_does_not_exist_is_an_error_that_can_be_dismissed(panels: Tab) -> N
     expect(strip).to_be_hidden()
 
 
-def test_loading_while_an_answer_streams_ends_the_answer_and_loads(panels: Tab) -> None:
-    chat = panels.panel("Chat")
-    chat.get_by_label("message").fill("hello")
-    chat.get_by_role("button", name="Send").click()
-    expect(chat.get_by_role("button", name="Stop")).to_be_visible()
+def test_a_load_waits_for_the_answer_that_streams_and_says_so(panels: Tab) -> None:
+    chat = ask(panels, "Tell me a story.", max_tokens=LONG)
+    panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer begins")
     button(panels, "Load tiny-two").click()
+    expect(panels.panel("Models")).to_contain_text("waiting for running answers (1)")
+    chat.get_by_role("button", name="Stop").click()
     expect(row(panels, "tiny-two")).to_contain_text("loaded")
-    expect(chat.get_by_role("button", name="Send")).to_be_visible()
+    expect(chat.locator(".assistant").last).to_contain_text("stopped")

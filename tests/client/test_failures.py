@@ -53,7 +53,7 @@ def test_what_is_no_error_of_ours_names_the_address_and_what_came(body: bytes) -
     assert all(part in str(error) for part in ("http://h", "404", "text/html"))
 
 
-@pytest.mark.parametrize(("status", "hint"), [(302, "login"), (403, "login"), (502, "behind it"), (200, "address")])
+@pytest.mark.parametrize(("status", "hint"), [(302, "login"), (403, "login"), (500, "behind it"), (200, "address")])
 def test_what_stands_in_front_of_a_server_is_guessed(status: int, hint: str) -> None:
     assert hint in str(refusal(answer(b"<html>", status, "text/html")))
 

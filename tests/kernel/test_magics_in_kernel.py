@@ -16,7 +16,7 @@ from tests.kernel.test_lab_in_kernel import healthz
 if TYPE_CHECKING:
     from tests.kernel.conftest import Notebook
 
-LAUNCH = "import lmx_lab; lab = lmx_lab.launch('tiny', port=0); print(lab.mode, lab.port)"
+LAUNCH = "lab = lmx_lab.launch('tiny', port=0); print(lab.mode, lab.port)"
 WAIT_S = 30
 
 
@@ -36,6 +36,7 @@ def notebook(tiny_home: Path) -> Iterator[Notebook]:
 @pytest.fixture(scope="module")
 def port(notebook: Notebook) -> int:
     """Of a lab on the kernel's loop, from the first test on that asks for it."""
+    notebook.run("import lmx_lab.lab")
     mode, port = notebook.run(LAUNCH).split()
     assert mode == "kernel"
     return int(port)
@@ -158,6 +159,12 @@ def test_an_offloaded_cell_may_ask_its_own_server_and_wait(port: int, cells: Cel
         "%%offload\nimport urllib.request\nwith urllib.request.urlopen(lab.url + '/healthz') as a: s = a.status\ns"
     )
     assert cell.value == {"text/plain": "200"}
+
+
+def test_the_verbs_work_in_an_offloaded_cell(port: int, cells: Cells) -> None:
+    cell = cells.run("%%offload\nlab.load('tiny')\nlab.chat('hi', max_tokens=4).usage.completion_tokens")
+    assert cell.error is None
+    assert cell.value == {"text/plain": "4"}
 
 
 def test_an_offloaded_cell_is_like_any_other(cells: Cells) -> None:
