@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from tests.tiny import write_tiny_llama
 
 LAUNCH = "import lmx_lab, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"
 SLEEP = "time.sleep(3)"
+PICTURES = Path(__file__).parent.parent.parent / "build" / "browser"
 
 
 # Of the package, not of the session: while it lives an event loop runs in this thread, and other tests want their own.
@@ -77,6 +78,18 @@ def another_tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab])
     for each in tabs[1:]:
         each.close()
     del tabs[1:]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A picture of what was on the screen when a test failed."""
+    report = yield
+    tabs: list[Tab] = getattr(item, "funcargs", {}).get("tabs", [])
+    if report.failed and report.when == "call":
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        for number, tab in enumerate(tabs):
+            tab.page.screenshot(path=PICTURES / f"{item.name}-{number}.png")
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator
 CHROMIUM = Path("/usr/bin/chromium")
 # No name leads anywhere but to this machine: routes see no WebSockets.
 ARGUMENTS = ("--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
-WAIT_MS = 30_000
+WAIT_MS = 10_000
 START_S = 60
 VIEWPORT = {"width": 1280, "height": 1600}
 FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")

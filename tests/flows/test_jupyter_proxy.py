@@ -19,8 +19,9 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from lmx_lab import links
+from lmx_lab.errors import UnreachableError
 from lmx_lab.hosting import bind
-from lmx_lab.lab import Lab
+from lmx_lab.lab import Lab, attach
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 
 BASE = "/user/somebody/"
@@ -238,3 +239,15 @@ def test_pages_of_others_stay_refused_and_cannot_read_the_refusal(kernel_port: i
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin-forbidden")
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_lab_behind_jupyter_is_attached_with_its_token(jupyter: Jupyter, lab: Lab) -> None:
+    url = f"{jupyter.url}proxy/{lab.port}/"
+    with attach(url, api_key=TOKEN) as far:
+        assert far.chat("hi", max_tokens=5, temperature=0).text == lab.chat("hi", max_tokens=5, temperature=0).text
+        assert [record.loaded for record in far.models()] == [True]
+    with pytest.raises(UnreachableError, match="login"):
+        attach(url)
+    for nothing in (f"{jupyter.url}proxy/1/", jupyter.url):
+        with pytest.raises(UnreachableError):
+            attach(nothing, api_key=TOKEN)

@@ -245,10 +245,11 @@ def test_a_lab_is_a_context_and_awaitable(notebook: Notebook) -> None:
 
 def test_the_last_value_of_a_cell_shows_addresses_mode_and_model(lab: Notebook) -> None:
     lab.start("lab")
-    (bundle,) = lab.read().shown
-    for look in (bundle["text/plain"], bundle["text/html"]):
+    widget, snapshot = lab.read().shown
+    assert "application/vnd.jupyter.widget-view+json" in widget
+    for look in (widget["text/plain"], snapshot["text/html"]):
         assert all(part in look for part in (f"http://127.0.0.1:{lab.port}", "running on", "tiny ("))
-    assert "<script" not in bundle["text/html"]
+    assert "<script" not in snapshot["text/html"]
 
 
 def test_openai_works_in_the_cell_or_from_a_thread(lab: Notebook) -> None:

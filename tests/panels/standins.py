@@ -144,8 +144,12 @@ class Reader:
 
     def give(self, values: asyncio.Queue[Any], *given: Any) -> None:
         """Let a scripted lab go on."""
-        for value in given:
-            self._workbench.submit(values.put(value)).result(WAIT_S)
+
+        async def put() -> None:
+            for value in given:
+                await values.put(value)
+
+        self._workbench.submit(put()).result(WAIT_S)
 
     def _hear(self, content: Any, *_rest: Any) -> None:
         self._replies[content["id"]].put(content)
