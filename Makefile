@@ -10,7 +10,7 @@ PARITY := build/parity
 PARITY_STAMP := $(PARITY)/installed
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test check parity bench screenshots lock clean
+.PHONY: setup lab demo test check parity panels bench screenshots lock clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,10 @@ $(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
 	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt hatchling editables
 	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt -c constraints-parity.txt --editable '.[dev,parity]'
 	touch $(PARITY_STAMP)
+
+# What a widget carries, from the plain files beside it.
+panels: setup
+	$(BIN)/python -m lmx_lab.panels.build
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)

@@ -48,8 +48,9 @@ TABLE = {
     "daemon": Row("errors settings feed guard wire client", "fastapi starlette mcp"),
     # loops: panels think on a thread of their own, which a busy cell does not delay. What they show they are given as a
     # ``Source``, so they need no client.
-    # links: which frontend shows them. IPython: a panel is two outputs, for notebooks without a kernel.
-    "panels": Row("errors links loops wire", "anywidget ipywidgets IPython traitlets pandas"),
+    # links: which frontend shows them. IPython: a panel is two outputs, for notebooks without a kernel. minify: of
+    # developers, for what widgets carry.
+    "panels": Row("errors links loops wire", "anywidget ipywidgets IPython traitlets pandas minify"),
     "bench": Row("errors wire client engine", "pandas"),
     "progress": Row("", "rich IPython"),
     "replies": Row("engine wire"),

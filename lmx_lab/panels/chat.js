@@ -33,7 +33,8 @@ export default panel("Chat", ({ model, root, watch }) => {
   };
   const forgotten = h("p", { class: "dim" });
   const list = h("div");
-  const log = h("div", { class: "scroll log", role: "log", "aria-label": "transcript", tabIndex: 0 }, forgotten, list);
+  // So that arrows scroll, and do not go to another cell.
+  const log = h("div", { class: "scroll log", role: "log", "aria-label": "transcript", tabIndex: 0, "data-lm-suppress-shortcuts": "" }, forgotten, list);
   const show = keyed(list, turn);
 
   const box = h("textarea", {

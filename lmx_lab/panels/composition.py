@@ -16,7 +16,7 @@ from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.panels.workbench import Workbench
 
-PANELS: dict[str, Callable[[Workbench], Panel]] = {
+PANELS: dict[str, type[Panel]] = {
     "models": ModelsPanel,
     "metrics": MetricsPanel,
     "chat": ChatPanel,

@@ -62,7 +62,7 @@ export default panel("Models", ({ model, root, watch }) => {
     const text = input.value.trim();
     if (text && (await load(text))) input.value = "";
   };
-  // No form: JupyterLab lets none be submitted by Enter.
+  // No form: JupyterLab keeps Enter from submitting one in a cell.
   const input = h("input", {
     class: "grow", "aria-label": "model to load", placeholder: "id, path, or name on the hub", spellcheck: false,
     // In braces: a handler that returned false would keep every other key from the field.
@@ -76,7 +76,7 @@ export default panel("Models", ({ model, root, watch }) => {
   const list = h("details", { open: !get("compact"), ontoggle: () => list.open && refresh() },
     h("summary", { hidden: !get("compact") }, "models"),
     h("div", { class: "row pick" }, input, go, h("button", { onclick: refresh }, "Refresh")),
-    h("div", { class: "scroll", tabIndex: 0 },
+    h("div", { class: "scroll", tabIndex: 0, "data-lm-suppress-shortcuts": "" },
       h("table", {}, caption,
         h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)));
 

@@ -12,6 +12,11 @@ const h = (tag, props = {}, ...children) => {
     if (key === "class" || key === "role" || key.includes("-")) node.setAttribute(key, value);
     else node[key] = value;
   }
+  if (tag === "textarea") {
+    // In cells JupyterLab takes Shift+Enter for "run", and keeps Enter from making new lines, once for each key.
+    node.dataset.lmSuppressShortcuts = "";
+    node.addEventListener("beforeinput", (event) => event.stopImmediatePropagation());
+  }
   node.append(...children.filter((child) => child !== null));
   return node;
 };
@@ -46,15 +51,15 @@ const session = Math.random().toString(36).slice(2);
 
 /**
  * The way to Python and back. Silence for a second means that the kernel is busy where its messages wait behind the
- * cell (VS Code): then `fallback`, a route of the server, is asked directly (with direct.js).
+ * cell (VS Code): then `fallback`, a route of the server, is asked directly (with direct.js). Longer silence is an error.
  * @returns {Promise<any>} The result; rejects with an Error that has the message for people.
  */
 const ask = (model, what, fields = {}, fallback = null) =>
   new Promise((resolve, reject) => {
     const id = session + asked++;
-    let patience;
+    const timers = [setTimeout(() => end(reject, new Error("The kernel has not answered: it is busy, or gone.")), 8000)];
     const end = (settle, value) => {
-      clearTimeout(patience);
+      timers.forEach(clearTimeout);
       model.off("msg:custom", heard);
       settle(value);
     };
@@ -65,7 +70,7 @@ const ask = (model, what, fields = {}, fallback = null) =>
     model.on("msg:custom", heard);
     model.send({ id, do: what, ...fields });
     if (fallback)
-      patience = setTimeout(() => direct(model, fallback).then((value) => end(resolve, value), () => 0), 1000);
+      timers.push(setTimeout(() => direct(model, fallback).then((value) => end(resolve, value), () => 0), 1000));
   });
 
 /**

@@ -44,13 +44,13 @@ export default panel("Rerank", ({ model, root, watch }) => {
   root.append(form, strip, h("div", { class: "row" }, caption, copy), table, pager);
 
   const showRow = ({ cells, words, bar, more }) => {
-    const [rank, score, document, index, arrow] = cells;
-    const text = h("span", {}, document);
+    const [rank, score, start, index, arrow] = cells;
+    const text = h("span", {}, start);
     const button = h("button", {
       class: "quiet", hidden: !more, "aria-expanded": false,
       onclick: async () => {
-        const open = text.textContent === document;
-        text.textContent = (open && (await act("document", { rank }))) || document;
+        const open = text.textContent === start;
+        text.textContent = (open && (await act("document", { rank }))) || start;
         button.textContent = open ? "less" : "more";
         button.setAttribute("aria-expanded", open);
       },
@@ -64,7 +64,9 @@ export default panel("Rerank", ({ model, root, watch }) => {
     const { rows = [], sort, down, pages, range: words } = get("table");
     heads.forEach((head, at) =>
       head.setAttribute("aria-sort", COLUMNS[at] !== sort ? "none" : down ? "descending" : "ascending"));
+    const held = body.contains(document.activeElement);
     body.replaceChildren(...rows.map(showRow));
+    if (held) table.focus();
     table.hidden = copy.hidden = !rows.length;
     pager.hidden = !(pages > 1);
     range.textContent = words;

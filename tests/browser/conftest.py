@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, expect, sync_playwright
 
 from lmx_lab.weights import ModelEntry
 from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, WAIT_MS, JupyterLab, Tab, machine_only
@@ -88,7 +89,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed and report.when == "call":
         PICTURES.mkdir(parents=True, exist_ok=True)
         for number, tab in enumerate(tabs):
-            tab.page.screenshot(path=PICTURES / f"{item.name}-{number}.png")
+            with contextlib.suppress(Error):
+                tab.page.screenshot(path=PICTURES / f"{item.name}-{number}.png")
     return report
 
 

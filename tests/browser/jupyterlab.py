@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator
 CHROMIUM = Path("/usr/bin/chromium")
 # No name leads anywhere but to this machine: routes see no WebSockets.
 ARGUMENTS = ("--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
-WAIT_MS = 10_000
+WAIT_MS = 8_000
 START_S = 60
 VIEWPORT = {"width": 1280, "height": 1600}
 FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")
@@ -37,11 +37,13 @@ SETTINGS = {
     # A question about closing a kernel would wait for ever.
     "docmanager-extension/plugin": {"autosave": False},
 }
-OPEN = """async ([path, mode]) => {
+OPEN = """async ([path, wanted]) => {
     const app = window.jupyterapp;
     await app.restored;
-    const panel = await app.commands.execute("docmanager:open", {path, factory: "Notebook", options: {mode}});
+    const without = wanted ? {} : {kernelPreference: {shouldStart: false, canStart: false}};
+    const panel = await app.commands.execute("docmanager:open", {path, factory: "Notebook", ...without});
     await panel.context.ready;
+    if (!wanted) return;
     await panel.sessionContext.ready;
     await panel.revealed;
     const kernel = panel.sessionContext.session?.kernel;
@@ -182,9 +184,9 @@ class Tab:
 
     # Notebooks
 
-    def open(self, name: str) -> None:
+    def open(self, name: str, *, kernel: bool = True) -> None:
         """Show a notebook of the folder, with its kernel (a running one if another tab has it)."""
-        self.page.evaluate(OPEN, [name, "tab-after"])
+        self.page.evaluate(OPEN, [name, kernel])
 
     def run(self, index: int) -> Locator:
         """Run a cell to its end, which must not fail; returns its outputs."""

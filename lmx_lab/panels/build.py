@@ -1,0 +1,25 @@
+"""``make panels``: writes the modules of ``built/``. Needs ``tdewolff-minify``, which only developers have."""
+
+from __future__ import annotations
+
+import minify
+
+from lmx_lab.panels import code
+from lmx_lab.panels.composition import PANELS
+
+
+def built(*names: str) -> str:
+    """The panel's module, small: without comments and space, and with short names for what is local."""
+    small: str = minify.string("application/javascript", code.own(*names))
+    return small.rstrip() + "\n"
+
+
+def main() -> None:
+    for panel in PANELS.values():
+        target = code.FOLDER / "built" / panel.SCRIPTS[-1]
+        target.write_text(built(*panel.SCRIPTS), encoding="utf-8")
+        print(target.name, target.stat().st_size)
+
+
+if __name__ == "__main__":
+    main()

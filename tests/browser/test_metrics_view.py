@@ -1,0 +1,110 @@
+"""The metrics panel's module on a bare page, which a test scrolls and resizes as it likes: when it draws, and what."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page
+
+from lmx_lab.panels import code
+from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, packed, window
+from lmx_lab.wire.admin import Sample
+
+NOON = 1_800_000_000.0
+LINE = "31,131,214"
+"""The first line's colour, in metrics.css."""
+PAGE = """<!doctype html><meta charset=utf-8><style>{css}</style>
+<div id=above style="height: 5000px"></div><div id=view style="width: 1000px"></div>"""
+# What a widget's front end gives to render(): traits, and who listens to them. Buffers may begin at any byte.
+RENDER = """async ([code, state, frame]) => {
+    const module = await import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
+    const bytes = Uint8Array.from(atob(frame), (each) => each.charCodeAt(0));
+    const shifted = new Uint8Array(bytes.length + 3);
+    shifted.set(bytes, 3);
+    window.state = {...state, frame: new DataView(shifted.buffer, 3, bytes.length)};
+    window.listeners = new Map();
+    const model = {
+        get: (name) => window.state[name],
+        on: (names, f) => names.split(" ").forEach((name) =>
+            listeners.set(name, [...(listeners.get(name) ?? []), f])),
+        off: (names, f) => names.split(" ").forEach((name) =>
+            listeners.set(name, listeners.get(name).filter((each) => each !== f))),
+        send() {},
+    };
+    window.leave = module.default.render({model, el: document.getElementById("view")});
+}"""
+# By column of the first chart: whether the line goes through it.
+COLUMNS = f"""(canvas) => {{
+    const {{width, height}} = canvas;
+    const {{data}} = canvas.getContext("2d").getImageData(0, 0, width, height);
+    return Array.from({{length: width}}, (_, x) => Array.from({{length: height}}, (_, y) => 4 * (y * width + x))
+        .some((at) => data.slice(at, at + 3).join() === "{LINE}"));
+}}"""
+NEXT_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """The panel far below what is seen; twenty seconds of the minute have no samples."""
+    samples = [
+        Sample(at=NOON + number / 2, **{**dict.fromkeys(FIELDS, 0), "decode_tokens_per_second": 50})
+        for number in range(121)
+        if not 40 < number < 80
+    ]
+    frame = packed(window(samples, window_s=60), samples[-1].at)
+    state = {
+        "charts": [chart.shown() for chart in CHARTS],
+        **{"minutes": 1, "paused": False, "now": [1] * len(FIELDS), "end": samples[-1].at},
+        "server": {"state": "running", "place": "the kernel's loop", "note": ""},
+    }
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.set_content(PAGE.format(css=code.styles(*MetricsPanel.STYLES)))
+    page.evaluate(RENDER, [code.script(*MetricsPanel.SCRIPTS), state, b64encode(frame).decode()])
+    yield page
+    page.close()
+    assert not errors
+
+
+def see(page: Page) -> Locator:
+    page.evaluate("document.getElementById('above').remove()")
+    canvas = page.locator("canvas").first
+    page.wait_for_function(f"() => ({COLUMNS})(document.querySelector('canvas')).includes(true)")
+    return canvas
+
+
+def test_out_of_sight_nothing_is_drawn_until_it_is_seen(page: Page) -> None:
+    canvas = page.locator("canvas").first
+    page.evaluate("listeners.get('change:frame').forEach((f) => f())")
+    page.evaluate(NEXT_FRAMES)
+    assert not any(canvas.evaluate(COLUMNS))
+    see(page)
+
+
+def test_a_gap_is_no_line(page: Page) -> None:
+    drawn: list[bool] = see(page).evaluate(COLUMNS)
+    first, last = drawn.index(True), len(drawn) - drawn[::-1].index(True)
+    width = last - first
+    gap = drawn[first + int(0.38 * width) : first + int(0.62 * width)]
+    assert gap
+    assert not any(gap)
+    assert all(drawn[first : first + int(0.3 * width)])
+    assert all(drawn[first + int(0.7 * width) : last])
+
+
+def test_a_chart_follows_the_width(page: Page) -> None:
+    canvas = see(page)
+    wide = canvas.evaluate("canvas => canvas.width")
+    page.evaluate("document.getElementById('view').style.width = '400px'")
+    page.wait_for_function(f"document.querySelector('canvas').width !== {wide}")
+    assert page.evaluate("document.getElementById('view').scrollWidth") == 400
+
+
+def test_a_view_that_closes_leaves_nothing(page: Page) -> None:
+    see(page)
+    page.evaluate("leave()")
+    assert page.evaluate("[...listeners.values()].flat().length") == 0
+    assert page.locator("canvas").count() == 0

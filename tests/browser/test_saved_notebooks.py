@@ -1,0 +1,96 @@
+"""Notebooks as they are saved: their size, and what they show without a kernel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.conftest import LAUNCH
+from tests.browser.jupyterlab import JupyterLab, Tab, updates
+from tests.browser.test_traffic import names
+
+MOST_BYTES = 300_000
+UPDATES = 1000
+NAME = "saved.ipynb"
+# The clock a hundred times as fast, and no pause between two messages.
+FASTER = "import lmx_lab.panels.workbench as w, lmx_lab.panels.panel as p\nw.TICK_S, p.FRAME_S = 0.004, 0"
+SLOWER = "w.TICK_S, p.FRAME_S = 0.5, 0.3"
+NOT_FOUND = "widget model not found"
+WITHOUT_KERNEL = "reading 'kernel'"
+
+
+@pytest.fixture(scope="module")
+def saved(tab: Tab, jupyterlab: JupyterLab) -> str:
+    """A saved notebook with panels and a lab in it, whose kernel has ended; returns the address of the lab."""
+    jupyterlab.write(NAME, [LAUNCH.format(loop="thread"), "lab", "lab.panel()", "lab.panel('rerank')"])
+    tab.open(NAME)
+    for cell in range(4):
+        tab.run(cell)
+    url = tab.kernel("print(lab.url)")
+    expect(tab.panel("Models")).to_have_count(2)
+    tab.save()
+    tab.close_notebook()
+    return url
+
+
+@pytest.fixture
+def closing(tab: Tab) -> Iterator[None]:
+    yield
+    tab.close_notebook()
+
+
+def test_a_thousand_updates_do_not_grow_the_notebook(panels: Tab, jupyterlab: JupyterLab) -> None:
+    (metrics,) = [comm for comm, name in names(panels).items() if name == "metrics"]
+    expect(panels.panel("Metrics").locator("canvas").first).to_be_visible()
+    # Not drawn: a browser cannot do that as often.
+    panels.command("notebook:hide-all-cell-outputs")
+    seen = len(panels.messages)
+    panels.kernel(FASTER)
+    try:
+        panels.wait(lambda: updates(panels.messages[seen:])[metrics] >= UPDATES, f"there are {UPDATES} updates")
+    finally:
+        panels.kernel(SLOWER)
+        panels.command("notebook:show-all-cell-outputs")
+    panels.command("@jupyter-widgets/jupyterlab-manager:saveWidgetState")
+    panels.save()
+    text = (jupyterlab.folder / "panels.ipynb").read_text(encoding="utf-8")
+    states = json.loads(text)["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
+    assert metrics in states
+    assert len(text) < MOST_BYTES
+
+
+def test_without_a_kernel_the_snapshot_is_shown(tab: Tab, saved: str, closing: None) -> None:
+    tab.open(NAME, kernel=False)
+    expect(tab.outputs(1)).to_contain_text(saved)
+    expect(tab.outputs(2)).to_contain_text("tiny-two")
+    expect(tab.outputs(2)).to_contain_text("Metrics")
+    expect(tab.outputs(3)).to_contain_text("Rerank: no result yet")
+    for cell in (1, 2, 3):
+        expect(tab.outputs(cell).get_by_text("Loading widget")).to_be_hidden()
+    tab.forgive(WITHOUT_KERNEL)
+
+
+def test_with_a_new_kernel_the_snapshot_is_shown_until_the_cell_runs_again(tab: Tab, saved: str, closing: None) -> None:
+    tab.open(NAME)
+    expect(tab.outputs(1)).to_contain_text(saved)
+    expect(tab.outputs(1).get_by_text(saved)).to_be_visible()
+    expect(tab.outputs(1).get_by_text("model not found")).to_be_hidden()
+    tab.forgive(NOT_FOUND)
+    tab.run(0)
+    tab.run(1)
+    expect(tab.panel("Models").first).to_be_visible()
+    expect(tab.outputs(1).locator(".lmx-snapshot")).to_be_hidden()
+
+
+def test_converted_to_html_the_snapshot_is_shown_once(saved: str, jupyterlab: JupyterLab) -> None:
+    command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "html", "--stdout", jupyterlab.folder / NAME]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.count(saved) == 2, "in the outputs of two cells"
+    assert "tiny-two" in done.stdout
+    assert "Rerank: no result yet" in done.stdout
+    assert "widget-view+json" not in done.stdout

@@ -1,0 +1,39 @@
+"""What goes over the wire: how much code, how often, and nothing to anywhere else (which every test here looks at)."""
+
+from __future__ import annotations
+
+from playwright.sync_api import expect
+
+from tests.browser.jupyterlab import Tab, updates
+from tests.browser.test_chat_panel import LONG, ask
+from tests.browser.test_models_panel import button
+
+MOST_CODE_BYTES = 70 * 1024
+MOST_A_SECOND = 4
+
+
+def names(tab: Tab) -> dict[str, str]:
+    """The panels by the ids of their comms."""
+    printed = tab.kernel("print(*(f'{panel.comm.comm_id}={name}' for name, panel in lab.workbench.panels.items()))")
+    return dict(pair.split("=") for pair in printed.split())
+
+
+def test_the_code_of_all_panels_together_stays_small(panels: Tab) -> None:
+    code = int(panels.kernel("print(sum(len(panel._esm.encode()) for panel in lab.workbench.panels.values()))"))
+    assert set(names(panels).values()) >= {"models", "metrics", "chat", "rerank"}
+    assert 30_000 < code <= MOST_CODE_BYTES
+
+
+def test_no_panel_sends_more_than_four_messages_a_second(panels: Tab) -> None:
+    with panels.watched() as messages:
+        chat = ask(panels, "Tell me a story.", max_tokens=LONG)
+        button(panels, "Load tiny-two").click()
+        panels.page.wait_for_timeout(3000)
+        chat.get_by_role("button", name="Stop").click()
+        expect(chat.get_by_role("button", name="Send")).to_be_visible()
+    seconds = messages[-1][0] - messages[0][0]
+    counted = {name: updates(messages)[comm] for comm, name in names(panels).items()}
+    assert counted["chat"] >= 2
+    assert counted["metrics"] >= 2
+    # One more for the frame that was due when the measurement began.
+    assert {name: count for name, count in counted.items() if count > MOST_A_SECOND * seconds + 1} == {}
