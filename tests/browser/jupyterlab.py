@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator
 CHROMIUM = Path("/usr/bin/chromium")
 # No name leads anywhere but to this machine: routes see no WebSockets.
 ARGUMENTS = ("--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
-WAIT_MS = 8_000
+WAIT_MS = 20_000
 START_S = 60
 VIEWPORT = {"width": 1280, "height": 1600}
 FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")
@@ -34,6 +34,8 @@ BENIGN: tuple[str, ...] = ()
 SETTINGS = {
     # Neither news nor versions are asked for anywhere else.
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
+    # All cells are rendered, also those that a test has not scrolled to.
+    "notebook-extension/tracker": {"windowingMode": "none"},
     # A question about closing a kernel would wait for ever.
     "docmanager-extension/plugin": {"autosave": False},
 }

@@ -6,7 +6,7 @@ from playwright.sync_api import expect
 
 from tests.browser.jupyterlab import Tab, updates
 from tests.browser.test_chat_panel import LONG, ask
-from tests.browser.test_models_panel import button
+from tests.browser.test_models_panel import button, row
 
 MOST_CODE_BYTES = 70 * 1024
 MOST_A_SECOND = 4
@@ -31,6 +31,7 @@ def test_no_panel_sends_more_than_four_messages_a_second(panels: Tab) -> None:
         panels.page.wait_for_timeout(3000)
         chat.get_by_role("button", name="Stop").click()
         expect(chat.get_by_role("button", name="Send")).to_be_visible()
+        expect(row(panels, "tiny-two")).to_contain_text("loaded")
     seconds = messages[-1][0] - messages[0][0]
     counted = {name: updates(messages)[comm] for comm, name in names(panels).items()}
     assert counted["chat"] >= 2
