@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 HOME = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
 MODELS = ("smollm2-135m", "minilm-l6")
 WAIT_MS = 120_000
-MOST_BYTES = 150_000
+MOST_BYTES = 200_000
 WINDOW = {"viewport": {"width": 1180, "height": 1500}, "device_scale_factor": 1.5}
 CELLS = (
     "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread')",
