@@ -39,8 +39,9 @@ class GuardPolicy:
     """Accepted origins beside the server's own, ``scheme://host[:port]``."""
     webviews: bool = False
     """Whether VS Code's webviews are accepted: their origins are drawn by lot, and no web site can have one."""
-    passes_on: Callable[[tuple[str, int]], bool] | None = None
-    """Whether this peer has asked its caller who he is, and passes his Host on as it came; asked last."""
+    passes_on: Callable[[tuple[str, int], tuple[str, int]], bool] | None = None
+    """Whether the peer of this connection (its end, and ours) has asked its caller who he is, and passes his Host on as
+    it came; asked last."""
     key: str | None = field(default=None, repr=False)
     open_paths: frozenset[str] = OPEN_PATHS
     """Paths that need no key."""
@@ -58,7 +59,7 @@ def local_policy(
     hosts: Iterable[str] = (),
     origins: Iterable[str] = (),
     webviews: bool = False,
-    passes_on: Callable[[tuple[str, int]], bool] | None = None,
+    passes_on: Callable[[tuple[str, int], tuple[str, int]], bool] | None = None,
     key: str | None = None,
 ) -> GuardPolicy:
     """Loopback on this port, and what the operator adds: hosts as ``name`` (any port) or ``name:port``, and origins.
@@ -156,8 +157,10 @@ def allows_origin(origin: str, policy: GuardPolicy) -> bool:
 
 
 def _is_passed_on(scope: Scope, policy: GuardPolicy) -> bool:
-    peer = scope.get("client")
-    return policy.passes_on is not None and peer is not None and policy.passes_on(tuple(peer))
+    peer, here = scope.get("client"), scope.get("server")
+    if policy.passes_on is None or not peer or not here:
+        return False
+    return policy.passes_on(tuple(peer), tuple(here))
 
 
 def _is_own(origin: str, host: str, policy: GuardPolicy) -> bool:

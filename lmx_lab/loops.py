@@ -18,6 +18,8 @@ from lmx_lab.errors import HostingError
 
 T = TypeVar("T")
 
+BEGIN_S = 5.0
+"""How long work for a loop that another thread runs may wait for its first step."""
 CANCEL_S = 2.0
 """How long cancelled work may take to end before nobody waits for it any more."""
 
@@ -29,6 +31,8 @@ class _Call(Generic[T]):
         self._loop = loop
         self._coro = coro
         self._task: asyncio.Task[T] | None = None
+        self.begun = threading.Event()
+        """Set, or the work was cancelled before its first step."""
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self.future.add_done_callback(lambda future: self.cancel() if future.cancelled() else None)
         loop.call_soon_threadsafe(self._start)
@@ -39,6 +43,7 @@ class _Call(Generic[T]):
             self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task else None)
 
     def _start(self) -> None:
+        self.begun.set()
         self._task = self._loop.create_task(self._guarded())
         self._task.add_done_callback(self._finish)
 
@@ -153,11 +158,12 @@ class LoopThread:
 def run_nested(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> T:
     """Run the coroutine to its end on this thread's loop although that loop runs already; the rest of it goes on.
 
-    For blocking verbs in a kernel; in a thread beside the loop's, the coroutine is handed over and awaited. An interrupt cancels the coroutine, waits until it has ended and then raises
-    ``KeyboardInterrupt``; a second one does not wait.
+    For blocking verbs in a kernel; on another thread than the loop's, the coroutine is handed over and awaited. An
+    interrupt cancels the coroutine, waits until it has ended and then raises ``KeyboardInterrupt``; a second one does
+    not wait.
 
     Raises:
-        HostingError: a loop that cannot be nested (uvloop).
+        HostingError: a loop that cannot be nested (uvloop), or another thread's that does not come round.
     """
     if loop.is_running() and asyncio._get_running_loop() is None:
         return _run_across(loop, coro)
@@ -179,6 +185,14 @@ def _run_across(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -
     with _Interrupts() as interrupts:
         call = _Call(loop, coro)
         interrupts.aim(call.cancel)
+        # A cell that waits for this very thread keeps the loop from ever coming round.
+        if not call.begun.wait(BEGIN_S):
+            call.cancel()
+            raise HostingError(
+                f"the server's loop has not come round for {BEGIN_S:g} s, so this thread's work was given up: a cell "
+                "keeps the loop busy, perhaps by waiting for this thread; put the cell under %%offload, or launch with "
+                "loop='thread'"
+            )
         _settled(call.future, None)
     return call.future.result()
 

@@ -193,12 +193,15 @@ def test_configured_origins_match_what_browsers_send():
     assert policy.origins == {"https://app.example", "chrome-extension://abc"}
 
 
+HERE = ("127.0.0.1", 8400)
+
+
 def behind(*peers):
-    return local_policy(8400, hosts=["mybox"], passes_on=lambda peer: peer in peers)
+    return local_policy(8400, hosts=["mybox"], passes_on=lambda peer, here: peer in peers and here == HERE)
 
 
 def from_peer(port, host="hub.example", **more):
-    return {**scope(host, **more), "client": ("127.0.0.1", port)}
+    return {**scope(host, **more), "client": ("127.0.0.1", port), "server": HERE}
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
@@ -214,7 +217,8 @@ def test_who_passes_requests_on_may_name_any_host_and_its_own_pages(kind):
 
 def test_the_same_host_from_anybody_else_is_refused():
     policy = behind(("127.0.0.1", 5000))
-    for request in (from_peer(5001), scope("hub.example"), {**scope("hub.example"), "client": None}):
+    elsewhere = {**from_peer(5000), "server": ("127.0.0.1", 8401)}
+    for request in (from_peer(5001), elsewhere, scope("hub.example"), {**scope("hub.example"), "client": None}):
         with pytest.raises(HostForbiddenError):
             check(request, policy)
 
@@ -227,7 +231,7 @@ def test_who_passes_requests_on_must_name_one_host_all_the_same(host):
 
 def test_who_passes_requests_on_is_looked_for_only_when_nothing_else_lets_pass():
     asked = []
-    policy = local_policy(8400, hosts=["mybox"], passes_on=asked.append)
+    policy = local_policy(8400, hosts=["mybox"], passes_on=lambda *ends: asked.append(ends))
     check(from_peer(5000, "localhost:8400"), policy)
     check(from_peer(5000, "mybox:1"), policy)
     assert asked == []

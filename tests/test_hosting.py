@@ -573,6 +573,27 @@ def test_work_for_a_loop_of_another_thread_is_handed_over(thread):
         run_nested(thread.loop, failing())
 
 
+def test_work_for_a_loop_that_its_thread_keeps_busy_is_given_up(thread, monkeypatch):
+    monkeypatch.setattr("lmx_lab.loops.BEGIN_S", 0.05)
+    release, busy, ran = threading.Event(), threading.Event(), []
+
+    async def keep_busy():
+        busy.set()
+        release.wait(20)
+
+    async def work():
+        ran.append("ran")
+
+    kept = thread.submit(keep_busy())
+    busy.wait(20)
+    with pytest.raises(HostingError, match="%%offload"):
+        run_nested(thread.loop, work())
+    release.set()
+    kept.result(20)
+    thread.run(asyncio.sleep(0))
+    assert ran == []
+
+
 async def failing():
     raise ValueError("no")
 

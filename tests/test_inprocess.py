@@ -13,6 +13,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError, NotLoadedError
+from lmx_lab.lab import launching
 from lmx_lab.lab.inprocess import InProcess
 from lmx_lab.lab.lag import LoopLag
 from lmx_lab.panels.source import ChatPiece
@@ -153,16 +154,31 @@ def test_the_next_lab_is_shown_where_the_last_one_was(tiny_home: Path) -> None:
 # --- loads from two loops
 
 
-async def test_two_loops_may_ask_for_the_same_model(on_this_loop: lmx_lab.Lab) -> None:
-    lab = on_this_loop
-    asked = lab.workbench.submit(lab.workbench.source.load("tiny-two"))
-    here = await asyncio.gather(lab.aload("tiny-two"), return_exceptions=True)
-    there = await asyncio.gather(asyncio.wrap_future(asked), return_exceptions=True)
-    answers = [*here, *there]
-    # Who comes second waits for the engine's turn, or is told that it is under way.
-    assert all(not isinstance(answer, Exception) or isinstance(answer, ModelBusyError) for answer in answers)
-    assert any(not isinstance(answer, Exception) for answer in answers)
-    assert lab.engine.snapshot.model == "tiny-two"
+async def test_who_asks_for_a_model_that_another_loop_loads_waits_for_the_same_load(
+    on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, checking, go_on, seen = on_this_loop, threading.Event(), threading.Event(), []
+    check = lab.catalog.check
+
+    def slow_check(entry: ModelEntry) -> None:
+        seen.append(entry.id)
+        checking.set()
+        go_on.wait(WAIT_S)
+        check(entry)
+
+    monkeypatch.setattr(lab.catalog, "check", slow_check)
+    there = lab.workbench.submit(lab.workbench.source.load("tiny-two"))
+    await asyncio.to_thread(checking.wait, WAIT_S)
+    here = asyncio.create_task(lab.aload("tiny-two"))
+    given_up = asyncio.create_task(lab.aload("tiny-two"))
+    await asyncio.sleep(0.1)
+    given_up.cancel()
+    # It is in the engine's hands.
+    with pytest.raises(ModelBusyError, match="entering the engine"):
+        await lab.workbench.source.cancel_load("tiny-two")
+    go_on.set()
+    answers = [(await here).model, (await asyncio.wrap_future(there)).model]
+    assert (answers, seen, lab.engine.snapshot.model) == (["tiny-two"] * 2, ["tiny-two"], "tiny-two")
     with pytest.raises(InvalidRequestError, match="not being loaded"):
         await lab.workbench.source.cancel_load("tiny-two")
 
@@ -193,6 +209,73 @@ async def test_a_load_that_fetches_can_be_given_up(on_this_loop: lmx_lab.Lab, mo
     await until(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in seen))
     assert lab.engine.snapshot.model == "tiny"
     watching.cancel()
+
+
+def test_a_lab_that_was_replaced_leaves_the_panels_to_the_next_one(tiny_home: Path) -> None:
+    first = lmx_lab.launch("tiny", port=0, home=tiny_home)
+    with lmx_lab.launch(port=0, home=tiny_home, slots=2) as second:
+        workbench = second.workbench
+        first.stop()
+        # Its panels have gone; what it says is about itself.
+        assert (first.workbench is workbench, first.snapshot().server.state) == (False, "stopped")
+        seen = len(workbench.history.samples)
+        wait_until(lambda: len(workbench.history.samples) > seen)
+        assert second.snapshot().server.state == "running"
+
+
+def test_a_stopped_lab_that_was_asked_something_falls_asleep_again(
+    tiny_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
+    with lmx_lab.launch(port=0, home=tiny_home) as lab:
+        pass
+    with pytest.raises(HostingError, match="launch"):
+        lab.workbench.submit(lab.workbench.source.unload()).result(WAIT_S)
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"])
+
+
+def test_a_source_that_fails_once_does_not_stop_the_clock(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
+    with lmx_lab.launch(port=0, home=tiny_home) as lab:
+        sample, failed = lab.workbench.source.sample, threading.Event()
+
+        def fail_once() -> Any:
+            if not failed.is_set():
+                failed.set()
+                raise RuntimeError("no figures")
+            return sample()
+
+        monkeypatch.setattr(lab.workbench.source, "sample", fail_once)
+        assert failed.wait(WAIT_S)
+        seen = len(lab.workbench.history.samples)
+        wait_until(lambda: len(lab.workbench.history.samples) > seen)
+
+
+def test_a_launch_that_waits_for_another_one_gives_up(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.lab.launching.PATIENCE_S", 0.05)
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with launching._REGISTRY.lock:
+            held.set()
+            release.wait(WAIT_S)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    held.wait(WAIT_S)
+    try:
+        with pytest.raises(HostingError, match="another launch"):
+            lmx_lab.launch(port=0, home=tiny_home)
+    finally:
+        release.set()
+        other.join()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_in_process_is_a_source(tiny_home: Path) -> None:

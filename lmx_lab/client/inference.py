@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -13,7 +14,8 @@ from pydantic_core import PydanticSerializationError
 
 from lmx_lab.client.address import bearer, is_loopback, server_address
 from lmx_lab.client.events import Include, LabEvent, lab_event
-from lmx_lab.client.failures import Answer, error_in, in_plain_words, not_ours, refusal
+from lmx_lab.client.failures import CHECK, Answer, error_in, in_plain_words, not_ours, refusal
+from lmx_lab.client.limits import LONG_BYTES, SHORT_BYTES, chat_bytes, embeddings_bytes, rerank_bytes
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import ConnectionLostError, InvalidRequestError, UnreachableError
 from lmx_lab.wire.admin import LoadAnswer, LoadRequest, ModelRecords, NotReady, Ready, UnloadAnswer
@@ -24,12 +26,10 @@ from lmx_lab.wire.rerank import RerankBody, RerankResults
 Shape = TypeVar("Shape", bound=BaseModel)
 CONNECT_S = 5.0
 QUICK_S = 30.0
-"""For what computes nothing, and between two events, of which there is one a second."""
+"""For the whole of what computes nothing, and between two events, of which there is one a second."""
 # The server keeps an idle connection for 30 s: it must not close one that is just being used again.
 IDLE_S = 10.0
 CONNECTIONS = 256
-REFUSAL_BYTES = 100_000
-"""So much of an answer that is no success is read."""
 NAME = "x-lmx-lab"
 DONE = "[DONE]"
 
@@ -91,7 +91,8 @@ class AsyncLabClient:
 
     async def chat(self, body: ChatRequest) -> ChatCompletion:
         """A whole answer."""
-        return await self._post("/v1/chat/completions", body.model_copy(update={"stream": False}), ChatCompletion)
+        content = _json(body.model_copy(update={"stream": False}))
+        return await self._post("/v1/chat/completions", content, ChatCompletion, limit=chat_bytes(body))
 
     async def stream(self, body: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         """The same in chunks, as they are generated.
@@ -125,17 +126,31 @@ class AsyncLabClient:
 
     async def embed(self, body: EmbeddingsBody) -> EmbeddingList:
         """Vectors; ``as_array`` makes numbers of them, and ``encoding_format="base64"`` is quicker."""
-        return await self._post("/v1/embeddings", body, EmbeddingList)
+        return await self._post("/v1/embeddings", _json(body), EmbeddingList, limit=embeddings_bytes(body))
 
     async def rerank(self, body: RerankBody) -> RerankResults:
-        """Documents by relevance, the best first."""
-        return await self._post("/v1/rerank", body, RerankResults)
+        """Documents by relevance, the best first.
+
+        Raises:
+            UnreachableError: the answer is about documents that were not given, or names one twice.
+        """
+        content, given = _json(body), len(body.documents)
+        limit = rerank_bytes(given, sent=len(content))
+        answer = await self._post("/v1/rerank", content, RerankResults, limit=limit)
+        told = [item.index for item in answer.results]
+        if len(set(told)) < len(told) or not set(told) <= set(range(given)):
+            raise UnreachableError(
+                f"{self.url} was given {given} documents to rank, and its answer has one twice or another "
+                f"({str(told):.100}), unlike an LMX Lab server; {CHECK}"
+            )
+        return answer
 
     # Models
 
     async def models(self) -> ModelRecords:
         """What is on the server's disk, and which of it is loaded."""
-        return await self._get("/admin/models", ModelRecords)
+        response, text = await self._get("/admin/models", limit=LONG_BYTES)
+        return self._whole(response, text, ModelRecords)
 
     async def load(self, model: str) -> LoadAnswer:
         """Load a model in the place of what is loaded; returns when it is. Cancelling ends the waiting, not the load.
@@ -147,11 +162,11 @@ class AsyncLabClient:
         except ValidationError as exc:
             said = f"model is {model!r:.80}; give an id such as 'smollm2-135m', or a path on the server"
             raise InvalidRequestError(said, param="model") from exc
-        return await self._post("/admin/models/load", body, LoadAnswer)
+        return await self._post("/admin/models/load", _json(body), LoadAnswer)
 
     async def unload(self) -> UnloadAnswer:
         """Unload the model; with none loaded nothing happens."""
-        return await self._post("/admin/models/unload", None, UnloadAnswer)
+        return await self._post("/admin/models/unload", b"", UnloadAnswer)
 
     # The server
 
@@ -161,17 +176,15 @@ class AsyncLabClient:
         Raises:
             UnreachableError: nobody answers, or another program does.
         """
-        with in_plain_words(self.url):
-            response = await self._http.get("/healthz", timeout=self._quick)
+        response, text = await self._get("/healthz")
         if NAME not in response.headers:
-            raise not_ours(self._answer(response, response.content[:REFUSAL_BYTES]))
+            raise not_ours(self._answer(response, text))
         return response.headers[NAME]
 
     async def ready(self) -> Ready:
         """Whether a model answers; if none does, a ``NotReady`` with the reason. Needs no key."""
-        with in_plain_words(self.url):
-            response = await self._http.get("/readyz", timeout=self._quick)
-        return self._read(response, Ready if response.is_success else NotReady)
+        response, text = await self._get("/readyz")
+        return self._read(response, text, Ready if response.is_success else NotReady)
 
     async def events(self, include: Sequence[Include] = ()) -> AsyncGenerator[LabEvent, None]:
         """Live figures every second, and what ``include`` asks for; ends when the server stops.
@@ -188,28 +201,57 @@ class AsyncLabClient:
 
     # Requests
 
-    async def _get(self, path: str, shape: type[Shape]) -> Shape:
-        with in_plain_words(self.url):
-            response = await self._http.get(path, timeout=self._quick)
-        return self._whole(response, shape)
-
-    async def _post(self, path: str, body: BaseModel | None, shape: type[Shape]) -> Shape:
-        content = b"" if body is None else _json(body)
-        headers = {"content-type": "application/json"}
-        with in_plain_words(self.url):
-            response = await self._http.post(path, content=content, headers=headers)
-        return self._whole(response, shape)
-
-    def _whole(self, response: httpx2.Response, shape: type[Shape]) -> Shape:
-        if not response.is_success:
-            raise refusal(self._answer(response, response.content))
-        return self._read(response, shape)
-
-    def _read(self, response: httpx2.Response, shape: type[Shape]) -> Shape:
+    async def _get(self, path: str, *, limit: int = SHORT_BYTES) -> tuple[httpx2.Response, bytes]:
+        request = self._http.build_request("GET", path, timeout=self._quick)
         try:
-            return shape.model_validate_json(response.content)
+            # Also of all bytes together: one that says a little all the time is never silent.
+            async with asyncio.timeout(QUICK_S):
+                return await self._fetch(request, limit)
+        except TimeoutError as exc:
+            raise UnreachableError(f"{self.url} has not answered whole within {QUICK_S:g} s; {CHECK}") from exc
+
+    async def _post(self, path: str, content: bytes, shape: type[Shape], *, limit: int = SHORT_BYTES) -> Shape:
+        headers = {"content-type": "application/json"}
+        response, text = await self._fetch(
+            self._http.build_request("POST", path, content=content, headers=headers), limit
+        )
+        return self._whole(response, text, shape)
+
+    async def _fetch(self, request: httpx2.Request, limit: int) -> tuple[httpx2.Response, bytes]:
+        """An answer and its body, of which no more is read than a server of ours may send."""
+        with in_plain_words(self.url):
+            response = await self._http.send(request, stream=True)
+        try:
+            text = await self._start(response, limit if response.is_success else SHORT_BYTES)
+        finally:
+            await response.aclose()
+        if response.is_success and len(text) > limit:
+            raise UnreachableError(
+                f"{self.url} answered with more than {limit} bytes, which no answer to this request can have; {CHECK}"
+            )
+        return response, text
+
+    async def _start(self, response: httpx2.Response, limit: int) -> bytes:
+        """The body, or of a longer one a little more than the limit."""
+        body = bytearray()
+        with in_plain_words(self.url, begun=True):
+            async with aclosing(response.aiter_bytes()) as chunks:
+                async for chunk in chunks:
+                    body += chunk
+                    if len(body) > limit:
+                        break
+        return bytes(body)
+
+    def _whole(self, response: httpx2.Response, text: bytes, shape: type[Shape]) -> Shape:
+        if not response.is_success:
+            raise refusal(self._answer(response, text))
+        return self._read(response, text, shape)
+
+    def _read(self, response: httpx2.Response, text: bytes, shape: type[Shape]) -> Shape:
+        try:
+            return shape.model_validate_json(text)
         except ValidationError as exc:
-            raise refusal(self._answer(response, response.content)) from exc
+            raise refusal(self._answer(response, text)) from exc
 
     async def _events(
         self, method: str, path: str, *, content: bytes = b"", **options: Any
@@ -233,13 +275,7 @@ class AsyncLabClient:
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if response.is_success and kind == EVENT_STREAM:
             return
-        body = bytearray()
-        with in_plain_words(self.url, begun=True):
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > REFUSAL_BYTES:
-                    break
-        raise refusal(self._answer(response, bytes(body)))
+        raise refusal(self._answer(response, await self._start(response, SHORT_BYTES)))
 
     def _fed(self, decoder: EventDecoder, chunk: bytes) -> list[str | Remark]:
         try:

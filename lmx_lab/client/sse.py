@@ -51,7 +51,8 @@ class EventDecoder:
             return Remark(text=value.decode(errors="replace"))
         if name == b"data":
             self._data.append(value)
-            self._held += len(value)
+            # With its line's end: lines without anything in them add up, too.
+            self._held += len(value) + 1
         return None
 
     def _event(self) -> str | None:

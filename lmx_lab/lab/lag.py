@@ -28,6 +28,7 @@ class LoopLag:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat_at: float | None = None
+        self._stopped = False
         self._blocks: deque[Block] = deque(maxlen=100)
 
     def start(self) -> None:
@@ -37,13 +38,13 @@ class LoopLag:
 
     def stop(self) -> None:
         """End the heartbeat, with its next beat; from any thread. What was seen stays."""
-        self._beat_at = None
+        self._stopped = True
 
     @property
     def now_s(self) -> float:
         """How long the loop has been due."""
         beat_at = self._beat_at
-        return 0.0 if beat_at is None else max(0.0, time.monotonic() - beat_at - BEAT_S)
+        return 0.0 if beat_at is None or self._stopped else max(0.0, time.monotonic() - beat_at - BEAT_S)
 
     @property
     def worst(self) -> Block | None:
@@ -53,7 +54,7 @@ class LoopLag:
         return max(blocks, key=lambda block: block.seconds, default=None)
 
     def _beat(self) -> None:
-        if self._beat_at is None:
+        if self._stopped:
             return
         late_s = self.now_s
         if late_s > BLOCKED_S:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,8 @@ from lmx_lab.lab.modes import LoopChoice, choose_loop
 from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.running import Lab
 from lmx_lab.settings import PREFIX, Settings
+
+PATIENCE_S = 10.0
 
 
 def _registry() -> types.ModuleType:
@@ -64,10 +68,7 @@ def launch(
         raise InvalidRequestError(f"lan is {lan!r} and host {chosen.host!r}; leave one of them out", param="lan")
     explicit = is_explicit(port)
     name = None if model is None else model_name(model)
-    with _REGISTRY.lock:
-        if _REGISTRY.starting:
-            # The lock lets its own thread in, and a nested loop can run other cells' code on it.
-            raise HostingError("another launch() is under way on this loop; wait for it, then call launch() again")
+    with _turn():
         lab = current()
         if lab is None or not _fits(lab, chosen, loop, explicit=explicit):
             _REGISTRY.starting = True
@@ -79,6 +80,20 @@ def launch(
     if name is not None:
         lab.load(name)
     return lab
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """One launch at a time. One that is under way may need the very loop on which the next one would wait for it."""
+    if not _REGISTRY.lock.acquire(timeout=PATIENCE_S):
+        raise HostingError("another launch() is under way; wait for it, then call launch() again")
+    try:
+        if _REGISTRY.starting:
+            # The lock lets its own thread in, and a nested loop can run other cells' code on it.
+            raise HostingError("another launch() is under way on this loop; wait for it, then call launch() again")
+        yield
+    finally:
+        _REGISTRY.lock.release()
 
 
 def current() -> Lab | None:

@@ -21,13 +21,17 @@ class NotebookServer:
     url: str
     """As it says itself: with its base path; the machine's name where it listens everywhere."""
 
-    def owns(self, peer: tuple[str, int]) -> bool:
-        """Whether this end of a connection is the server's. A few milliseconds: for what is otherwise refused."""
+    def owns(self, peer: tuple[str, int], here: tuple[str, int]) -> bool:
+        """Whether the server is at the other end of this connection, between ``peer`` and ``here``.
+
+        A few milliseconds: for what is otherwise refused. Both ends count, since another process may have the same port
+        at its end of a connection to somebody else.
+        """
         try:
             connections = self.process.net_connections("tcp")
         except psutil.Error:
             return False
-        return any(connection.laddr == peer for connection in connections)
+        return any((connection.laddr, connection.raddr) == (peer, here) for connection in connections)
 
 
 def notebook_server() -> NotebookServer | None:

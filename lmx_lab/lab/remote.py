@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Self
@@ -17,6 +18,8 @@ from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta
 from lmx_lab.wire.generation import StreamOptions, Timings, Usage
 
 Parts = AsyncGenerator[ChatChunk | Remark, None]
+WATCH_S = 2.0
+"""So long a load waits for its watcher: a proxy may keep the events back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +151,8 @@ class RemoteLoad:
     async def _load(self, model: str) -> LoadReport:
         watching = asyncio.create_task(self._watch(), name="watch a load")
         try:
-            await self._watched.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._watched.wait(), WATCH_S)
             answer = await self._client.load(model)
         finally:
             watching.cancel()

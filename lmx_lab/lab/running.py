@@ -210,5 +210,4 @@ class Lab(Serving, Verbs, Showing):
 
     def _close(self) -> None:
         super()._close()
-        if self._workbench is not None:
-            self._workbench.rest()
+        self._rest()

@@ -27,6 +27,7 @@ class Showing(ABC):
     """Panels over a lab, in this process or elsewhere. They are made when they are first asked for."""
 
     _workbench: Workbench | None = None
+    _seen_as: Source | None = None
 
     @abstractmethod
     def _source(self) -> Source:
@@ -35,15 +36,28 @@ class Showing(ABC):
     @property
     def workbench(self) -> Workbench:
         """What the panels share."""
-        if self._workbench is None:
-            self._workbench = Workbench(self._source())
+        if self._workbench is None or not self._is_shown:
+            # Its panels have gone on to the next lab.
+            self._seen_as = self._source()
+            self._workbench = Workbench(self._seen_as)
         return self._workbench
+
+    @property
+    def _is_shown(self) -> bool:
+        """Whether its panels are still its own."""
+        return self._workbench is not None and self._workbench.source is self._seen_as
 
     def take_over(self, workbench: Workbench | None) -> Workbench:
         """Show this lab in the panels that another one has left, and begin to remember what happens."""
-        self._workbench = workbench or Workbench(self._source())
-        self._workbench.follow(self._source())
+        self._seen_as = self._source()
+        self._workbench = workbench or Workbench(self._seen_as)
+        self._workbench.follow(self._seen_as)
         return self._workbench
+
+    def _rest(self) -> None:
+        """End what the panels do, if they show this lab."""
+        if self._workbench is not None and self._is_shown:
+            self._workbench.rest()
 
     def panel(self, *names: str) -> ipywidgets.DOMWidget:
         """The panels, as one widget: ``models``, ``metrics``, ``chat`` and ``rerank``, or those that are named.
@@ -84,6 +98,7 @@ class Showing(ABC):
             InvalidRequestError: the path cannot be written.
         """
         from lmx_lab.lab.report import report_html, write_report
+
         history, sections = self.workbench.history, []
         if self.workbench.panels:
             from lmx_lab.panels.composition import shown_sections

@@ -123,7 +123,7 @@ class Panel(anywidget.AnyWidget):
     async def _answer(self, number: str, content: Mapping[str, Any]) -> None:
         what = content.get("do")
         try:
-            if what not in self.REQUESTS:
+            if not isinstance(what, str) or what not in self.REQUESTS:
                 raise InvalidRequestError(f"this panel cannot {what!r:.40}; it can {', '.join(sorted(self.REQUESTS))}")
             result = await getattr(self, f"do_{what}")(content)
         except LabError as exc:

@@ -114,31 +114,24 @@ class RerankPanel(Panel):
         kept = text if isinstance(text, str) and len(text) <= KEPT_CHARACTERS else ""
         self.show(busy=True, problem="", asked={"query": _sendable(query), "documents": _sendable(kept)})
         self._task = asyncio.create_task(self._rank(query, documents, top_n), name="rank a panel's documents")
+        self._task.add_done_callback(self._ended)
 
     async def _rank(self, query: str, documents: Sequence[str], top_n: int | None) -> None:
-        problem = ""
-        try:
-            ranked = await self.workbench.source.rerank(query, documents, top_n=top_n)
-            self._take(
-                Rows(
-                    query=query,
-                    order=ranked.order,
-                    documents=[documents[index] for index, _ in ranked.order],
-                    model=ranked.model,
-                    method=ranked.method,
-                    took_ms=ranked.took_ms,
-                )
+        ranked = await self.workbench.source.rerank(query, documents, top_n=top_n)
+        self._take(
+            Rows(
+                query=query,
+                order=ranked.order,
+                documents=[documents[index] for index, _ in ranked.order],
+                model=ranked.model,
+                method=ranked.method,
+                took_ms=ranked.took_ms,
             )
-        except asyncio.CancelledError:
-            problem = "Cancelled; the table is as it was."
-        except LabError as exc:
-            problem = exc.message
-        except Exception:
-            log.exception("a panel's ranking failed")
-            problem = "a bug in the panel; the kernel's log has the details"
-        finally:
-            self._task = None
-            self.show(busy=False, problem=problem)
+        )
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        self.show(busy=False, problem=_problem(task))
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Give the ranking up; nothing where there is none."""
@@ -215,13 +208,25 @@ class RerankPanel(Panel):
         }
 
     def snapshot_html(self) -> str:
-        if self._rows is None:
+        table = self.shown("table")
+        if not table:
             return "<p>Rerank: no result yet</p>"
         left = "style='text-align:left'"
         head = "".join(f"<th {left}>{name}</th>" for name in COLUMNS)
-        body = "".join(_snapshot_row(row) for row in self.table["rows"][:SNAPSHOT_ROWS])
-        caption = html.escape(self.table["caption"])
+        body = "".join(_snapshot_row(row) for row in table["rows"][:SNAPSHOT_ROWS])
+        caption = html.escape(table["caption"])
         return f"<table><caption {left}>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _problem(task: asyncio.Task[None]) -> str:
+    """What there is to say of a ranking that has ended; it may have been cancelled before its first step."""
+    if task.cancelled():
+        return "Cancelled; the table is as it was."
+    error = task.exception()
+    if error is None or isinstance(error, LabError):
+        return error.message if error else ""
+    log.error("a panel's ranking failed", exc_info=error)
+    return "a bug in the panel; the kernel's log has the details"
 
 
 def _snapshot_row(row: Mapping[str, Any]) -> str:

@@ -18,7 +18,11 @@ from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+OWN_TASKS = 4
+"""The loop's main one, the workbench's own, its clock and its news."""
 LAST_LOOK_S = 1.0
+TICKS_LEFT = 4
+"""So many ticks after its lab has stopped, and nothing is left to do, the loop ends."""
 TICK_S = 0.5
 """Twice a second: state and figures go to the panels."""
 
@@ -110,9 +114,17 @@ class Workbench:
             tasks.create_task(self._news())
 
     async def _clock(self) -> None:
-        while True:
-            self._tick()
+        idle = 0
+        while idle < TICKS_LEFT:
+            self._guarded(self._tick)
             await asyncio.sleep(TICK_S)
+            # A click on a panel whose lab has stopped begins all this again; it does not go on for that.
+            busy = self._source.state().state != "stopped" or len(asyncio.all_tasks()) > OWN_TASKS
+            idle = 0 if busy else idle + 1
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop()
 
     def _tick(self) -> None:
         source = self._source

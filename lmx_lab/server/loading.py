@@ -43,8 +43,8 @@ class ModelLoader:
         self._catalog = catalog
         self._feed = feed
         self._downloads = downloads
-        self._tasks: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[LoadReport]] = {}
-        """By the loop on which they run: a task of another one cannot be awaited."""
+        self._tasks: dict[str, asyncio.Task[LoadReport]] = {}
+        """By the model's name, each on the loop of who asked first."""
         self._lock = threading.Lock()
         self._doing: str | None = None
         """What is being done to the engine's model."""
@@ -64,14 +64,16 @@ class ModelLoader:
             UnusableModelError, StorageFullError, OutOfMemoryError: see the message for what is loaded now.
             ModelBusyError: another model is being loaded.
         """
-        key = asyncio.get_running_loop(), name
-        task = self._tasks.get(key)
-        if task is None:
-            work = self._load(name, local=local, finish_queued=finish_queued)
-            task = self._tasks[key] = asyncio.create_task(work, name=f"load {name}")
-            task.add_done_callback(functools.partial(self._ended, key))
+        with self._lock:
+            task = self._tasks.get(name)
+            if task is None or task.get_loop().is_closed():
+                work = self._load(name, local=local, finish_queued=finish_queued)
+                task = self._tasks[name] = asyncio.create_task(work, name=f"load {name}")
+                task.add_done_callback(functools.partial(self._ended, name))
         try:
-            return await asyncio.shield(task)
+            if task.get_loop() is asyncio.get_running_loop():
+                return await _shielded(task)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_shielded(task), task.get_loop()))
         except asyncio.CancelledError:
             if task.cancelled():
                 raise NotLoadedError(f"the load of {name} was given up") from None
@@ -85,11 +87,12 @@ class ModelLoader:
             ModelBusyError: it is entering the engine, which takes seconds and cannot be left half done.
             InvalidRequestError: it is not being loaded.
         """
-        if not any(key[1] == name for key in list(self._tasks)):
+        task = self._tasks.get(name)
+        if task is None:
             raise InvalidRequestError(f"{name} is not being loaded; there is nothing to cancel", param="model")
         if name in self._inside:
             raise ModelBusyError(f"{name} is entering the engine already; unload it when it is there", retry_after_s=2)
-        self._cancel([task for key, task in list(self._tasks.items()) if key[1] == name])
+        self._cancel([task])
 
     async def pin(self, name: str, *, kind: Kind) -> LoadReport:
         """Keep a model of that kind in the engine beside the loaded one; the operator's choice, so paths and downloads
@@ -113,8 +116,9 @@ class ModelLoader:
         self._feed.publish(ModelEvent(model=report.model, stage="loaded"))
         return report
 
-    def _ended(self, key: tuple[asyncio.AbstractEventLoop, str], task: asyncio.Task[LoadReport]) -> None:
-        del self._tasks[key]
+    def _ended(self, name: str, task: asyncio.Task[LoadReport]) -> None:
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
         # Those who asked got the failure; if all of them have left, it is nobody's.
         if not task.cancelled():
             task.exception()
@@ -148,7 +152,7 @@ class ModelLoader:
         self._cancel(list(self._tasks.values()))
         # A loop that has ended, or does not come round, takes its task with it.
         for _ in range(round(CLOSE_S / LOOK_AGAIN_S)):
-            if all(loop.is_closed() for loop, _ in list(self._tasks)):
+            if all(task.get_loop().is_closed() for task in list(self._tasks.values())):
                 break
             await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -227,6 +231,10 @@ class ModelLoader:
             )
 
         return await _in_daemon_thread(lambda: self._catalog.fetch(name, tell))
+
+
+async def _shielded(task: asyncio.Task[T]) -> T:
+    return await asyncio.shield(task)
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

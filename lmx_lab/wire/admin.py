@@ -100,6 +100,8 @@ class Memory(BaseModel):
 class Sample(BaseModel):
     """All live figures of one moment; only for watchers who ask with ``include=samples``. GB are 10^9 bytes."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     type: Literal["sample"] = "sample"
     at: float
     """Seconds since 1970."""

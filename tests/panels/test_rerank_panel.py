@@ -101,6 +101,35 @@ def test_a_ranking_can_be_cancelled(reader: Reader, source: ScriptedSource) -> N
     reader.until(lambda panel: panel.table and not panel.problem)
 
 
+def test_a_ranking_that_is_cancelled_before_it_began_leaves_the_panel_free(
+    reader: Reader, source: ScriptedSource, workbench: Workbench
+) -> None:
+    panel = reader.panel
+
+    async def at_once() -> None:
+        await panel.do_rank({"query": "q", "documents": PAIR})
+        await panel.do_cancel({})
+
+    workbench.submit(at_once()).result(10)
+    reader.until(lambda panel: not panel.busy and panel.problem)
+    assert reader.ask("rank", query="q", documents=PAIR) is None
+    reader.give(source.rankings, RANKED)
+    reader.until(lambda panel: not panel.busy and panel.table)
+
+
+def test_what_was_just_ranked_is_in_the_snapshot_before_its_frame_is(
+    reader: Reader, source: ScriptedSource, workbench: Workbench
+) -> None:
+    panel = reader.panel
+
+    async def ranked() -> str:
+        panel.show(problem="a frame, so that the next one waits")
+        panel._take(rows("Sea water is salty."))
+        return str(panel.snapshot_html())
+
+    assert "Sea water" in workbench.submit(ranked()).result(10)
+
+
 def test_a_second_ranking_has_to_wait(reader: Reader) -> None:
     reader.ask("rank", query="q", documents=PAIR)
     with pytest.raises(Refused, match="model-busy"):

@@ -29,6 +29,25 @@ def test_a_sample_is_what_happened_since_the_last_one() -> None:
     ]
 
 
+def test_a_sample_has_all_figures_of_the_time_since_the_last_one() -> None:
+    before = EngineSnapshot(output_tokens=100, prompt_tokens=10, cached_tokens=5, encoded_tokens=50)
+    now = EngineSnapshot(
+        output_tokens=130,
+        prompt_tokens=70,
+        cached_tokens=45,
+        encoded_tokens=50,
+        active_requests=2,
+        queued_requests=3,
+        memory_used_bytes=10**9,
+        memory_peak_bytes=2 * 10**9,
+        memory_total_bytes=4 * 10**9,
+        prefix_cache_bytes=5 * 10**8,
+    )
+    figures = sample(before, now, 2).model_dump(exclude={"at", "type"})
+    assert list(figures.values()) == [15, 10, 0, 2, 3, 1, 0.5, 2, 4]
+    assert sample(now, before, 2).decode_tokens_per_second == 0
+
+
 def test_an_engine_that_was_started_anew_does_not_count_backwards() -> None:
     throughput, memory = events_between(EngineSnapshot(output_tokens=100), EngineSnapshot(output_tokens=3), 1)
     assert isinstance(throughput, Throughput)
