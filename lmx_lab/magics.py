@@ -6,6 +6,7 @@ import argparse
 import ast
 import asyncio
 import contextvars
+import re
 import shlex
 import sys
 import threading
@@ -144,9 +145,18 @@ async def offloaded(shell: InteractiveShell, cell: Cell) -> Any:
         outcome.add_done_callback(_tell_late_error)
         raise KeyboardInterrupt from None
     value, error = done.result()
+    if isinstance(error, StopIteration):
+        raise Stopped(*error.args).with_traceback(error.__traceback__) from None
     if error is not None:
         raise error
     return value
+
+
+class Stopped(Exception):
+    """The ``StopIteration`` of a cell, by its name: Python lets none of those out of what is awaited."""
+
+
+Stopped.__name__ = Stopped.__qualname__ = StopIteration.__name__
 
 
 Outcome = tuple[Any, BaseException | None]
@@ -190,18 +200,32 @@ def _tell_late_error(outcome: Future[Outcome]) -> None:
 # %lmx and %%lmx
 
 
+QUESTION = re.compile(
+    r"""
+    ^(?P<before>[ \t]*(?:[\w.,\ ]+=[ \t]*)?)%lmx[ \t]+(?P<text>ask[ \t].*\?)[ \t]*$
+    | ^[ \t]*[%!].*$  # other commands of IPython's, whose quotation marks need no partner
+    | (?P<quotes>\"{3}|'{3})(?:\\[\s\S]|[^\\])*?(?:(?P=quotes)|\Z)
+    | \"(?:\\[\s\S]|[^\"\\\n])*\" | '(?:\\[\s\S]|[^'\\\n])*'
+    | \#[^\n]*
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+"""One, as a line of its own; or what may hold something that only looks like it."""
+
+
 class Questions:
     """Keeps ``%lmx ask ... ?`` from IPython, which takes a question mark at the end of a line for a wish for help."""
 
     def __call__(self, lines: list[str]) -> list[str]:
         # Below a cell magic is its text, which is not ours.
-        return lines if lines and lines[0].startswith("%%") else [self._kept(line) for line in lines]
+        if lines and lines[0].startswith("%%"):
+            return lines
+        return QUESTION.sub(self._kept, "".join(lines)).splitlines(keepends=True)
 
-    def _kept(self, line: str) -> str:
-        text = line.rstrip()
-        if not (text.startswith("%lmx ask ") and text.endswith("?")):
-            return line
-        return f"get_ipython().run_line_magic('lmx', {text.removeprefix('%lmx ')!r})\n"
+    def _kept(self, found: re.Match[str]) -> str:
+        if found["text"] is None:
+            return found[0]
+        return f"{found['before']}get_ipython().run_line_magic('lmx', {found['text']!r})"
 
 
 @magics_class

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import pytest
 
 import lmx_lab
 from lmx_lab import errors
+from lmx_lab.client import AsyncLabClient
 from lmx_lab.engine import LoadReport
+from lmx_lab.lab import attached
 from lmx_lab.lab.attached import AttachedLab, attach
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
@@ -30,6 +33,7 @@ from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.anyio
 KEY = "open-sesame-42"
+WAIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +171,20 @@ def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch
     assert steps == [step]
 
 
+async def test_a_load_does_not_wait_for_steps_that_a_proxy_keeps_back(
+    tiny_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(self: AsyncLabClient, include: Any = ()) -> AsyncGenerator[Any, None]:
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(AsyncLabClient, "events", silent)
+    monkeypatch.setattr("lmx_lab.lab.remote.WATCH_S", 0.05)
+    with serving(tiny_home, None) as lab, attach(lab.url) as far:
+        async with asyncio.timeout(WAIT_S):
+            assert (await far.aload("tiny")).model == "tiny"
+
+
 # --- leaving
 
 
@@ -241,6 +259,45 @@ def test_a_connection_that_nobody_holds_ends(lab: lmx_lab.Lab) -> None:
     del far
     gc.collect()
     thread.join()
+
+
+def test_a_connection_that_was_shown_and_that_nobody_holds_ends_with_its_panels(lab: lmx_lab.Lab) -> None:
+    before = set(threading.enumerate())
+    far = attach(lab.url, api_key=KEY)
+    far._repr_mimebundle_()
+    workbench, gone = far.workbench, weakref.ref(far)
+    wait_until(lambda: workbench.source.sample() is not None)
+    own = {thread.name for thread in set(threading.enumerate()) - before}
+    assert own >= {"lmx-lab-attached", "lmx-lab-panels"}
+    del far
+    gc.collect()
+    assert gone() is None
+    assert workbench.source.state().state == "stopped"
+    wait_until(lambda: not {it for it in set(threading.enumerate()) - before if it.name.startswith("lmx-lab")})
+
+
+def test_panels_that_alone_were_asked_for_go_on_until_they_are_asked_for_again(lab: lmx_lab.Lab) -> None:
+    first = attach(lab.url, api_key=KEY).metrics()
+    gc.collect()
+    wait_until(lambda: first.server["model"] == "tiny")
+    second = attach(lab.url, api_key=KEY).metrics()
+    gc.collect()
+    wait_until(lambda: first.server["state"] == "stopped")
+    wait_until(lambda: second.server["model"] == "tiny")
+    attached._KEPT[lab.url].stop()
+    wait_until(lambda: second.server["state"] == "stopped")
+    assert lab.url not in attached._KEPT
+
+
+def test_connections_are_not_kept_without_a_limit(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "KEPT", 1)
+    elsewhere = lab.url.replace("127.0.0.1", "localhost")
+    far, other = attach(lab.url, api_key=KEY), attach(elsewhere, api_key=KEY)
+    far.panel("metrics")
+    other.panel("metrics")
+    assert {elsewhere: other} == attached._KEPT
+    far.stop()
+    other.stop()
 
 
 def test_a_script_that_forgets_to_stop_ends_quietly(lab: lmx_lab.Lab) -> None:
@@ -330,11 +387,21 @@ async def own(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         yield lab
 
 
+async def models_here(far: AttachedLab) -> Any:
+    return far.models()
+
+
 async def test_a_loop_does_not_wait_for_itself(own: lmx_lab.Lab) -> None:
     for url in (own.url, f"http://localhost:{own.port}/v1"):
         with pytest.raises(errors.HostingError, match="current"):
             attach(url)
     # From elsewhere it can be reached.
     far = await asyncio.to_thread(attach, own.url)
-    assert await far.amodels() == await own.amodels()
+    assert await far.amodels() == await own.amodels() == await asyncio.to_thread(far.models)
+    for use in (far.models, lambda: far.chat("hi"), lambda: far.load("tiny"), far.snapshot):
+        with pytest.raises(errors.HostingError, match="current"):
+            use()
+    assert "current" in repr(far)
+    # Another loop, on which the server is not.
+    assert await asyncio.to_thread(asyncio.run, models_here(far)) == await far.amodels()
     await far.astop()

@@ -111,6 +111,18 @@ async def test_a_blocked_loop_is_noticed_and_the_remedy_named(on_this_loop: lmx_
     assert (after.state, "%%offload" in after.note) == ("running", True)
 
 
+async def test_on_a_thread_no_cell_is_blamed(tiny_home: Path) -> None:
+    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="thread") as lab:
+        assert lab._thread is not None
+
+        async def sleep() -> None:
+            time.sleep(1.3)  # noqa: ASYNC251
+
+        await asyncio.wrap_future(lab._thread.submit(sleep()))
+        await until(lambda: lab.lag.worst is not None)
+        assert lab.workbench.source.state().note == ""
+
+
 async def test_a_loop_that_comes_round_has_no_lag() -> None:
     lag = LoopLag()
     lag.start()

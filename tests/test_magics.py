@@ -82,6 +82,29 @@ def test_a_question_in_a_line_is_no_wish_for_help(shell: InteractiveShell) -> No
         assert "pinfo" in shell.transform_cell(wish)
 
 
+TRIPLES = ("'" * 3, '"' * 3)
+
+
+@pytest.mark.parametrize("triple", TRIPLES)
+@pytest.mark.parametrize("before", ["    ", "if x:\n    ", "reply = ", "'T'  # it's T\n", "!echo T\n", "TaT; TbT\n"])
+def test_a_question_may_be_wherever_a_statement_is(shell: InteractiveShell, before: str, triple: str) -> None:
+    quote = '"' if triple[0] == "'" else "'"
+    before = before.replace("'T'", f"{quote}{triple}{quote}").replace("T", triple)
+    assert "run_line_magic('lmx', 'ask why?')" in shell.transform_cell(f"{before}%lmx ask why?\n")
+    both = shell.transform_cell(f"%lmx ask what is {triple} for?\n{before.lstrip(' ')}%lmx ask why?\n")
+    assert both.count("run_line_magic('lmx', ") == 2
+    assert "pinfo" not in both
+
+
+@pytest.mark.parametrize("triple", TRIPLES)
+@pytest.mark.parametrize("text", ["T\n%lmx ask why?\nT", "x = rT\\T\n    %lmx ask why?\nT", "T\n!\n%lmx ask why?\n!T"])
+def test_a_question_in_a_text_over_several_lines_is_text(shell: InteractiveShell, text: str, triple: str) -> None:
+    text = text.replace("T", triple)
+    written = shell.transform_cell(f"{text}\n%lmx ask why not?\n")
+    assert written.startswith(text)
+    assert written.endswith("run_line_magic('lmx', 'ask why not?')\n")
+
+
 def test_the_magic_explains_itself_where_it_cannot_be_awaited(shell: InteractiveShell) -> None:
     with pytest.raises(UsageError, match="first line of its cell"):
         shell.run_cell_magic("offload", "", "1")

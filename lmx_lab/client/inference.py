@@ -141,7 +141,7 @@ class AsyncLabClient:
         if len(set(told)) < len(told) or not set(told) <= set(range(given)):
             raise UnreachableError(
                 f"{self.url} was given {given} documents to rank, and its answer has one twice or another "
-                f"({str(told):.100}), unlike an LMX Lab server; {CHECK}"
+                f"({told!s:.100}), unlike an LMX Lab server; {CHECK}"
             )
         return answer
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import weakref
 from collections.abc import Coroutine, Generator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from lmx_lab.client import AsyncLabClient, as_array
@@ -21,6 +22,8 @@ from lmx_lab.lab.remote import RemoteCost, RemoteGeneration, RemoteLoad
 from lmx_lab.lab.showing import Showing
 from lmx_lab.lab.verbs import Verbs
 from lmx_lab.loops import LoopThread
+from lmx_lab.panels.source import Source
+from lmx_lab.panels.workbench import Workbench
 from lmx_lab.rankings import RerankResult
 from lmx_lab.replies import ModelList, Reply, ReplyStream
 from lmx_lab.wire.admin import NotReady
@@ -28,10 +31,18 @@ from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
 
+if TYPE_CHECKING:
+    import ipywidgets
+
+    from lmx_lab.lab.report import Snapshot
+
 T = TypeVar("T")
 LOOK_S = 2.0
 """A look at the lab waits no longer for its server."""
 CLOSE_S = 2.0
+KEPT = 8
+_KEPT: dict[str, AttachedLab] = {}
+"""By address, the last whose panels were asked for: of ``attach(url).panel()`` nobody else holds the lab."""
 
 
 def attach(url: str, *, api_key: str | None = None) -> AttachedLab:
@@ -58,7 +69,8 @@ def attach(url: str, *, api_key: str | None = None) -> AttachedLab:
 class AttachedLab(Verbs, Showing):
     """A connection to a server, and the verbs on it. Made by ``attach()``; ``stop()`` ends the connection alone.
 
-    Blocking verbs work in scripts, in cells and beside running loops: the connection has a loop of its own.
+    Blocking verbs work in scripts, in cells and beside running loops: the connection has a loop of its own. Dropping it
+    ends the connection too; ``panel()`` keeps it until there are panels of another connection to the same address.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
@@ -68,6 +80,7 @@ class AttachedLab(Verbs, Showing):
         self._version = ""
         # Also where nobody stops it: when it is dropped, and at exit.
         self._end = weakref.finalize(self, _end, self._thread, self._client)
+        self._line = Line(self._thread, self._end)
 
     def start(self) -> None:
         """Connect, and see that the lab's server answers and takes the key. ``attach()`` does this.
@@ -76,8 +89,7 @@ class AttachedLab(Verbs, Showing):
             LabError: as ``attach()``.
         """
         self._check_loop()
-        if not self._end.alive:
-            raise HostingError("this connection was stopped; attach() makes a new one")
+        self._line.check()
         self._thread.start()
         self._version = self._block(self._greet())
 
@@ -87,17 +99,19 @@ class AttachedLab(Verbs, Showing):
         return version
 
     def _check_loop(self) -> None:
+        """
+        Raises:
+            HostingError: the server needs the loop of whoever would wait for it here.
+        """
         own = current()
         if own is None or own.mode != "kernel" or not _is_at(self.url, own.port, [own.url, *own.lan_urls]):
             return
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        raise HostingError(
-            f"{self.url} is served by this kernel's own loop, which would wait for itself; "
-            "use lmx_lab.current(), or launch(loop='thread')"
-        )
+        # None in a thread without a loop, which may wait.
+        if asyncio._get_running_loop() is own._loop:
+            raise HostingError(
+                f"{self.url} is served by this kernel's own loop, which would wait for itself; "
+                "use lmx_lab.current(), or launch(loop='thread')"
+            )
 
     # Address
 
@@ -114,7 +128,7 @@ class AttachedLab(Verbs, Showing):
     @property
     def running(self) -> bool:
         """Whether this connection is open; the server may have gone."""
-        return self._end.alive
+        return self._line.open
 
     # Models
 
@@ -187,8 +201,9 @@ class AttachedLab(Verbs, Showing):
     def stop(self) -> None:
         """End the connection, and with it what this lab has asked for; the server goes on. Idempotent."""
         self._end()
-        if self._workbench is not None:
-            self._workbench.rest()
+        if _KEPT.get(self.url) is self:
+            del _KEPT[self.url]
+        self._rest()
 
     close = stop
 
@@ -219,19 +234,15 @@ class AttachedLab(Verbs, Showing):
     # The way to the connection's loop
 
     def _block(self, work: Coroutine[Any, Any, T]) -> T:
-        self._check_running(work)
-        return self._thread.run(work)
+        try:
+            self._check_loop()
+        except HostingError:
+            work.close()
+            raise
+        return self._line.block(work)
 
     async def _hand_over(self, work: Coroutine[Any, Any, T]) -> T:
-        self._check_running(work)
-        if self._thread.loop is asyncio.get_running_loop():
-            return await work
-        return await asyncio.wrap_future(self._thread.submit(work))
-
-    def _check_running(self, work: Coroutine[Any, Any, Any]) -> None:
-        if not self._end.alive:
-            work.close()
-            raise HostingError("this connection was stopped; attach() makes a new one")
+        return await self._line.hand_over(work)
 
     # Looks
 
@@ -239,17 +250,95 @@ class AttachedLab(Verbs, Showing):
         return {"LMX Lab": self._state(), "address": self.url}
 
     def _source(self) -> AttachedSource:
-        return AttachedSource(self._client, running=lambda: self.running, hand_over=self._hand_over)
+        # Panels outlive the lab, and must not hold it.
+        line = self._line
+        return AttachedSource(self._client, running=lambda: line.open, hand_over=line.hand_over)
+
+    @property
+    def workbench(self) -> Workbench:
+        """What the panels share; it rests when the lab is stopped or dropped."""
+        held = self._workbench
+        workbench = super().workbench
+        if workbench is not held:
+            # At exit nobody looks any more, and the kernel's messages may have ended.
+            weakref.finalize(self, _rest, workbench, workbench.source).atexit = False
+        return workbench
+
+    def panel(self, *names: str) -> ipywidgets.DOMWidget:
+        """The panels, as one widget: ``models``, ``metrics``, ``chat`` and ``rerank``, or those that are named.
+
+        There is one instance of each; shown again, it is the same one in another place.
+
+        Raises:
+            InvalidRequestError: there is no such panel.
+            ImportError: anywidget or ipywidgets is not installed.
+        """
+        widget = super().panel(*names)
+        if self.running:
+            _KEPT.pop(self.url, None)
+            _KEPT[self.url] = self
+            while len(_KEPT) > KEPT:
+                del _KEPT[next(iter(_KEPT))]
+        return widget
+
+    def snapshot(self) -> Snapshot:
+        """The lab as of now: server, models, figures, versions, machine.
+
+        Raises:
+            HostingError: it is the server of the very loop that would wait for it.
+        """
+        self._check_loop()
+        return super().snapshot()
 
     def _state(self) -> str:
         if not self.running:
             return "connection stopped"
         try:
+            self._check_loop()
             now = self._thread.run(self._client.ready(), LOOK_S)
         except (LabError, TimeoutError) as exc:
             return f"elsewhere, does not answer now: {exc}"
         model = "no model ready" if isinstance(now, NotReady) else f"{now.model} ({now.vram_gb:.2f} GB)"
         return f"elsewhere, version {self._version}, {model}"
+
+
+class Line:
+    """The way to a connection's loop, as long as its lab is there, which it does not hold."""
+
+    def __init__(self, thread: LoopThread, end: weakref.finalize[Any, Any]) -> None:
+        self._thread = thread
+        self._end = end
+
+    @property
+    def open(self) -> bool:
+        return self._end.alive
+
+    def check(self) -> None:
+        """
+        Raises:
+            HostingError: the connection was stopped, or its lab was dropped.
+        """
+        if not self.open:
+            raise HostingError("this connection was stopped; attach() makes a new one")
+
+    def block(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the work on the connection's loop, and wait."""
+        self._check_for(work)
+        return self._thread.run(work)
+
+    async def hand_over(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same for other loops; cancelling this cancels the work."""
+        self._check_for(work)
+        if self._thread.loop is asyncio.get_running_loop():
+            return await work
+        return await asyncio.wrap_future(self._thread.submit(work))
+
+    def _check_for(self, work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            self.check()
+        except HostingError:
+            work.close()
+            raise
 
 
 def _reply(text: str, cost: RemoteCost) -> Reply:
@@ -274,3 +363,10 @@ def _end(thread: LoopThread, client: AsyncLabClient) -> None:
             thread.run(client.aclose(), CLOSE_S)
     finally:
         thread.stop()
+
+
+def _rest(workbench: Workbench, source: Source) -> None:
+    """End what the panels do for a lab that was dropped."""
+    if workbench.source is source:
+        # Whoever dropped it last may be the panels' own loop, which cannot wait for its end.
+        threading.Thread(target=workbench.rest, name="lmx-lab-rest", daemon=True).start()

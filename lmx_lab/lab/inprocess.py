@@ -56,6 +56,8 @@ class InProcess:
 
     def _blocked(self, late_s: float) -> str:
         """What a cell does, or did, to those whom the kernel's loop serves; in whole seconds while it grows."""
+        if self._lab.mode == "thread":
+            return ""  # no cell does that to it: the machine slept, or native code holds Python's lock
         if late_s > LAGGING_S:
             return f"A cell has kept the server's loop from running for {late_s:.0f} s: its clients wait. {REMEDY}"
         worst = self._lab.lag.worst

@@ -1,5 +1,7 @@
 // The chat panel. The transcript is Python's; only what is being written in the box is the view's own.
 
+// Python refuses what is longer; more than that does not get through the kernel's socket.
+const MOST = 1e6;
 const KNOBS = [["temperature", 0.1], ["top_p", 0.05], ["max_tokens", 1], ["seed", 1]];
 
 export default panel("Chat", ({ model, root, watch }) => {
@@ -34,7 +36,7 @@ export default panel("Chat", ({ model, root, watch }) => {
   const forgotten = h("p", { class: "dim" });
   const list = h("div");
   // So that arrows scroll, and do not go to another cell.
-  const log = h("div", { class: "scroll log", role: "log", "aria-label": "transcript", tabIndex: 0, "data-lm-suppress-shortcuts": "" }, forgotten, list);
+  const log = h("div", { class: "scroll log", role: "log", "aria-label": "transcript", tabIndex: 0 }, forgotten, list);
   const show = keyed(list, turn);
 
   const box = h("textarea", {
@@ -51,7 +53,7 @@ export default panel("Chat", ({ model, root, watch }) => {
   const system = h("textarea", { rows: 2 });
   const send = async () => {
     const text = box.value;
-    const fields = { text, system: system.value };
+    const fields = { text: text.slice(0, MOST), system: system.value.slice(0, MOST) };
     for (const [name, { value }] of knobs) fields[name] = value === "" ? null : +value;
     if (text.trim() && (await act("send", fields)) && box.value === text) box.value = "";
   };
@@ -79,5 +81,12 @@ export default panel("Chat", ({ model, root, watch }) => {
     for (const [name, input] of [...knobs, ["system", system]])
       if (!input.matches(":focus")) input.value = get("sampling")[name] ?? "";
   });
-  watch(["server"], () => go.setAttribute("aria-disabled", !/ing$/.test(get("server").state)));
+  let served = true;
+  watch(["server"], () => {
+    const serves = /ing$/.test(get("server").state);
+    go.setAttribute("aria-disabled", !serves);
+    // What was refused meanwhile is no longer true.
+    if (serves && !served) say("");
+    served = serves;
+  });
 });

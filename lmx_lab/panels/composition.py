@@ -22,7 +22,7 @@ PANELS: dict[str, type[Panel]] = {
     "chat": ChatPanel,
     "rerank": RerankPanel,
 }
-CARD = "card"
+CARD, ALL = "card", "all"
 REPORTED = ("chat", "rerank")
 
 
@@ -54,7 +54,13 @@ def composed(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget
         if name not in PANELS:
             raise InvalidRequestError(f"there is no panel {name!r:.40}; there are {', '.join(PANELS)}", param="names")
     panels = [panel(workbench, name, PANELS[name]) for name in names or PANELS]
-    return panels[0] if len(panels) == 1 else Panels(panels)
+    if len(panels) == 1:
+        return panels[0]
+    key = " ".join(names) or ALL
+    box = workbench.panels.get(key)
+    if box is None or box.comm is None or box.children != tuple(panels):
+        box = workbench.panels[key] = Panels(panels)
+    return box
 
 
 def card(workbench: Workbench) -> Panel:

@@ -58,9 +58,13 @@ export default panel("Models", ({ model, root, watch }) => {
       button.setAttribute("aria-disabled", !serves());
     }];
   });
+  let tried = "";
   const submit = async () => {
     const text = input.value.trim();
-    if (text && (await load(text))) input.value = "";
+    if (text && (await load(text))) {
+      tried = text;
+      input.value = "";
+    }
   };
   // No form: JupyterLab keeps Enter from submitting one in a cell.
   const input = h("input", {
@@ -76,16 +80,21 @@ export default panel("Models", ({ model, root, watch }) => {
   const list = h("details", { open: !get("compact"), ontoggle: () => list.open && refresh() },
     h("summary", { hidden: !get("compact") }, "models"),
     h("div", { class: "row pick" }, input, go, h("button", { onclick: refresh }, "Refresh")),
-    h("div", { class: "scroll", tabIndex: 0, "data-lm-suppress-shortcuts": "" },
+    h("div", { class: "scroll", tabIndex: 0 },
       h("table", {}, caption,
         h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)));
 
   root.classList.add("models");
   root.append(h("div", { class: "row" }, pill, loaded, pinned, place),
     h("div", { class: "row" }, ...links.map(([, , line]) => line)), strip, jobs, news, list);
-  watch(["error"], () => complain(""));
+  watch(["error"], () => {
+    complain("");
+    // What came to nothing is there to be mended.
+    if (get("error")) input.value ||= tried;
+  });
   watch(["jobs"], () => {
     showJobs(get("jobs"));
+    if (!get("jobs").length) complain("");
     set(news, get("jobs").map((job) => job.id + ": " + job.words).join("; "));
   });
   watch(["rows", "caption", "server"], () => {

@@ -12,11 +12,10 @@ const h = (tag, props = {}, ...children) => {
     if (key === "class" || key === "role" || key.includes("-")) node.setAttribute(key, value);
     else node[key] = value;
   }
-  if (tag === "textarea") {
-    // In cells JupyterLab takes Shift+Enter for "run", and keeps Enter from making new lines, once for each key.
-    node.dataset.lmSuppressShortcuts = "";
-    node.addEventListener("beforeinput", (event) => event.stopImmediatePropagation());
-  }
+  // In cells JupyterLab takes keys for its own: arrows move to the next cell, "dd" deletes this one, Shift+Enter runs it.
+  if (/^(button|select|summary|textarea)$/.test(tag) || props.tabIndex === 0) node.dataset.lmSuppressShortcuts = "";
+  // It also keeps Enter from making new lines, once for each key.
+  if (tag === "textarea") node.addEventListener("beforeinput", (event) => event.stopImmediatePropagation());
   node.append(...children.filter((child) => child !== null));
   return node;
 };
@@ -57,7 +56,7 @@ const session = Math.random().toString(36).slice(2);
 const ask = (model, what, fields = {}, fallback = null) =>
   new Promise((resolve, reject) => {
     const id = session + asked++;
-    const timers = [setTimeout(() => end(reject, new Error("The kernel has not answered: it is busy, or gone.")), 8000)];
+    const timers = [setTimeout(() => end(reject, new Error("No answer: the kernel is busy, or gone.")), 8000)];
     const end = (settle, value) => {
       timers.forEach(clearTimeout);
       model.off("msg:custom", heard);
@@ -89,12 +88,16 @@ const panel = (label, build) => ({
       listeners.push([name, f]);
       f();
     };
+    // The kernel was restarted: nobody is left to say so.
+    const gone = () =>
+      model.set("server", { ...model.get("server"), state: "gone", note: "The kernel is gone; run the cells again." });
+    model.on("comm_live_update", gone);
+    listeners.push(["comm_live_update", gone]);
     el.append(root);
     const left = build({ model, root, watch });
     root.append(note);
     watch(["server"], () => {
-      const { state, note: text } = model.get("server");
-      root.dataset.state = state;
+      const text = model.get("server").note;
       note.textContent = text;
       note.hidden = !text;
     });

@@ -178,5 +178,7 @@ def number_field(fields: Mapping[str, Any], name: str, *, low: float, high: floa
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} is {value!r:.40}; it must be between {low:g} and {high:g}", param=name)
+        raise InvalidRequestError(
+            f"{name} is {value!r:.40}; it must be between {low:,.10g} and {high:,.10g}", param=name
+        )
     return value

@@ -316,8 +316,8 @@ def documents_in(text: str) -> list[str]:
             "rank them with lab.rerank(query, documents)",
             param="documents",
         )
-    documents = _json_documents(text) if text[:1] + text[-1:] in {"[]", "{}"} else re.split(r"\r\n?|\n", text)
-    documents = [document for document in documents if document.strip()]
+    is_json = text[:1] + text[-1:] in {"[]", "{}"}
+    documents = _json_documents(text) if is_json else [line for line in re.split(r"\r\n?|\n", text) if line.strip()]
     if not documents:
         raise InvalidRequestError(
             "there are no documents; write one a line, or a JSON list of texts", param="documents"
@@ -344,6 +344,8 @@ def _json_documents(text: str) -> list[str]:
             f'the documents are JSON but no list of texts: {text:.40}; write them as ["one", "two"]',
             param="documents",
         )
+    if blank := [number for number, each in enumerate(texts) if not each.strip()]:
+        raise InvalidRequestError(f"text {blank[0]} of the list (from 0) is empty; leave it out", param="documents")
     return texts
 
 

@@ -23,3 +23,14 @@ def test_the_launch_cell_shows_the_lab_and_its_addresses(tab: Tab) -> None:
     url = tab.kernel("print(lab.url)")
     expect(shown).to_contain_text(url)
     expect(shown).to_contain_text("tiny")
+
+
+def test_after_a_restart_of_the_kernel_the_panel_says_so_and_the_cell_brings_it_back(tab: Tab) -> None:
+    tab.run(0)
+    tab.restart()
+    models = tab.panel("Models")
+    expect(models.locator(".note")).to_contain_text("kernel is gone")
+    expect(models.locator(".pill").first).to_have_text("gone")
+    tab.forgive("widget model not found")
+    tab.run(0)
+    expect(models.locator(".pill").first).to_have_text("running")

@@ -48,8 +48,22 @@ def test_the_window_is_chosen_by_keyboard(panels: Tab) -> None:
     window.focus()
     panels.page.keyboard.type("15")
     panels.wait(lambda: panels.kernel("print(lab.metrics().minutes)") == "15", "the panel knows")
-    window.select_option("5")
+    # An arrow that JupyterLab took would lead to the cell before.
+    panels.page.keyboard.press("ArrowUp")
     panels.wait(lambda: panels.kernel("print(lab.metrics().minutes)") == "5", "the panel knows")
+    expect(window).to_be_focused()
+
+
+def test_keys_on_a_button_are_no_commands_of_the_notebook(panels: Tab) -> None:
+    cells = panels.page.locator(".jp-Notebook:visible .jp-Cell")
+    before = cells.count()
+    panels.panel("Metrics").get_by_role("button", name="Pause").focus()
+    panels.page.keyboard.type("ddab")
+    panels.page.keyboard.press("Space")
+    expect(panels.panel("Metrics").get_by_role("button", name="Resume")).to_be_focused()
+    panels.page.keyboard.press("Enter")
+    expect(panels.panel("Metrics").get_by_role("button", name="Pause")).to_be_visible()
+    assert cells.count() == before
 
 
 def test_the_numbers_behind_a_chart_are_a_table_and_a_data_frame(panels: Tab) -> None:

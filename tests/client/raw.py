@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 HEAD = "HTTP/1.1 {status}\r\ncontent-type: {kind}\r\nx-lmx-lab: 0\r\n"
@@ -19,8 +20,11 @@ class RawServer:
 
 
 @contextmanager
-def answering(*answers: bytes) -> Iterator[RawServer]:
-    """Each connection gets the next answer after its request, and is closed; later ones get the last."""
+def answering(*answers: bytes | Iterable[bytes]) -> Iterator[RawServer]:
+    """Each connection gets the next answer after its request, and is closed; later ones get the last.
+
+    An answer in pieces may be without an end: it is sent until the client has gone.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = RawServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
         thread = threading.Thread(target=_serve, args=(listener, server, answers))
@@ -32,7 +36,7 @@ def answering(*answers: bytes) -> Iterator[RawServer]:
             thread.join()
 
 
-def _serve(listener: socket.socket, server: RawServer, answers: tuple[bytes, ...]) -> None:
+def _serve(listener: socket.socket, server: RawServer, answers: tuple[bytes | Iterable[bytes], ...]) -> None:
     while True:
         try:
             connection, _ = listener.accept()
@@ -41,7 +45,9 @@ def _serve(listener: socket.socket, server: RawServer, answers: tuple[bytes, ...
         with connection:
             answer = answers[min(len(server.requests), len(answers) - 1)]
             server.requests.append(_request(connection))
-            connection.sendall(answer)
+            with suppress(OSError):
+                for piece in [answer] if isinstance(answer, bytes) else answer:
+                    connection.sendall(piece)
 
 
 def _request(connection: socket.socket) -> str:
@@ -67,3 +73,24 @@ def streamed(*chunks: str, end: bool = True) -> bytes:
     body = "".join(f"{len(chunk.encode()):x}\r\n{chunk}\r\n" for chunk in chunks)
     tail = "0\r\n\r\n" if end else ""
     return f"{head}transfer-encoding: chunked\r\n\r\n{body}{tail}".encode()
+
+
+class Endless:
+    """The head of an answer, and then the same for ever, to each who asks.
+
+    Args:
+        every_s: The pace of a server that is never silent, and never done.
+    """
+
+    def __init__(
+        self, piece: bytes, *, status: str = "200 OK", head: bytes | None = None, every_s: float = 0.0
+    ) -> None:
+        self._head = f"{HEAD.format(status=status, kind='application/json')}\r\n".encode() if head is None else head
+        self._piece = piece
+        self._every_s = every_s
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._head
+        while True:
+            time.sleep(self._every_s)
+            yield self._piece

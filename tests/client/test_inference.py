@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
+import gzip
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
@@ -17,19 +19,21 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, Remark, UnknownEvent, as_array
+from lmx_lab.client.limits import COMPONENTS, SHORT_BYTES, embeddings_bytes, rerank_bytes
 from lmx_lab.lab import Lab
 from lmx_lab.lab.prompt import chat_request
 from lmx_lab.weights import ModelEntry
 from lmx_lab.wire.admin import ModelEvent, NotReady, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
-from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
-from lmx_lab.wire.rerank import RerankBody
-from tests.client.raw import RawServer, answering, streamed, whole
+from lmx_lab.wire.embeddings import EmbeddingItem, EmbeddingList, EmbeddingsBody, EncodingUsage
+from lmx_lab.wire.rerank import RerankBody, RerankItem, RerankResults
+from tests.client.raw import Endless, RawServer, answering, streamed, whole
 from tests.flows.conftest import serving, wait_until
 from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.anyio
 KEY = "open-sesame-42"
+WAIT_S = 30.0
 ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
 
 
@@ -454,3 +458,87 @@ async def test_only_generations_may_take_for_ever() -> None:
             await client.chat(asked())
     assert [limit["connect"] for limit in limits] == [5, 5]
     assert [limit["read"] for limit in limits] == [30, None]
+
+
+# --- servers that say too much
+
+TEXTS = EmbeddingsBody(model="default", input=["a", "b"])
+PAPERS = RerankBody(model="default", query="q", documents=["a", "b"])
+
+
+async def test_an_answer_without_an_end_is_read_no_further_than_one_can_be() -> None:
+    with answering(Endless(b"z" * 1_000_000)) as server:
+        async with AsyncLabClient(server.url) as client:
+            for ask in (
+                *(client.version(), client.ready(), client.models(), client.load("m"), client.unload()),
+                *(client.chat(asked()), client.embed(TEXTS), client.rerank(PAPERS)),
+            ):
+                with pytest.raises(errors.UnreachableError, match="answered with more than") as caught:
+                    await ask
+                assert server.url in str(caught.value)
+
+
+async def test_of_a_refusal_without_an_end_the_beginning_is_read() -> None:
+    with answering(Endless(b"z" * 1_000_000, status="502 Bad Gateway")) as server:
+        async with AsyncLabClient(server.url) as client:
+            for ask in (client.ready(), client.models(), client.chat(asked()), anext(client.events())):
+                with pytest.raises(errors.UnreachableError, match="answered 502"):
+                    await ask
+
+
+async def test_what_is_packed_small_counts_as_it_is_unpacked() -> None:
+    packed = gzip.compress(b" " * 20_000_000)
+    assert len(packed) < SHORT_BYTES
+    head, _, _ = whole("", extra="content-encoding: gzip\r\n").partition(b"content-length")
+    with answering(head + f"content-length: {len(packed)}\r\n\r\n".encode() + packed) as server:
+        async with AsyncLabClient(server.url) as client:
+            with pytest.raises(errors.UnreachableError, match="answered with more than"):
+                await client.version()
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [Endless(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", head=b""), Endless(b" ", every_s=0.01)],
+    ids=["early hints", "drop by drop"],
+)
+async def test_quick_answers_have_a_time_limit_for_the_whole(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(endless) as server:
+        async with AsyncLabClient(server.url) as client, asyncio.timeout(WAIT_S):
+            monkeypatch.setattr("lmx_lab.client.inference.QUICK_S", 0.1)
+            for ask in (client.version(), client.ready(), client.models()):
+                with pytest.raises(errors.UnreachableError, match="within"):
+                    await ask
+
+
+@pytest.mark.parametrize("written", ["float", "base64"])
+def test_the_longest_vectors_there_are_may_come(written: Any) -> None:
+    numbers = -np.random.default_rng(0).random((2, COMPONENTS), np.float32) * np.float32(1e-30)
+    rows: list[Any] = [base64.b64encode(row).decode() if written == "base64" else row.tolist() for row in numbers]
+    answer = EmbeddingList(
+        data=[EmbeddingItem(index=index, embedding=row) for index, row in enumerate(rows)],
+        model="m" * 1000,
+        usage=EncodingUsage(prompt_tokens=1, total_tokens=1),
+    )
+    limit = embeddings_bytes(TEXTS.model_copy(update={"encoding_format": written}))
+    assert limit / 2 < len(answer.model_dump_json()) <= limit
+
+
+@pytest.mark.parametrize("character", ["é", "\x01", '"', "\U0001f600", "a"])
+def test_the_documents_may_come_back_in_escapes(character: str) -> None:
+    body = RerankBody(model="default", query="q", documents=[character * 100_000, *[character] * 1000])
+    results = [RerankItem(index=at, relevance_score=-1.5e-300, document=text) for at, text in enumerate(body.texts)]
+    usage = EncodingUsage(prompt_tokens=1, total_tokens=1)
+    answer = RerankResults(id="i", model="m", method="cosine", results=results, usage=usage)
+    longest = json.dumps(answer.model_dump())
+    assert len(longest) <= rerank_bytes(len(body.documents), sent=len(body.model_dump_json().encode()))
+
+
+@pytest.mark.parametrize("told", [[2], [-1], [0, 1, 0]])
+async def test_a_ranking_of_other_documents_is_refused(told: list[int]) -> None:
+    results = [{"index": index, "relevance_score": 0.5} for index in told]
+    usage = {"prompt_tokens": 1, "total_tokens": 1}
+    answer = {"id": "i", "model": "m", "method": "cosine", "results": results, "usage": usage}
+    with answering(whole(json.dumps(answer))) as server:
+        async with AsyncLabClient(server.url) as client:
+            with pytest.raises(errors.UnreachableError, match="2 documents"):
+                await client.rerank(PAPERS)

@@ -38,6 +38,14 @@ def test_half_an_event_is_none() -> None:
     assert decoder.feed(b"\n") == ["a"]
 
 
+def test_lines_without_anything_in_them_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.client.sse.EVENT_LIMIT_BYTES", 1000)
+    decoder = EventDecoder()
+    assert decoder.feed(b"data:\n" * 1000) == []
+    with pytest.raises(ValueError, match="more than"):
+        decoder.feed(b"data:\n")
+
+
 @pytest.mark.parametrize("line_end", [b"", b"\n"])
 def test_an_event_without_an_end_is_not_collected_for_ever(line_end: bytes) -> None:
     decoder = EventDecoder()

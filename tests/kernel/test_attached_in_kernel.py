@@ -57,4 +57,8 @@ def test_a_cell_does_not_wait_for_its_own_kernels_loop(notebook: Notebook) -> No
     notebook.run("own = lmx_lab.launch(loop='kernel', port=0)")
     output = notebook.fail("lmx_lab.attach(own.url)")
     assert (output.error, "lmx_lab.current()" in output.message) == ("HostingError", True)
+    notebook.run("near = await asyncio.to_thread(lmx_lab.attach, own.url)")
+    output = notebook.fail("near.models()")
+    assert (output.error, "lmx_lab.current()" in output.message) == ("HostingError", True)
+    notebook.run("near.stop()")
     assert notebook.run("own.stop(); print(len(far.models()))") == "1"

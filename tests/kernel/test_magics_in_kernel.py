@@ -189,7 +189,10 @@ def test_an_error_is_raised_in_the_cell_with_its_own_lines(cells: Cells) -> None
     assert "----> 4     return number / 0" in trace
     assert len(set(re.findall(r"Cell (In\[\d+\])", trace))) == 1
     assert "magics.py" not in trace
-    assert cells.run("%%offload\nraise StopIteration").error is not None
+    stopped = cells.run("%%offload\nnext(iter(()))").error
+    assert stopped is not None
+    assert stopped[0] == "StopIteration"
+    assert "----> 2 next(iter(()))" in stopped[1]
     assert cells.run("%%offload\nx = = 1").error[0] == "SyntaxError"  # type: ignore[index]
     assert "nothing can be awaited" in cells.run("%%offload\nawait nothing").text("stderr")
     assert "first line of its cell" in cells.run("%%time\n%%offload\n1").text("stderr")
