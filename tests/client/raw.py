@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-HEAD = "HTTP/1.1 {status}\r\ncontent-type: {kind}\r\nx-lmx-lab: 0\r\n"
+# It does close: a client that was not told could ask again on a connection that is just going.
+HEAD = "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: {kind}\r\nx-lmx-lab: 0\r\n"
 
 
 @dataclass
