@@ -22,7 +22,7 @@ PANELS: dict[str, type[Panel]] = {
     "chat": ChatPanel,
     "rerank": RerankPanel,
 }
-CARD, ALL = "card", "all"
+CARD = "card"
 REPORTED = ("chat", "rerank")
 
 
@@ -56,10 +56,9 @@ def composed(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget
     panels = [panel(workbench, name, PANELS[name]) for name in names or PANELS]
     if len(panels) == 1:
         return panels[0]
-    key = " ".join(names) or ALL
-    box = workbench.panels.get(key)
+    box = workbench.boxes.get(tuple(names))
     if box is None or box.comm is None or box.children != tuple(panels):
-        box = workbench.panels[key] = Panels(panels)
+        box = workbench.boxes[tuple(names)] = Panels(panels)
     return box
 
 

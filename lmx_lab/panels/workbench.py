@@ -54,6 +54,8 @@ class Workbench:
         self.history = History()
         self.panels: dict[str, Any] = {}
         """The one instance of each panel, by name."""
+        self.boxes: dict[tuple[str, ...], Any] = {}
+        """Those that show several of them, by their names."""
         self._thread: LoopThread | None = None
         self._lock = threading.Lock()
         self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -24,7 +24,11 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator
 
 CHROMIUM = Path("/usr/bin/chromium")
 # No name leads anywhere but to this machine: routes see no WebSockets.
-ARGUMENTS = ("--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
+ARGUMENTS = (
+    "--no-sandbox",
+    "--disable-dev-shm-usage",  # which containers have little of
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
+)
 WAIT_MS = 20_000
 START_S = 60
 VIEWPORT = {"width": 1280, "height": 1600}
