@@ -56,7 +56,7 @@ const session = Math.random().toString(36).slice(2);
 const ask = (model, what, fields = {}, fallback = null) =>
   new Promise((resolve, reject) => {
     const id = session + asked++;
-    const timers = [setTimeout(() => end(reject, new Error("No answer: the kernel is busy, or gone.")), 8000)];
+    const timers = [setTimeout(() => end(reject, Error("No answer: the kernel is busy or gone.")), 8000)];
     const end = (settle, value) => {
       timers.forEach(clearTimeout);
       model.off("msg:custom", heard);
@@ -64,12 +64,17 @@ const ask = (model, what, fields = {}, fallback = null) =>
     };
     const heard = (message) => {
       if (message?.id !== id) return;
-      message.ok ? end(resolve, message.result) : end(reject, new Error(message.error.message));
+      message.ok ? end(resolve, message.result) : end(reject, Error(message.error.message));
     };
     model.on("msg:custom", heard);
-    model.send({ id, do: what, ...fields });
     if (fallback)
       timers.push(setTimeout(() => direct(model, fallback).then((value) => end(resolve, value), () => 0), 1000));
+    try {
+      model.send({ id, do: what, ...fields });
+    } catch (error) {
+      // Cut off from the kernel.
+      if (!fallback) end(reject, error);
+    }
   });
 
 /**
@@ -90,7 +95,7 @@ const panel = (label, build) => ({
     };
     // The kernel was restarted: nobody is left to say so.
     const gone = () =>
-      model.set("server", { ...model.get("server"), state: "gone", note: "The kernel is gone; run the cells again." });
+      model.set("server", { ...model.get("server"), state: "gone", note: "The kernel is gone; run its cells." });
     model.on("comm_live_update", gone);
     listeners.push(["comm_live_update", gone]);
     el.append(root);

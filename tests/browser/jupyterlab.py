@@ -34,7 +34,10 @@ START_S = 60
 VIEWPORT = {"width": 1280, "height": 1600}
 FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")
 # What JupyterLab itself writes to the console as an error, whatever is in the notebook.
-BENIGN: tuple[str, ...] = ()
+BENIGN: tuple[str, ...] = (
+    # Of its debugger, some time after a connection was cut.
+    "Could not restore the debugger state",
+)
 SETTINGS = {
     # Neither news nor versions are asked for anywhere else.
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},

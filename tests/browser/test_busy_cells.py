@@ -127,3 +127,15 @@ def stream(url: str, begun: threading.Event) -> str:
                 text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
                 begun.set()
     return text
+
+
+def test_unload_goes_past_a_kernel_that_does_not_listen(panels: Tab) -> None:
+    url = panels.kernel("print(lab.url)")
+    panels.disconnect()
+    button(panels, "Unload tiny").click()
+    panels.wait(lambda: httpx2.get(f"{url}/readyz").status_code == 503, "the server has unloaded")
+    panels.reconnect()
+    expect(row(panels, "tiny")).to_contain_text("on disk")
+    # What the kernel now hears of it is late, and does no harm.
+    panels.kernel("lab.load('tiny')")
+    assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny"
