@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -24,8 +24,6 @@ FRAME_S = 0.3
 MOST_REQUESTS = 16
 """Of one panel at the same time; the next one is refused."""
 LONGEST_ID = 64
-
-Answer = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 
 class Panel(anywidget.AnyWidget):
