@@ -13,6 +13,20 @@
         HostForbiddenError         Host header outside the allow-list
         OriginForbiddenError       Origin header of a page that is not allowed
         AdminForbiddenError        another host may not load, unload or download
+        NotFoundError              nothing has this id; one class for each kind of thing
+          SessionNotFoundError
+          TurnNotFoundError
+          PermissionNotFoundError
+          McpServerNotFoundError
+        ConflictError              not in this state; the message says in which it is
+          TurnInProgressError      the session has a turn, and another was not to wait
+          IdempotencyConflictError an id was used before, with another body
+          AlreadyResolvedError     somebody else has decided
+          RevisionConflictError    changed by somebody else since it was read
+          McpServerExistsError     the name is taken
+        GoneError                  was there
+          CursorExpiredError       events after this cursor are no longer, or not yet, in this log
+          PermissionExpiredError   nobody decided in time, or the turn has ended
       UnavailableError             right request, wrong moment; the message says when or what first
         NotLoadedError             no model is in memory, or it is about to go
           OtherModelLoadedError    another model than the one asked for
@@ -22,15 +36,21 @@
         DownloadError              the hub or the package index failed
         UnreachableError           no server of the lab answers at an address, or not in its words
           ConnectionLostError      it went away in the middle of an answer
+        UpstreamUnreachableError   the daemon cannot reach the server of its model
+        StoppingError              the daemon is about to end
       EngineError                  this generation failed, the engine is usable
         GenerationTimeoutError     the request's deadline passed
         OutOfMemoryError           the model was unloaded, or refused, for lack of memory
         EngineDeadError            the engine thread is gone; only a load helps
+      TurnError                    a turn ended before its answer did
+        DaemonRestartedError       the daemon ended while the turn ran
+        TurnTimeoutError           the turn took longer than it may
       HostingError                 a server could not be started where it was asked to run
         PortTakenError             the explicit port is in use
+        DaemonRunningError         this home has a daemon already
 
 ``code`` is what programs read: it never changes once released. The message is for people: it names the value, the limit
-and the next step. HTTP statuses live in ``lmx_lab.server.errors``.
+and the next step. HTTP statuses live in ``lmx_lab.asgi.errors``.
 """
 
 from __future__ import annotations
@@ -59,7 +79,7 @@ class InvalidRequestError(CallerError):
 
 
 class BodyTooLargeError(InvalidRequestError):
-    pass
+    code = "body-too-large"
 
 
 class ContextLengthError(InvalidRequestError):
@@ -88,6 +108,62 @@ class OriginForbiddenError(CallerError):
 
 class AdminForbiddenError(CallerError):
     code = "admin-forbidden"
+
+
+class NotFoundError(CallerError):
+    code = "not-found"
+
+
+class SessionNotFoundError(NotFoundError):
+    code = "session-not-found"
+
+
+class TurnNotFoundError(NotFoundError):
+    code = "turn-not-found"
+
+
+class PermissionNotFoundError(NotFoundError):
+    code = "permission-not-found"
+
+
+class McpServerNotFoundError(NotFoundError):
+    code = "mcp-server-not-found"
+
+
+class ConflictError(CallerError):
+    code = "conflict"
+
+
+class TurnInProgressError(ConflictError):
+    code = "turn-in-progress"
+
+
+class IdempotencyConflictError(ConflictError):
+    code = "idempotency-conflict"
+
+
+class AlreadyResolvedError(ConflictError):
+    code = "already-resolved"
+
+
+class RevisionConflictError(ConflictError):
+    code = "revision-conflict"
+
+
+class McpServerExistsError(ConflictError):
+    code = "mcp-server-exists"
+
+
+class GoneError(CallerError):
+    code = "gone"
+
+
+class CursorExpiredError(GoneError):
+    code = "cursor-expired"
+
+
+class PermissionExpiredError(GoneError):
+    code = "permission-expired"
 
 
 class UnavailableError(LabError):
@@ -126,6 +202,14 @@ class ConnectionLostError(UnreachableError):
     code = "connection-lost"
 
 
+class UpstreamUnreachableError(UnavailableError):
+    code = "upstream-unreachable"
+
+
+class StoppingError(UnavailableError):
+    code = "daemon-stopping"
+
+
 class EngineError(LabError):
     pass
 
@@ -142,9 +226,25 @@ class EngineDeadError(EngineError):
     pass
 
 
+class TurnError(LabError):
+    code = "turn-failed"
+
+
+class DaemonRestartedError(TurnError):
+    code = "daemon-restarted"
+
+
+class TurnTimeoutError(TurnError):
+    code = "turn-timeout"
+
+
 class HostingError(LabError):
     code = "start-failed"
 
 
 class PortTakenError(HostingError):
     code = "port-taken"
+
+
+class DaemonRunningError(HostingError):
+    code = "daemon-running"

@@ -38,14 +38,20 @@ TABLE = {
     # psutil: on Linux, MLX does not know the memory's size.
     # tokenizers: to lower-case what an encoder reads, a normalizer is put before the tokenizer's own.
     "engine": Row("errors settings weights", "mlx mlx_lm llguidance numpy psutil tokenizers"),
+    # Apart from server: the daemon reads bodies and answers errors as it does, and the two never see each other.
+    "asgi": Row("errors guard wire", "fastapi starlette pydantic pydantic_core"),
     "server": Row(
-        "errors settings feed guard wire weights engine",
+        "errors settings feed guard asgi wire weights engine",
         # numpy: what the engine returns as vectors.
         "fastapi starlette pydantic pydantic_core prometheus_client numpy",
     ),
     # numpy: what vectors are read as.
     "client": Row("errors wire", "httpx2 pydantic pydantic_core numpy"),
-    "daemon": Row("errors settings feed guard wire client", "fastapi starlette mcp"),
+    # hosting, loops: it runs on a thread and a port of its own, wherever it is started. httpx2: for the type of what
+    # mcp's HTTP transport takes. psutil: children of MCP servers, and whether a pid is still the daemon's.
+    "daemon": Row(
+        "errors settings feed guard asgi hosting loops wire client", "fastapi starlette pydantic mcp httpx2 psutil"
+    ),
     # loops: panels think on a thread of their own, which a busy cell does not delay. What they show they are given as a
     # ``Source``, so they need no client.
     # links: which frontend shows them. IPython: a panel is two outputs, for notebooks without a kernel. minify: of
@@ -69,6 +75,8 @@ ONLY_IN = {
     "huggingface_hub": {"weights.hub"},
     "filelock": {"weights.store"},
     "prometheus_client": {"server.metrics"},
+    "sqlite3": {"daemon.store"},
+    "mcp": {"daemon.mcp_connection"},
 }
 MLX_IN_WEIGHTS = {"weights.gguf_import"}
 # Reading a value's own class is no dependency worth a row.

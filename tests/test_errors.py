@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmx_lab import errors
+from lmx_lab.asgi.errors import respond, status_of
 from lmx_lab.errors import LabError
-from lmx_lab.server.errors import respond, status_of
 
 
 def classes(root: type[LabError] = LabError) -> list[type[LabError]]:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, PydanticUserError, ValidationError
 
+from lmx_lab.asgi.errors import invalid
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server.errors import invalid
 from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody

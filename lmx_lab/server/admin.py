@@ -13,10 +13,10 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from starlette.requests import HTTPConnection
 
+from lmx_lab.asgi.bodies import StrictRoute
 from lmx_lab.engine import Engine, EngineSnapshot
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.feed import Feed
-from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.connections import EventStream
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.server.naming import ANY, check_unloads, unknown_model

@@ -8,12 +8,12 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
+from lmx_lab.asgi.bodies import StrictRoute
+from lmx_lab.asgi.errors import detail, request_id_of
 from lmx_lab.errors import LabError
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import Answer
-from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.connections import DONE, EventStream, while_connected
-from lmx_lab.server.errors import detail, request_id_of
 from lmx_lab.server.generations import Generation, attended
 from lmx_lab.server.joining import merged, together
 from lmx_lab.server.openapi import event_stream

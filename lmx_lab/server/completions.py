@@ -8,13 +8,13 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 
 from fastapi import APIRouter, Request, Response
 
+from lmx_lab.asgi.bodies import StrictRoute
+from lmx_lab.asgi.errors import request_id_of
 from lmx_lab.engine import Delta, GenerationReport, TextPrompt, TokenPrompt
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import TextAnswer, TextLogprobs
-from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.chat import until_done
 from lmx_lab.server.connections import EventStream, while_connected
-from lmx_lab.server.errors import request_id_of
 from lmx_lab.server.generations import Generation, attended, joined
 from lmx_lab.server.joining import merged, together
 from lmx_lab.server.openapi import event_stream

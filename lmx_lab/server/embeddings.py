@@ -11,12 +11,12 @@ import numpy as np
 import pydantic_core
 from fastapi import APIRouter, Request, Response
 
+from lmx_lab.asgi.bodies import StrictRoute
+from lmx_lab.asgi.errors import request_id_of
 from lmx_lab.engine import EmbeddingRequest, Embeddings, InputType, Vectors
 from lmx_lab.server.admin import is_local
-from lmx_lab.server.bodies import StrictRoute
 from lmx_lab.server.connections import while_connected
 from lmx_lab.server.encoding import EncodingService
-from lmx_lab.server.errors import request_id_of
 from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
 

@@ -7,9 +7,9 @@ import time
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from lmx_lab.asgi.errors import detail, request_id_of
 from lmx_lab.engine import Engine, EngineSnapshot
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError
-from lmx_lab.server.errors import detail, request_id_of
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import Alive, NotReady, Ready
 

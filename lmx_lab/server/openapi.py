@@ -33,14 +33,3 @@ def event_stream(*models: type[BaseModel], description: str) -> dict[str, Any]:
     places = [{"$ref": PLACE.format(model=model.__name__)} for model in models]
     schema = places[0] if len(places) == 1 else {"oneOf": places}
     return {"content": {"text/event-stream": {"schema": schema}}, "description": description}
-
-
-def _header(description: str, kind: str = "string") -> dict[str, Any]:
-    return {"description": description, "schema": {"type": kind}}
-
-
-FAILURE_HEADERS = {
-    "x-request-id": _header("The id of this request, as in `error.request_id` and in the server's log"),
-    "Retry-After": _header("Seconds after which it is worth another try; absent where none would help", "integer"),
-    "x-should-retry": _header("`false` where sending the same again cannot help; otherwise absent"),
-}

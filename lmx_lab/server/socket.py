@@ -11,11 +11,11 @@ from fastapi import APIRouter, WebSocket
 from pydantic import BaseModel, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
+from lmx_lab.asgi.bodies import parse_json_aside
+from lmx_lab.asgi.errors import detail, invalid, request_id_of
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import socket_token
-from lmx_lab.server.bodies import parse_json_aside
-from lmx_lab.server.errors import detail, invalid, request_id_of
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import socket_stats
 from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError

@@ -10,6 +10,8 @@ class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None = None
+    retryable: bool = False
+    """Whether the same request can succeed at another time, without anybody doing anything about it."""
     request_id: str | None = None
 
 

@@ -24,6 +24,8 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS
 # JSON has one kind of number: 5.0 counts five.
 WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """Behind the bounds of a field, which then are in its JSON schema too."""
+LISTED = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""For tuples in strict shapes, which from Python take no list."""
 
 
 def _check_token_id(key: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lmx_lab.asgi.errors import respond
 from lmx_lab.client.failures import KINDS, Answer, error_in, refusal
 from lmx_lab.errors import LabError, UnreachableError
-from lmx_lab.server.errors import respond
 from tests.test_errors import classes
 
 

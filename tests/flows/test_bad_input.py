@@ -187,12 +187,12 @@ def test_a_long_field_name_is_not_echoed_whole(http: httpx2.Client) -> None:
 
 def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http: httpx2.Client) -> None:
     body = chat_body(messages=[{"role": "user", "content": "a" * 20_000_000}])
-    error_of(http.post(PATH, json=body), 413, "invalid-request")
+    error_of(http.post(PATH, json=body), 413, "body-too-large")
 
 
 def test_a_body_without_a_length_is_bounded_too(http: httpx2.Client) -> None:
     pieces = (b"a" * 100_000 for _ in range(100))
-    error_of(http.post(PATH, content=pieces, headers=JSON), 413, "invalid-request")
+    error_of(http.post(PATH, content=pieces, headers=JSON), 413, "body-too-large")
 
 
 def test_a_prompt_longer_than_the_context_is_400_with_both_numbers(http: httpx2.Client) -> None:

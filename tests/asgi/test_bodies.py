@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lmx_lab.asgi import bodies
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server import bodies
 
 pytestmark = pytest.mark.anyio
 

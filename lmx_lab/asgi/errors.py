@@ -14,11 +14,20 @@ from starlette.exceptions import HTTPException
 
 from lmx_lab import errors
 from lmx_lab.errors import CallerError, InvalidRequestError, LabError
-from lmx_lab.server.openapi import FAILURE_HEADERS
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 
 log = logging.getLogger(__name__)
 
+
+def _header(description: str, kind: str = "string") -> dict[str, Any]:
+    return {"description": description, "schema": {"type": kind}}
+
+
+FAILURE_HEADERS = {
+    "x-request-id": _header("The id of this request, as in `error.request_id` and in the server's log"),
+    "Retry-After": _header("Seconds after which it is worth another try; absent where none would help", "integer"),
+    "x-should-retry": _header("`false` where sending the same again cannot help; otherwise absent"),
+}
 # Looked up along the class's MRO, so a new error has its parent's status until it gets a row of its own.
 STATUS: dict[type[LabError], int] = {
     errors.LabError: 500,
@@ -27,12 +36,16 @@ STATUS: dict[type[LabError], int] = {
     errors.ModelNotFoundError: 404,
     errors.UnauthorizedError: 401,
     errors.AdminForbiddenError: 403,
+    errors.NotFoundError: 404,
+    errors.ConflictError: 409,
+    errors.GoneError: 410,
     errors.OriginForbiddenError: 403,
     errors.HostForbiddenError: 421,
     errors.UnavailableError: 503,
     errors.ModelBusyError: 409,
     errors.QueueFullError: 429,
     errors.StorageFullError: 507,
+    errors.UpstreamUnreachableError: 502,
     errors.EngineError: 500,
     errors.GenerationTimeoutError: 504,
     errors.OutOfMemoryError: 503,
@@ -83,7 +96,14 @@ def status_of(error: LabError) -> int:
 def detail(error: LabError, request_id: str | None) -> ErrorDetail:
     status = status_of(error)
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return ErrorDetail(code=error.code, message=error.message, type=kind, param=error.param, request_id=request_id)
+    return ErrorDetail(
+        code=error.code,
+        message=error.message,
+        type=kind,
+        param=error.param,
+        retryable=not isinstance(error, (CallerError, *NO_RETRY)),
+        request_id=request_id,
+    )
 
 
 def respond(error: LabError, status: int | None = None, request_id: str | None = None) -> JSONResponse:

@@ -17,6 +17,7 @@ TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (
 # A refused body is still read up to this many times the limit: closing at once would lose the answer on its way.
 DRAIN_FACTOR = 8
 LARGE_BODY_BYTES = 1_000_000
+WITH_BODY = {"POST", "PATCH"}
 LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is no character"
 PLAIN_WORDS = {
     "unexpected end of hex escape": LONE_SURROGATE,
@@ -118,7 +119,7 @@ class StrictRoute(APIRoute):
                 value = await parse_json_aside(body)
             return await handle(ParsedRequest(request, body, value))
 
-        return strict if "POST" in (self.methods or ()) else handle
+        return strict if WITH_BODY & set(self.methods or ()) else handle
 
 
 def _check_content_type(request: Request) -> None:

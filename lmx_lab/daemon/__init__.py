@@ -1,0 +1,1 @@
+"""Sessions, turns with tools, and an event log that loses nothing: a server beside that of the model."""
