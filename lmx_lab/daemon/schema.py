@@ -17,6 +17,7 @@ MIGRATIONS = (
         stats TEXT
     ) STRICT;
     CREATE INDEX events_of_sessions ON events (session_id, seq);
+    CREATE INDEX streamed_events ON events (session_id, turn_id) WHERE event IN ('turn.token', 'turn.thinking');
 
     CREATE TABLE sessions (
         session_id TEXT PRIMARY KEY,
@@ -57,9 +58,19 @@ MIGRATIONS = (
         queued_at TEXT NOT NULL,
         started_at TEXT,
         ended_at TEXT,
+        folded INTEGER NOT NULL DEFAULT 0,
         UNIQUE (session_id, turn_id)
     ) STRICT;
     CREATE INDEX turns_that_go_on ON turns (session_id, position) WHERE status IN ('queued', 'running', 'waiting');
+
+    CREATE INDEX turns_to_fold ON turns (ended_at) WHERE folded = 0 AND ended_at IS NOT NULL;
+
+    -- Sessions whose events wait for being folded.
+    CREATE TABLE deleted_sessions (
+        seq INTEGER PRIMARY KEY,
+        session_id TEXT NOT NULL,
+        deleted_at TEXT NOT NULL
+    ) STRICT;
 
     -- Calls whose tool.start is in the log.
     CREATE TABLE tool_calls (
