@@ -87,8 +87,7 @@ class EventLog:
 
     async def start(self) -> None:
         """Read what is known of pruned events."""
-        row = await self._store.read(lambda reading: reading.row("SELECT value FROM meta WHERE key = ?", PRUNED))
-        self._pruned_seq = int(row["value"]) if row else 0
+        self._pruned_seq = await self._store.read(_pruned_seq)
 
     @property
     def oldest_seq(self) -> int:
@@ -111,10 +110,7 @@ class EventLog:
         if after > self._store.issued_seq:
             newest = self._store.issued_seq
             raise ExpiredCursorError(f"the cursor is {after}, the newest event {newest}; begin anew", "ahead")
-        if 0 < after < self._pruned_seq:
-            raise ExpiredCursorError(
-                f"the cursor is {after}, and events before {self.oldest_seq} are kept no more; begin anew", "pruned"
-            )
+        _check_kept(after, self._pruned_seq)
 
     def grown(self) -> asyncio.Future[None]:
         """Done when there are more events than now. Take it before looking what there is; do not cancel it."""
@@ -131,7 +127,11 @@ class EventLog:
         return bool(done)
 
     async def page(self, after: int, only: EventFilter = EVERYTHING, limit: int | None = None) -> Page:
-        """The next events after this cursor, at most ``limit``; possibly none, with a cursor that went on."""
+        """The next events after this cursor, at most ``limit``; possibly none, with a cursor that went on.
+
+        Raises:
+            ExpiredCursorError: the log was cut faster than this reader reads.
+        """
         limit = min(limit or self._limits.page_events, self._limits.page_events)
         if after >= self._ring_after:
             return self._ring_page(after, only, limit)
@@ -153,6 +153,8 @@ class EventLog:
         return Page(events=tuple(events_that_pass), through=through)
 
     def _stored_page(self, reading: Reading, after: int, only: EventFilter, limit: int) -> Page:
+        # By this very view: the log may have been cut since the cursor was checked.
+        _check_kept(after, _pruned_seq(reading))
         condition, parameters = only.condition()
         sql = f"SELECT * FROM events WHERE seq > ? AND {condition} ORDER BY seq LIMIT ?"
         rows = reading.rows(sql, after, *parameters, limit)
@@ -191,6 +193,18 @@ class EventLog:
     def pruned(self, seq: int) -> None:
         """Events up to this one are gone from the database."""
         self._pruned_seq = max(self._pruned_seq, seq)
+
+
+def _check_kept(after: int, pruned_seq: int) -> None:
+    if 0 < after < pruned_seq:
+        raise ExpiredCursorError(
+            f"the cursor is {after}, and events up to {pruned_seq} are kept no more; begin anew", "pruned"
+        )
+
+
+def _pruned_seq(reading: Reading) -> int:
+    row = reading.row("SELECT value FROM meta WHERE key = ?", PRUNED)
+    return int(row["value"]) if row else 0
 
 
 def note_pruned(transaction: Transaction, seq: int) -> None:

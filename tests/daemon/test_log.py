@@ -213,6 +213,8 @@ async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp
     log.check(7)
     with pytest.raises(ExpiredCursorError):
         log.check(6)
+    with pytest.raises(ExpiredCursorError):
+        await log.page(6)
     again = EventLog(store, LIMITS)
     await again.start()
     assert again.oldest_seq == 8

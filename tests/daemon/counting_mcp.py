@@ -1,0 +1,52 @@
+"""An MCP server without the package, which starts at once. Its tool writes down each call before it answers.
+
+python counting_mcp.py FILE SECONDS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TOOL = {
+    "name": "count",
+    "description": "Writes its note down.",
+    "inputSchema": {"type": "object", "properties": {"note": {"type": "string"}}, "required": ["note"]},
+}
+
+
+def answer(request: dict[str, Any], file: Path, pause_s: float) -> dict[str, Any] | None:
+    match request["method"]:
+        case "initialize":
+            version = request["params"]["protocolVersion"]
+            return {
+                "protocolVersion": version,
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "counting", "version": "1"},
+            }
+        case "tools/list":
+            return {"tools": [TOOL]}
+        case "tools/call":
+            with file.open("a", encoding="utf-8") as notes:
+                notes.write(request["params"]["arguments"]["note"] + "\n")
+            time.sleep(pause_s)
+            return {"content": [{"type": "text", "text": "noted"}]}
+    return None
+
+
+def main() -> None:
+    file, pause_s = Path(sys.argv[1]), float(sys.argv[2])
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "id" not in request:
+            continue
+        result = answer(request, file, pause_s)
+        said = {"result": result} if result is not None else {"error": {"code": -32601, "message": "no such method"}}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **said}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

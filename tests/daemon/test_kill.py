@@ -1,0 +1,137 @@
+"""The real process, killed at any moment of turns with tools: nothing lost, nothing doubled, nothing run again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.daemon.program import Follower, Program, check_log
+from tests.daemon.scripted import Scripted, calls, says
+
+pytestmark = pytest.mark.anyio
+KILLS = 30
+TURNS = 3
+"""Submitted for each kill."""
+PAUSE_S = 0.004
+TOOL_S = 0.03
+SERVER = Path(__file__).with_name("counting_mcp.py")
+
+
+def script(body: dict[str, Any]) -> list[Any]:
+    """A call with the turn's own note, then forty tokens."""
+    last = body["messages"][-1]
+    if last["role"] == "user":
+        return calls(("counting__count", {"note": last["content"]}), text=("Let ", "me ", "count. "))
+    steps: list[Any] = []
+    for step in says(*(f"word{at} " for at in range(40))):
+        steps += [step, PAUSE_S]
+    return steps
+
+
+@pytest.fixture
+def upstream() -> Iterator[Scripted]:
+    with Scripted(script) as upstream:
+        yield upstream
+
+
+async def submit(program: Program, turn_id: str) -> None:
+    """As a careful client does: with its own id, again until there is an answer."""
+    body = {"turn_id": turn_id, "content": turn_id}
+    async with program.client() as http:
+        answer = await http.post("/sessions/s/turns", json=body)
+    assert answer.status_code in (200, 202), answer.text
+
+
+async def submit_until_killed(program: Program, turn_ids: list[str], accepted: set[str]) -> None:
+    for turn_id in turn_ids:
+        await submit(program, turn_id)
+        accepted.add(turn_id)
+
+
+async def test_killed_at_any_moment_a_daemon_loses_and_doubles_nothing(tmp_path: Path, upstream: Scripted) -> None:
+    chance = random.Random(7)
+    notes = tmp_path / "notes.txt"
+    program = Program(tmp_path, upstream.url).start()
+    follower = Follower(program)
+    submitted: list[str] = []
+    try:
+        await set_up(program, notes)
+        following = asyncio.create_task(follower.follow())
+        for kill in range(KILLS):
+            turn_ids = [f"turn-{kill}-{number}" for number in range(TURNS)]
+            submitted += turn_ids
+            accepted: set[str] = set()
+            submitting = asyncio.create_task(submit_until_killed(program, turn_ids, accepted))
+            await asyncio.sleep(chance.uniform(0.0, 0.8))
+            program.kill()
+            (failed,) = await asyncio.gather(submitting, return_exceptions=True)
+            assert failed is None or isinstance(failed, httpx2.TransportError), failed
+            await asyncio.to_thread(program.start)
+            # Those whose answer was lost with the daemon, as well as those that it never got.
+            for turn_id in turn_ids:
+                if turn_id not in accepted:
+                    await submit(program, turn_id)
+        await follower.until_ended(submitted)
+        following.cancel()
+        await check(program, follower, submitted, notes)
+    finally:
+        if program.process.poll() is None:
+            program.stop()
+
+
+async def set_up(program: Program, notes: Path) -> None:
+    async with program.client() as http:
+        server = {
+            "name": "counting",
+            "command": sys.executable,
+            "args": [str(SERVER), str(notes), str(TOOL_S)],
+            "permission": "allow",
+        }
+        assert (await http.post("/mcp/servers", json=server)).status_code == 201
+        assert (await http.post("/sessions", json={"session_id": "s"})).status_code == 201
+
+
+async def check(program: Program, follower: Follower, submitted: list[str], notes: Path) -> None:
+    check_log(follower.events)
+    whole = await everything(program)
+    seen = {event["seq"]: event for event in follower.events}
+    assert [event["seq"] for event in whole] == list(seen), "a client that resumes has the whole log"
+    assert whole == follower.events
+    ended = Counter(event["turn_id"] for event in whole if event["event"] in ("turn.done", "turn.error"))
+    assert ended == Counter(submitted), "every accepted turn ended once, and no other"
+    started = Counter(event["turn_id"] for event in whole if event["event"] == "tool.start")
+    noted = Counter((await asyncio.to_thread(notes.read_text, encoding="utf-8")).split())
+    assert max(noted.values()) == 1, "no started tool ran again"
+    assert set(noted) <= set(started), "a tool is in the log before it runs"
+    done = [event["turn_id"] for event in whole if event["event"] == "turn.done"]
+    assert set(done) <= set(noted), "what ended well had its tool"
+    cut = [event for event in whole if event["event"] == "turn.error"]
+    assert {event["data"]["error"]["code"] for event in cut} == {"daemon-restarted"}
+    async with program.client() as http:
+        shown = (await http.get("/sessions/s")).json()
+    assert (shown["status"], shown["queued_turn_ids"], shown["permissions"]) == ("idle", [], [])
+    program.stop()
+    with sqlite3.connect(program.folder / "daemon.db") as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+    assert done, "some turns came through"
+
+
+async def everything(program: Program) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    async with program.client() as http:
+        cursor, more = 0, True
+        while more:
+            page = (await http.get("/events", params={"after": cursor})).json()
+            events += page["events"]
+            cursor, more = page["cursor"], page["more"]
+    return events

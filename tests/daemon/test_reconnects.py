@@ -1,0 +1,95 @@
+"""Clients of the real process that drop their connections, or never read, while a long turn is written."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.program import Follower, Program, check_log
+from tests.daemon.scripted import Scripted, says
+
+pytestmark = pytest.mark.anyio
+TOKENS = 2000
+RECONNECTS = 50
+
+
+def script(body: dict[str, Any]) -> list[Any]:
+    """Two thousand tokens in about four seconds: more than a hundred batches."""
+    steps: list[Any] = []
+    for number, step in enumerate(says(*(f"w{at} " for at in range(TOKENS)))):
+        steps += [step, 0.02] if number % 10 == 0 else [step]
+    return steps
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    with Scripted(script) as upstream:
+        program = Program(tmp_path, upstream.url).start()
+        yield program
+        assert program.stop() == 0
+
+
+async def begin(program: Program) -> None:
+    async with program.client() as http:
+        await http.post("/sessions", json={"session_id": "s"})
+        answer = await http.post("/sessions/s/turns", json={"turn_id": "t", "content": "write"})
+        assert answer.status_code == 202
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(event["data"]["text"] for event in events if event["event"] == "turn.token")
+
+
+EXPECTED = "".join(f"w{at} " for at in range(TOKENS))
+
+
+async def test_fifty_reconnects_in_one_turn_give_the_same_text(program: Program) -> None:
+    chance = random.Random(3)
+    follower = Follower(program)
+    await begin(program)
+    for _ in range(RECONNECTS):
+        await asyncio.wait_for(follower.connect_once(most=chance.randint(1, 3)), 30)
+    assert not any(event["event"] == "turn.done" for event in follower.events), "the turn outlives the reconnects"
+    following = asyncio.create_task(follower.follow())
+    await follower.until_ended(["t"])
+    following.cancel()
+    check_log(follower.events)
+    assert text_of(follower.events) == EXPECTED
+    assert follower.connections == RECONNECTS + 1
+
+
+async def test_readers_that_never_read_delay_nobody(program: Program) -> None:
+    stuck = [await asyncio.to_thread(connect_and_read_nothing, program) for _ in range(5)]
+    follower = Follower(program)
+    following = asyncio.create_task(follower.follow())
+    await begin(program)
+    await follower.until_ended(["t"])
+    following.cancel()
+    assert text_of(follower.events) == EXPECTED
+    for connection in stuck:
+        connection.close()
+
+
+def connect_and_read_nothing(program: Program) -> socket.socket:
+    """A handshake, then silence, with the smallest buffer that there is."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    connection.connect((program.state.host, program.state.port))
+    lines = [
+        "GET /v3/events?after=0 HTTP/1.1",
+        f"Host: {program.state.host}:{program.state.port}",
+        f"Authorization: Bearer {program.state.token}",
+        "Connection: Upgrade",
+        "Upgrade: websocket",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+    ]
+    connection.sendall("\r\n".join([*lines, "", ""]).encode())
+    assert connection.recv(12) == b"HTTP/1.1 101"
+    return connection
