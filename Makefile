@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PARITY := build/parity
 PARITY_STAMP := $(PARITY)/installed
+# Processes that test beside each other, a file of tests each: one for each core, 4 at most; 0 for none but make's own.
+TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
 .PHONY: setup lab demo test check parity panels bench screenshots lock clean
@@ -27,7 +29,7 @@ demo: setup
 	$(BIN)/python notebooks/demo.py notebooks/00_quickstart.ipynb
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks

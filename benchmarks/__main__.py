@@ -21,6 +21,8 @@ Server, bare generator and clients are processes of their own; the clients only 
 | prefill    | prefill of 156 tokens ÷ MLX with the BLAS of its wheel                     | tiny, smollm2 |
 | embeddings | 64 texts through MiniLM ÷ MLX with the BLAS of its wheel, and ÷ torch      | minilm-l6     |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
+| daemon     | a turn - the same chat; fan-out to 10; delay beside stuck readers; list of | tiny, smollm2 |
+|            | 2,000 sessions; memory of an idle subscriber; replay of 100,000 events     |               |
 | flood      | seconds to a whole answer after 200 requests with a client timeout of 0.5 s | tiny          |
 
 ``tiny`` is a two-layer llama of random weights with SmolLM2's tokenizer, where a token takes a millisecond and
@@ -49,6 +51,7 @@ from typing import get_args
 
 from benchmarks import (
     against_mlx_lm,
+    daemon,
     disconnect,
     embeddings,
     flood,
@@ -88,6 +91,7 @@ FIGURES = {
     "stall": Figure(title=stall.FIGURE, measure=stall.measure),
     "disconnect": Figure(title=disconnect.FIGURE, measure=disconnect.measure),
     "leak": Figure(title=leak.FIGURE, measure=leak.measure, models=("tiny",)),
+    "daemon": Figure(title=daemon.FIGURE, measure=daemon.measure),
     "flood": Figure(title=flood.FIGURE, measure=flood.measure, models=("tiny",)),
 }
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl
 
 from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
 
@@ -43,8 +44,12 @@ class GuardPolicy:
     """Whether the peer of this connection (its end, and ours) has asked its caller who he is, and passes his Host on as
     it came; asked last."""
     key: str | None = field(default=None, repr=False)
+    key_hint: str = "send the header Authorization: Bearer KEY"
+    """What a caller without it is told."""
     open_paths: frozenset[str] = OPEN_PATHS
     """Paths that need no key."""
+    query_key_paths: frozenset[str] = frozenset()
+    """Paths of WebSockets whose key may also come as ``?token=``: in browsers they cannot have headers."""
 
 
 def loopback_hosts(port: int) -> frozenset[str]:
@@ -120,7 +125,7 @@ def check(scope: Scope, policy: GuardPolicy) -> None:
     host = _check_host(scope, policy)
     _check_origin(_values(scope, b"origin"), host, policy)
     if policy.key is not None and scope["path"] not in policy.open_paths and not _is_preflight(scope):
-        _check_key(_values(scope, b"authorization"), policy.key)
+        _check_key(scope, policy, policy.key)
 
 
 def _check_host(scope: Scope, policy: GuardPolicy) -> str:
@@ -174,11 +179,28 @@ def _is_own(origin: str, host: str, policy: GuardPolicy) -> bool:
     return f"{parsed[0]}:{parsed[1]}" in policy.hosts or match["host"] == host
 
 
-def _check_key(values: list[bytes], key: str) -> None:
-    scheme, _, given = (values[0] if len(values) == 1 else b"").partition(b" ")
-    same = hmac.compare_digest(given.strip(), key.encode())
-    if not (same and scheme.lower() == b"bearer"):
-        raise UnauthorizedError("this server needs its key: send the header Authorization: Bearer KEY")
+def _check_key(scope: Scope, policy: GuardPolicy, key: str) -> None:
+    headers, queries = _values(scope, b"authorization"), _query_keys(scope, policy)
+    given = [*map(_bearer, headers), *queries]
+    # Of either kind one at most; where both are given, both have to be right.
+    fits = bool(given) and len(headers) <= 1 and len(queries) <= 1
+    # Each is compared whatever the others were.
+    same = [hmac.compare_digest(one, key.encode()) for one in given]
+    if not (fits and all(same)):
+        raise UnauthorizedError(f"this server needs its key: {policy.key_hint}")
+
+
+def _bearer(header: bytes) -> bytes:
+    scheme, _, given = header.partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _query_keys(scope: Scope, policy: GuardPolicy) -> list[bytes]:
+    if scope["type"] != "websocket" or scope["path"] not in policy.query_key_paths:
+        return []
+    query = scope.get("query_string", b"").decode("latin-1")
+    pairs = parse_qsl(query, keep_blank_values=True, encoding="latin-1")
+    return [value.encode("latin-1") for name, value in pairs if name == "token"]
 
 
 def _is_preflight(scope: Scope) -> bool:

@@ -12,15 +12,18 @@ import contextlib
 import errno
 import json
 import logging
+import re
 import socket
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.utils import ClientDisconnected
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from lmx_lab.errors import HostingError, PortTakenError
 
@@ -148,6 +151,13 @@ class _LogBuffer(logging.Handler):
         self.lines.append(self.format(record)[:4000])
 
 
+def _without_keys(record: logging.LogRecord) -> bool:
+    """Takes queries, where WebSocket clients may send a key, out of addresses. Below INFO there are headers, too."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(re.sub(r"(?s)\?.*", "?…", arg) if isinstance(arg, str) else arg for arg in record.args)
+    return record.levelno >= logging.INFO
+
+
 _LOGS = _LogBuffer()
 
 
@@ -159,8 +169,9 @@ def recent_logs() -> list[str]:
 def _divert_logs() -> None:
     logger = logging.getLogger("uvicorn")
     logger.propagate = False
-    if _LOGS not in logger.handlers:
-        logger.addHandler(_LOGS)
+    logger.addHandler(_LOGS)
+    for name in ("uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).addFilter(_without_keys)
 
 
 # --- one server
@@ -215,6 +226,39 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.accepting.set()
+
+
+class _WebSocket(WebSocketsSansIOProtocol):
+    """uvicorn's, with functions of our own in the scope's ``extensions``.
+
+    ``lmx_lab.frames`` encodes any number of texts, once for all connections, and ``lmx_lab.send`` sends that in one
+    write when the client has taken enough of what came before. ``lmx_lab.abort`` drops a client that takes nothing.
+    """
+
+    async def run_asgi(self) -> None:
+        own: Any = {"lmx_lab.frames": _frames, "lmx_lab.send": self._send, "lmx_lab.abort": self.transport.abort}
+        self.scope["extensions"] = {**(self.scope.get("extensions") or {}), **own}
+        await super().run_asgi()
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        # A refusal with a status is whole; uvicorn would log it as an error of the application.
+        self.handshake_complete |= self.close_sent
+
+    async def _send(self, frames: bytes) -> None:
+        if not self.handshake_complete or self.close_sent or self.disconnected or self.transport.is_closing():
+            raise ClientDisconnected
+        self.transport.write(frames)
+        await self.writable.wait()
+
+
+def _frames(texts: Sequence[str]) -> bytes:
+    parts: list[bytes] = []  # whole text messages as a server sends them (RFC 6455, 5.2), without extensions
+    for data in map(str.encode, texts):
+        size = len(data)
+        length = [size] if size < 126 else [126, *size.to_bytes(2)] if size < 65536 else [127, *size.to_bytes(8)]
+        parts += (bytes([0x81, *length]), data)
+    return b"".join(parts)
 
 
 class Host:
@@ -321,8 +365,10 @@ def _config(app: ASGIApp, ws_max_bytes: int) -> uvicorn.Config:
         loop="none",
         # h11 bounds headers (64 KiB) and refuses doubled Host headers; httptools is 0.2 ms a request faster.
         http="h11",
-        ws="websockets-sansio",
+        ws=_WebSocket,
         ws_max_size=ws_max_bytes,
+        # On loopback there is nothing to gain, and each connection would keep two windows of it in memory.
+        ws_per_message_deflate=False,
         log_config=None,
         log_level="info",
         access_log=False,

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, Generic, Self, TypeVar
@@ -22,6 +23,8 @@ BEGIN_S = 5.0
 """How long work for a loop that another thread runs may wait for its first step."""
 CANCEL_S = 2.0
 """How long cancelled work may take to end before nobody waits for it any more."""
+LOOK_S = 0.25
+"""How often one who waits looks up: an interrupt that comes at the very moment a wait begins does not wake it."""
 
 
 class _Call(Generic[T]):
@@ -245,5 +248,9 @@ class _Interrupts:
 
 
 def _settled(future: concurrent.futures.Future[Any], timeout_s: float | None) -> bool:
-    done, _ = concurrent.futures.wait([future], timeout_s)
-    return bool(done)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+        done, _ = concurrent.futures.wait([future], max(0.0, left_s))
+        if done or left_s <= 0:
+            return bool(done)

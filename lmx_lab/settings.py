@@ -23,6 +23,7 @@ BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 DAY_S = 86_400.0
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),
+    "daemon_port": (0, 65_535),
     "slots": (1, 1024),
     "queue_limit": (0, 100_000),
     "max_body_bytes": (1024, GIB),
@@ -69,6 +70,13 @@ class Settings:
     log_level: str = "info"
     """What ``lmx-lab serve`` prints: debug, info, warning or error."""
 
+    daemon_host: str = "127.0.0.1"
+    """Where the daemon listens; any other address than loopback exposes it to other machines."""
+    daemon_port: int = 8401
+    upstream: str | None = None
+    """The chat-format server that the daemon's turns ask; by default http://127.0.0.1:8400."""
+    upstream_api_key: str | None = field(default=None, repr=False)
+
     slots: int = 8
     """Requests decoded at the same time; the rest wait in arrival order."""
     queue_limit: int = 64
@@ -110,8 +118,9 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and low <= value <= high):
                 raise InvalidRequestError(f"{name} is {value!r}; it must be {low} to {high}", param=name)
-        if not self.host.strip():
-            raise InvalidRequestError("host is empty; use 127.0.0.1, or 0.0.0.0 to serve the LAN", param="host")
+        for name in ("host", "daemon_host"):
+            if not getattr(self, name).strip():
+                raise InvalidRequestError(f"{name} is empty; use 127.0.0.1, or 0.0.0.0 to serve the LAN", param=name)
         for name, choices in CHOICES.items():
             if (chosen := getattr(self, name)) not in choices:
                 raise InvalidRequestError(f"{name} is {chosen!r}; it can be {', '.join(choices)}", param=name)
@@ -120,6 +129,11 @@ class Settings:
     def models_folder(self) -> Path:
         """The lab's own model store."""
         return self.home / "models"
+
+    @property
+    def daemon_folder(self) -> Path:
+        """Where the daemon keeps its database, its state file and its log."""
+        return self.home / "daemon"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import functools
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from lmx_lab.engine import loaded
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from tests.tiny import teach_thinking, write_tiny_llama
 
 ROOT = Path(__file__).parent.parent
+LONGEST = {folder: at for at, folder in enumerate(("browser", "notebooks", "kernel", "flows", "engine"))}
+"""The folders whose tests take longest."""
+# Beside other processes an example may take any time, and no test is about that. In CI hypothesis' own profile, which
+# this adds to, draws the same examples in every run.
+settings.register_profile("lab", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("lab")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest goes first, so that two workers end at the same time."""
+    items.sort(key=lambda item: LONGEST.get(item.path.parent.name, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +42,33 @@ def anyio_backend() -> str:
 def _no_foreign_settings() -> None:
     for name in [name for name in os.environ if name.startswith("LMX_LAB_") and name != "LMX_LAB_TEST_HOME"]:
         del os.environ[name]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tokenizers_are_read_once() -> Iterator[None]:
+    """Two thirds of the time that it takes to load a tiny model; whoever loads it gets a copy."""
+    read, lock = loaded.load_tokenizer, threading.Lock()
+
+    @functools.lru_cache(maxsize=4)
+    def known(path: Path, _files: object, options: tuple[tuple[str, Any], ...]) -> Any:
+        return read(path, **dict(options))
+
+    def copied(path: Path, eos_token_ids: Any = None) -> Any:
+        files = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir()))
+        ends = tuple(eos_token_ids) if isinstance(eos_token_ids, list) else eos_token_ids
+        with lock:
+            return copy.deepcopy(known(path, files, (("eos_token_ids", ends),)))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loaded, "load_tokenizer", copied)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _asyncio_stays_as_it_is() -> Iterator[None]:
+    """``run_nested`` patches asyncio for the whole process, and ``asyncio.run`` then leaves its loops open."""
+    yield
+    assert not hasattr(asyncio, "_nest_patched"), "this test nested loops; let it do so in a process of its own"
 
 
 @pytest.fixture(scope="session")

@@ -48,9 +48,11 @@ TABLE = {
     # numpy: what vectors are read as.
     "client": Row("errors wire", "httpx2 pydantic pydantic_core numpy"),
     # hosting, loops: it runs on a thread and a port of its own, wherever it is started. httpx2: for the type of what
-    # mcp's HTTP transport takes. psutil: children of MCP servers, and whether a pid is still the daemon's.
+    # mcp's HTTP transport takes. anyio: mcp's streams end with its errors. psutil: children of MCP servers, and whether
+    # a pid is still the daemon's.
     "daemon": Row(
-        "errors settings feed guard asgi hosting loops wire client", "fastapi starlette pydantic mcp httpx2 psutil"
+        "errors settings feed guard asgi hosting loops wire client",
+        "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil",
     ),
     # loops: panels think on a thread of their own, which a busy cell does not delay. What they show they are given as a
     # ``Source``, so they need no client.

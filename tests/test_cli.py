@@ -31,12 +31,12 @@ def lmx_lab(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Serving:
-    """``lmx-lab serve`` in a process of its own, with what it prints."""
+    """``lmx-lab serve``, or another command, in a process of its own, with what it prints."""
 
-    def __init__(self, home: Path, *arguments: str) -> None:
-        command = [str(Path(sys.executable).with_name("lmx-lab")), "serve", *arguments]
+    def __init__(self, home: Path, *arguments: str, command: str = "serve") -> None:
+        whole = [str(Path(sys.executable).with_name("lmx-lab")), command, *arguments]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(home)
+            whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(home)
         )
         self._lines: SimpleQueue[str] = SimpleQueue()
         self.output = ""
@@ -79,8 +79,8 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(home: Path, *arguments: str) -> Iterator[Serving]:
-    server = Serving(home, *arguments)
+def serving(home: Path, *arguments: str, command: str = "serve") -> Iterator[Serving]:
+    server = Serving(home, *arguments, command=command)
     try:
         yield server
     finally:
@@ -108,7 +108,7 @@ def status(port: int, path: str, **headers: str) -> int:
 def test_the_help_names_every_command(tmp_path: Path) -> None:
     result = lmx_lab(tmp_path, "--help")
     assert result.returncode == 0
-    assert all(name in result.stdout for name in ("serve", "pull", "models", "doctor"))
+    assert all(name in result.stdout for name in ("serve", "daemon", "pull", "models", "doctor"))
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
@@ -201,6 +201,10 @@ def test_a_taken_default_port_gives_way_to_the_next_free_one(tiny_home: Path) ->
         (["serve", "--prefix-cache", "nan"], "invalid-request"),
         (["serve", "--prefix-cache", "-1"], "invalid-request"),
         (["pull", "no-such"], "model-not-found"),
+        (["daemon", "--port", "70000"], "invalid-request"),
+        (["daemon", "--port", "0", "--cors-origin", "*"], "invalid-request"),
+        (["daemon", "--port", "0", "--upstream", "ftp://nowhere"], "invalid-request"),
+        (["daemon", "--port", "0", "--mcp-config", "/no/such/file"], "invalid-request"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_status_one(tiny_home: Path, arguments: list[str], code: str) -> None:
@@ -230,6 +234,39 @@ def test_a_server_told_to_swap_loads_what_a_request_names(tiny_home: Path) -> No
         with request(port, "POST", "/v1/chat/completions", body) as response:
             assert (response.status, json.load(response)["model"]) == (200, "tiny-two")
         assert server.end(signal.SIGTERM) == (0, "")
+
+
+MCP = {"mcpServers": {"none": {"command": "/no/such/program", "args": ["a b"], "env": {"KEY": "hidden-value"}}}}
+
+
+def test_servers_of_a_file_are_shown_and_not_added_without_a_yes(tmp_path: Path) -> None:
+    file = tmp_path / ".mcp.json"
+    file.write_text(json.dumps(MCP))
+    result = lmx_lab(tmp_path, "daemon", "--port", "0", "--mcp-config", str(file))
+    assert (result.returncode, result.stderr.partition(":")[0]) == (1, "invalid-request")
+    assert "--yes" in result.stderr
+    assert result.stdout == "none: /no/such/program 'a b'  (with KEY)\n"
+    assert not (tmp_path / "daemon").exists()
+
+
+def test_with_a_yes_they_are_added_once(tmp_path: Path) -> None:
+    file = tmp_path / ".mcp.json"
+    file.write_text(json.dumps(MCP))
+    for said in ("added none", "none is there already"):
+        with serving(tmp_path, "--port", "0", "--mcp-config", str(file), "--yes", command="daemon") as daemon:
+            daemon.wait_for("state.json")
+            assert said in daemon.output
+            assert "hidden-value" not in daemon.output
+            assert daemon.end(signal.SIGTERM) == (0, "")
+
+
+def test_a_daemon_for_other_machines_says_so(tmp_path: Path) -> None:
+    with serving(tmp_path, "--port", "0", "--host", "0.0.0.0", command="daemon") as daemon:
+        assert "unencrypted" in daemon.wait_for("other machines reach it on 0.0.0.0")
+        state = json.loads((tmp_path / "daemon" / "state.json").read_text())
+        assert (state["host"], status(state["port"], "/v3/health")) == ("127.0.0.1", 200)
+        assert state["token"] not in daemon.output
+        assert daemon.end(signal.SIGTERM) == (0, "")
 
 
 def test_what_is_there_is_pulled_at_once(starter_home: Path) -> None:

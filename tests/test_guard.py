@@ -1,5 +1,6 @@
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -133,6 +134,51 @@ def test_anything_but_the_key_is_refused_alike(header):
     with pytest.raises(UnauthorizedError) as missing:
         check(scope(), KEYED)
     assert caught.value.message == missing.value.message
+
+
+IN_QUERY = replace(KEYED, query_key_paths=frozenset({"/events"}), key_hint="look in the drawer")
+
+
+def asking(query="", kind="websocket", path="/events", **more):
+    return {**scope(kind=kind, path=path, scheme="ws", **more), "query_string": query.encode()}
+
+
+@pytest.mark.parametrize("query", ["token=s3cret", "a=1&token=s3cret&b=", "t%6Fken=s3cre%74"])
+def test_a_websocket_may_bring_the_key_in_its_query_where_the_policy_says_so(query):
+    check(asking(query), IN_QUERY)
+    check(asking(query, authorization="Bearer s3cret"), IN_QUERY)
+    for request, policy in (
+        (asking(query), KEYED),
+        (asking(query, kind="http"), IN_QUERY),
+        (asking(query, path="/events/"), IN_QUERY),
+        (asking(query, path="/other"), IN_QUERY),
+        (asking(query, authorization="Bearer wrong"), IN_QUERY),
+        (asking(query, authorization="Basic s3cret"), IN_QUERY),
+    ):
+        with pytest.raises(UnauthorizedError):
+            check(request, policy)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "",
+        "token=",
+        "token",
+        "Token=s3cret",
+        "token=s3cret ",
+        "token=s3cret&token=s3cret",
+        "token=wrong",
+        "token=%FF",
+        "?",
+    ],
+)
+def test_any_other_query_is_refused_even_beside_the_right_header(query):
+    with pytest.raises(UnauthorizedError, match="look in the drawer"):
+        check(asking(query), IN_QUERY)
+    if "oken" in query and "Token" not in query:
+        with pytest.raises(UnauthorizedError):
+            check(asking(query, authorization="Bearer s3cret"), IN_QUERY)
 
 
 def test_two_keys_are_refused_even_if_one_is_right():

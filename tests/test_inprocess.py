@@ -23,7 +23,7 @@ from lmx_lab.wire.admin import ModelEvent, RequestEvent
 
 pytestmark = pytest.mark.anyio
 HELLO = [{"role": "user", "content": "hello"}]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(params=["kernel", "thread"])

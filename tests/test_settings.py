@@ -28,6 +28,8 @@ def test_values_of_the_environment_take_their_types() -> None:
         "LMX_LAB_PREFIX_CACHE_BYTES": "0",
         "LMX_LAB_SWAP": "1",
         "LMX_LAB_IDLE_UNLOAD_S": "300",
+        "LMX_LAB_DAEMON_PORT": "9401",
+        "LMX_LAB_UPSTREAM": "http://127.0.0.1:11434",
     }
     settings = Settings.read(environ)
     assert settings.home == Path.home() / "lab"
@@ -39,6 +41,8 @@ def test_values_of_the_environment_take_their_types() -> None:
     assert settings.prefix_cache_bytes == 0
     assert settings.swap is True
     assert settings.idle_unload_s == 300.0
+    assert (settings.daemon_port, settings.upstream) == (9401, "http://127.0.0.1:11434")
+    assert settings.daemon_folder == Path.home() / "lab" / "daemon"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,9 @@ def test_values_of_the_environment_take_their_types() -> None:
         ({}, {"log_level": "loud"}),
         ({}, {"drain_s": -1}),
         ({}, {"port": 70000}),
+        ({}, {"daemon_port": -1}),
+        ({}, {"daemon_host": " "}),
+        ({"LMX_LAB_DAEMON_PORT": "high"}, {}),
         ({}, {"drain_s": float("nan")}),
         ({}, {"idle_unload_s": 0}),
         ({}, {"idle_unload_s": "soon"}),
@@ -73,7 +80,8 @@ def test_an_empty_variable_counts_as_unset() -> None:
 
 
 def test_settings_do_not_change_and_do_not_show_the_key() -> None:
-    settings = Settings(api_key="s3cret")
+    settings = Settings(api_key="s3cret", upstream_api_key="hidden")
     assert "s3cret" not in repr(settings)
+    assert "hidden" not in repr(settings)
     with pytest.raises(FrozenInstanceError):
         settings.port = 1  # type: ignore[misc]

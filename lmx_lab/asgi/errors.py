@@ -194,7 +194,8 @@ async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
 async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     """Routes that do not exist, methods that a route does not have."""
     assert isinstance(exc, HTTPException)
-    error = InvalidRequestError(f"{request.method} {request.url.path}: {exc.detail}; see /docs for what there is")
+    place = request.app.docs_url or request.app.openapi_url
+    error = InvalidRequestError(f"{request.method} {request.url.path}: {exc.detail}; see {place} for what there is")
     response = respond(error, status=exc.status_code, request_id=request_id_of(request))
     response.headers.update(exc.headers or {})
     return response

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,7 @@ KINDS: dict[str, type[LabError]] = {
 }
 """By the code in a server's answer: of classes that share one, the one that says no more than the code does."""
 CHECK = "check the address; the lab's server prints it when it starts"
+OURS = "an LMX Lab server"
 SHOWN = 200
 
 
@@ -74,6 +75,12 @@ class Answer:
     """Its Content-Type."""
     retry_after: str | None
     body: bytes
+    wanted: str = OURS
+    """The kind of server that was expected there."""
+
+
+Refuse = Callable[[Answer], LabError]
+"""What an answer that is no success means."""
 
 
 def error_in(text: str | bytes, *, retry_after: str | None = None) -> LabError | None:
@@ -110,7 +117,7 @@ def not_ours(answer: Answer) -> UnreachableError:
         hint = "a proxy answers, and the server behind it does not; is it running?"
     else:
         hint = CHECK
-    return UnreachableError(f"{answer.url} answered {answer.status} with {kind}, unlike an LMX Lab server; {hint}")
+    return UnreachableError(f"{answer.url} answered {answer.status} with {kind}, unlike {answer.wanted}; {hint}")
 
 
 @contextmanager

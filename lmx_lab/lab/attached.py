@@ -113,6 +113,9 @@ class AttachedLab(Verbs, Showing):
                 "use lmx_lab.current(), or launch(loop='thread')"
             )
 
+    daemon = None
+    """Nothing is started for a server elsewhere."""
+
     # Address
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from lmx_lab.errors import HostingError, InvalidRequestError
+from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError
 from lmx_lab.hosting import bind
 from lmx_lab.lab.addresses import is_lan
 from lmx_lab.lab.modes import LoopChoice, choose_loop
@@ -39,6 +39,7 @@ def launch(
     loop: LoopChoice = "auto",
     lan: bool = False,
     port: int | None = None,
+    daemon: bool = False,
     **settings: Any,
 ) -> Lab:
     """Start the inference server in this process, or return the one that runs if the arguments are the same.
@@ -52,10 +53,13 @@ def launch(
             delay other clients. ``auto`` is ``kernel`` in a notebook on loopback, else ``thread``.
         lan: listen on all interfaces, so that other hosts reach the server.
         port: exactly this one, 0 for any free one; by default 8400 or the next free one.
+        daemon: also start the daemon, ``lab.daemon``, in front of this server. One that runs goes on; where changed
+            arguments restart the server, the daemon restarts with its sessions and its Python functions.
         settings: any field of ``Settings``.
 
     Raises:
         PortTakenError: the explicit port is in use; what runs goes on.
+        DaemonRunningError: the home has a daemon elsewhere; the server runs nevertheless, see ``current()``.
         HostingError: the server could not start; nothing of it is left.
         InvalidRequestError: an argument that is no setting, or of the wrong type.
         LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server runs
@@ -69,7 +73,7 @@ def launch(
     explicit = is_explicit(port)
     name = None if model is None else model_name(model)
     with _turn():
-        lab = current()
+        lab = before = current()
         if lab is None or not _fits(lab, chosen, loop, explicit=explicit):
             _REGISTRY.starting = True
             try:
@@ -79,7 +83,18 @@ def launch(
     lab.pin_encoders()
     if name is not None:
         lab.load(name)
+    if daemon:
+        # Last: turns that wait since its last end run at once, and need the model.
+        _start_daemon(lab, before, explicit=_chosen("DAEMON_PORT", settings.get("daemon_port")))
     return lab
+
+
+def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
+    with _turn():
+        try:
+            lab.start_daemon(explicit_port=explicit, tools=before.daemon_tools if before is not None else None)
+        except DaemonRunningError as exc:
+            raise DaemonRunningError(f"{exc.message}. The lab itself runs, at {lab.url}") from exc
 
 
 @contextlib.contextmanager
@@ -104,7 +119,11 @@ def current() -> Lab | None:
 
 def is_explicit(port: int | None) -> bool:
     """Whether somebody chose the port, so that no other will do."""
-    return port is not None or PREFIX + "PORT" in os.environ
+    return _chosen("PORT", port)
+
+
+def _chosen(name: str, value: object) -> bool:
+    return value is not None or bool(os.environ.get(PREFIX + name))
 
 
 def _fits(lab: Lab, settings: Settings, loop: LoopChoice, *, explicit: bool) -> bool:

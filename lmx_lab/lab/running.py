@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from lmx_lab.engine import GenerationReport, LoadReport, Vectors
 from lmx_lab.lab.inprocess import InProcess
@@ -29,12 +29,56 @@ from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
 
+if TYPE_CHECKING:
+    from lmx_lab.daemon.daemon import Daemon
+    from lmx_lab.daemon.python_tools import PythonTools
+
 
 class Lab(Serving, Verbs, Showing):
     """A running inference server and the verbs on it. Made by ``launch()``; ``stop()`` ends it.
 
     Programs with a loop of their own use it directly: ``async with Lab(settings) as lab``.
     """
+
+    # The daemon
+
+    @property
+    def daemon(self) -> Daemon | None:
+        """The daemon in front of this lab; None without ``launch(daemon=True)``, or when it was stopped."""
+        return self._daemon if self._daemon is not None and self._daemon.running else None
+
+    @property
+    def daemon_tools(self) -> PythonTools | None:
+        """The Python functions of the daemon that it has, or had."""
+        return self._daemon.tools if self._daemon is not None else None
+
+    def start_daemon(self, *, explicit_port: bool = False, tools: PythonTools | None = None) -> Daemon:
+        """Start the daemon in front of this lab, or return the one that runs. ``launch(daemon=True)`` does this.
+
+        Args:
+            explicit_port: Whether ``settings.daemon_port`` alone will do; otherwise the next free one is taken.
+            tools: Python functions of another daemon to go on with.
+
+        Raises:
+            DaemonRunningError: this home has a daemon elsewhere; the lab runs nevertheless.
+            HostingError: it could not be started; the lab runs nevertheless.
+        """
+        self._check_running()
+        # Here and not above: what MCP needs takes half a second to import.
+        from lmx_lab.daemon.daemon import Daemon
+
+        if (running := self.daemon) is not None:
+            return running
+        daemon = Daemon(
+            settings=self.settings,
+            explicit_port=explicit_port,
+            upstream_url=self.url,
+            upstream_api_key=self.settings.api_key,
+            tools=tools,
+        )
+        daemon.start()
+        self._daemon = daemon
+        return daemon
 
     # Addresses
 
@@ -196,6 +240,7 @@ class Lab(Serving, Verbs, Showing):
             "LAN address": self.lan_url or "",
             "browser address": self.proxy_url or self._addresses.browser_step or "",
             "model": f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)" if now.model else "none loaded",
+            "daemon": self.daemon.url if self.daemon is not None else "",
             "kept beside": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
         }
         return {name: value for name, value in facts.items() if value}

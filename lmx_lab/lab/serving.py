@@ -10,7 +10,7 @@ import socket
 from collections.abc import Coroutine, Generator, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from lmx_lab.engine import Engine
 from lmx_lab.errors import EngineError, HostingError
@@ -22,6 +22,9 @@ from lmx_lab.loops import LoopThread, run_nested
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
+
+if TYPE_CHECKING:
+    from lmx_lab.daemon.daemon import Daemon
 
 T = TypeVar("T")
 
@@ -48,6 +51,7 @@ class Serving:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._host: Host | None = None
         self._stopped = False
+        self._daemon: Daemon | None = None
 
     def start(self, sock: socket.socket | None = None) -> None:
         """Bind, start the engine, serve; returns once requests are accepted. Does nothing if that has happened.
@@ -120,9 +124,12 @@ class Serving:
         await asyncio.to_thread(self._close)
 
     async def _end(self) -> None:
-        # First the watchers, who would never leave by themselves.
+        # The daemon before all: its turns ask this very server.
+        if self._daemon is not None:
+            await asyncio.to_thread(self._daemon.stop)
+        # Then the watchers, who would never leave by themselves.
         self._server.feed.close()
-        # Then the loads and the generations, so that each request gets its answer before its connection goes.
+        # And the loads and the generations, so that each request gets its answer before its connection goes.
         await self._server.loader.close()
         with contextlib.suppress(EngineError):
             await self.engine.quiesce(GRACE_S)
@@ -131,6 +138,8 @@ class Serving:
 
     def _close(self) -> None:
         self._stopped = True
+        if self._daemon is not None:
+            self._daemon.stop(mode="now")
         self.lag.stop()
         self.engine.stop()
         if self._thread is not None:

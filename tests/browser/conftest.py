@@ -14,8 +14,9 @@ from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, WAIT_MS, JupyterLab, T
 from tests.encoders.models import write_tiny_bert
 from tests.tiny import write_tiny_llama
 
-LAUNCH = "import lmx_lab, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"
-SLEEP = "time.sleep(3)"
+LAUNCH = "import lmx_lab, os, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"
+SLEEP = "until = time.time() + 200\nwhile time.time() < until and not os.path.exists('awake'): time.sleep(0.05)"
+"""Until a file is in the notebook's folder."""
 PICTURES = Path(__file__).parent.parent.parent / "build" / "browser"
 
 

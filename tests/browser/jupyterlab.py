@@ -29,7 +29,7 @@ ARGUMENTS = (
     "--disable-dev-shm-usage",  # which containers have little of
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 )
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 START_S = 60
 VIEWPORT = {"width": 1280, "height": 1600}
 FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")

@@ -1,12 +1,12 @@
-"""What goes on while a cell runs ``time.sleep(3)``, on both loops."""
+"""What goes on while a cell sleeps, on both loops."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
@@ -54,41 +54,34 @@ def is_asleep(tab: Tab) -> bool:
     return bool(tab.cell(SLEEPING).locator(".jp-InputPrompt").inner_text() == "[*]:")
 
 
-def sleep(tab: Tab) -> None:
+@contextmanager
+def sleeping(tab: Tab) -> Iterator[None]:
+    """Within the block the cell sleeps, however long the block takes."""
+    awake = tab.lab.folder / "awake"
+    awake.unlink(missing_ok=True)
     tab.start(SLEEPING)
-    tab.wait(lambda: is_asleep(tab), "the cell runs")
+    try:
+        tab.wait(lambda: is_asleep(tab), "the cell runs")
+        yield
+        assert is_asleep(tab)
+    finally:
+        awake.touch()
 
 
 def test_the_chart_moves_and_unload_works(busy: Tab) -> None:
-    sleep(busy)
-    moves(busy)
-    button(busy, "Unload tiny").click()
-    expect(row(busy, "tiny")).to_contain_text("on disk")
-    moves(busy)
-    assert is_asleep(busy)
+    with sleeping(busy):
+        moves(busy)
+        button(busy, "Unload tiny").click()
+        expect(row(busy, "tiny")).to_contain_text("on disk")
+        moves(busy)
     assert busy.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
 def test_an_outside_client_waits_for_no_cell_if_the_server_has_a_thread(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
-    with ThreadPoolExecutor(1) as pool:
-        end = threading.Event()
-        worst = pool.submit(worst_latency_s, url, end)
-        sleep(panels)
-        panels.kernel("pass")
-        end.set()
-        # The cell takes 3 s. What is measured on an idle machine is 0.04 s; the test's own is a busy one.
-        assert worst.result() < 1
-
-
-def worst_latency_s(url: str, end: threading.Event) -> float:
-    worst = 0.0
-    with httpx2.Client(base_url=url, timeout=20) as client:
-        while not end.is_set():
-            start = time.perf_counter()
-            client.get("/healthz").raise_for_status()
-            worst = max(worst, time.perf_counter() - start)
-    return worst
+    with sleeping(panels):
+        for _ in range(20):
+            httpx2.get(f"{url}/healthz", timeout=60).raise_for_status()
 
 
 def test_on_the_kernels_loop_the_badge_says_what_happened_and_a_stream_loses_nothing(kernel_loop: Tab) -> None:
@@ -98,11 +91,10 @@ def test_on_the_kernels_loop_the_badge_says_what_happened_and_a_stream_loses_not
         begun = threading.Event()
         streamed = pool.submit(stream, url, begun)
         tab.wait(begun.is_set, "the answer begins")
-        sleep(tab)
         note = tab.panel("Models").locator(".note")
-        expect(note).to_contain_text("its clients wait")
-        expect(tab.panel("Models").locator(".pill").first).to_have_text("lagging")
-        assert is_asleep(tab)
+        with sleeping(tab):
+            expect(note).to_contain_text("its clients wait")
+            expect(tab.panel("Models").locator(".pill").first).to_have_text("lagging")
         expect(note).to_contain_text("Until ")
         expect(note).to_contain_text('loop="thread"')
         expect(tab.panel("Models").locator(".pill").first).to_have_text("running")
@@ -121,7 +113,7 @@ def stream(url: str, begun: threading.Event) -> str:
     """An answer to an outside client, which it has token by token."""
     text = ""
     body: dict[str, Any] = {"model": "default", "stream": True, **ANSWER}
-    with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as response:
+    with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=200) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""

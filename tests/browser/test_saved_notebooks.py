@@ -75,6 +75,8 @@ def test_without_a_kernel_the_snapshot_is_shown(tab: Tab, saved: str, closing: N
     expect(tab.outputs(3)).to_contain_text("Rerank: no result yet")
     for cell in (1, 2, 3):
         expect(tab.outputs(cell).get_by_text("Loading widget")).to_be_hidden()
+    # It comes at any time after the notebook is there, and always: jupyterlab-manager asks for the kernel's id.
+    tab.wait(lambda: any(WITHOUT_KERNEL in each for each in tab.complaints), "JupyterLab misses a kernel")
     tab.forgive(WITHOUT_KERNEL)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from lmx_lab.engine import (
     TokenStream,
 )
 from lmx_lab.engine.core import EngineCore
+from lmx_lab.engine.encoding import Encoding
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 
@@ -68,6 +70,54 @@ async def until_idle(engine: Engine) -> None:
 async def until_busy(engine: Engine, *, requests: int = 1) -> None:
     while engine.snapshot.active_requests + engine.snapshot.queued_requests < requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+
+
+class Gate:
+    """Where the engine's thread stops before it computes a layer of texts, once it is shut: they have begun then."""
+
+    def __init__(self) -> None:
+        self._reached, self._passes = threading.Semaphore(0), threading.Semaphore(0)
+        self._shut = False
+
+    def wait(self) -> None:
+        if self._shut:
+            self._reached.release()
+            self._passes.acquire()
+
+    def shut(self) -> None:
+        self._shut = True
+
+    async def reached(self) -> None:
+        """Until the thread stands before it; for each time that it does, once."""
+        assert await asyncio.to_thread(self._reached.acquire, timeout=60)
+
+    def let_pass(self, layers: int) -> None:
+        """What was asked meanwhile is heard after the first one, and dealt with after the second."""
+        self._passes.release(layers)
+
+    def open(self) -> None:
+        self._shut = False
+        self._passes.release()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Open at first. A step of the engine is one layer of texts."""
+    gate, advance = Gate(), Encoding._advance
+
+    def wait_and_advance(encoding: Encoding, batch: Any) -> None:
+        gate.wait()
+        advance(encoding, batch)
+
+    monkeypatch.setattr(Encoding, "_advance", wait_and_advance)
+    monkeypatch.setattr("lmx_lab.engine.core.ENCODE_S", 0)
+    yield gate
+    gate.open()
+
+
+async def unload_when_idle_for(engine: Engine, idle_s: float | None) -> None:
+    """From now on: until a test is where it wants to be, the model stays, however slow the machine is."""
+    await engine._thread.call(lambda core: setattr(core, "_settings", replace(core._settings, idle_unload_s=idle_s)))
 
 
 async def poison(engine: Engine, exc: BaseException) -> None:

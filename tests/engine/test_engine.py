@@ -37,7 +37,7 @@ from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.chat import ChatRequest
-from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
+from tests.engine.conftest import finish, numbers, poison, request, run, unload_when_idle_for, until_idle
 from tests.flows.conftest import chat_body
 
 pytestmark = pytest.mark.anyio
@@ -325,18 +325,20 @@ async def test_those_who_wait_are_told_of_the_memory_too(engine: Engine) -> None
             await finish(stream)
 
 
-async def test_a_model_that_nobody_uses_is_unloaded(tiny: ModelEntry) -> None:
-    async with Engine(Settings(idle_unload_s=0.2)) as engine:
-        await engine.load(tiny)
-        # A request that takes longer than that is use.
-        assert (await run(engine, max_tokens=300))[1].output_tokens == 300
-        while engine.snapshot.state == "ready":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert (engine.snapshot.unloaded_model, engine.snapshot.unload_cause) == ("tiny", "idle")
-        with pytest.raises(NotLoadedError):
-            await run(engine)
-        await engine.load(tiny)
-        assert (await run(engine))[1].output_tokens == 8
+async def test_a_model_that_nobody_uses_is_unloaded(engine: Engine, tiny: ModelEntry) -> None:
+    stream = await engine.submit(request(max_tokens=300, ignore_eos=True))
+    await anext(stream)
+    # A request that takes longer than that is use.
+    await unload_when_idle_for(engine, 0.001)
+    assert (await finish(stream))[1].output_tokens == 300
+    while engine.snapshot.state == "ready":  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert (engine.snapshot.unloaded_model, engine.snapshot.unload_cause) == ("tiny", "idle")
+    with pytest.raises(NotLoadedError):
+        await run(engine)
+    await unload_when_idle_for(engine, None)
+    await engine.load(tiny)
+    assert (await run(engine))[1].output_tokens == 8
 
 
 async def test_a_patient_load_serves_those_who_wait_first(engine: Engine, tiny_home: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ from lmx_lab.errors import (
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 from tests.encoders.models import write_tiny_bert
-from tests.engine.conftest import finish, request, run, until_busy, until_idle
+from tests.engine.conftest import Gate, finish, request, run, unload_when_idle_for, until_busy, until_idle
 
 pytestmark = pytest.mark.anyio
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone")
@@ -167,9 +168,11 @@ async def test_texts_change_nothing_in_an_answer(both: Engine) -> None:
     assert again == text
 
 
-async def test_one_text_passes_by_many(embedder: Engine) -> None:
+async def test_one_text_passes_by_many(embedder: Engine, gate: Gate) -> None:
+    gate.shut()
     flood = asyncio.create_task(embedder.embed(long(300)))
-    await until_busy(embedder)
+    await gate.reached()
+    gate.open()
     await vectors(embedder, SENTENCES[0])
     assert not flood.done()
     flood.cancel()
@@ -187,33 +190,52 @@ async def test_pinned_models_stay_through_loads_and_unloads(both: Engine, tiny: 
     assert np.array_equal(await vectors(both, SENTENCES[0]), before)
 
 
-async def test_what_is_pinned_is_not_drained_for_a_load(both: Engine, tiny: ModelEntry) -> None:
-    embedding = asyncio.create_task(both.embed(long(60)))
-    await asyncio.sleep(0.05)
-    await both.unload()
-    assert (await embedding).vectors.shape == (60, 384)
+async def test_what_is_pinned_is_not_drained_for_a_load(both: Engine, gate: Gate) -> None:
+    gate.shut()
+    embedding = asyncio.create_task(both.embed(long(4)))
+    await gate.reached()
+    unloading = asyncio.create_task(both.unload())
+    await asyncio.sleep(0)
+    gate.let_pass(2)
+    await unloading
+    assert not embedding.done()
+    gate.open()
+    assert (await embedding).vectors.shape == (4, 384)
 
 
-async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(minilm: ModelEntry) -> None:
-    async with Engine(Settings(drain_s=30)) as engine:
+async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(embedder: Engine, gate: Gate) -> None:
+    gate.shut()
+    running = asyncio.create_task(embedder.embed(long(4)))
+    await gate.reached()
+    waiting = asyncio.create_task(vectors(embedder, SENTENCES[0]))
+    while embedder._thread._commands.empty():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    gate.let_pass(1)
+    await gate.reached()
+    assert (embedder.snapshot.active_requests, embedder.snapshot.queued_requests) == (1, 1)
+    unloading = asyncio.create_task(embedder.unload())
+    await asyncio.sleep(0)
+    late = asyncio.create_task(vectors(embedder, SENTENCES[0]))
+    gate.open()
+    with pytest.raises(NotLoadedError, match="unloaded before this request began"):
+        await waiting
+    with pytest.raises(NotLoadedError):
+        await late
+    assert (await running).vectors.shape == (4, 384)
+    assert await unloading > 80_000_000
+
+
+async def test_an_unload_does_not_wait_for_ever(minilm: ModelEntry, gate: Gate) -> None:
+    async with Engine(Settings(drain_s=0)) as engine:
         await engine.load(minilm)
-        running = asyncio.create_task(engine.embed(long(20)))
-        await until_busy(engine)
+        gate.shut()
+        running = asyncio.create_task(engine.embed(long(4)))
+        await gate.reached()
         unloading = asyncio.create_task(engine.unload())
-        await asyncio.sleep(0.01)
-        with pytest.raises(NotLoadedError):
-            await vectors(engine, SENTENCES[0])
-        assert (await running).vectors.shape == (20, 384)
+        await asyncio.sleep(0)
+        gate.let_pass(2)
         assert await unloading > 80_000_000
-
-
-async def test_an_unload_does_not_wait_for_ever(minilm: ModelEntry) -> None:
-    async with Engine(Settings(drain_s=0.05)) as engine:
-        await engine.load(minilm)
-        running = asyncio.create_task(engine.embed(long(500)))
-        await until_busy(engine)
-        assert await engine.unload() > 80_000_000
-        with pytest.raises(NotLoadedError, match="unloaded"):
+        with pytest.raises(NotLoadedError, match="unloaded before this request ended"):
             await running
 
 
@@ -230,13 +252,16 @@ async def test_an_idle_model_goes_and_a_pinned_one_does_not_keep_it(tiny: ModelE
 
 
 async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm: ModelEntry) -> None:
-    async with Engine(Settings(idle_unload_s=1.0)) as engine:
+    def use_long_ago(core: EngineCore) -> None:
+        core._used_at -= 900
+        core.generating.ended_at -= 900
+
+    async with Engine(Settings(idle_unload_s=1000)) as engine:
         await engine.load(minilm)
-        until = time.monotonic() + 2.0
-        while time.monotonic() < until:
-            await vectors(engine, SENTENCES[0])
-            await asyncio.sleep(0.02)
-        assert engine.snapshot.model == "minilm-l6"
+        await engine._thread.call(use_long_ago)
+        assert await engine._thread.call(lambda core: core.idle_left_s) < 101
+        await vectors(engine, SENTENCES[0])
+        assert await engine._thread.call(lambda core: core.idle_left_s) > 101
 
 
 async def test_a_chat_model_is_not_pinned(both: Engine, tiny: ModelEntry) -> None:
@@ -298,11 +323,26 @@ async def test_what_is_pinned_can_be_loaded_too_and_is_in_memory_once(embedder: 
     assert (await vectors(embedder, SENTENCES[0])).shape == (1, 384)
 
 
-async def test_tokenizing_is_no_idleness(minilm: ModelEntry) -> None:
-    async with Engine(Settings(idle_unload_s=0.05)) as engine:
-        await engine.load(minilm)
-        many = EmbeddingRequest(inputs=tuple(f"number {at}" for at in range(3000)))
-        assert (await engine.embed(many)).vectors.shape == (3000, 384)
+async def test_tokenizing_is_no_idleness(embedder: Engine) -> None:
+    spared, awaited, go_on = asyncio.Event(), embedder._thread._awaited, threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def asked() -> bool:
+        """By the thread, when the model has been idle for too long."""
+        loop.call_soon_threadsafe(spared.set)
+        return awaited()
+
+    embedder._thread._awaited = asked
+    await vectors(embedder, SENTENCES[0])
+    assert embedder._texts._executor is not None
+    embedder._texts._executor.submit(go_on.wait)
+    embedding = asyncio.create_task(vectors(embedder, *SENTENCES))
+    await asyncio.sleep(0)
+    await unload_when_idle_for(embedder, 0.001)
+    await spared.wait()
+    await unload_when_idle_for(embedder, None)
+    go_on.set()
+    assert (await embedding).shape == (3, 384)
 
 
 @pytest.mark.parametrize(
@@ -352,33 +392,46 @@ async def test_too_much_text_at_once_is_refused(embedder: Engine, monkeypatch: p
     running.cancel()
 
 
-async def test_before_a_stop_requests_to_pinned_models_end_too(both: Engine) -> None:
-    embedding = asyncio.create_task(both.embed(long(500)))
-    await until_busy(both)
-    await both.quiesce(0.05)
-    with pytest.raises(NotLoadedError, match="the server is stopped"):
+async def test_before_a_stop_requests_to_pinned_models_end_too(both: Engine, gate: Gate) -> None:
+    gate.shut()
+    embedding = asyncio.create_task(both.embed(long(4)))
+    await gate.reached()
+    stopping = asyncio.create_task(both.quiesce(0))
+    await asyncio.sleep(0)
+    gate.let_pass(2)
+    await stopping
+    with pytest.raises(NotLoadedError, match="the server is stopped before this request ended"):
         await embedding
 
 
-async def test_a_caller_who_leaves_takes_the_work_back(embedder: Engine) -> None:
+TOKENS = 2000 * 100
+"""Fewer than ``long(2000)`` has."""
+
+
+async def test_a_caller_who_leaves_takes_the_work_back(embedder: Engine, gate: Gate) -> None:
+    gate.shut()
     embedding = asyncio.create_task(embedder.embed(long(2000)))
-    await until_busy(embedder)
+    await gate.reached()
+    gate.open()
     embedding.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await embedding
-    await asyncio.wait_for(until_idle(embedder), 5)
+    await until_idle(embedder)
+    assert embedder.snapshot.encoded_tokens < TOKENS / 2
 
 
 async def test_an_accepted_request_that_is_dropped_is_given_up(embedder: Engine) -> None:
     pending = await embedder.submit_embedding(long(2000))
     del pending
-    await asyncio.wait_for(until_idle(embedder), 5)
+    await until_idle(embedder)
+    assert embedder.snapshot.encoded_tokens < TOKENS / 2
 
 
 async def test_a_deadline_is_kept(embedder: Engine) -> None:
     with pytest.raises(GenerationTimeoutError, match=r"0\.3 s"):
         await embedder.embed(replace(long(2000), timeout_s=0.3))
-    await asyncio.wait_for(until_idle(embedder), 5)
+    await until_idle(embedder)
+    assert embedder.snapshot.encoded_tokens < TOKENS / 2
 
 
 async def test_too_many_requests_are_told_so(minilm: ModelEntry) -> None:
@@ -392,12 +445,14 @@ async def test_too_many_requests_are_told_so(minilm: ModelEntry) -> None:
             task.cancel()
 
 
-async def test_stopping_the_engine_ends_what_runs(minilm: ModelEntry) -> None:
+async def test_stopping_the_engine_ends_what_runs(minilm: ModelEntry, gate: Gate) -> None:
     engine = Engine(Settings())
     await asyncio.to_thread(engine.start)
     await engine.load(minilm)
+    gate.shut()
     embedding = asyncio.create_task(engine.embed(long(2000)))
-    await until_busy(engine)
+    await gate.reached()
+    gate.open()
     await asyncio.to_thread(engine.stop)
     with pytest.raises(EngineDeadError):
         await embedding

@@ -64,7 +64,7 @@ def real_answers(starter_home: Path) -> dict[str, Any]:
             )
         return dict(zip(forms, answers, strict=True))
 
-    with serving(starter_home, "smollm2-135m", slots=8) as lab:
+    with serving(starter_home, "smollm2-135m", slots=16) as lab:
         return asyncio.run(ask_all(f"{lab.url}/v1"))
 
 

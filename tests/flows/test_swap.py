@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from lmx_lab.engine import LoadReport
 from lmx_lab.lab import Lab
+from tests.engine.conftest import unload_when_idle_for
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 
 PATH = "/v1/chat/completions"
@@ -49,11 +51,13 @@ def test_default_stays_with_what_is_loaded(client: httpx2.Client) -> None:
 
 def test_default_brings_back_what_was_unloaded_for_want_of_requests(tiny_home: Path) -> None:
     with (
-        serving(tiny_home, "tiny", swap=True, idle_unload_s=0.05) as lab,
+        serving(tiny_home, "tiny", swap=True) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as client,
     ):
         ask(client, "tiny-two")
+        asyncio.run(unload_when_idle_for(lab.engine, 0.001))
         wait_until(lambda: lab.engine.snapshot.unload_cause == "idle")
+        asyncio.run(unload_when_idle_for(lab.engine, None))
         assert ask(client, "default").json()["model"] == "tiny-two"
 
 

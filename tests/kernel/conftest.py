@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jupyter_client import KernelManager
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 @dataclass
@@ -33,6 +33,9 @@ class Notebook:
         self.home = home
         self.stderr = ""
         self.manager = KernelManager(kernel_name="python3")
+        # After half of it a kernel is terminated: whether it ends by itself is what tests ask.
+        self.manager.shutdown_wait_time = 2 * WAIT_S
+        self._asked = ""
         self.manager.start_kernel(env={**os.environ, "LMX_LAB_HOME": str(home)})
         self.client = self.manager.client()
         self.client.start_channels()
@@ -40,7 +43,7 @@ class Notebook:
         self.process = self.manager.provisioner.process
 
     def start(self, code: str) -> None:
-        self.client.execute(textwrap.dedent(code), store_history=False)
+        self._asked = self.client.execute(textwrap.dedent(code), store_history=False)
 
     def read(self, until: str | None = None) -> Output:
         """The output up to a text, or to the end of the cell."""
@@ -57,9 +60,13 @@ class Notebook:
                 output.error, output.message = content["ename"], content["evalue"]
             elif kind in ("display_data", "execute_result", "update_display_data"):
                 output.shown.append(content["data"])
-            elif kind == "status" and content["execution_state"] == "idle":
+            elif kind == "status" and content["execution_state"] == "idle" and self._is_of_cell(message):
                 break
         return output
+
+    def _is_of_cell(self, message: dict[str, Any]) -> bool:
+        # After a start the kernel has been asked several times whether it is ready.
+        return bool(message["parent_header"].get("msg_id") == self._asked)
 
     def run(self, code: str) -> str:
         """What the cell prints; it must not fail."""

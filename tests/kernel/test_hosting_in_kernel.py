@@ -64,6 +64,8 @@ class Kernel:
 
     def __init__(self):
         self.manager = KernelManager(kernel_name="python3")
+        # After half of it a kernel is terminated: whether it ends by itself is what tests ask.
+        self.manager.shutdown_wait_time = 120
         self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels()
@@ -71,19 +73,22 @@ class Kernel:
         self.process = self.manager.provisioner.process
 
     def start(self, code):
-        self.client.execute(textwrap.dedent(code), store_history=False)
+        self.asked = self.client.execute(textwrap.dedent(code), store_history=False)
 
     def read(self, until=None):
         """What the cell prints, up to a text or to its end, and the name of its error."""
         text, error = "", None
         while until is None or until not in text:
-            message = self.client.get_iopub_msg(timeout=30)
+            message = self.client.get_iopub_msg(timeout=60)
             content = message["content"]
             if message["msg_type"] == "stream":
                 text += content["text"]
             elif message["msg_type"] == "error":
                 error = content["ename"]
-            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+            elif (message["msg_type"], content.get("execution_state")) == ("status", "idle") and (
+                # After a start the kernel has been asked several times whether it is ready.
+                message["parent_header"].get("msg_id") == self.asked
+            ):
                 break
         return text, error
 
@@ -244,7 +249,7 @@ def test_shutting_the_kernel_down_ends_the_lifespan_frees_the_port_and_ends_with
     port = int(lab.run(LAUNCH))
     assert fetch(port) == b"ok"
     lab.manager.shutdown_kernel()
-    assert lab.process.wait(30) == 0
+    assert lab.process.wait(60) == 0
     assert is_free(port)
     assert (tmp_path / "ended").exists()
 

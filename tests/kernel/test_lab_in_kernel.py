@@ -292,7 +292,7 @@ def test_a_kernel_that_generated_ends_with_zero_and_frees_its_port(fresh_noteboo
     port = int(fresh_notebook.run(LAUNCH.format(mode=mode)))
     fresh_notebook.run("stream = lab.chat('hi', stream=True); print(next(iter(stream)))")
     fresh_notebook.manager.shutdown_kernel()
-    assert fresh_notebook.process.wait(30) == 0
+    assert fresh_notebook.process.wait(60) == 0
     with pytest.raises(ConnectionRefusedError):
         healthz(port)
 
@@ -314,6 +314,6 @@ def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_hom
         text = notebook.run("print(lab.chat('What is the capital of France?', max_tokens=8, temperature=0).text)")
         assert "Paris" in text
         notebook.manager.shutdown_kernel()
-        assert notebook.process.wait(30) == 0
+        assert notebook.process.wait(60) == 0
     finally:
         notebook.close()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.kernel.conftest import Notebook
 
 LAUNCH = "lab = lmx_lab.launch('tiny', port=0); print(lab.mode, lab.port)"
-WAIT_S = 30
+WAIT_S = 60
 
 
 @pytest.fixture(scope="module")

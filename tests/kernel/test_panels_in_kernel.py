@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.kernel.conftest import Notebook
 
 LAUNCH = "import lmx_lab, threading\nlab = lmx_lab.launch('tiny', port=0, loop={mode!r})\npanel = lab.panel('models')"
-WAIT_S = 30
+WAIT_S = 60
 HELD = """
 released = threading.Event()
 print("started", flush=True)

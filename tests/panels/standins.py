@@ -15,7 +15,7 @@ from lmx_lab.panels.source import ChatPiece, Ranked, ServerState
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecord, ModelRecords, RequestEvent, Sample
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class ScriptedSource:

@@ -135,6 +135,7 @@ def test_what_went_without_an_event_is_seen(reader: Reader, source: ScriptedSour
     source.is_now(model="tiny")
     source.records = [record("tiny", loaded=True, vram_gb=0.01)]
     reader.ask("refresh")
+    reader.until(lambda panel: panel.server["model"] == "tiny")
     reader.until(lambda panel: cells(panel).get("tiny") == ("loaded, 10 MB", "Unload"))
     source.records = [record("tiny")]
     source.is_now(model=None)

@@ -1,0 +1,283 @@
+"""The daemon: what a turn costs beside the chat in it, and its log: fan-out, replay, lists, watchers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from benchmarks import client, prompts
+from benchmarks.bench import Bench, BenchError
+from benchmarks.processes import Worker
+from benchmarks.rates import quantile
+from benchmarks.rows import Limit, Row
+from benchmarks.servers import LabServer, lab_server
+
+FIGURE = "daemon"
+TURN_TOKENS = 32
+SUBSCRIBERS = 10
+SESSIONS = 2000
+REPLAYED = 100_000
+IDLE = 400
+SLOW = 5
+SILENCE_S = 0.3
+AT_ONCE = 100
+
+
+class Watcher:
+    """A subscriber on bare asyncio streams. It counts events by their frames and reads them only when asked."""
+
+    def __init__(self, url: str, token: str, query: str = "") -> None:
+        parts = urlsplit(url)
+        self._host, self._port, self._token, self._query = parts.hostname or "", parts.port or 80, token, query
+
+    async def __aenter__(self) -> Self:
+        self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=2**22)
+        lines = [
+            f"GET /v3/events{self._query} HTTP/1.1",
+            f"Host: {self._host}:{self._port}",
+            f"Authorization: Bearer {self._token}",
+            "Connection: Upgrade",
+            "Upgrade: websocket",
+            "Sec-WebSocket-Version: 13",
+            f"Sec-WebSocket-Key: {base64.b64encode(secrets.token_bytes(16)).decode()}",
+        ]
+        self._writer.write("\r\n".join([*lines, "", ""]).encode())
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        if b" 101 " not in head[:20]:
+            raise BenchError(f"no WebSocket: {head[:200]!r}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.transport.abort()
+
+    async def frame(self) -> bytes:
+        """The next text message."""
+        while True:
+            head = await self._reader.readexactly(2)
+            size = head[1] & 0x7F
+            if size >= 126:
+                size = int.from_bytes(await self._reader.readexactly(2 if size == 126 else 8))
+            body = await self._reader.readexactly(size)
+            if head[0] & 0x0F == 1:
+                return body
+
+    async def until(self, kind: bytes) -> dict[str, Any]:
+        """The next event of this kind."""
+        mark = b'{"event":"' + kind + b'"'
+        while not (text := await self.frame()).startswith(mark):
+            pass
+        event: dict[str, Any] = json.loads(text)
+        return event
+
+    async def take(self, count: int) -> float:
+        """The time at which so many events of the log have come."""
+        while count:
+            count -= not (await self.frame()).startswith(b'{"event":"stream.')
+        return time.monotonic()
+
+
+@asynccontextmanager
+async def watching(worker: Worker, count: int = 1, query: str = "") -> AsyncIterator[list[Watcher]]:
+    """So many, all up to date."""
+    watchers = [Watcher(worker.ready["url"], worker.ready["token"], query) for _ in range(count)]
+    try:
+        for watcher in watchers:
+            await watcher.__aenter__()
+            await watcher.until(b"stream.synced")
+        yield watchers
+    finally:
+        for watcher in watchers:
+            await watcher.__aexit__(None, None, None)
+
+
+def measure(bench: Bench) -> list[Row]:
+    figures = [_fan_out, _slow_readers, _lists, _idle, _replay] if bench.model == "tiny" else []
+    with (
+        lab_server(bench.folder) as ours,
+        tempfile.TemporaryDirectory() as home,
+        Worker("benchmarks.daemon_process", home=home, upstream=ours.url) as worker,
+    ):
+        rows = [asyncio.run(_turns(bench, ours, worker))]
+        return rows + [asyncio.run(figure(bench, worker)) for figure in figures]
+
+
+# --- turns
+
+
+async def _turns(bench: Bench, ours: LabServer, worker: Worker) -> Row:
+    """The same question to the lab's server directly and as a turn, in turns; each prompt is new to the cache."""
+    rounds = 10 if bench.quick else 40
+    direct: list[float] = []
+    turns: list[float] = []
+    async with watching(worker) as (watcher,):
+        for number in range(rounds):
+            direct.append(await _direct(ours, 5000 + 2 * number))
+            turns.append(await _turn(worker, watcher, 5001 + 2 * number))
+    overhead = [(turn - alone) * 1e3 for turn, alone in zip(turns, direct, strict=True)]
+    return Row(
+        figure="turn - the same chat",
+        case=f"{TURN_TOKENS} tokens, median of {rounds}",
+        model=bench.model,
+        value=median(overhead),
+        unit="ms",
+        limit=Limit(sign="≤", bound=5),
+        summary=f"{median(turns) * 1e3:.1f} against {median(direct) * 1e3:.1f} ms",
+        detail={"direct_s": direct, "turns_s": turns},
+    )
+
+
+def _question(number: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"{number}: {prompts.story(number)[-1]['content']}"}]
+
+
+async def _direct(ours: LabServer, number: int) -> float:
+    body = prompts.chat_body(_question(number), max_tokens=TURN_TOKENS) | ours.extras
+    answer = await client.stream(ours.url, body)
+    return answer.ended_at - answer.sent_at
+
+
+async def _turn(worker: Worker, watcher: Watcher, number: int) -> float:
+    session = await _post(worker, "/v3/sessions", {})
+    overrides = {"max_tokens": TURN_TOKENS, "temperature": 0, "extra": {"ignore_eos": True}}
+    began = time.perf_counter()
+    body = {"content": _question(number)[0]["content"], "overrides": overrides}
+    await _post(worker, f"/v3/sessions/{session['session_id']}/turns", body)
+    done = await watcher.until(b"turn.done")
+    took = time.perf_counter() - began
+    if done["stats"]["completion_tokens"] != TURN_TOKENS:
+        raise BenchError(f"a turn of {done['stats']['completion_tokens']} tokens, not {TURN_TOKENS}")
+    return took
+
+
+async def _post(worker: Worker, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    """An answer on a connection of its own; a body of None is a GET."""
+    parts = urlsplit(worker.ready["url"])
+    content = b"" if body is None else json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(
+        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
+        f"Authorization: Bearer {worker.ready['token']}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+    head = await reader.readuntil(b"\r\n\r\n")
+    text = await reader.read()
+    writer.close()
+    if head[9:10] != b"2":
+        raise BenchError(f"{path}: {head[:15]!r} {text[:300]!r}")
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+# --- the log
+
+
+async def _fan_out(bench: Bench, worker: Worker) -> Row:
+    """Events a second that each of ten subscribers gets on a socket of its own, while they are written."""
+    count = 5000 if bench.quick else 20_000
+    async with watching(worker, SUBSCRIBERS) as watchers:
+        taking = [asyncio.create_task(watcher.take(count)) for watcher in watchers]
+        began = (await asyncio.to_thread(worker.ask, events=count, at_once=AT_ONCE))["began"][0]
+        ended = max(await asyncio.gather(*taking))
+    rate = count / (ended - began)
+    return Row(
+        figure="fan-out: events a second, each to 10",
+        case=f"{count} events, {SUBSCRIBERS} sockets",
+        model="-",
+        value=rate,
+        unit="/s",
+        limit=Limit(sign="≥", bound=20_000),
+        summary=f"{rate * SUBSCRIBERS:.0f} deliveries a second",
+        detail={"seconds": ended - began},
+    )
+
+
+async def _slow_readers(bench: Bench, worker: Worker) -> Row:
+    """How late an event is at one that reads, while five others never do."""
+    count = 200 if bench.quick else 1000
+    late: list[float] = []
+    async with watching(worker, SLOW), watching(worker) as (watcher,):
+        await asyncio.to_thread(worker.ask, events=50_000, at_once=5000)
+        await watcher.take(50_000)
+        for _ in range(count):
+            asking = asyncio.create_task(asyncio.to_thread(worker.ask, events=1, at_once=1))
+            came = await watcher.take(1)
+            late.append(came - (await asking)["began"][0])
+    return Row(
+        figure="delay of an event beside 5 stuck readers",
+        case=f"p99 of {count}",
+        model="-",
+        value=quantile(late, 0.99) * 1e3,
+        unit="ms",
+        limit=Limit(sign="≤", bound=50),
+        summary=f"median {median(late) * 1e3:.2f} ms",
+        detail={"late_s": late},
+    )
+
+
+async def _lists(bench: Bench, worker: Worker) -> Row:
+    worker.ask(sessions=SESSIONS)
+    took: list[float] = []
+    for _ in range(20 if bench.quick else 60):
+        began = time.perf_counter()
+        listed = await _post(worker, f"/v3/sessions?limit={SESSIONS}", None)
+        took.append(time.perf_counter() - began)
+    if len(listed["sessions"]) != SESSIONS:
+        raise BenchError(f"{len(listed['sessions'])} sessions listed, not {SESSIONS}")
+    return Row(
+        figure="list of 2,000 sessions",
+        case=f"p95 of {len(took)}, reading the JSON included",
+        model="-",
+        value=quantile(took, 0.95) * 1e3,
+        unit="ms",
+        limit=Limit(sign="≤", bound=100),
+        summary=f"median {median(took) * 1e3:.0f} ms",
+        detail={"took_s": took},
+    )
+
+
+async def _idle(bench: Bench, worker: Worker) -> Row:
+    """Resident memory of the daemon's process, by one connection more that waits."""
+    async with watching(worker, 50):
+        before = worker.ask()["rss_bytes"]
+        async with watching(worker, IDLE):
+            await asyncio.sleep(SILENCE_S)
+            after = worker.ask()["rss_bytes"]
+    return Row(
+        figure="memory of an idle subscriber",
+        case=f"of {IDLE}",
+        model="-",
+        value=(after - before) / IDLE / 1e3,
+        unit="kB",
+        limit=Limit(sign="≤", bound=50),
+        summary=f"{before / 1e6:.0f} to {after / 1e6:.0f} MB",
+    )
+
+
+async def _replay(bench: Bench, worker: Worker) -> Row:
+    """From the first event that is kept, out of the database, over a socket."""
+    await asyncio.to_thread(worker.ask, events=REPLAYED, at_once=5000)
+    began = time.monotonic()
+    async with Watcher(worker.ready["url"], worker.ready["token"], "?after=0") as watcher:
+        took = await watcher.take(REPLAYED) - began
+    return Row(
+        figure="replay of 100,000 events",
+        case="one client, from the database",
+        model="-",
+        value=took,
+        unit="s",
+        limit=Limit(sign="≤", bound=2),
+        summary=f"{REPLAYED / took:.0f} a second",
+    )

@@ -1,0 +1,85 @@
+"""The ASGI application of the daemon, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from lmx_lab.asgi import errors
+from lmx_lab.asgi.wrapping import VERSION, wrapped
+from lmx_lab.daemon.daemon_routes import HEALTH, daemon_routes
+from lmx_lab.daemon.event_routes import event_routes
+from lmx_lab.daemon.event_stream import PATH, stream_routes
+from lmx_lab.daemon.mcp_routes import mcp_routes
+from lmx_lab.daemon.permission_routes import permission_routes
+from lmx_lab.daemon.services import Services
+from lmx_lab.daemon.session_routes import session_routes
+from lmx_lab.daemon.turn_routes import turn_routes
+from lmx_lab.guard import ASGIApp, GuardPolicy, local_policy
+from lmx_lab.settings import Settings
+from lmx_lab.wire.events import DATA, Envelope
+
+METHODS = ("GET", "POST", "PATCH", "DELETE")
+PLACE = "#/components/schemas/{model}"
+KEY_HINT = (
+    "send the header Authorization: Bearer TOKEN; the token is new at each start, in state.json in the daemon's folder "
+    "($LMX_LAB_HOME/daemon)"
+)
+
+
+def create_daemon_app(
+    services: Services, *, policy: Callable[[], GuardPolicy], max_body_bytes: int
+) -> tuple[ASGIApp, FastAPI]:
+    """Routes, errors, guard, CORS and request ids around the daemon's services. Starts nothing."""
+    api = _DescribedAPI(
+        title="LMX Lab daemon",
+        version=VERSION,
+        responses=errors.RESPONSES,
+        redirect_slashes=False,
+        openapi_url="/v3/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+    )
+    api.state.max_body_bytes = max_body_bytes
+    for routes in (
+        daemon_routes,
+        session_routes,
+        turn_routes,
+        permission_routes,
+        event_routes,
+        mcp_routes,
+        stream_routes,
+    ):
+        api.include_router(routes(services))
+    return wrapped(api, policy, methods=METHODS), api
+
+
+def daemon_policy(settings: Settings, port: int, token: str) -> GuardPolicy:
+    """Loopback, and what the settings add; the token for everything but the health.
+
+    Raises:
+        InvalidRequestError: a setting (``allowed_hosts``, ``cors_origins``) that could never match.
+    """
+    host = settings.daemon_host.strip("[]")
+    own = [] if host in ("0.0.0.0", "::", "localhost") else [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
+    policy = local_policy(port, hosts=[*own, *settings.allowed_hosts], origins=settings.cors_origins, key=token)
+    return replace(policy, key_hint=KEY_HINT, open_paths=frozenset({HEALTH}), query_key_paths=frozenset({PATH}))
+
+
+class _DescribedAPI(FastAPI):
+    """With the token, which the guard asks for, and the events, which are no answers: FastAPI knows neither."""
+
+    def openapi(self) -> dict[str, Any]:
+        described = super().openapi()
+        shapes = [(shape, "serialization") for shape in dict.fromkeys([Envelope, *DATA.values()])]
+        _, events = models_json_schema(shapes, ref_template=PLACE)  # type: ignore[arg-type]
+        parts = described["components"]
+        parts["schemas"] = {**events["$defs"], **parts["schemas"]}
+        parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer", "description": KEY_HINT}}
+        described["security"] = [{"token": []}]
+        described["paths"][HEALTH]["get"]["security"] = []
+        return described

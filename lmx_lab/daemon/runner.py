@@ -1,0 +1,386 @@
+"""All turns: submitted, run one after the other in each session and a few at once in all, cancelled, recovered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Literal, Protocol, runtime_checkable
+
+from lmx_lab.daemon import permissions, sessions, turn_queue, turn_records
+from lmx_lab.daemon.active_turn import ActiveTurn, Parts
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.log import EventLog
+from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.tools import Toolbox
+from lmx_lab.daemon.turn import Ending
+from lmx_lab.daemon.turn_queue import Begun
+from lmx_lab.daemon.turn_records import TurnKey
+from lmx_lab.daemon.turn_recovery import RESTARTED, end_from_rows
+from lmx_lab.daemon.turn_writer import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from lmx_lab.daemon.upstream import Upstream
+from lmx_lab.errors import LabError, SessionNotFoundError, StoppingError
+from lmx_lab.wire.sessions import (
+    CancelAnswer,
+    CancelTurns,
+    Decision,
+    PermissionList,
+    PermissionRecord,
+    SubmitTurn,
+    TurnAccepted,
+    TurnRecord,
+)
+
+log = logging.getLogger(__name__)
+CANCELLED = Ending(reason="cancelled")
+STOPPED = Ending(
+    error=StoppingError("the daemon was stopped while this turn ran; what it had written is kept; ask again"),
+    calls_are="interrupted",
+)
+TOOLS_S = 10.0
+"""After a start, turns wait so long for tools that are about to come: a turn that went on from the queue would find none."""
+STOP_S = 2.0
+"""For writing the ends, beyond the time that tools have."""
+
+
+@runtime_checkable
+class Settling(Protocol):
+    """A toolbox that has its tools only a while after the daemon's start."""
+
+    async def settled(self) -> None:
+        """Return when no tools are about to come."""
+        ...
+
+
+class _Lane:
+    """One session's turns, one at a time."""
+
+    def __init__(self, session_id: str) -> None:
+        self.session_id = session_id
+        self.lock = asyncio.Lock()
+        """Of what begins, is submitted and is cancelled, so that each finds the others whole."""
+        self.users = 0
+        self.task: asyncio.Task[None] | None = None
+        self.active: ActiveTurn | None = None
+        self.deleting = False
+
+
+class Turns:
+    """On the daemon's loop; ``start()`` it, and ``stop()`` it in the end."""
+
+    def __init__(self, *, store: Store, log: EventLog, upstream: Upstream, toolbox: Toolbox, limits: Limits) -> None:
+        self._store = store
+        self._upstream = upstream
+        self._limits = limits
+        self._parts = Parts(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
+        self._slots = asyncio.Semaphore(limits.running_turns)
+        self._lanes: dict[str, _Lane] = {}
+        self._queued = 0
+        self._ends: dict[TurnKey, set[asyncio.Future[None]]] = {}
+        self._left: set[asyncio.Task[None]] = set()
+        self._recovery: asyncio.Task[None] | None = None
+        self._settling: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    # Life
+
+    async def start(self) -> None:
+        """End what a former process had begun, with ``daemon-restarted``, and go on with what waits.
+
+        Where the disk has no room for that, it is done as soon as there is some.
+        """
+        toolbox = self._parts.toolbox
+        if isinstance(toolbox, Settling):
+            self._settling = asyncio.create_task(_settled(toolbox), name="lmx-lab tools settle")
+        begun, queued = await self._store.read(turn_queue.unfinished)
+        self._queued = len(queued)
+        waiting = list(dict.fromkeys(key.session_id for key in queued))
+        try:
+            await self._recover(begun)
+        except LabError as exc:
+            log.warning("turns of a former process cannot be ended yet: %s", exc)
+            self._recovery = asyncio.create_task(self._recover_later(begun, waiting), name="lmx-lab recovery")
+        else:
+            self._wake_all(waiting)
+
+    async def _recover(self, begun: list[TurnKey]) -> None:
+        for key in begun:
+            await self._store.write(partial(end_from_rows, key=key, ending=RESTARTED), ending=True)
+
+    async def _recover_later(self, begun: list[TurnKey], waiting: list[str]) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            with contextlib.suppress(LabError):
+                await self._recover(begun)
+                break
+        self._wake_all(waiting)
+
+    def _wake_all(self, session_ids: list[str]) -> None:
+        for session_id in session_ids:
+            self._wake(self._lanes.setdefault(session_id, _Lane(session_id)))
+
+    async def stop(self, *, mode: Literal["drain", "now"], grace_s: float) -> None:
+        """Accept no more turns and begin none; those that wait run at the next start. Idempotent; ``now`` may follow
+        ``drain`` at any moment.
+
+        ``drain`` lets running turns end for ``grace_s``; after that, as ``now``, they end by ``turn.error`` with
+        ``daemon-stopping`` and what they have written.
+        """
+        self._stopping = True
+        for task in (self._recovery, self._settling):
+            if task is not None:
+                task.cancel()
+        await self._settle()
+        if mode == "drain":
+            await self._ended(grace_s)
+        for active in self._active():
+            active.stop(STOPPED)
+        await self._ended(self._limits.cancel_s)
+        for active in self._active():
+            active.give_up()
+        await self._ended(STOP_S)
+        tasks = [*self._left, *(lane.task for lane in self._lanes.values() if lane.task is not None)]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+
+    def _active(self) -> list[ActiveTurn]:
+        return [lane.active for lane in self._lanes.values() if lane.active is not None]
+
+    async def _settle(self) -> None:
+        """Afterwards what was just beginning has begun, and lanes that only waited have gone."""
+        for lane in list(self._lanes.values()):
+            async with lane.lock:
+                if lane.active is None and lane.task is not None:
+                    lane.task.cancel()
+
+    async def _ended(self, wait_s: float) -> None:
+        """Wait until no turn runs."""
+        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=wait_s)
+
+    def counts(self) -> tuple[int, int]:
+        """Turns that run, those that wait for a permission included, and turns that are queued."""
+        return len(self._active()), self._queued
+
+    # Turns
+
+    async def submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
+        """Queue a turn, which runs as soon as it may; and whether it is new.
+
+        The same ``turn_id`` and body again change nothing. With ``interrupt`` the session's active turn is cancelled,
+        and this one goes before those that wait, which still run after it.
+
+        Raises:
+            StoppingError, SessionNotFoundError, IdempotencyConflictError, TurnInProgressError, QueueFullError,
+            StorageFullError
+        """
+        if self._stopping:
+            raise StoppingError("the daemon is stopping and takes no more turns; start it again, then ask again")
+        async with self._lane(session_id) as lane:
+            accepted, new = await self._store.write(lambda tx: turn_queue.submit(tx, session_id, body, self._limits))
+            if new:
+                self._queued += 1
+                if body.when_busy == "interrupt" and lane.active is not None:
+                    lane.active.stop(CANCELLED)
+                self._wake(lane)
+        return accepted, new
+
+    async def read(self, session_id: str, turn_id: str, *, wait_s: float = 0) -> TurnRecord:
+        """A turn, once it has ended, or as it is after ``wait_s``, of which ``limits.wait_s`` is the most.
+
+        Raises:
+            SessionNotFoundError, TurnNotFoundError
+        """
+        key = TurnKey(session_id=session_id, turn_id=turn_id)
+        if wait_s <= 0:
+            return await self._record(key)
+        # Before the look, or an end in between would be missed.
+        with self._end_of(key) as ended:
+            record = await self._record(key)
+            if record.ended_at is None:
+                await asyncio.wait([ended], timeout=min(wait_s, self._limits.wait_s))
+                record = await self._record(key)
+        return record
+
+    @contextlib.contextmanager
+    def _end_of(self, key: TurnKey) -> Iterator[asyncio.Future[None]]:
+        """A future that is resolved when the turn has ended after this."""
+        ended = asyncio.get_running_loop().create_future()
+        waiting = self._ends.setdefault(key, set())
+        waiting.add(ended)
+        try:
+            yield ended
+        finally:
+            waiting.discard(ended)
+            if not waiting and self._ends.get(key) is waiting:
+                del self._ends[key]
+
+    async def _record(self, key: TurnKey) -> TurnRecord:
+        return await self._store.read(lambda reading: turn_records.record(reading, key))
+
+    async def cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
+        """End the active turn, or the one that is named, and the queued ones if asked to; idempotent.
+
+        Queued turns have ended when this returns, an active one soon, within ``limits.cancel_s``.
+
+        Raises:
+            SessionNotFoundError, TurnNotFoundError
+        """
+        async with self._lane(session_id) as lane:
+            if body.turn_id is None:
+                await self._store.read(lambda reading: sessions.record(reading, session_id))
+            else:
+                await self._record(TurnKey(session_id=session_id, turn_id=body.turn_id))
+            stopped = self._stop_active(lane, body.turn_id)
+            if not body.queued and (body.turn_id is None or stopped):
+                return CancelAnswer(cancelled=len(stopped), turn_ids=stopped)
+            wanted = None if body.queued else [body.turn_id or ""]
+            ended = stopped + await self._cancel_queued(session_id, wanted)
+        return CancelAnswer(cancelled=len(ended), turn_ids=ended)
+
+    def _stop_active(self, lane: _Lane, turn_id: str | None) -> list[str]:
+        active = lane.active
+        if active is None or (turn_id is not None and active.key.turn_id != turn_id) or not active.stop(CANCELLED):
+            return []
+        return [active.key.turn_id]
+
+    async def _cancel_queued(self, session_id: str, turn_ids: list[str] | None) -> list[str]:
+        ended = await self._store.write(lambda tx: turn_queue.cancel_queued(tx, session_id, turn_ids), ending=True)
+        self._queued -= len(ended)
+        for turn_id in ended:
+            self._tell_end(TurnKey(session_id=session_id, turn_id=turn_id))
+        return ended
+
+    async def delete_session(self, session_id: str) -> None:
+        """End the session's turns, each with its event, then delete it with all that belongs to it; idempotent."""
+        async with self._lane(session_id) as lane:
+            await self._cancel_queued(session_id, None)
+            active, lane.deleting = lane.active, True
+            lane.users += 1
+        try:
+            if active is not None:
+                with self._end_of(active.key) as ended:
+                    active.stop(CANCELLED)
+                    await ended
+            await self._store.write(lambda tx: sessions.delete(tx, session_id), ending=True)
+        finally:
+            lane.deleting = False
+            lane.users -= 1
+            self._forget(lane)
+
+    # Permissions
+
+    async def permissions(self) -> PermissionList:
+        """Those that wait, the oldest first."""
+        return PermissionList(permissions=await self._store.read(sessions.waiting_permissions))
+
+    async def decide(self, permission_id: str, body: Decision) -> PermissionRecord:
+        """Say yes or no to one call, or yes to all later calls of its tool in its session.
+
+        Raises:
+            PermissionNotFoundError, AlreadyResolvedError, PermissionExpiredError
+        """
+        decided = await self._store.write(lambda tx: permissions.decide(tx, permission_id, body))
+        lane = self._lanes.get(decided.session_id)
+        if lane is not None and lane.active is not None and lane.active.key.turn_id == decided.turn_id:
+            lane.active.decided(decided)
+        return decided
+
+    # Lanes
+
+    @contextlib.asynccontextmanager
+    async def _lane(self, session_id: str) -> AsyncIterator[_Lane]:
+        """The session's lane, for this block alone; it is kept only as long as somebody needs it."""
+        lane = self._lanes.setdefault(session_id, _Lane(session_id))
+        lane.users += 1
+        try:
+            async with lane.lock:
+                if lane.deleting:
+                    raise SessionNotFoundError(f"session {session_id!r:.80} is being deleted")
+                yield lane
+        finally:
+            lane.users -= 1
+            self._forget(lane)
+
+    def _forget(self, lane: _Lane) -> None:
+        if lane.users == 0 and lane.task is None and self._lanes.get(lane.session_id) is lane:
+            del self._lanes[lane.session_id]
+
+    def _wake(self, lane: _Lane) -> None:
+        if lane.task is None and not self._stopping:
+            lane.task = asyncio.create_task(self._run(lane), name=f"lmx-lab turns of {lane.session_id}")
+
+    async def _run(self, lane: _Lane) -> None:
+        """Run the session's turns until none waits. Between two of them the other sessions have their go."""
+        pause_s = FIRST_PAUSE_S
+        try:
+            while True:
+                try:
+                    if not await self._run_next(lane):
+                        return
+                    pause_s = FIRST_PAUSE_S
+                except StoppingError:
+                    return  # The database is closed: what waits runs at the next start.
+                except LabError as exc:
+                    log.warning("the next turn of %s cannot begin yet: %s", lane.session_id, exc)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        finally:
+            # Another may have been started already.
+            if lane.task is asyncio.current_task():
+                lane.task = None
+            self._forget(lane)
+
+    async def _run_next(self, lane: _Lane) -> bool:
+        if self._settling is not None and not self._settling.done():
+            await asyncio.wait([self._settling])
+        await self._slots.acquire()
+        active: ActiveTurn | None = None
+        try:
+            async with lane.lock:
+                begun = await self._begin(lane)
+                if begun is None:
+                    # Under the lock: whoever submits now finds no task, and starts one.
+                    lane.task = None
+                    return False
+                self._queued -= 1
+                active = lane.active = ActiveTurn(begun, self._parts, slots=self._slots, leave=self._keep_left)
+            await active.run()
+            return True
+        finally:
+            if active is None or active.has_slot:
+                self._slots.release()
+            if active is not None:
+                lane.active = None
+                self._tell_end(active.key)
+
+    async def _begin(self, lane: _Lane) -> Begun | None:
+        if self._stopping or lane.deleting:
+            return None
+        model = self._upstream.state().model
+        return await self._store.write(lambda tx: turn_queue.begin_next(tx, lane.session_id, model=model))
+
+    def _keep_left(self, task: asyncio.Task[None]) -> None:
+        self._left.add(task)
+        task.add_done_callback(self._left.discard)
+
+    def _tell_end(self, key: TurnKey) -> None:
+        for ended in self._ends.pop(key, ()):
+            if not ended.done():
+                ended.set_result(None)
+
+
+async def _settled(toolbox: Settling) -> None:
+    try:
+        await asyncio.wait_for(toolbox.settled(), TOOLS_S)
+    except TimeoutError:
+        log.warning("some tools are not there after %g s; turns begin without them", TOOLS_S)
+    except Exception:
+        log.exception("whether tools are about to come is not known; turns begin")

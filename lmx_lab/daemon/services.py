@@ -1,0 +1,36 @@
+"""What is behind the daemon's routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.log import EventLog
+from lmx_lab.daemon.mcp_servers import McpServers
+from lmx_lab.daemon.runner import Turns
+from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.subscribers import Subscribers
+from lmx_lab.daemon.tools import Toolbox
+from lmx_lab.daemon.upstream import Upstream
+from lmx_lab.wire.daemon import Shutdown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """All on the daemon's loop."""
+
+    daemon_id: str
+    started_at: str
+    limits: Limits
+    store: Store
+    log: EventLog
+    turns: Turns
+    servers: McpServers
+    toolbox: Toolbox
+    upstream: Upstream
+    subscribers: Subscribers
+    status: Callable[[], Literal["ok", "stopping"]] = field(repr=False)
+    shut_down: Callable[[Shutdown], None] = field(repr=False)
+    """Begins it, and returns at once."""

@@ -1,0 +1,100 @@
+"""A place for MCP servers: the real store, the real servers, and nothing that is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.mcp_owner import Restarts
+from lmx_lab.daemon.mcp_servers import McpServers
+from lmx_lab.daemon.process_family import MARK, alive
+from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.tools import ToolResult
+from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
+
+HOSTILE = Path(__file__).parent / "hostile_mcp.py"
+SECRET = "sk-0123456789abcdef"
+
+
+def hostile(*modes: str, name: str = "bad", **fields: Any) -> McpServerConfig:
+    args = ("-I", str(HOSTILE), *modes)
+    given = {"start_timeout_s": 10.0, "tool_timeout_s": 10.0, "env": {"API_KEY": SECRET}, **fields}
+    return McpServerConfig(name=name, command=sys.executable, args=args, **given)
+
+
+def quick(**fields: Any) -> Restarts:
+    return Restarts(**{"delays_s": (0.01, 0.01), "relist_s": 0.01, **fields})
+
+
+@dataclass
+class Place:
+    """A store, and the servers on it; ``again`` starts anew on the same."""
+
+    store: Store
+    folder: Path
+    restarts: Restarts = field(default_factory=quick)
+    servers: McpServers = field(init=False)
+    notes: list[str] = field(default_factory=list)
+
+    async def again(self) -> McpServers:
+        self.servers = McpServers(store=self.store, limits=Limits(), runtime_folder=self.folder, restarts=self.restarts)
+        await self.servers.start()
+        return self.servers
+
+    async def until(self, name: str, holds: Callable[[McpServerRecord], bool]) -> McpServerRecord:
+        async with asyncio.timeout(30):
+            while not holds(record := await self.servers.read(name)):  # noqa: ASYNC110 (not all of it has an event)
+                await asyncio.sleep(0.01)
+        return record
+
+    async def ready(self, config: McpServerConfig) -> McpServerRecord:
+        await self.servers.add(config)
+        record = await self.until(config.name, lambda record: record.state not in ("starting", "restarting"))
+        assert record.state == "ready", record
+        return record
+
+    async def call(self, name: str, /, **arguments: Any) -> ToolResult:
+        result = await self.servers.call(name, arguments, self.notes.append)
+        assert result is not None
+        return result
+
+    async def events(self) -> list[dict[str, Any]]:
+        rows = await self.store.read(
+            lambda reading: reading.rows("SELECT data FROM events WHERE event = 'mcp.status' ORDER BY seq")
+        )
+        return [json.loads(row["data"]) for row in rows]
+
+
+@contextlib.asynccontextmanager
+async def opened_place(tmp_path: Path) -> AsyncIterator[Place]:
+    earlier = left_over()
+    store = await Store.open(tmp_path / "daemon.db")
+    place = Place(store, tmp_path)
+    await place.again()
+    try:
+        yield place
+    finally:
+        await place.servers.stop()
+        await store.close()
+        assert [process for process in left_over() if process not in earlier] == []
+
+
+def left_over() -> list[psutil.Process]:
+    """Servers that run, and what they have started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if MARK in process.environ() and alive(process):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found

@@ -1,0 +1,404 @@
+"""Starts and ends of the daemon: one in a home, nothing left behind, in whatever way it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lmx_lab.daemon import life
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.daemon.home import DaemonHome, read_state
+from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
+from lmx_lab.settings import Settings
+from tests.daemon.face import UPSTREAM, client, serving
+from tests.daemon.scripted import STALL, Gate, Scripted, says
+
+WAIT_S = 20.0
+
+
+def daemon_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("lmx-lab-")}
+
+
+def new(home: Path, **settings: Any) -> Daemon:
+    return Daemon(settings=Settings(**{"home": home, "daemon_port": 0, "upstream": UPSTREAM, **settings}))
+
+
+def check_nothing_left(home: Path) -> None:
+    """Neither threads nor the lock nor a state file."""
+    deadline = time.monotonic() + WAIT_S
+    while daemon_threads() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not daemon_threads()
+    assert not (home / "daemon" / "state.json").exists()
+    free = DaemonHome(home / "daemon")
+    free.acquire(patience_s=0)
+    free.release()
+
+
+# --- in this process
+
+
+def test_a_start_says_where_and_a_stop_takes_everything_back(tmp_path: Path) -> None:
+    daemon = new(tmp_path)
+    with pytest.raises(HostingError, match="not started"):
+        _ = daemon.url
+    daemon.start()
+    daemon.start()
+    state = read_state(tmp_path / "daemon")
+    assert state is not None
+    assert (state.url, state.token, state.daemon_id, state.pid) == (
+        daemon.url,
+        daemon.token,
+        daemon.daemon_id,
+        os.getpid(),
+    )
+    with client(daemon) as http:
+        assert http.get("/v3/health").json()["status"] == "ok"
+    assert (daemon.running, daemon.wait(0)) == (True, False)
+    daemon.stop()
+    daemon.stop()
+    assert (daemon.running, daemon.wait(0)) == (False, True)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", daemon.port), 5)
+    check_nothing_left(tmp_path)
+    with pytest.raises(HostingError, match="make a new one"):
+        daemon.start()
+
+
+def test_each_start_has_a_token_of_its_own_and_keeps_the_sessions(tmp_path: Path) -> None:
+    with serving(tmp_path) as first, client(first) as http:
+        http.post("/v3/sessions", json={"session_id": "kept"})
+        cursor = http.get("/v3/sessions/kept").json()["cursor"]
+    with serving(tmp_path) as second, client(second) as http:
+        assert second.token != first.token
+        assert second.daemon_id != first.daemon_id
+        assert http.get("/v3/sessions/kept").status_code == 200
+        events = http.get("/v3/events", params={"after": cursor}).json()["events"]
+        assert [event["event"] for event in events] == ["daemon.stopping", "daemon.started"]
+        http.headers["authorization"] = f"Bearer {first.token}"
+        assert http.get("/v3/daemon").status_code == 401
+
+
+def test_a_second_one_in_a_home_is_told_where_the_first_is(tmp_path: Path) -> None:
+    with serving(tmp_path) as first:
+        second = new(tmp_path)
+        with pytest.raises(DaemonRunningError, match=first.url) as caught:
+            second.start()
+        assert first.token not in str(caught.value)
+        assert not second.running
+        with client(first) as http:
+            assert http.get("/v3/daemon").status_code == 200
+        state = read_state(tmp_path / "daemon")
+        assert state is not None
+        assert state.daemon_id == first.daemon_id
+
+
+def test_a_taken_port_leaves_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortTakenError):
+        new(tmp_path, daemon_port=other.getsockname()[1]).start()
+    check_nothing_left(tmp_path)
+
+
+def test_a_setting_that_could_never_match_starts_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="cors_origins"):
+        new(tmp_path, cors_origins=("*",))
+    assert not (tmp_path / "daemon").exists()
+
+
+def test_a_damaged_database_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "daemon").mkdir()
+    (tmp_path / "daemon" / "daemon.db").write_bytes(b"no database at all" * 1000)
+    with pytest.raises(HostingError, match="damaged"):
+        new(tmp_path).start()
+    check_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["EventLog", "McpServers", "AllTools", "Turns", "create_daemon_app", "serve", "StateFile"]
+)
+def test_wherever_a_start_fails_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError(f"no {name}")
+
+    monkeypatch.setattr(life, name, fail)
+    with pytest.raises(RuntimeError, match=name):
+        new(tmp_path).start()
+    check_nothing_left(tmp_path)
+    monkeypatch.undo()
+    with serving(tmp_path):
+        pass
+
+
+def test_two_starts_at_once_one_serves(tmp_path: Path) -> None:
+    daemons = [new(tmp_path) for _ in range(4)]
+    refused: list[str] = []
+
+    def start(daemon: Daemon) -> None:
+        try:
+            daemon.start()
+        except DaemonRunningError as exc:
+            refused.append(exc.message)
+
+    threads = [threading.Thread(target=start, args=[daemon]) for daemon in daemons]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (running,) = [daemon for daemon in daemons if daemon.running]
+    assert [running.url in message for message in refused] == [True] * 3
+    running.stop()
+    check_nothing_left(tmp_path)
+
+
+def test_shutdown_over_http_ends_it(tmp_path: Path) -> None:
+    daemon = new(tmp_path)
+    daemon.start()
+    with client(daemon) as http:
+        answer = http.post("/v3/daemon/shutdown", json={"mode": "drain", "grace_s": 5})
+    assert (answer.status_code, answer.json()) == (202, {"status": "stopping"})
+    assert daemon.wait(WAIT_S)
+    check_nothing_left(tmp_path)
+
+
+def test_a_waiting_poll_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon, client(daemon) as http:
+        answers: list[Any] = []
+        waiting = threading.Thread(target=lambda: answers.append(http.get("/v3/events", params={"wait": 60})))
+        waiting.start()
+        while not daemon.run(busy()):
+            pass
+        daemon.stop()
+        waiting.join(WAIT_S)
+    assert answers[0].status_code == 200
+
+
+async def busy() -> bool:
+    """Whether a request waits in a poll."""
+    return any("next_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+def submit(http: Any) -> None:
+    http.post("/v3/sessions", json={"session_id": "s"})
+    answer = http.post("/v3/sessions/s/turns", json={"turn_id": "t", "content": "go"})
+    assert answer.status_code == 202, answer.text
+
+
+def test_while_it_drains_it_takes_no_turns_and_the_running_one_ends(tmp_path: Path) -> None:
+    gate = Gate()
+    first, *rest = says("one ", "two")
+    with Scripted([first, gate, *rest]) as upstream, serving(tmp_path, upstream=upstream.url) as daemon:
+        with client(daemon) as http:
+            submit(http)
+            asyncio.run(gate.reached())
+            assert http.post("/v3/daemon/shutdown").status_code == 202
+            while http.get("/v3/health").json()["status"] != "stopping":
+                pass
+            refused = http.post("/v3/sessions/s/turns", json={"content": "more"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "daemon-stopping")
+            gate.open()
+        assert daemon.wait(WAIT_S)
+    assert ends(tmp_path) == ["turn.done"]
+
+
+def test_now_cuts_a_drain_short(tmp_path: Path) -> None:
+    first, *_ = says("one ", "two")
+    with Scripted([first, STALL]) as upstream, serving(tmp_path, upstream=upstream.url) as daemon:
+        with client(daemon) as http:
+            submit(http)
+            while http.get("/v3/daemon").json()["counts"]["running_turns"] == 0:
+                pass
+            http.post("/v3/daemon/shutdown", json={"mode": "drain", "grace_s": 600})
+            assert not daemon.wait(0.1)
+            http.post("/v3/daemon/shutdown", json={"mode": "now"})
+        assert daemon.wait(WAIT_S)
+    assert ends(tmp_path) == ["turn.error"]
+
+
+def ends(home: Path) -> list[str]:
+    """Terminal events in the log, read by the next daemon."""
+    with serving(home) as daemon, client(daemon) as http:
+        events = http.get("/v3/events", params={"after": 0, "types": "turn.done,turn.error"}).json()["events"]
+        return [event["event"] for event in events]
+
+
+def test_a_python_function_is_a_tool(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon, client(daemon) as http:
+
+        @daemon.tool
+        def add(a: int, b: int) -> int:
+            """Add two numbers."""
+            return a + b
+
+        @daemon.tool(name="named", read_only=True)
+        def other() -> str:
+            """Say something."""
+            return "something"
+
+        assert (add(1, 2), other()) == (3, "something")
+        assert http.get("/v3/daemon").json()["counts"]["tools"] == 2
+
+
+# --- in processes of their own
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.settings import Settings
+daemon = Daemon(settings=Settings(home=Path(sys.argv[1]), daemon_port=0, upstream="http://127.0.0.1:9"))
+daemon.start()
+"""
+
+
+def script(home: Path, rest: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        "ignore:This process:DeprecationWarning",
+        "-c",
+        SCRIPT + rest,
+        str(home),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_program_that_ends_ends_its_daemon(tmp_path: Path) -> None:
+    ended = script(tmp_path, "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    check_nothing_left(tmp_path)
+    with serving(tmp_path) as daemon, client(daemon) as http:
+        events = http.get("/v3/events", params={"after": 0}).json()["events"]
+        assert [event["event"] for event in events] == ["daemon.started", "daemon.stopping", "daemon.started"]
+
+
+def test_a_fork_leaves_the_daemon_alone(tmp_path: Path) -> None:
+    rest = """
+if os.fork() == 0:
+    daemon.stop()
+    sys.exit(0)
+os.wait()
+print(daemon.running, (daemon.folder / "state.json").exists())
+"""
+    ended = script(tmp_path, rest)
+    assert (ended.returncode, ended.stdout) == (0, "True True\n"), ended.stderr
+    check_nothing_left(tmp_path)
+
+
+class Program:
+    """``lmx-lab daemon`` with what it prints."""
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "lmx_lab", "daemon", "--port", "0", *arguments]
+        environment = {**os.environ, "LMX_LAB_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        self.output = ""
+
+    def wait_for(self, text: str) -> str:
+        assert self.process.stdout is not None
+        while text not in self.output:
+            line = self.process.stdout.readline()
+            assert line, self.output
+            self.output += line
+        return self.output
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, self.output + out, err
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    program = Program(tmp_path)
+    yield program
+    if program.process.poll() is None:
+        program.process.kill()
+        program.process.communicate()
+
+
+def test_the_command_says_where_and_ends_on_ctrl_c(tmp_path: Path, program: Program) -> None:
+    program.wait_for("state.json")
+    state = read_state(tmp_path / "daemon")
+    assert state is not None
+    assert (state.pid, f"ready at {state.url}" in program.output) == (program.process.pid, True)
+    program.process.send_signal(signal.SIGINT)
+    code, out, err = program.finish()
+    assert (code, err) == (0, "")
+    assert state.token not in out + (tmp_path / "daemon" / "daemon.log").read_text()
+    check_nothing_left(tmp_path)
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    first, *_ = says("one ", "two")
+    with Scripted([first, STALL]) as upstream:
+        program = Program(tmp_path, "--upstream", upstream.url)
+        program.wait_for("state.json")
+        state = read_state(tmp_path / "daemon")
+        assert state is not None
+        import httpx2
+
+        headers = {"authorization": f"Bearer {state.token}"}
+        with httpx2.Client(base_url=state.url, headers=headers, trust_env=False, timeout=WAIT_S) as http:
+            submit(http)
+            while http.get("/v3/daemon").json()["counts"]["running_turns"] == 0:
+                pass
+            program.process.send_signal(signal.SIGTERM)
+            while http.get("/v3/health").json()["status"] != "stopping":
+                pass
+        program.process.send_signal(signal.SIGTERM)
+        code, _, err = program.finish()
+    assert code == 0, err
+    assert ends(tmp_path) == ["turn.error"]
+
+
+def test_a_killed_one_is_followed_by_the_next(tmp_path: Path, program: Program) -> None:
+    program.wait_for("state.json")
+    left = json.loads((tmp_path / "daemon" / "state.json").read_text())
+    program.process.kill()
+    program.process.communicate()
+    assert read_state(tmp_path / "daemon") is None
+    # Its number is that of another process by now.
+    foreign = {**left, "pid": psutil.Process().ppid()}
+    (tmp_path / "daemon" / "state.json").write_text(json.dumps(foreign))
+    with serving(tmp_path) as daemon:
+        state = read_state(tmp_path / "daemon")
+        assert state is not None
+        assert state.daemon_id == daemon.daemon_id
+    check_nothing_left(tmp_path)
+
+
+def test_two_commands_at_once_one_serves_and_the_other_says_where(tmp_path: Path) -> None:
+    programs = [Program(tmp_path) for _ in range(2)]
+    loser = None
+    deadline = time.monotonic() + 60
+    while loser is None and time.monotonic() < deadline:
+        loser = next((one for one in programs if one.process.poll() is not None), None)
+        time.sleep(0.02)
+    assert loser is not None
+    (winner,) = [one for one in programs if one is not loser]
+    winner.wait_for("state.json")
+    state = read_state(tmp_path / "daemon")
+    assert state is not None
+    code, out, err = loser.finish()
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("daemon-running: ")
+    assert state.url in err
+    winner.process.send_signal(signal.SIGTERM)
+    assert winner.finish()[0] == 0

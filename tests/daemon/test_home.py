@@ -1,0 +1,225 @@
+"""The daemon's folder: who may look, who holds it, who is believed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.daemon.clock import iso
+from lmx_lab.daemon.home import LOCK, STATE, DaemonHome, read_state
+from lmx_lab.errors import DaemonRunningError, HostingError
+from lmx_lab.wire.daemon import StateFile
+
+
+def state(**changes: object) -> StateFile:
+    where = {"host": "127.0.0.1", "port": 1, "token": "t"}
+    fields = {"pid": os.getpid(), "started_at": iso(), "daemon_id": "dmn_1", **where}
+    return StateFile.model_validate({**fields, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "home" / "daemon"
+
+
+@pytest.fixture
+def home(folder: Path) -> Iterator[DaemonHome]:
+    home = DaemonHome(folder)
+    home.acquire()
+    yield home
+    home.release()
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_folder_lock_and_state_are_private_whatever_the_umask(folder: Path, umask: int) -> None:
+    folder.parent.mkdir()
+    home, before = DaemonHome(folder), os.umask(umask)
+    try:
+        home.acquire()
+        home.publish(state())
+    finally:
+        os.umask(before)
+        home.release()
+    assert mode(folder) == 0o700
+    assert mode(folder / STATE) == 0o600
+    assert mode(folder / LOCK) & 0o077 == 0
+    assert sorted(path.name for path in folder.iterdir()) == [LOCK, STATE]
+
+
+def test_a_folder_that_was_open_to_others_is_closed(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    home = DaemonHome(folder)
+    home.acquire()
+    home.release()
+    assert mode(folder) == 0o700
+
+
+def test_a_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o755)
+    folder.parent.mkdir()
+    folder.symlink_to(elsewhere)
+    with pytest.raises(HostingError, match="symbolic link"):
+        DaemonHome(folder).acquire()
+    assert (mode(elsewhere), list(elsewhere.iterdir())) == (0o755, [])
+
+
+def test_a_lock_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / LOCK).symlink_to(tmp_path / "other")
+    with pytest.raises(HostingError):
+        DaemonHome(folder).acquire()
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_second_is_told_where_the_first_is(home: DaemonHome) -> None:
+    home.publish(state(port=4321, token="hidden"))
+    with pytest.raises(DaemonRunningError, match=rf"http://127\.0\.0\.1:4321 \(process {os.getpid()}\)") as caught:
+        DaemonHome(home.folder).acquire()
+    assert "hidden" not in str(caught.value)
+
+
+def test_one_that_is_just_starting_is_waited_for(home: DaemonHome) -> None:
+    starting = threading.Timer(0.1, home.publish, [state(port=4321)])
+    starting.start()
+    with pytest.raises(DaemonRunningError, match="4321"):
+        DaemonHome(home.folder).acquire(patience_s=20)
+    starting.join()
+
+
+def test_one_that_is_just_ending_makes_way(home: DaemonHome) -> None:
+    ending = threading.Timer(0.1, home.release)
+    ending.start()
+    other = DaemonHome(home.folder)
+    other.acquire(patience_s=20)
+    other.release()
+    ending.join()
+
+
+def test_one_that_says_nothing_is_named_all_the_same(home: DaemonHome) -> None:
+    with pytest.raises(DaemonRunningError, match="just starting or ending"):
+        DaemonHome(home.folder).acquire(patience_s=0)
+
+
+def test_an_old_state_file_is_not_taken_for_the_holders(home: DaemonHome) -> None:
+    home.publish(state(pid=os.getppid(), port=4321))
+    with pytest.raises(DaemonRunningError) as caught:
+        DaemonHome(home.folder).acquire(patience_s=0)
+    assert "4321" not in str(caught.value)
+
+
+def test_an_old_state_file_of_a_living_process_hinders_nobody(folder: Path) -> None:
+    home = DaemonHome(folder)
+    home.acquire()
+    home.publish(state(pid=os.getppid()))
+    home.release()
+    home.acquire()
+    home.publish(state(daemon_id="dmn_2"))
+    found = read_state(folder)
+    assert found is not None
+    assert found.daemon_id == "dmn_2"
+    home.release()
+
+
+def test_a_process_made_after_the_start_is_another_one(home: DaemonHome) -> None:
+    home.publish(state(started_at=iso(0.0)))
+    assert read_state(home.folder) is None
+
+
+def test_a_process_that_is_gone_is_no_daemon(home: DaemonHome) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    home.publish(state(pid=ended.pid))
+    assert read_state(home.folder) is None
+
+
+def test_only_the_daemon_that_wrote_it_removes_the_state_file(home: DaemonHome) -> None:
+    home.publish(state(daemon_id="dmn_2"))
+    home.withdraw("dmn_1")
+    assert (home.folder / STATE).exists()
+    home.withdraw("dmn_2")
+    assert not (home.folder / STATE).exists()
+
+
+def test_a_state_file_that_others_could_have_written_is_not_believed(home: DaemonHome, tmp_path: Path) -> None:
+    path = home.folder / STATE
+    home.publish(state())
+    assert read_state(home.folder) is not None
+    path.chmod(0o604)
+    assert read_state(home.folder) is None
+    path.chmod(0o600)
+    path.rename(tmp_path / "moved.json")
+    path.symlink_to(tmp_path / "moved.json")
+    assert read_state(home.folder) is None
+    home.withdraw("dmn_1")
+    assert path.is_symlink()
+    home.publish(state(daemon_id="dmn_3"))
+    assert not path.is_symlink()
+    assert "dmn_3" not in (tmp_path / "moved.json").read_text()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"pid": 1}', "\x00" * 100])
+def test_a_broken_state_file_is_none(home: DaemonHome, text: str) -> None:
+    (home.folder / STATE).write_text(text)
+    (home.folder / STATE).chmod(0o600)
+    assert read_state(home.folder) is None
+
+
+def test_a_pipe_in_its_place_does_not_hang(home: DaemonHome) -> None:
+    os.mkfifo(home.folder / STATE, 0o600)
+    assert read_state(home.folder) is None
+
+
+# Later Pythons warn of forks beside threads, of which other tests may have left some.
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_children_do_not_keep_the_lock(folder: Path) -> None:
+    """Neither programs that are started nor forks, such as those of multiprocessing."""
+    home = DaemonHome(folder)
+    home.acquire()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as program:
+        read, write = os.pipe()
+        if (fork := os.fork()) == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        home.release()
+        home.acquire(patience_s=20)
+        home.release()
+        for end in (read, write):
+            os.close(end)
+        os.waitpid(fork, 0)
+        program.communicate(b"\n")
+
+
+def test_two_at_once_one_gets_it(folder: Path) -> None:
+    homes = [DaemonHome(folder) for _ in range(8)]
+    outcomes: list[bool] = []
+
+    def attempt(home: DaemonHome) -> None:
+        try:
+            home.acquire(patience_s=0)
+        except DaemonRunningError:
+            outcomes.append(False)
+        else:
+            outcomes.append(True)
+
+    threads = [threading.Thread(target=attempt, args=[home]) for home in homes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == [False] * 7 + [True]
+    for home in homes:
+        home.release()

@@ -1,0 +1,146 @@
+"""MCP servers over HTTP, and those of Node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.wire.mcp import McpServerConfig
+from tests.daemon.http_mcp import TOKEN
+from tests.daemon.mcp_place import Place, opened_place
+
+pytestmark = pytest.mark.anyio
+SCRIPT = Path(__file__).parent / "http_mcp.py"
+EVERYTHING = "@modelcontextprotocol/server-everything@2026.8.31"
+CACHE = Path(__file__).parents[2] / ".cache" / "npm"
+
+
+@contextlib.contextmanager
+def served(*args: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    process = subprocess.Popen([sys.executable, str(SCRIPT), *args], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline()), process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with served("0") as (port, _):
+        yield port
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    async with opened_place(tmp_path) as place:
+        yield place
+
+
+def remote(port: int, path: str = "mcp", **fields: Any) -> McpServerConfig:
+    given = {"headers": {"Authorization": f"Bearer {TOKEN}"}, "tool_timeout_s": 10.0, "start_timeout_s": 10.0, **fields}
+    return McpServerConfig(name="far", transport="http", url=f"http://127.0.0.1:{port}/{path}", **given)
+
+
+async def test_a_server_over_http_is_called_with_its_headers_which_are_not_shown(place: Place, port: int) -> None:
+    record = await place.ready(remote(port))
+    assert (record.headers, record.pid) == ({"Authorization": "***"}, None)
+    assert (await place.call("far__greet", name="you")).text == "Hello you"
+    assert place.notes == ["1/2 thinking"]
+    assert TOKEN not in record.model_dump_json() + str(await place.events())
+
+
+async def test_a_call_over_http_ends_at_its_limit_and_the_next_one_works(place: Place, port: int) -> None:
+    await place.ready(remote(port, tool_timeout_s=0.5))
+    assert (await place.call("far__sleep")).status == "timeout"
+    assert (await place.call("far__greet", name="me")).text == "Hello me"
+
+
+async def test_an_answer_over_http_that_is_too_long_is_not_kept(place: Place, port: int) -> None:
+    await place.ready(remote(port))
+    result = await place.call("far__big")
+    assert result.status == "error"
+    assert len(result.text) < 1000
+    assert (await place.call("far__greet", name="me")).text == "Hello me"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "said"),
+    [
+        ({"headers": {"Authorization": "Bearer wrong-token-here"}}, "protocol", "401"),
+        ({"path": "nothing-here"}, "protocol", "404"),
+        ({"path": "elsewhere"}, "protocol", "127.0.0.2"),
+    ],
+)
+async def test_a_test_over_http_says_what_the_server_refused(
+    place: Place, port: int, fields: dict[str, Any], kind: str, said: str
+) -> None:
+    failed = await place.servers.test(remote(port, **fields))
+    assert not failed.ok
+    assert failed.error_kind == kind
+    assert said in failed.error
+    assert "wrong-token" not in failed.error
+
+
+async def test_a_server_over_http_that_dies_fails_its_calls_and_is_found_again(place: Place) -> None:
+    with served("0") as (port, process):
+        await place.ready(remote(port))
+        call = asyncio.create_task(place.call("far__sleep"))
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == "sleeping\n"
+        process.kill()
+        result = await call
+    assert result.status == "error"
+    assert "lost" in result.text
+    with served(str(port)):
+        # The session of the one before means nothing to it.
+        while (await place.call("far__greet", name="again")).text != "Hello again":
+            record = await place.servers.read("far")
+            if record.state == "failed":
+                await place.servers.restart("far")
+            await asyncio.sleep(0.05)
+    assert (await place.servers.read("far")).error is None
+
+
+# Node
+
+
+@pytest.fixture(scope="session")
+def everything() -> str:
+    """The program of the reference server, installed once."""
+    program = CACHE / "node_modules" / ".bin" / "mcp-server-everything"
+    if not program.exists():
+        if shutil.which("npm") is None:
+            pytest.skip("no npm here, which installs the reference server for Node")
+        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(CACHE), EVERYTHING]
+        run = subprocess.run(command, capture_output=True, timeout=200, check=False)
+        if run.returncode:
+            pytest.skip("npm cannot install the reference server for Node: no registry, perhaps")
+    if shutil.which("node") is None:
+        pytest.skip("no node here, which runs the reference server")
+    return str(program)
+
+
+async def test_the_reference_server_for_node_works(place: Place, everything: str) -> None:
+    record = await place.ready(McpServerConfig(name="all", command=everything, args=("stdio",)))
+    assert record.tools >= 8
+    names = {tool.name for tool in place.servers.offered()}
+    assert "all__echo" in names
+    assert (await place.call("all__echo", message="hello")).text == "Echo: hello"
+    assert (await place.call("all__get-sum", a=2, b=3)).text.startswith("The sum of 2 and 3 is 5")
+    image = await place.call("all__get-tiny-image")
+    assert "[image of type image/png" in image.text
+    slow = await place.call("all__trigger-long-running-operation", duration=0.5, steps=2)
+    assert slow.status == "ok"
+    assert place.notes
+    assert (await place.call("all__get-structured-content", location="New York")).status == "ok"
+    assert (await place.call("all__echo")).status == "error"

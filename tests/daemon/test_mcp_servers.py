@@ -1,0 +1,458 @@
+"""MCP servers: good ones, several at once, bad ones, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lmx_lab.daemon import mcp_process
+from lmx_lab.daemon.process_family import alive
+from lmx_lab.daemon.store import Store
+from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
+from lmx_lab.loops import LoopThread
+from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
+from tests.daemon.mcp_place import HOSTILE, SECRET, Place, hostile, left_over, opened_place, quick
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    # Those that have to be killed are not waited for so long.
+    monkeypatch.setattr(mcp_process, "STDIN_GRACE_S", 0.3)
+    monkeypatch.setattr(mcp_process, "TERM_GRACE_S", 0.3)
+    async with opened_place(tmp_path) as place:
+        yield place
+
+
+def new_repository(path: Path) -> Path:
+    subprocess.run(["git", "init", "-q", "-b", "trunk", str(path)], check=True)
+    (path / "new.txt").write_text("new")
+    return path
+
+
+# Good ones
+
+
+async def test_the_time_server_answers_and_its_tools_are_read_only(place: Place) -> None:
+    await place.ready(McpServerConfig(name="time", command=sys.executable, args=("-m", "mcp_server_time")))
+    tools = {tool.name: tool for tool in place.servers.offered()}
+    assert set(tools) == {"time__get_current_time", "time__convert_time"}
+    assert tools["time__get_current_time"].read_only
+    assert not tools["time__get_current_time"].asks
+    assert "timezone" in tools["time__get_current_time"].parameters["properties"]
+    answer = await place.call(
+        "time__convert_time", source_timezone="Etc/UTC", time="12:00", target_timezone="Asia/Tokyo"
+    )
+    assert answer.status == "ok"
+    assert json.loads(answer.text)["target"]["datetime"].endswith("T21:00:00+09:00")
+    wrong = await place.call("time__get_current_time", timezone="Mars/Olympus")
+    assert wrong.status == "error"
+    assert "Mars/Olympus" in wrong.text
+
+
+async def test_the_git_server_works_on_a_repository_beside_another_server(place: Place, tmp_path: Path) -> None:
+    repository = await asyncio.to_thread(new_repository, tmp_path / "repository")
+    git = McpServerConfig(name="git", command=sys.executable, args=("-m", "mcp_server_git"), cwd=str(repository))
+    await asyncio.gather(place.ready(git), place.ready(hostile()))
+    status, echo = await asyncio.gather(
+        place.call("git__git_status", repo_path=str(repository)), place.call("bad__echo", text="beside")
+    )
+    assert status.status == "ok"
+    assert "new.txt" in status.text
+    assert echo.text == "beside"
+
+
+async def test_tools_of_all_pages_are_listed_and_answers_of_all_kinds_are_text(place: Place) -> None:
+    record = await place.ready(hostile())
+    assert record.tools == 20
+    assert (await place.call("bad__structured")).text == '{"answer": 42}'
+    image = await place.call("bad__image")
+    assert image.text == "look:\n[image of type image/png, 3,000 bytes; it cannot be shown here]"
+    failed = await place.call("bad__fail")
+    assert (failed.status, failed.text) == ("error", "it went wrong")
+    assert (await place.call("bad__two_answers")).text == "first"
+    assert (await place.call("bad__echo", text="on")).text == "on"
+
+
+async def test_progress_is_told_without_control_characters(place: Place) -> None:
+    await place.ready(hostile())
+    assert (await place.call("bad__progress")).text == "done"
+    assert place.notes == ["1/2 half\ufffd[31m way"]
+
+
+async def test_a_list_of_tools_that_changes_is_read_again_and_odd_names_are_made_fit(place: Place) -> None:
+    before = await place.ready(hostile())
+    await place.call("bad__grow")
+    await place.until("bad", lambda record: record.tools > before.tools)
+    (grown,) = [tool.name for tool in place.servers.offered() if "grown" in tool.name]
+    assert grown.startswith("bad__grown_tool_")
+    assert grown.isascii()
+    assert (await place.events())[-1]["tools"] == before.tools + 1
+
+
+async def test_an_endless_list_of_tools_ends_at_the_limit(place: Place) -> None:
+    assert (await place.ready(hostile("endless"))).tools == 256
+
+
+async def test_a_server_that_only_knows_the_protocol_of_2026_is_spoken_to_in_it(place: Place) -> None:
+    assert (await place.ready(hostile("modern"))).tools == 20
+    assert (await place.call("bad__echo", text="new")).text == "new"
+
+
+# What is told of them
+
+
+async def test_every_state_is_an_event_and_servers_come_back_after_a_restart(place: Place) -> None:
+    await place.ready(hostile())
+    await place.servers.stop()
+    assert [event["state"] for event in await place.events()] == ["starting", "ready", "stopping"]
+    await place.again()
+    await place.until("bad", lambda record: record.state == "ready")
+    await place.servers.remove("bad")
+    await place.servers.remove("bad")
+    assert (await place.events())[-1]["state"] == "removed"
+    with pytest.raises(McpServerNotFoundError):
+        await place.servers.read("bad")
+    await place.again()
+    assert (await place.servers.listed()).servers == []
+
+
+async def test_secrets_are_shown_nowhere(place: Place) -> None:
+    config = hostile()
+    await place.ready(config)
+    names = json.loads((await place.call("bad__secrets")).text)
+    assert "API_KEY" in names
+    assert not [name for name in names if name.startswith("PYTEST")]
+    error = await place.call("bad__noisy_error")
+    assert (error.status, error.text) == ("error", "The tool failed: no *** \ufffd[2J")
+    await place.call("bad__die")
+    record = await place.until("bad", lambda record: record.restarts == 1)
+    record = await place.until("bad", lambda record: record.state == "ready")
+    await place.call("bad__secrets")
+    record = await place.until("bad", lambda record: "key is" in record.stderr_tail)
+    assert record.env == {"API_KEY": "***"}
+    shown = [record.model_dump_json(), repr(config), repr(place.servers), repr(error), str(await place.events())]
+    assert SECRET not in "".join(shown)
+    changed = await place.servers.change("bad", ChangeMcpServer(env={"API_KEY": "***", "OTHER": "1"}))
+    assert changed.env == {"API_KEY": "***", "OTHER": "***"}
+    await place.until("bad", lambda record: record.state == "ready")
+    assert {"API_KEY", "OTHER"} <= set(json.loads((await place.call("bad__secrets")).text))
+    with pytest.raises(InvalidRequestError, match="NEW"):
+        await place.servers.change("bad", ChangeMcpServer(env={"NEW": "***"}))
+
+
+async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_not_offered(place: Place) -> None:
+    record = await place.ready(hostile())
+    changed = await place.servers.change("bad", ChangeMcpServer(permission="deny"))
+    assert (changed.pid, changed.state) == (record.pid, "ready")
+    assert place.servers.offered() == []
+    assert await place.servers.call("bad__echo", {}, print) is None
+    assert len((await place.servers.tools("bad")).tools) == record.tools
+    again = await place.servers.restart("bad")
+    assert again.state == "starting"
+    assert (await place.until("bad", lambda record: record.state == "ready")).pid != record.pid
+    disabled = await place.servers.change("bad", ChangeMcpServer(enabled=False))
+    assert (disabled.state, disabled.pid, disabled.tools) == ("disabled", None, 0)
+    assert left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"cwd": "/no/such/folder"}, "cwd"),
+        ({"command": str(HOSTILE)}, "command"),
+        ({"command": "/"}, "command"),
+        ({"args": ("a\0b",)}, "args"),
+        ({"env": {"A=B": "1"}}, "env"),
+        ({"env": {"A": "1\0"}}, "env"),
+        ({"env": {"A": "***"}}, "env"),
+        ({"transport": "http", "command": None, "url": "ftp://host/"}, "url"),
+        ({"transport": "http", "command": None, "url": "http:///path"}, "url"),
+        ({"transport": "http", "command": None, "url": "http://me:hunter2@host/"}, "url"),
+        ({"transport": "http", "command": None, "url": "http://host:99999/"}, "url"),
+        ({"transport": "http", "command": None, "url": "http://host/", "headers": {"A": "1\r\nB: 2"}}, "headers"),
+    ],
+)
+async def test_what_can_never_start_is_refused_and_the_field_named(
+    place: Place, fields: dict[str, Any], named: str
+) -> None:
+    config = McpServerConfig(**{"name": "wrong", "command": sys.executable, **fields})
+    with pytest.raises(InvalidRequestError) as caught:
+        await place.servers.add(config)
+    assert caught.value.param == named
+    assert "hunter2" not in caught.value.message
+    assert (await place.servers.listed()).servers == []
+
+
+async def test_a_change_that_makes_no_configuration_is_refused_and_changes_nothing(place: Place) -> None:
+    record = await place.ready(hostile(cwd="/"))
+    for change, said in [({"url": "http://host/"}, "url"), ({"cwd": "/no/such"}, "cwd"), ({"env": {"": "x"}}, "env")]:
+        with pytest.raises(InvalidRequestError, match=said):
+            await place.servers.change("bad", ChangeMcpServer.model_validate(change))
+    assert await place.servers.read("bad") == record
+    moved = await place.servers.change(
+        "bad", ChangeMcpServer.model_validate({"cwd": None, "args": ["-I", str(HOSTILE)]})
+    )
+    assert (moved.cwd, moved.state) == (None, "starting")
+    again = await place.until("bad", lambda record: record.state == "ready")
+    assert again.pid != record.pid
+    with pytest.raises(McpServerNotFoundError):
+        await place.servers.change("nobody", ChangeMcpServer(enabled=False))
+
+
+async def test_a_name_is_given_once(place: Place) -> None:
+    results = await asyncio.gather(place.servers.add(hostile()), place.servers.add(hostile()), return_exceptions=True)
+    assert {type(result) for result in results} == {McpServerRecord, McpServerExistsError}
+
+
+async def test_a_command_that_is_not_there_fails_at_once_and_is_not_tried_again(place: Place) -> None:
+    await place.servers.add(McpServerConfig(name="none", command="no-such-program-here"))
+    record = await place.until("none", lambda record: record.state == "failed")
+    assert (record.error_kind, record.restarts) == ("command-not-found", 0)
+    assert "'no-such-program-here'" in (record.error or "")
+    assert "PATH" in (record.error or "")
+
+
+# Tests of servers
+
+
+async def test_a_test_passes_and_changes_nothing(place: Place) -> None:
+    record = await place.ready(hostile())
+    events = await place.events()
+    passed = await place.servers.test_named("bad")
+    assert passed.ok
+    assert len(passed.tools) == record.tools
+    assert passed.latency_ms > 0
+    other = await place.servers.test(hostile(env={"API_KEY": "***"}))
+    assert other.ok
+    assert await place.events() == events
+    assert await place.servers.read("bad") == record
+    assert [process.pid for process in left_over()] == [record.pid]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "said"),
+    [
+        (hostile("exits"), "exited", "code 4"),
+        (hostile("mute", start_timeout_s=0.3), "start-timeout", "0.3 s"),
+        (hostile("babble"), "protocol", "no messages"),
+        (hostile("prints", "mute", start_timeout_s=0.3), "start-timeout", "no messages"),
+        (McpServerConfig(name="x", command="no-such-program-here"), "command-not-found", "no-such-program-here"),
+        (McpServerConfig(name="x", command=sys.executable, cwd="/no/such"), "invalid", "/no/such"),
+        (McpServerConfig(name="x", transport="http", url="http://127.0.0.1:9/"), "unreachable", "cannot be reached"),
+    ],
+)
+async def test_a_test_that_fails_says_why(place: Place, config: McpServerConfig, kind: str, said: str) -> None:
+    failed = await place.servers.test(config)
+    assert not failed.ok
+    assert failed.error_kind == kind
+    assert said in failed.error
+    assert left_over() == []
+    assert await place.events() == []
+
+
+# Bad ones
+
+
+async def test_a_server_that_prints_before_it_speaks_is_understood(place: Place) -> None:
+    record = await place.ready(hostile("prints"))
+    assert "(stdout) Welcome to the server!" in record.stderr_tail
+    assert (await place.call("bad__garbage")).text == "after garbage"
+    assert (await place.call("bad__echo", text="on")).text == "on"
+
+
+async def test_a_server_that_dies_in_a_call_fails_it_at_once_and_comes_back(place: Place) -> None:
+    first = await place.ready(hostile())
+    await place.ready(hostile(name="other"))
+    result = await place.call("bad__die")
+    assert result.status == "error"
+    assert "exited with code 3" in result.text
+    assert "I have had enough" in result.text
+    while_away = await place.call("bad__echo", text="?")
+    assert while_away.status == "error"
+    assert "was not called" in while_away.text
+    assert (await place.call("other__echo", text="untouched")).text == "untouched"
+    again = await place.until("bad", lambda record: record.restarts == 1 and record.state == "ready")
+    assert again.pid != first.pid
+    assert (await place.call("bad__echo", text="back")).text == "back"
+    assert [event["state"] for event in await place.events() if event["name"] == "bad"][2:] == ["restarting", "ready"]
+
+
+async def test_a_server_that_always_dies_has_failed_after_its_tries(place: Place) -> None:
+    await place.servers.add(hostile("exits"))
+    record = await place.until("bad", lambda record: record.state == "failed")
+    assert (record.restarts, record.error_kind) == (2, "exited")
+    assert "code 4" in (record.error or "")
+    assert record.stderr_tail == "no licence"
+    again = await place.servers.restart("bad")
+    assert (again.state, again.restarts) == ("starting", 0)
+
+
+async def test_tries_are_given_back_to_a_server_that_was_ready_for_long(place: Place) -> None:
+    await place.servers.stop()
+    place.restarts = quick(settled_s=0.0)
+    await place.again()
+    await place.ready(hostile())
+    for _ in range(4):
+        before = (await place.servers.read("bad")).pid
+        await place.call("bad__die")
+        record = await place.until("bad", lambda record: record.state == "ready" and record.pid not in (None, before))  # noqa: B023
+        assert record.restarts == 1
+
+
+@pytest.mark.parametrize("tool", ["deaf", "bad_utf8", "long_line"])
+async def test_a_call_that_is_not_answered_ends_in_time_and_the_server_goes_on(place: Place, tool: str) -> None:
+    await place.ready(hostile(tool_timeout_s=1.0))
+    result = await place.call(f"bad__{tool}")
+    assert result.status == ("error" if tool == "long_line" else "timeout")
+    assert (await place.call("bad__echo", text="on")).text == "on"
+    record = await place.until("bad", lambda record: tool != "deaf" or "was cancelled" in record.stderr_tail)
+    assert record.restarts == 0
+
+
+async def test_a_hundred_megabytes_of_noise_are_read_and_not_kept(place: Place) -> None:
+    await place.ready(hostile("floods_stderr", tool_timeout_s=60))
+    before = psutil.Process().memory_info().rss
+    result = await place.call("bad__flood")
+    assert result.text == "after the flood"
+    assert psutil.Process().memory_info().rss - before < 50 * 2**20
+    assert len((await place.servers.read("bad")).stderr_tail.encode()) <= 16_384
+
+
+@pytest.mark.parametrize("tool", ["close", "not_an_object", "hang_up"])
+async def test_broken_pipes_and_broken_answers_are_told(place: Place, tool: str) -> None:
+    await place.ready(hostile(tool_timeout_s=2.0))
+    result = await place.call(f"bad__{tool}")
+    assert result.status == ("ok" if tool == "hang_up" else "error")
+    if tool != "not_an_object":
+        assert (await place.call("bad__echo", text="?")).status == "error"
+        await place.until("bad", lambda record: record.restarts == 1 and record.state == "ready")
+    assert (await place.call("bad__echo", text="on")).text == "on"
+
+
+async def test_a_server_that_does_nothing_but_talk_is_lost_and_others_are_untouched(place: Place) -> None:
+    await asyncio.gather(place.ready(hostile("late_babble")), place.ready(hostile(name="other")))
+    babbling = asyncio.create_task(place.call("bad__echo"))
+    while not babbling.done():
+        assert (await place.call("other__echo", text="still here")).text == "still here"
+    assert (await babbling).status == "error"
+    assert "no messages" in (await babbling).text
+    record = await place.until("bad", lambda record: record.restarts == 1)
+    assert record.error_kind in ("protocol", None)
+
+
+async def test_a_call_ends_when_its_server_is_stopped(place: Place) -> None:
+    await place.ready(hostile())
+    call = asyncio.create_task(place.call("bad__deaf"))
+    await place.until("bad", lambda record: "deaf begun" in record.stderr_tail)
+    await place.servers.restart("bad")
+    assert (await call).text.startswith("The tool's server was lost during the call: the server was stopped.")
+
+
+async def test_a_cancelled_call_is_told_to_the_server_and_ends_soon(place: Place) -> None:
+    await place.ready(hostile())
+    call = asyncio.create_task(place.call("bad__deaf"))
+    await place.until("bad", lambda record: "deaf begun" in record.stderr_tail)
+    call.cancel()
+    async with asyncio.timeout(2):
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    await place.until("bad", lambda record: "was cancelled" in record.stderr_tail)
+    assert (await place.call("bad__echo", text="on")).text == "on"
+
+
+@pytest.mark.parametrize("mode", ["mute", "babble"])
+async def test_a_server_that_does_not_answer_is_stopped_without_waiting_for_it(place: Place, mode: str) -> None:
+    await place.servers.add(hostile(mode, start_timeout_s=3000.0))
+    record = await place.until("bad", lambda record: record.pid is not None)
+    async with asyncio.timeout(10):
+        await place.servers.remove("bad")
+    assert not psutil.pid_exists(record.pid or 0)
+
+
+async def test_nothing_is_left_of_a_server_that_ignores_term_and_has_grandchildren(place: Place) -> None:
+    record = await place.ready(hostile("ignore_term"))
+    pids = [record.pid, *json.loads((await place.call("bad__family")).text)]
+    processes = [psutil.Process(pid) for pid in pids]
+    assert all(map(alive, processes))
+    await place.servers.remove("bad")
+    assert not any(map(alive, processes))
+
+
+async def test_grandchildren_of_a_server_that_died_are_ended_before_it_comes_back(place: Place) -> None:
+    await place.ready(hostile())
+    processes = [psutil.Process(pid) for pid in json.loads((await place.call("bad__family")).text)]
+    await place.call("bad__die")
+    await place.until("bad", lambda record: record.restarts == 1 and record.state == "ready")
+    assert not any(map(alive, processes))
+
+
+KILLED_DAEMON = """
+import asyncio, json, os, signal, sys
+from pathlib import Path
+from tests.daemon.mcp_place import Place, Store, hostile
+
+async def main():
+    folder = Path(sys.argv[1])
+    place = Place(await Store.open(folder / "daemon.db"), folder)
+    await place.again()
+    record = await place.ready(hostile("ignore_term"))
+    print(json.dumps([record.pid, *json.loads((await place.call("bad__family")).text)]), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def killed_daemon(folder: Path) -> list[psutil.Process]:
+    """What a daemon that was killed by -9 has left running."""
+    folder.mkdir()
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", KILLED_DAEMON, str(folder)]
+    run = subprocess.run(command, cwd=root, env={"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, check=False)
+    return [psutil.Process(pid) for pid in json.loads(run.stdout)]
+
+
+async def test_what_a_killed_daemon_left_running_is_ended_at_the_next_start(place: Place, tmp_path: Path) -> None:
+    processes = await asyncio.to_thread(killed_daemon, tmp_path / "killed")
+    assert all(map(alive, processes))
+    stranger = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-c", "input()", stdin=subprocess.PIPE, start_new_session=True
+    )
+    next_one = Place(place.store, tmp_path / "killed")
+    await next_one.again()
+    await next_one.servers.stop()
+    assert not any(map(alive, processes))
+    assert stranger.returncode is None
+    await stranger.communicate(b"\n")
+    assert stranger.returncode == 0
+
+
+def test_servers_run_on_the_loop_of_a_thread_and_end_with_it(tmp_path: Path) -> None:
+    """As in a notebook, also where nobody has stopped them before."""
+    thread = LoopThread()
+    thread.start()
+
+    async def begin() -> Place:
+        place = Place(await Store.open(tmp_path / "daemon.db"), tmp_path)
+        await place.again()
+        await place.ready(hostile())
+        return place
+
+    place = thread.run(begin())
+    assert thread.run(place.call("bad__echo", text="here")).text == "here"
+    record = thread.run(place.servers.read("bad"))
+    assert record.pid is not None
+    process = psutil.Process(record.pid)
+    thread.run(place.store.close())
+    thread.stop()
+    assert not alive(process)

@@ -1,0 +1,686 @@
+"""Turns that are cancelled, wait for somebody's yes, are stopped with the daemon, or find the disk full."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.daemon import runner, turn_records, turn_writer
+from lmx_lab.daemon.store import Store
+from lmx_lab.wire.sessions import CancelTurns, Decision
+from tests.daemon.scripted import DROP, STALL, Gate, Scripted, calls, says, thought, token
+from tests.daemon.turning import ASKS, FREE, WAIT_S, Daemon, Workshop, check_invariants, daemon, until
+
+pytestmark = pytest.mark.anyio
+ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
+ALWAYS = Decision(decision="allow", scope="session")
+
+
+@pytest.fixture
+def upstream() -> Any:
+    with Scripted() as upstream:
+        yield upstream
+
+
+@pytest.fixture
+async def here(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Daemon]:
+    async with daemon(tmp_path, upstream) as here:
+        yield here
+        check_invariants(await here.events())
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for room on the disk looks for it often."""
+    for module in (turn_writer, runner):
+        monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
+
+
+def held(workshop: Workshop) -> Gate:
+    """Tools wait until this gate is open, or they are cancelled."""
+    gate = Gate()
+
+    async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
+        gate._reached.set()
+        await until(lambda: gate.is_open)
+        return "done"
+
+    workshop.work = work
+    return gate
+
+
+# --- cancelling
+
+
+async def test_cancelling_is_an_end_with_what_there_was_and_closes_the_stream(here: Daemon, upstream: Scripted) -> None:
+    upstream.then([thought("Hm"), token("Hel"), STALL])
+    session = await here.session()
+    turn = await here.submit(session)
+    await here.seen("turn.token")
+    answer = await here.turns.cancel(session, CancelTurns())
+    assert (answer.cancelled, answer.turn_ids) == (1, [turn])
+    record = await here.ended(session, turn)
+    assert (record.status, record.stop_reason, record.text, record.error) == ("done", "cancelled", "Hel", None)
+    await upstream.until(lambda: upstream.left == 1)
+    shown = await here.snapshot(session)
+    assert [(message.role, message.content) for message in shown.messages] == [("user", "hello"), ("assistant", "Hel")]
+    assert (await here.turns.cancel(session, CancelTurns())).cancelled == 0
+    assert (await here.turns.cancel(session, CancelTurns(turn_id=turn))).cancelled == 0
+
+
+async def test_cancelling_twice_counts_once(here: Daemon, upstream: Scripted) -> None:
+    upstream.then(calls((FREE, {})))
+    gate = held(here.workshop)
+    session = await here.session()
+    turn = await here.submit(session)
+    await gate.reached()
+    answers = [await here.turns.cancel(session, CancelTurns()) for _ in range(2)]
+    assert [answer.cancelled for answer in answers] == [1, 0]
+    await here.ended(session, turn)
+
+
+async def test_a_queued_turn_that_is_cancelled_never_runs(here: Daemon, upstream: Scripted) -> None:
+    gate = Gate()
+    upstream.then([gate, *says("1")])
+    session = await here.session()
+    first, second, third = [await here.submit(session, str(n)) for n in range(3)]
+    answer = await here.turns.cancel(session, CancelTurns(turn_id=second))
+    assert answer.turn_ids == [second]
+    record = await here.turns.read(session, second)
+    assert (record.stop_reason, record.text, record.started_at) == ("cancelled", "", None)
+    gate.open()
+    await here.ended(session, first)
+    assert (await here.ended(session, third)).text == "1"
+    assert [body["messages"][-1]["content"] for body in upstream.bodies] == ["0", "2"]
+
+
+async def test_all_turns_can_be_cancelled_at_once(here: Daemon, upstream: Scripted) -> None:
+    upstream.then([STALL])
+    session = await here.session()
+    turns = [await here.submit(session) for _ in range(3)]
+    await here.seen("turn.started")
+    assert (await here.turns.cancel(session, CancelTurns(queued=True))).turn_ids == turns
+    for turn in turns:
+        assert (await here.ended(session, turn)).stop_reason == "cancelled"
+    assert here.turns.counts() == (0, 0)
+
+
+async def test_a_cancelled_turns_tools_are_stopped_and_their_calls_ended(here: Daemon, upstream: Scripted) -> None:
+    upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("next"))
+    gate = held(here.workshop)
+    session = await here.session()
+    turn = await here.submit(session)
+    await gate.reached()
+    await here.asked()
+    await here.turns.cancel(session, CancelTurns())
+    record = await here.ended(session, turn)
+    assert (record.stop_reason, record.text) == ("cancelled", "Let me.")
+    statuses = [item["data"]["status"] for item in await here.seen("tool.end", 2)]
+    assert statuses == ["cancelled", "cancelled"]
+    (resolved,) = await here.seen("permission.resolved")
+    assert resolved["data"]["permission"]["resolved_by"] == "cancel"
+    assert here.workshop.running == 0
+    here.workshop.work = lambda name, arguments, note: "done"
+    await here.run(session, "go on")
+    roles = [message["role"] for message in upstream.bodies[1]["messages"]]
+    assert roles == ["user", "assistant", "tool", "tool", "user"]
+
+
+async def test_a_tool_that_does_not_heed_is_left_and_the_turn_ends_anyway(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then(calls((FREE, {})), says("next"))
+    workshop, gate = Workshop(), Gate()
+
+    async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
+        gate._reached.set()
+        while not gate.is_open:
+            try:
+                await asyncio.sleep(0.001)
+            except asyncio.CancelledError:
+                note("I am still here")
+        note("late")
+        return "late"
+
+    workshop.work = work
+    async with daemon(tmp_path, upstream, workshop, cancel_s=0.05) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        await gate.reached()
+        await here.turns.cancel(session, CancelTurns())
+        assert (await here.ended(session, turn)).stop_reason == "cancelled"
+        (end,) = await here.seen("tool.end")
+        assert (end["data"]["status"], "left alone" in end["data"]["text"]) == ("cancelled", True)
+        assert (await here.run(session)).text == "next"
+        gate.open()
+        await until(lambda: not here.turns._left)
+        check_invariants(await here.events())
+
+
+# --- permissions
+
+
+async def test_a_tool_that_asks_runs_after_a_yes_with_exactly_what_was_asked(here: Daemon, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {"path": "x"})), says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    assert (permission.tool, permission.arguments, permission.turn_id) == (ASKS, {"path": "x"}, turn)
+    assert permission.expires_at > permission.requested_at
+    assert here.workshop.called == []
+    shown = await here.snapshot(session)
+    assert (shown.status, shown.permissions) == ("waiting", [permission])
+    decided = await here.turns.decide(permission.permission_id, ALLOW)
+    assert (decided.decision, decided.scope, decided.resolved_by) == ("allow", "once", "client")
+    assert (await here.ended(session, turn)).text == "ok"
+    assert here.workshop.called == [(ASKS, {"path": "x"})]
+    kinds = await here.kinds(session)
+    assert kinds[3:7] == ["permission.request", "permission.resolved", "tool.start", "tool.end"]
+    assert (await here.turns.permissions()).permissions == []
+
+
+async def test_a_denial_is_told_to_the_model_and_nothing_runs(here: Daemon, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {})), says("pity"))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    await here.turns.decide(permission.permission_id, DENY)
+    assert (await here.ended(session, turn)).text == "pity"
+    assert here.workshop.called == []
+    (end,) = await here.seen("tool.end")
+    assert end["data"]["status"] == "denied"
+    assert "denied" in upstream.bodies[1]["messages"][-1]["content"]
+
+
+async def test_nobodys_decision_is_a_no(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {})), says("pity"))
+    async with daemon(tmp_path, upstream, permission_timeout_s=0.02) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        (permission,) = [item["data"]["permission"] for item in await here.seen("permission.request")]
+        assert (await here.ended(session, turn)).text == "pity"
+        (resolved,) = [item["data"]["permission"] for item in await here.seen("permission.resolved")]
+        assert (resolved["decision"], resolved["resolved_by"]) == ("deny", "expiry")
+        assert here.workshop.called == []
+        with pytest.raises(errors.PermissionExpiredError, match="nobody decided"):
+            await here.turns.decide(permission["permission_id"], ALLOW)
+        check_invariants(await here.events())
+
+
+async def test_of_two_decisions_the_first_wins(here: Daemon, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {})), says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    both = (here.turns.decide(permission.permission_id, decision) for decision in (ALLOW, DENY))
+    first, second = await asyncio.gather(*both, return_exceptions=True)
+    assert not isinstance(first, BaseException)
+    assert isinstance(second, errors.AlreadyResolvedError)
+    assert "allow" in str(second)
+    await here.ended(session, turn)
+    assert len(here.workshop.called) == 1
+
+
+async def test_what_was_withdrawn_can_no_longer_be_decided(here: Daemon, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {})))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    await here.turns.cancel(session, CancelTurns())
+    await here.ended(session, turn)
+    with pytest.raises(errors.PermissionExpiredError, match="stopped"):
+        await here.turns.decide(permission.permission_id, ALLOW)
+    with pytest.raises(errors.PermissionNotFoundError):
+        await here.turns.decide("prm_nope", ALLOW)
+
+
+async def test_a_denial_for_the_whole_session_is_refused_and_decides_nothing(here: Daemon, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {})), says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    with pytest.raises(errors.InvalidRequestError):
+        await here.turns.decide(permission.permission_id, Decision(decision="deny", scope="session"))
+    await here.turns.decide(permission.permission_id, DENY)
+    await here.ended(session, turn)
+
+
+async def test_a_yes_for_the_session_holds_for_it_and_for_no_other(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {"n": 1})), calls((ASKS, {"n": 2})), says("ok"), calls((ASKS, {"n": 3})), says("ok"))
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        (permission,) = await here.asked()
+        await here.turns.decide(permission.permission_id, ALWAYS)
+        await here.ended(session, turn)
+    async with daemon(tmp_path, upstream) as here:
+        await here.run(session)
+        assert len(here.workshop.called) == 1
+        upstream.then(calls((ASKS, {})), says("ok"))
+        other = await here.session()
+        turn = await here.submit(other)
+        (permission,) = await here.asked(2)
+        assert permission.session_id == other
+        await here.turns.decide(permission.permission_id, ALLOW)
+        await here.ended(other, turn)
+
+
+async def test_who_waits_for_a_person_keeps_nobody_else_waiting(tmp_path: Path, upstream: Scripted) -> None:
+    def script(body: dict[str, Any]) -> Any:
+        last = body["messages"][-1]
+        return calls((ASKS, {})) if last["content"] == "ask" else says("ok")
+
+    upstream.then(script)
+    async with daemon(tmp_path, upstream, running_turns=1) as here:
+        waiting = await here.session()
+        turn = await here.submit(waiting, "ask")
+        (permission,) = await here.asked()
+        assert (await here.run(await here.session())).text == "ok"
+        assert here.turns.counts() == (1, 0)
+        await here.turns.decide(permission.permission_id, ALLOW)
+        assert (await here.ended(waiting, turn)).text == "ok"
+        assert here.turns._slots._value == 1
+
+
+async def test_a_turn_that_waits_for_its_slot_again_can_be_cancelled(tmp_path: Path, upstream: Scripted) -> None:
+    gate = Gate()
+    upstream.then(calls((ASKS, {})), [gate, *says("ok")])
+    async with daemon(tmp_path, upstream, running_turns=1) as here:
+        waiting, other = await here.session(), await here.session()
+        turn = await here.submit(waiting)
+        (permission,) = await here.asked()
+        second = await here.submit(other)
+        await gate.reached()
+        await here.turns.decide(permission.permission_id, DENY)
+        await here.seen("tool.end")
+        await here.turns.cancel(waiting, CancelTurns())
+        assert (await here.ended(waiting, turn)).stop_reason == "cancelled"
+        gate.open()
+        assert (await here.ended(other, second)).text == "ok"
+        await until(lambda: not here.turns._lanes)
+        assert here.turns._slots._value == 1
+
+
+# --- sessions that go
+
+
+async def test_a_session_that_is_deleted_ends_its_turns_first(here: Daemon, upstream: Scripted) -> None:
+    upstream.then([token("Hel"), STALL])
+    session = await here.session()
+    turns = [await here.submit(session) for _ in range(2)]
+    await here.seen("turn.token")
+    waiting = asyncio.create_task(here.turns.read(session, turns[0], wait_s=WAIT_S))
+    await here.turns.delete_session(session)
+    kinds = [(item["turn_id"], item["event"]) for item in await here.events(session)]
+    assert kinds[-1] == (None, "session.deleted")
+    assert {(turn, "turn.done") for turn in turns} <= set(kinds)
+    with pytest.raises(errors.SessionNotFoundError):
+        await here.submit(session)
+    await asyncio.wait([waiting])
+    assert isinstance(waiting.exception(), errors.SessionNotFoundError) or waiting.result().stop_reason == "cancelled"
+    await here.turns.delete_session(session)
+    await here.turns.delete_session("nope")
+    assert (here.turns._lanes, here.turns.counts()) == ({}, (0, 0))
+
+
+async def test_a_session_is_deleted_though_all_slots_are_taken(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then([STALL])
+    async with daemon(tmp_path, upstream, running_turns=1) as here:
+        busy, other = await here.session(), await here.session()
+        await here.submit(busy)
+        await here.seen("turn.started")
+        await here.submit(other)
+        await asyncio.wait_for(here.turns.delete_session(other), WAIT_S)
+        check_invariants(await here.events(other))
+        await here.turns.cancel(busy, CancelTurns())
+
+
+# --- the daemon stops, or dies
+
+
+async def test_stopping_cuts_turns_and_keeps_what_waits_for_the_next_start(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then([token("Hel"), STALL], says("later"))
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        first, second = await here.submit(session), await here.submit(session)
+        await here.seen("turn.token")
+        await here.turns.stop(mode="now", grace_s=0)
+        record = await here.turns.read(session, first)
+        assert record.error is not None
+        assert (record.error.code, record.text) == ("daemon-stopping", "Hel")
+        assert (await here.turns.read(session, second)).status == "queued"
+        with pytest.raises(errors.StoppingError):
+            await here.submit(session)
+        await here.turns.stop(mode="now", grace_s=0)
+    await upstream.until(lambda: upstream.left == 1)
+    async with daemon(tmp_path, upstream) as here:
+        assert (await here.ended(session, second)).text == "later"
+        check_invariants(await here.events())
+
+
+async def test_draining_lets_turns_end_and_begins_none(tmp_path: Path, upstream: Scripted) -> None:
+    gate = Gate()
+    upstream.then([gate, *says("ok")])
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        first, second = await here.submit(session), await here.submit(session)
+        await gate.reached()
+        stopping = asyncio.create_task(here.turns.stop(mode="drain", grace_s=WAIT_S))
+        await asyncio.sleep(0)
+        gate.open()
+        await stopping
+        assert (await here.turns.read(session, first)).text == "ok"
+        assert (await here.turns.read(session, second)).status == "queued"
+
+
+async def test_a_drain_may_be_cut_short(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then([STALL])
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        await here.seen("turn.started")
+        stopping = asyncio.create_task(here.turns.stop(mode="drain", grace_s=WAIT_S))
+        await asyncio.sleep(0)
+        await here.turns.stop(mode="now", grace_s=0)
+        await stopping
+        record = await here.turns.read(session, turn)
+        assert record.error is not None
+        assert record.error.code == "daemon-stopping"
+
+
+async def test_the_grace_of_a_drain_has_an_end(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then([STALL])
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        await here.seen("turn.started")
+        await here.turns.stop(mode="drain", grace_s=0.01)
+        assert (await here.turns.read(session, turn)).status == "error"
+
+
+async def test_a_tool_that_was_cut_by_the_stop_is_interrupted(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then(calls((FREE, {})))
+    workshop = Workshop()
+    gate = held(workshop)
+    async with daemon(tmp_path, upstream, workshop) as here:
+        await here.submit(await here.session())
+        await gate.reached()
+        await here.turns.stop(mode="now", grace_s=0)
+        (end,) = await here.seen("tool.end")
+        assert end["data"]["status"] == "interrupted"
+        check_invariants(await here.events())
+
+
+async def test_after_a_death_turns_end_tools_are_not_run_again_and_the_queue_goes_on(
+    tmp_path: Path, upstream: Scripted
+) -> None:
+    upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("later"))
+    workshop = Workshop()
+    gate = held(workshop)
+    async with daemon(tmp_path, upstream, workshop, stop=False) as here:
+        session = await here.session()
+        first, second = await here.submit(session), await here.submit(session)
+        await gate.reached()
+        await here.asked()
+    async with daemon(tmp_path, upstream) as here:
+        record = await here.ended(session, first)
+        assert record.error is not None
+        assert (record.error.code, record.text) == ("daemon-restarted", "Let me.")
+        assert (await here.ended(session, second)).text == "later"
+        events = await here.events()
+        check_invariants(events)
+        ends = [item["data"] for item in events if item["event"] == "tool.end"]
+        assert [end["status"] for end in ends] == ["interrupted", "interrupted"]
+        assert here.workshop.called == []
+        assert (await here.turns.permissions()).permissions == []
+        roles = [message["role"] for message in upstream.bodies[1]["messages"]]
+        assert roles == ["user", "assistant", "tool", "tool", "user"]
+
+
+class Late(Workshop):
+    """Its tools come a while after the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there = asyncio.Event()
+        self.later, self.listed = self.listed, []
+
+    async def settled(self) -> None:
+        await self.there.wait()
+        self.listed = self.later
+
+
+@pytest.mark.parametrize("come", [True, False])
+async def test_after_a_start_turns_wait_a_while_for_tools_that_are_about_to_come(
+    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, come: bool
+) -> None:
+    monkeypatch.setattr(runner, "TOOLS_S", WAIT_S if come else 0.01)
+    upstream.then(says("ok"))
+    late = Late()
+    async with daemon(tmp_path, upstream, late) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        cancelled = await here.submit(session)
+        await here.turns.cancel(session, CancelTurns(turn_id=cancelled))
+        if come:
+            assert (await here.turns.read(session, turn)).status == "queued"
+            late.there.set()
+        await here.ended(session, turn)
+        assert ("tools" in upstream.bodies[0]) is come
+
+
+async def test_a_daemon_can_stop_while_its_tools_are_about_to_come(tmp_path: Path, upstream: Scripted) -> None:
+    async with daemon(tmp_path, upstream, Late()) as here:
+        turn = await here.submit(session := await here.session())
+        await asyncio.wait_for(here.turns.stop(mode="now", grace_s=0), WAIT_S)
+        assert (await here.turns.read(session, turn)).status == "queued"
+
+
+async def test_after_a_death_the_text_that_was_in_the_log_is_kept(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then([thought("Hm"), token("Hel"), STALL])
+    async with daemon(tmp_path, upstream, stop=False) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        await here.seen("turn.token")
+    async with daemon(tmp_path, upstream) as here:
+        assert (await here.ended(session, turn)).text == "Hel"
+        check_invariants(await here.events())
+        answer = (await here.snapshot(session)).messages[-1]
+        assert (answer.content, answer.reasoning_content) == ("Hel", "Hm")
+
+
+# --- a full disk
+
+
+class Full:
+    """A store that has no room while ``on``; ``after`` lets so many writes pass before."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on = False
+        self.for_ends = True
+        """Also for what ends something, as if the reserve were used up."""
+        self.refused = 0
+        self._committed = store._committed
+        monkeypatch.setattr(store, "_write", self._write)
+
+    def _write(self, work: Any, ending: bool) -> Any:
+        def failing(transaction: Any) -> Any:
+            work(transaction)
+            raise sqlite3.OperationalError("database or disk is full")
+
+        if self.on and (self.for_ends or not ending):
+            self.refused += 1
+            return self._committed(failing)
+        return self._committed(work)
+
+
+async def test_a_full_disk_refuses_a_submit(here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream.then(says("ok"))
+    session = await here.session()
+    full = Full(here.store, monkeypatch)
+    full.on = True
+    with pytest.raises(errors.StorageFullError):
+        await here.submit(session)
+    full.on = False
+    assert (await here.run(session)).text == "ok"
+
+
+@pytest.mark.parametrize("for_ends", [False, True])
+async def test_a_full_disk_stops_the_model_and_ends_the_turn_as_soon_as_it_can_be_written(
+    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, for_ends: bool
+) -> None:
+    gate = Gate()
+    upstream.then([token("Hel"), gate, token("lo"), STALL], says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    await here.seen("turn.token")
+    full = Full(here.store, monkeypatch)
+    full.on, full.for_ends = True, for_ends
+    gate.open()
+    await upstream.until(lambda: upstream.left == 1)
+    await until(lambda: not for_ends or full.refused >= 4)
+    full.on = False
+    record = await here.ended(session, turn)
+    assert record.error is not None
+    assert (record.error.code, record.text) == ("storage-full", "Hello")
+    assert (await here.run(session)).text == "ok"
+
+
+@pytest.mark.parametrize("tool", [FREE, ASKS])
+async def test_on_a_full_disk_no_tool_begins(
+    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    gate = Gate()
+    upstream.then([gate, *calls((tool, {}), (FREE, {}))], says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    await gate.reached()
+    full = Full(here.store, monkeypatch)
+    full.on = True
+    gate.open()
+    await until(lambda: full.refused >= 2)
+    full.on = False
+    record = await here.ended(session, turn)
+    assert record.error is not None
+    assert (record.error.code, here.workshop.called) == ("storage-full", [])
+
+
+async def test_on_a_full_disk_a_running_tool_is_stopped(
+    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
+    first = asyncio.Event()
+
+    async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
+        await (first.wait() if arguments["n"] == 1 else asyncio.Event().wait())
+        return "done"
+
+    here.workshop.work = work
+    session = await here.session()
+    turn = await here.submit(session)
+    await here.seen("tool.start", 2)
+    full = Full(here.store, monkeypatch)
+    full.on = True
+    first.set()
+    await until(lambda: not here.workshop.running and full.refused >= 2)
+    full.on = False
+    record = await here.ended(session, turn)
+    assert record.error is not None
+    assert record.error.code == "storage-full"
+    assert [item["data"]["status"] for item in await here.seen("tool.end", 2)] == ["ok", "cancelled"]
+
+
+async def test_what_waits_begins_once_there_is_room(
+    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    upstream.then([gate, *says("1")], says("2"))
+    session = await here.session()
+    first, second = await here.submit(session), await here.submit(session)
+    await gate.reached()
+    full = Full(here.store, monkeypatch)
+    begin = here.turns._begin
+
+    async def refused(lane: Any) -> Any:
+        full.on = not full.refused
+        try:
+            return await begin(lane)
+        finally:
+            full.on = False
+
+    monkeypatch.setattr(here.turns, "_begin", refused)
+    gate.open()
+    await here.ended(session, first)
+    assert (await here.ended(session, second)).text == "2"
+    assert full.refused == 1
+
+
+async def test_a_disk_that_stays_full_leaves_the_end_to_the_next_start(
+    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then([token("Hel"), DROP])
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        full = Full(here.store, monkeypatch)
+        turn = await here.submit(session)
+        await here.seen("turn.started")
+        full.on = True
+        await until(lambda: full.refused >= 2)
+        here.turns._limits = type(here.turns._limits)(cancel_s=0.01)
+        await here.turns.stop(mode="now", grace_s=0)
+        assert (await here.turns.read(session, turn)).status == "running"
+    async with daemon(tmp_path, upstream) as here:
+        record = await here.ended(session, turn)
+        assert record.error is not None
+        assert record.error.code == "daemon-restarted"
+        check_invariants(await here.events())
+
+
+async def test_a_start_on_a_full_disk_recovers_when_there_is_room(
+    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then([STALL], says("later"))
+    async with daemon(tmp_path, upstream, stop=False) as here:
+        session = await here.session()
+        first, second = await here.submit(session), await here.submit(session)
+        await upstream.until(lambda: len(upstream.bodies) == 1)
+    refused = 0
+    write = Store.write
+
+    async def failing(store: Store, work: Any, **options: Any) -> Any:
+        nonlocal refused
+        refused += 1
+        if refused < 3:
+            raise errors.StorageFullError("full")
+        return await write(store, work, **options)
+
+    monkeypatch.setattr(Store, "write", failing)
+    async with daemon(tmp_path, upstream) as here:
+        assert (await here.turns.read(session, first)).status == "running"
+        assert (await here.ended(session, second)).text == "later"
+        assert (await here.turns.read(session, first)).status == "error"
+        check_invariants(await here.events())
+
+
+async def test_a_bug_ends_the_turn_all_the_same(
+    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    upstream.then(calls((FREE, {})), says("ok"))
+    tool_end, bugs = turn_records.tool_end, iter([ZeroDivisionError("kaputt")])
+
+    def once(*arguments: Any, **fields: Any) -> None:
+        for bug in bugs:
+            raise bug
+        tool_end(*arguments, **fields)
+
+    monkeypatch.setattr(turn_records, "tool_end", once)
+    session = await here.session()
+    record = await here.run(session)
+    assert record.error is not None
+    assert (record.error.code, "kaputt" in record.error.message) == ("turn-failed", False)
+    assert "ZeroDivisionError" in caplog.text
+    assert (await here.run(session)).text == "ok"

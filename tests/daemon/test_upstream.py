@@ -1,0 +1,153 @@
+"""The server of the model: which model is meant, and what is known of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.daemon.upstream import Upstream
+from lmx_lab.lab import Lab
+from tests.daemon.scripted import DROP, Refusal, Scripted, json_answer, refuses, says, token
+from tests.flows.conftest import serving
+
+pytestmark = pytest.mark.anyio
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+async def text(upstream: Upstream, model: str | None = None) -> str:
+    return "".join([piece.text async for piece in upstream.call(BODY, model=model)])
+
+
+@pytest.mark.parametrize(
+    ("lab", "models", "asked", "sent"),
+    [
+        (False, ("a", "b"), None, "a"),
+        (False, ("a", "b"), "b", "b"),
+        (True, ("a", "b"), None, "default"),
+        (True, ("a", "b"), "b", "b"),
+        (False, json_answer({"detail": "no such route"}, status=404), None, "default"),
+    ],
+)
+async def test_the_model_that_is_meant(lab: bool, models: Any, asked: str | None, sent: str) -> None:
+    with Scripted(says("hi"), lab=lab, models=models) as server:
+        upstream = Upstream(server.url)
+        assert await text(upstream, asked) == "hi"
+        await upstream.aclose()
+        assert [body["model"] for body in server.bodies] == [sent]
+
+
+async def test_the_list_of_models_is_asked_for_once_in_a_while() -> None:
+    with Scripted(says("hi")) as server:
+        upstream = Upstream(server.url)
+        for _ in range(3):
+            await text(upstream)
+        await upstream.aclose()
+        assert server.paths.count("/v1/models") == 1
+
+
+async def test_a_model_that_has_gone_is_looked_up_again() -> None:
+    with Scripted(refuses(404, "model-not-found"), says("hi"), models=["a"]) as server:
+        upstream = Upstream(server.url)
+        with pytest.raises(errors.ModelNotFoundError):
+            await text(upstream)
+        server.models = ["b"]
+        assert await text(upstream) == "hi"
+        await upstream.aclose()
+        assert [body["model"] for body in server.bodies] == ["a", "b"]
+
+
+async def test_a_server_without_models_is_said() -> None:
+    with Scripted(says("hi"), models=()) as server:
+        upstream = Upstream(server.url)
+        with pytest.raises(errors.NotLoadedError, match="lists no models"):
+            await text(upstream)
+        state = upstream.state()
+        await upstream.aclose()
+        assert (state.reachable, state.model) == (True, None)
+
+
+async def test_what_is_known_follows_the_calls() -> None:
+    with Scripted(
+        says("hi"), refuses(503, "no-model-loaded", "none"), refuses(400, "invalid-request"), says("hi")
+    ) as server:
+        upstream = Upstream(server.url)
+        assert upstream.state().reachable is None
+        await text(upstream)
+        known = [upstream.state()]
+        for error in (errors.NotLoadedError, errors.InvalidRequestError):
+            with pytest.raises(error):
+                await text(upstream)
+            known.append(upstream.state())
+        await text(upstream)
+        known.append(upstream.state())
+    with pytest.raises(errors.UpstreamUnreachableError):
+        await text(upstream)
+    known.append(upstream.state())
+    await upstream.aclose()
+    assert [(state.reachable, state.model) for state in known] == [
+        (True, "scripted"),
+        (True, None),
+        (True, None),
+        (True, "scripted"),
+        (False, None),
+    ]
+    assert known[1].error == "none"
+    assert "nothing answers" in (known[4].error or "")
+
+
+async def test_news_are_told_once() -> None:
+    with Scripted(says("hi")) as server:
+        upstream = Upstream(server.url)
+        assert upstream.news() is None
+        await text(upstream)
+        news = upstream.news()
+        assert news is not None
+        assert (news.reachable, news.model, news.url) == (True, "scripted", server.url)
+        upstream.told(news)
+        await text(upstream)
+        assert upstream.news() is None
+        await upstream.aclose()
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (Refusal(502, b"<html>", "text/html"), errors.UpstreamUnreachableError),
+        ([token("a"), DROP], errors.ConnectionLostError),
+        (refuses(429, "queue-full"), errors.QueueFullError),
+    ],
+)
+async def test_failures_by_their_kind(script: Any, error: type[errors.LabError]) -> None:
+    with Scripted(script) as server:
+        upstream = Upstream(server.url)
+        with pytest.raises(error) as caught:
+            await text(upstream)
+        await upstream.aclose()
+    assert type(caught.value) is error
+
+
+async def test_a_look_never_raises() -> None:
+    with Scripted(says("hi")) as server:
+        upstream = Upstream(server.url)
+        assert (await upstream.look()).reachable is True
+    assert (await upstream.look()).reachable is False
+    await upstream.aclose()
+
+
+@pytest.fixture(scope="module")
+def lab(tiny_home: Any) -> Any:
+    with serving(tiny_home, "tiny") as lab:
+        yield lab
+
+
+async def test_the_labs_own_server_answers_with_what_is_loaded(lab: Lab) -> None:
+    upstream = Upstream(f"{lab.url}/v1")
+    pieces = [piece async for piece in upstream.call({**BODY, "max_tokens": 4}, model=None)]
+    assert pieces[-1].usage is not None
+    assert upstream.state().model == "tiny"
+    with pytest.raises(errors.ModelNotFoundError):
+        await text(upstream, "nope")
+    assert upstream.state().reachable is True
+    await upstream.aclose()

@@ -1,0 +1,204 @@
+"""Turns on a real store, against a scripted upstream, with tools that a test holds in its hands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from lmx_lab.daemon import sessions
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.log import EventLog
+from lmx_lab.daemon.runner import Turns
+from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.tools import Tool, ToolResult
+from lmx_lab.daemon.upstream import Upstream
+from lmx_lab.wire.sessions import CreateSession, PermissionRecord, SessionSnapshot, SubmitTurn, TurnRecord
+from tests.daemon.scripted import Scripted
+
+WAIT_S = 20.0
+TERMINAL = ("turn.done", "turn.error")
+FREE, ASKS = "add", "write"
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for what nothing tells of."""
+    async with asyncio.timeout(WAIT_S):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+class Workshop:
+    """A toolbox: ``add`` needs no permission, ``write`` does. What a call does is ``work``'s to say."""
+
+    def __init__(self) -> None:
+        self.work: Callable[[str, dict[str, Any], Callable[[str], None]], Any] = lambda name, arguments, note: "done"
+        """May be async; gives a text or a ``ToolResult``."""
+        self.called: list[tuple[str, dict[str, Any]]] = []
+        self.running = 0
+        self.most_running = 0
+        self.listed = [
+            Tool(name=FREE, description="Adds.", parameters={"type": "object", "properties": {}}, read_only=True),
+            Tool(name=ASKS, description="Writes.", parameters={"type": "object", "properties": {}}),
+        ]
+
+    def tools(self) -> list[Tool]:
+        return self.listed
+
+    async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
+        self.called.append((name, arguments))
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        try:
+            result = self.work(name, arguments, note)
+            if asyncio.iscoroutine(result):
+                result = await result
+        finally:
+            self.running -= 1
+        return result if isinstance(result, ToolResult) else ToolResult(status="ok", text=result)
+
+
+class Daemon:
+    """The parts of a daemon that turns need."""
+
+    def __init__(self, store: Store, log: EventLog, upstream: Upstream, workshop: Workshop, limits: Limits) -> None:
+        self.store, self.log, self.upstream, self.workshop = store, log, upstream, workshop
+        self.turns = Turns(store=store, log=log, upstream=upstream, toolbox=workshop, limits=limits)
+
+    async def session(self, **fields: Any) -> str:
+        body = CreateSession(**fields)
+        made, _ = await self.store.write(lambda tx: sessions.create(tx, body))
+        return made.session_id
+
+    async def submit(self, session_id: str, content: str = "hello", **fields: Any) -> str:
+        accepted, _ = await self.turns.submit(session_id, SubmitTurn(content=content, **fields))
+        return accepted.turn_id
+
+    async def ended(self, session_id: str, turn_id: str) -> TurnRecord:
+        record = await self.turns.read(session_id, turn_id, wait_s=WAIT_S)
+        assert record.ended_at is not None, f"{turn_id} is {record.status} after {WAIT_S} s"
+        return record
+
+    async def run(self, session_id: str, content: str = "hello", **fields: Any) -> TurnRecord:
+        return await self.ended(session_id, await self.submit(session_id, content, **fields))
+
+    async def events(self, session_id: str | None = None, turn_id: str | None = None) -> list[dict[str, Any]]:
+        """All that are in the log, of one session or turn."""
+        rows = await self.store.read(lambda reading: reading.rows("SELECT * FROM events ORDER BY seq"))
+        fits = [
+            {**row, "data": json.loads(row["data"])}
+            for row in map(dict, rows)
+            if session_id in (None, row["session_id"]) and turn_id in (None, row["turn_id"])
+        ]
+        return fits
+
+    async def kinds(self, session_id: str, turn_id: str | None = None) -> list[str]:
+        """Of a turn's events, but for text and progress."""
+        left_out = ("turn.token", "turn.thinking", "turn.progress", "session.created")
+        return [e["event"] for e in await self.events(session_id, turn_id) if e["event"] not in left_out]
+
+    async def seen(self, event: str, count: int = 1, session_id: str | None = None) -> list[dict[str, Any]]:
+        """Wait until so many of these are in the log."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                grown = self.log.grown()
+                found = [item for item in await self.events(session_id) if item["event"] == event]
+                if len(found) >= count:
+                    return found
+                # It is everybody's: a time limit must not cancel it.
+                await asyncio.wait([grown])
+
+    async def asked(self, count: int = 1) -> list[PermissionRecord]:
+        """The permissions that wait, once there are so many."""
+        await self.seen("permission.request", count)
+        return (await self.turns.permissions()).permissions
+
+    async def snapshot(self, session_id: str) -> SessionSnapshot:
+        return await self.store.read(lambda reading: sessions.snapshot(reading, session_id))
+
+
+@asynccontextmanager
+async def daemon(
+    folder: Path, upstream: Scripted | str, workshop: Workshop | None = None, *, stop: bool = True, **limits: Any
+) -> AsyncIterator[Daemon]:
+    """
+    Args:
+        stop: Otherwise it is just left, as by ``kill -9``, as far as its database can tell.
+    """
+    allowed = Limits(**limits)
+    store = await Store.open(folder / "daemon.db")
+    log = EventLog(store, allowed)
+    await log.start()
+    far = Upstream(upstream if isinstance(upstream, str) else upstream.url)
+    made = Daemon(store, log, far, workshop or Workshop(), allowed)
+    await made.turns.start()
+    try:
+        yield made
+    finally:
+        if not stop:
+            # Nothing can be written any more, and the tasks are taken down.
+            await store.close()
+        await made.turns.stop(mode="now", grace_s=0)
+        await far.aclose()
+        await store.close()
+
+
+def check_invariants(events: Iterable[Mapping[str, Any]]) -> None:
+    """1, 2, 3 as far as the log shows it, 5 and 6 of the design, for every turn of the log that was accepted."""
+    turns: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["turn_id"] is not None:
+            turns[event["session_id"], event["turn_id"]].append(event)
+    for of_turn in turns.values():
+        _check_turn(of_turn)
+
+
+def _check_turn(events: list[Mapping[str, Any]]) -> None:
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "turn.queued", kinds
+    assert sum(kind in TERMINAL for kind in kinds) == 1, kinds
+    assert kinds[-1] in TERMINAL, kinds
+    started = Counter(event["data"]["call_id"] for event in events if event["event"] == "tool.start")
+    ended = Counter(event["data"]["call_id"] for event in events if event["event"] == "tool.end")
+    asked_for = Counter(
+        call["call_id"]
+        for event in events
+        if event["event"] == "message.done"
+        for call in event["data"]["message"]["tool_calls"]
+    )
+    assert max([*started.values(), *ended.values()], default=1) == 1
+    assert set(started) <= set(ended)
+    assert ended == asked_for
+    requested = Counter(_permission(event) for event in events if event["event"] == "permission.request")
+    resolved = Counter(_permission(event) for event in events if event["event"] == "permission.resolved")
+    assert requested == resolved
+    assert max(resolved.values(), default=1) == 1
+    _check_texts(events)
+
+
+def _permission(event: Mapping[str, Any]) -> str:
+    return str(event["data"]["permission"]["permission_id"])
+
+
+def _check_texts(events: list[Mapping[str, Any]]) -> None:
+    streamed: dict[tuple[str, str], str] = defaultdict(str)
+    done: dict[tuple[str, str], str] = defaultdict(str)
+    for event in events:
+        if event["event"] in ("turn.token", "turn.thinking"):
+            assert event["data"]["text"]
+            streamed[event["event"], event["data"]["message_id"]] += event["data"]["text"]
+        elif event["event"] == "message.done":
+            message = event["data"]["message"]
+            for kind, text in (
+                ("turn.token", message["content"]),
+                ("turn.thinking", message["reasoning_content"] or ""),
+            ):
+                if text:
+                    done[kind, message["message_id"]] = text
+    assert streamed == done
+    last = [event["data"]["message"] for event in events if event["event"] == "message.done"]
+    assert events[-1]["data"]["text"] in {message["content"] for message in last[-1:]} | {""}

@@ -1,0 +1,63 @@
+"""The daemon in a real kernel: busy, interrupted, restarted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx2
+import psutil
+
+from lmx_lab.daemon.home import DaemonHome, read_state
+
+if TYPE_CHECKING:
+    from tests.kernel.conftest import Notebook
+
+LAUNCH = "import lmx_lab, time; lab = lmx_lab.launch('tiny', port=0, daemon=True, daemon_port=0); print(lab.daemon.url)"
+WAIT_S = 20
+
+
+def health(url: str) -> str:
+    answer: str = httpx2.get(f"{url}/v3/health", timeout=WAIT_S, trust_env=False).json()["status"]
+    return answer
+
+
+def check_free(folder: Path) -> None:
+    """Ended in good order, and not killed after the manager's patience: that would leave the state file."""
+    home = DaemonHome(folder)
+    home.acquire(patience_s=0)
+    home.release()
+    assert not (folder / "state.json").exists()
+
+
+def test_busy_and_interrupted_cells_change_nothing_and_the_kernels_end_ends_it(fresh_notebook: Notebook) -> None:
+    notebook, folder = fresh_notebook, fresh_notebook.home / "daemon"
+    url = notebook.run(LAUNCH)
+    notebook.start("print('started', flush=True); time.sleep(60)")
+    notebook.read(until="started")
+    assert health(url) == "ok"
+    notebook.manager.interrupt_kernel()
+    assert notebook.read().error == "KeyboardInterrupt"
+    assert health(url) == "ok"
+    check_turn(url, folder)
+    shown = notebook.run("print(lab, lab._repr_html_(), lab.daemon, vars(lab))")
+    state = read_state(folder)
+    assert state is not None
+    assert url in shown
+    assert state.token not in shown
+    notebook.manager.shutdown_kernel(now=False)
+    check_free(folder)
+    assert not [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == state.port]
+
+
+def check_turn(url: str, folder: Path) -> None:
+    """A turn needs both: the daemon's own loop and the lab's on the kernel's."""
+    state = read_state(folder)
+    assert state is not None
+    headers = {"authorization": f"Bearer {state.token}"}
+    with httpx2.Client(base_url=url, headers=headers, timeout=WAIT_S, trust_env=False) as http:
+        http.post("/v3/sessions", json={"session_id": "kernel"})
+        body = {"turn_id": "t", "content": "hi", "overrides": {"max_tokens": 3}}
+        http.post("/v3/sessions/kernel/turns", json=body)
+        turn = http.get("/v3/sessions/kernel/turns/t", params={"wait": WAIT_S}).json()
+        assert turn["status"] == "done", turn

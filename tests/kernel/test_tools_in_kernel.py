@@ -1,0 +1,27 @@
+"""Python functions of a notebook as tools."""
+
+from __future__ import annotations
+
+from tests.kernel.conftest import Notebook
+
+
+def test_what_a_tool_prints_shows_under_the_cell_that_registered_it(fresh_notebook: Notebook) -> None:
+    fresh_notebook.run(
+        """
+        from lmx_lab.daemon.python_tools import PythonTools
+        from lmx_lab.loops import LoopThread
+
+        tools, loop = PythonTools(), LoopThread()
+        loop.start()
+
+        def talk(number: int) -> int:
+            print("printed", number)
+            return number
+
+        tools.register(talk)
+        """
+    )
+    fresh_notebook.run("tools.register(talk)")
+    said = fresh_notebook.run("print(loop.run(tools.call('talk', {'number': '3'})))")
+    assert "ToolResult(status='ok', text='3')" in said
+    assert "printed 3" in said
