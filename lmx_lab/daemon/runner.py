@@ -40,14 +40,14 @@ STOPPED = Ending(
     calls_are="interrupted",
 )
 TOOLS_S = 10.0
-"""After a start, turns wait so long for tools that are about to come: a turn that went on from the queue would find none."""
+"""So long a turn waits in the queue for tools that are about to come: after a restart it would find none."""
 STOP_S = 2.0
 """For writing the ends, beyond the time that tools have."""
 
 
 @runtime_checkable
 class Settling(Protocol):
-    """A toolbox that has its tools only a while after the daemon's start."""
+    """A toolbox whose tools need a while to come."""
 
     async def settled(self) -> None:
         """Return when no tools are about to come."""
@@ -81,7 +81,6 @@ class Turns:
         self._ends: dict[TurnKey, set[asyncio.Future[None]]] = {}
         self._left: set[asyncio.Task[None]] = set()
         self._recovery: asyncio.Task[None] | None = None
-        self._settling: asyncio.Task[None] | None = None
         self._stopping = False
 
     # Life
@@ -91,9 +90,6 @@ class Turns:
 
         Where the disk has no room for that, it is done as soon as there is some.
         """
-        toolbox = self._parts.toolbox
-        if isinstance(toolbox, Settling):
-            self._settling = asyncio.create_task(_settled(toolbox), name="lmx-lab tools settle")
         begun, queued = await self._store.read(turn_queue.unfinished)
         self._queued = len(queued)
         waiting = list(dict.fromkeys(key.session_id for key in queued))
@@ -131,9 +127,8 @@ class Turns:
         ``daemon-stopping`` and what they have written.
         """
         self._stopping = True
-        for task in (self._recovery, self._settling):
-            if task is not None:
-                task.cancel()
+        if self._recovery is not None:
+            self._recovery.cancel()
         await self._settle()
         if mode == "drain":
             await self._ended(grace_s)
@@ -339,8 +334,7 @@ class Turns:
             self._forget(lane)
 
     async def _run_next(self, lane: _Lane) -> bool:
-        if self._settling is not None and not self._settling.done():
-            await asyncio.wait([self._settling])
+        await self._tools_come()
         await self._slots.acquire()
         active: ActiveTurn | None = None
         try:
@@ -361,6 +355,15 @@ class Turns:
                 lane.active = None
                 self._tell_end(active.key)
 
+    async def _tools_come(self) -> None:
+        toolbox = self._parts.toolbox
+        if isinstance(toolbox, Settling):
+            try:
+                async with asyncio.timeout(TOOLS_S):
+                    await toolbox.settled()
+            except TimeoutError:
+                log.warning("some tools are not there after %g s; a turn begins without them", TOOLS_S)
+
     async def _begin(self, lane: _Lane) -> Begun | None:
         if self._stopping or lane.deleting:
             return None
@@ -375,12 +378,3 @@ class Turns:
         for ended in self._ends.pop(key, ()):
             if not ended.done():
                 ended.set_result(None)
-
-
-async def _settled(toolbox: Settling) -> None:
-    try:
-        await asyncio.wait_for(toolbox.settled(), TOOLS_S)
-    except TimeoutError:
-        log.warning("some tools are not there after %g s; turns begin without them", TOOLS_S)
-    except Exception:
-        log.exception("whether tools are about to come is not known; turns begin")

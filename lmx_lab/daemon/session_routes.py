@@ -7,6 +7,7 @@ from fastapi import APIRouter, Response, status
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.queries import Archived, ListCursor, PageLimit, StrictQueryRoute, Words, limited
 from lmx_lab.daemon.services import Services
+from lmx_lab.daemon.store import as_json
 from lmx_lab.wire.sessions import (
     ChangeSession,
     CreateSession,
@@ -35,20 +36,23 @@ def session_routes(services: Services) -> APIRouter:
             response.status_code = status.HTTP_200_OK
         return record
 
-    @router.get("")
+    # What may be long becomes JSON where it is read: FastAPI would do it on the loop, and check it once more.
+    @router.get("", response_model=SessionList)
     async def listed(
         limit: PageLimit = None, cursor: ListCursor = None, archived: Archived = False, q: Words = None
-    ) -> SessionList:
+    ) -> Response:
         """The sessions, the last used first."""
         most = limited(limit, default=PAGE, most=sessions.LIST_LIMIT)
-        return await store.read(
-            lambda reading: sessions.listed(reading, limit=most, cursor=cursor, archived=archived, q=q)
+        text = await store.read(
+            lambda reading: as_json(sessions.listed(reading, limit=most, cursor=cursor, archived=archived, q=q))
         )
+        return Response(text, media_type="application/json")
 
-    @router.get("/{session_id}")
-    async def read(session_id: str) -> SessionSnapshot:
+    @router.get("/{session_id}", response_model=SessionSnapshot)
+    async def read(session_id: str) -> Response:
         """A session with its messages, turns and pending permissions, and the cursor from which events continue it."""
-        return await store.read(lambda reading: sessions.snapshot(reading, session_id))
+        text = await store.read(lambda reading: as_json(sessions.snapshot(reading, session_id)))
+        return Response(text, media_type="application/json")
 
     @router.patch("/{session_id}")
     async def change(session_id: str, body: ChangeSession) -> SessionRecord:

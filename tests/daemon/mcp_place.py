@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -23,11 +24,14 @@ from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
 
 HOSTILE = Path(__file__).parent / "hostile_mcp.py"
 SECRET = "sk-0123456789abcdef"
+RUN = {"TEST_RUN": str(os.getpid())}
+"""In the environment of servers that have to be gone at the end: other tests may run at the same time."""
 
 
 def hostile(*modes: str, name: str = "bad", **fields: Any) -> McpServerConfig:
     args = ("-I", str(HOSTILE), *modes)
     given = {"start_timeout_s": 10.0, "tool_timeout_s": 10.0, "env": {"API_KEY": SECRET}, **fields}
+    given["env"] = {**RUN, **given["env"]}
     return McpServerConfig(name=name, command=sys.executable, args=args, **given)
 
 
@@ -76,7 +80,6 @@ class Place:
 
 @contextlib.asynccontextmanager
 async def opened_place(tmp_path: Path) -> AsyncIterator[Place]:
-    earlier = left_over()
     store = await Store.open(tmp_path / "daemon.db")
     place = Place(store, tmp_path)
     await place.again()
@@ -85,15 +88,16 @@ async def opened_place(tmp_path: Path) -> AsyncIterator[Place]:
     finally:
         await place.servers.stop()
         await store.close()
-        assert [process for process in left_over() if process not in earlier] == []
+        assert left_over() == []
 
 
 def left_over() -> list[psutil.Process]:
-    """Servers that run, and what they have started."""
+    """Servers of this run of the tests that are alive, and what they have started."""
     found = []
     for process in psutil.process_iter():
         try:
-            if MARK in process.environ() and alive(process):
+            given = process.environ()
+            if MARK in given and given.items() >= RUN.items() and alive(process):
                 found.append(process)
         except (psutil.Error, OSError):
             continue

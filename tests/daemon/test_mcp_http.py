@@ -15,7 +15,7 @@ import pytest
 
 from lmx_lab.wire.mcp import McpServerConfig
 from tests.daemon.http_mcp import TOKEN
-from tests.daemon.mcp_place import Place, opened_place
+from tests.daemon.mcp_place import RUN, Place, opened_place
 
 pytestmark = pytest.mark.anyio
 SCRIPT = Path(__file__).parent / "http_mcp.py"
@@ -131,7 +131,7 @@ def everything() -> str:
 
 
 async def test_the_reference_server_for_node_works(place: Place, everything: str) -> None:
-    record = await place.ready(McpServerConfig(name="all", command=everything, args=("stdio",)))
+    record = await place.ready(McpServerConfig(name="all", command=everything, args=("stdio",), env=RUN))
     assert record.tools >= 8
     names = {tool.name for tool in place.servers.offered()}
     assert "all__echo" in names

@@ -19,7 +19,7 @@ from lmx_lab.daemon.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
 from lmx_lab.loops import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
-from tests.daemon.mcp_place import HOSTILE, SECRET, Place, hostile, left_over, opened_place, quick
+from tests.daemon.mcp_place import HOSTILE, RUN, SECRET, Place, hostile, left_over, opened_place, quick
 
 pytestmark = pytest.mark.anyio
 
@@ -43,7 +43,7 @@ def new_repository(path: Path) -> Path:
 
 
 async def test_the_time_server_answers_and_its_tools_are_read_only(place: Place) -> None:
-    await place.ready(McpServerConfig(name="time", command=sys.executable, args=("-m", "mcp_server_time")))
+    await place.ready(McpServerConfig(name="time", command=sys.executable, args=("-m", "mcp_server_time"), env=RUN))
     tools = {tool.name: tool for tool in place.servers.offered()}
     assert set(tools) == {"time__get_current_time", "time__convert_time"}
     assert tools["time__get_current_time"].read_only
@@ -61,7 +61,9 @@ async def test_the_time_server_answers_and_its_tools_are_read_only(place: Place)
 
 async def test_the_git_server_works_on_a_repository_beside_another_server(place: Place, tmp_path: Path) -> None:
     repository = await asyncio.to_thread(new_repository, tmp_path / "repository")
-    git = McpServerConfig(name="git", command=sys.executable, args=("-m", "mcp_server_git"), cwd=str(repository))
+    git = McpServerConfig(
+        name="git", command=sys.executable, args=("-m", "mcp_server_git"), env=RUN, cwd=str(repository)
+    )
     await asyncio.gather(place.ready(git), place.ready(hostile()))
     status, echo = await asyncio.gather(
         place.call("git__git_status", repo_path=str(repository)), place.call("bad__echo", text="beside")
@@ -139,7 +141,7 @@ async def test_secrets_are_shown_nowhere(place: Place) -> None:
     record = await place.until("bad", lambda record: record.state == "ready")
     await place.call("bad__secrets")
     record = await place.until("bad", lambda record: "key is" in record.stderr_tail)
-    assert record.env == {"API_KEY": "***"}
+    assert record.env == {"TEST_RUN": "***", "API_KEY": "***"}
     shown = [record.model_dump_json(), repr(config), repr(place.servers), repr(error), str(await place.events())]
     assert SECRET not in "".join(shown)
     changed = await place.servers.change("bad", ChangeMcpServer(env={"API_KEY": "***", "OTHER": "1"}))

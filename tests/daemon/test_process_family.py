@@ -12,7 +12,8 @@ import pytest
 from lmx_lab.daemon.process_family import MARK, Root, alive, end, family, root_of
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-PARENT = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-I', '-c', {STUBBORN!r}]).pid, flush=True); input()"
+START = f"subprocess.Popen([sys.executable, '-I', '-c', {STUBBORN!r}])"
+PARENT = f"import subprocess, sys; print({START}.pid, flush=True); sys.stdin.read()"
 LINES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
 
 
@@ -20,9 +21,13 @@ LINES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "sta
 def parent() -> Iterator[subprocess.Popen[str]]:
     """The leader of a session with a child that ignores TERM; neither has a mark."""
     process = subprocess.Popen([sys.executable, "-I", "-c", PARENT], **LINES)  # type: ignore[call-overload]
+    root = root_of(process.pid, "none")
     yield process
-    end(root_of(process.pid, "none"), term_s=0)
-    process.communicate()
+    end(root, term_s=0)
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+    process.wait()
 
 
 def child_of(parent: subprocess.Popen[str]) -> psutil.Process:
@@ -49,7 +54,10 @@ def test_a_number_that_is_another_process_now_is_left_alone(parent: subprocess.P
 def test_what_is_left_of_a_session_counts_only_where_its_end_was_seen(parent: subprocess.Popen[str]) -> None:
     child = child_of(parent)
     root = root_of(parent.pid, "none")
-    parent.communicate("")
+    # The child holds its output open.
+    assert parent.stdin is not None
+    parent.stdin.close()
+    parent.wait()
     assert alive(child)
     assert family(Root(pid=root.pid, started=root.started, mark="none")) == []
     assert family(root) == [child]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.daemon.tools import Tool, ToolResult
+from lmx_lab.lab import Lab
 from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage, SubmitTurn, TurnOverrides
 from tests.daemon.scripted import (
     DROP,
@@ -28,6 +29,7 @@ from tests.daemon.scripted import (
     token,
 )
 from tests.daemon.turning import ASKS, FREE, Daemon, Workshop, check_invariants, daemon
+from tests.flows.conftest import serving
 
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
@@ -572,3 +574,33 @@ async def test_a_history_that_a_session_was_made_with_is_sent(here: Daemon, upst
         {"role": "assistant", "content": "2"},
         {"role": "user", "content": "3"},
     ]
+
+
+# --- the real one
+
+
+@pytest.fixture(scope="module")
+def lab(tiny_home: Path) -> Iterator[Lab]:
+    with serving(tiny_home, "tiny") as lab:
+        yield lab
+
+
+async def test_the_labs_own_server_runs_turns_with_tools(tmp_path: Path, lab: Lab) -> None:
+    async with daemon(tmp_path, lab.url) as here:
+        session = await here.session()
+        wished = TurnOverrides(tool_choice=FREE, temperature=0, max_tokens=60)
+        record = await here.run(session, overrides=wished)
+        assert (record.status, record.stop_reason) == ("done", "length")
+        assert here.workshop.called == [(FREE, {})]
+        assert record.stats is not None
+        assert record.stats.steps == 2
+        assert 60 < record.stats.completion_tokens <= 120
+        again = await here.run(session, overrides=TurnOverrides(max_tokens=8, temperature=0))
+        assert again.stats is not None
+        assert again.stats.completion_tokens == 8
+        (status,) = await here.seen("model.status")
+        assert status["data"]["model"] == "tiny"
+        unknown = await here.run(session, overrides=TurnOverrides(model="nope"))
+        assert unknown.error is not None
+        assert unknown.error.code == "model-not-found"
+        check_invariants(await here.events())

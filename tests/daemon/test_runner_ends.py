@@ -283,6 +283,7 @@ async def test_who_waits_for_a_person_keeps_nobody_else_waiting(tmp_path: Path, 
         assert here.turns.counts() == (1, 0)
         await here.turns.decide(permission.permission_id, ALLOW)
         assert (await here.ended(waiting, turn)).text == "ok"
+        await until(lambda: not here.turns._lanes)
         assert here.turns._slots._value == 1
 
 
@@ -455,7 +456,7 @@ class Late(Workshop):
 
 
 @pytest.mark.parametrize("come", [True, False])
-async def test_after_a_start_turns_wait_a_while_for_tools_that_are_about_to_come(
+async def test_turns_wait_a_while_for_tools_that_are_about_to_come(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, come: bool
 ) -> None:
     monkeypatch.setattr(runner, "TOOLS_S", WAIT_S if come else 0.01)
