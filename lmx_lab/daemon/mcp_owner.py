@@ -63,6 +63,8 @@ class McpOwner:
         """
         self.config = config
         self.condition = Condition()
+        self.settled = asyncio.Event()
+        """It is no longer on its first way up."""
         self._roster = roster
         self._restarts = restarts
         self._changed = changed
@@ -115,7 +117,7 @@ class McpOwner:
     async def _live(self) -> None:
         tries = 0
         while (failure := await self._lived()) is not None:
-            if self._settled():
+            if self._stayed():
                 tries = 0
             if failure.kind in FINAL or tries >= len(self._restarts.delays_s):
                 await self._become("failed", failure=failure, restarts=tries)
@@ -162,7 +164,7 @@ class McpOwner:
                 await self._slept(self._restarts.relist_s)
         self._connection = None
 
-    def _settled(self) -> bool:
+    def _stayed(self) -> bool:
         return self._ready_at is not None and time.monotonic() - self._ready_at >= self._restarts.settled_s
 
     def _began(self, process: McpProcess) -> None:
@@ -195,6 +197,7 @@ class McpOwner:
             error=failure.message if failure is not None else None,
             error_kind=failure.kind if failure is not None else None,
         )
+        self.settled.set()
         await self._changed(self)
 
     async def _slept(self, seconds: float) -> None:

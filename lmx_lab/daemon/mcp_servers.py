@@ -129,6 +129,15 @@ class McpServers:
             tool for _, server in sorted(self._servers.items()) for tool in _tools(server) if tool.permission != "deny"
         ]
 
+    def coming(self) -> list[str]:
+        """Those that are on their first way up."""
+        return sorted(name for name, server in self._servers.items() if server.condition.state == "starting")
+
+    async def settled(self) -> None:
+        """Return when there are none."""
+        while owners := [self._servers[name].owner for name in self.coming()]:
+            await asyncio.gather(*(owner.settled.wait() for owner in owners if owner is not None))
+
     async def call(self, name: str, arguments: dict[str, Any], note: Callable[[str], None]) -> ToolResult | None:
         """Call a tool by its name for models; None if no server has it."""
         server = self._servers.get(name.partition("__")[0])

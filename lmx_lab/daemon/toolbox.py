@@ -23,6 +23,12 @@ class AllTools(Toolbox):
         found = [tool for tool in self._python.tools() if tool.permission != "deny"] + self._servers.offered()
         return sorted(found, key=lambda tool: tool.name)
 
+    def coming(self) -> list[str]:
+        return self._servers.coming()
+
+    async def settled(self) -> None:
+        await self._servers.settled()
+
     async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
         result = await self._python.call(name, arguments)
         if result is None:

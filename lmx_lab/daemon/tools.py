@@ -44,6 +44,14 @@ class Toolbox(Protocol):
         """By name. A tool with the permission ``deny`` is not among them."""
         ...
 
+    def coming(self) -> list[str]:
+        """The names of MCP servers that are just starting, whose tools are not there yet."""
+        ...
+
+    async def settled(self) -> None:
+        """Return when none is, which the servers' own time limits bound."""
+        ...
+
     async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
         """Call a tool once, within its time limit. Never raises but when cancelled, which ends the call within 2 s.
 

@@ -49,6 +49,12 @@ class Workshop:
     def tools(self) -> list[Tool]:
         return self.listed
 
+    def coming(self) -> list[str]:
+        return []
+
+    async def settled(self) -> None:
+        """It always is."""
+
     async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
         self.called.append((name, arguments))
         self.running += 1
