@@ -55,7 +55,7 @@ and the next step. HTTP statuses live in ``lmx_lab.asgi.errors``.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 class LabError(Exception):
@@ -160,6 +160,17 @@ class GoneError(CallerError):
 
 class CursorExpiredError(GoneError):
     code = "cursor-expired"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: Literal["pruned", "ahead", "other-stream"] = "pruned",
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.reason: Literal["pruned", "ahead", "other-stream"] = reason
 
 
 class PermissionExpiredError(GoneError):

@@ -272,7 +272,6 @@ class ActiveTurn:
             if not self.has_slot:
                 await self._slots.acquire()
                 self.has_slot = True
-            await self._until_tools_are_there()
             await self._stream(draft, step)
             calls = named_apart(draft.calls, self._call_ids)
             tools = {tool.name: tool.asks and tool.name not in self._granted for tool in self._tools_now()}
@@ -302,21 +301,9 @@ class ActiveTurn:
                 if draft.full:
                     return
 
-    async def _until_tools_are_there(self) -> None:
-        """After a start of the daemon, its MCP servers need a moment, and queued turns may need them."""
-        toolbox = self._parts.toolbox
-        if self._tool_names != [] and (coming := toolbox.coming()):
-            self._remark = f"waiting for MCP servers: {', '.join(coming)}"
-            self._write_soon()
-            await toolbox.settled()
-
-    @property
-    def _tool_names(self) -> list[str] | None:
-        chosen_now = self._begun.overrides.tools
-        return self._begun.session.tools if chosen_now is None else chosen_now
-
     def _tools_now(self) -> list[Tool]:
-        return chosen(self._parts.toolbox.tools(), self._tool_names)
+        names = self._begun.session.tools if self._begun.overrides.tools is None else self._begun.overrides.tools
+        return chosen(self._parts.toolbox.tools(), names)
 
     def _stop_model(self) -> None:
         self._draft.closed = True

@@ -19,11 +19,11 @@ from starlette.websockets import WebSocketDisconnect
 from lmx_lab.asgi.errors import request_id_of, respond
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.clock import iso
-from lmx_lab.daemon.log import EVERYTHING, ExpiredCursorError, Page
+from lmx_lab.daemon.log import EVERYTHING, Page
 from lmx_lab.daemon.queries import StreamQuery, event_filter
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.store import Reading, as_json
-from lmx_lab.errors import LabError, SessionNotFoundError
+from lmx_lab.errors import CursorExpiredError, LabError, SessionNotFoundError
 from lmx_lab.wire.events import Closing, Heartbeat, Hello, Reset, Synced
 
 log = logging.getLogger(__name__)
@@ -115,14 +115,14 @@ class _Stream:
         if expired is not None:
             await self._reset(expired)
 
-    def _expired(self) -> ExpiredCursorError | None:
+    def _expired(self) -> CursorExpiredError | None:
         try:
             self._log.check(self._cursor, self._query.stream_id)
-        except ExpiredCursorError as exc:
+        except CursorExpiredError as exc:
             return exc
         return None
 
-    async def _reset(self, expired: ExpiredCursorError) -> None:
+    async def _reset(self, expired: CursorExpiredError) -> None:
         """Everything as it is, in the place of events that cannot be had."""
         store, events = self._services.store, self._log
         self._cursor = events.latest_seq
@@ -161,7 +161,7 @@ class _Stream:
     async def _send_page(self) -> None:
         try:
             page = await self._log.page(self._cursor, self._only)
-        except ExpiredCursorError as exc:
+        except CursorExpiredError as exc:
             # It was good at the beginning, but the log was cut faster than this client reads.
             await self._reset(exc)
             return

@@ -6,7 +6,6 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.store import Reading, Store, StoredEvent, Transaction, stored_event
@@ -57,14 +56,6 @@ class Page:
     """The cursor after this page: nothing that the filter lets pass is between its last event and here."""
 
 
-class ExpiredCursorError(CursorExpiredError):
-    """A cursor that cannot be resumed, and why."""
-
-    def __init__(self, message: str, reason: Literal["pruned", "ahead", "other-stream"]) -> None:
-        super().__init__(message, param="after")
-        self.reason: Literal["pruned", "ahead", "other-stream"] = reason
-
-
 class EventLog:
     """Readers of one store: any number, none of which can delay it or each other. On the store's loop.
 
@@ -101,15 +92,19 @@ class EventLog:
     def check(self, after: int, stream_id: str | None = None) -> None:
         """
         Raises:
-            ExpiredCursorError: what came after this cursor is not, or not yet, in this log. 0 is always good: it asks
+            CursorExpiredError: what came after this cursor is not, or not yet, in this log. 0 is always good: it asks
                 for what there is.
         """
         if stream_id is not None and stream_id != self.stream_id:
-            raise ExpiredCursorError(f"the cursor is of another log, {stream_id!r:.80}; begin anew", "other-stream")
+            raise CursorExpiredError(
+                f"the cursor is of another log, {stream_id!r:.80}; begin anew", reason="other-stream", param="stream_id"
+            )
         # Not latest_seq: a reader of the database may be a moment ahead of what is published.
         if after > self._store.issued_seq:
             newest = self._store.issued_seq
-            raise ExpiredCursorError(f"the cursor is {after}, the newest event {newest}; begin anew", "ahead")
+            raise CursorExpiredError(
+                f"the cursor is {after}, the newest event {newest}; begin anew", reason="ahead", param="after"
+            )
         _check_kept(after, self._pruned_seq)
 
     def grown(self) -> asyncio.Future[None]:
@@ -130,7 +125,7 @@ class EventLog:
         """The next events after this cursor, at most ``limit``; possibly none, with a cursor that went on.
 
         Raises:
-            ExpiredCursorError: the log was cut faster than this reader reads.
+            CursorExpiredError: the log was cut faster than this reader reads.
         """
         limit = min(limit or self._limits.page_events, self._limits.page_events)
         if after >= self._ring_after:
@@ -171,7 +166,7 @@ class EventLog:
         self._trim()
         self.latest_seq = self._seqs[-1] if self._seqs else events[-1].seq
         grown, self._grown = self._grown, None
-        if grown is not None:
+        if grown is not None and not grown.done():
             grown.set_result(None)
 
     def _trim(self) -> None:
@@ -197,8 +192,10 @@ class EventLog:
 
 def _check_kept(after: int, pruned_seq: int) -> None:
     if 0 < after < pruned_seq:
-        raise ExpiredCursorError(
-            f"the cursor is {after}, and events up to {pruned_seq} are kept no more; begin anew", "pruned"
+        raise CursorExpiredError(
+            f"the cursor is {after}, and events up to {pruned_seq} are kept no more; begin anew",
+            reason="pruned",
+            param="after",
         )
 
 

@@ -129,14 +129,11 @@ class McpServers:
             tool for _, server in sorted(self._servers.items()) for tool in _tools(server) if tool.permission != "deny"
         ]
 
-    def coming(self) -> list[str]:
-        """Those that are on their first way up."""
-        return sorted(name for name, server in self._servers.items() if server.condition.state == "starting")
-
     async def settled(self) -> None:
-        """Return when there are none."""
-        while owners := [self._servers[name].owner for name in self.coming()]:
-            await asyncio.gather(*(owner.settled.wait() for owner in owners if owner is not None))
+        """Return when none of them is on its first way up."""
+        for server in list(self._servers.values()):
+            if server.owner is not None:
+                await server.owner.settled.wait()
 
     async def call(self, name: str, arguments: dict[str, Any], note: Callable[[str], None]) -> ToolResult | None:
         """Call a tool by its name for models; None if no server has it."""

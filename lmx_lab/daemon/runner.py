@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from lmx_lab.daemon import permissions, sessions, turn_queue, turn_records
 from lmx_lab.daemon.active_turn import ActiveTurn, Parts
@@ -43,15 +43,6 @@ TOOLS_S = 10.0
 """So long a turn waits in the queue for tools that are about to come: after a restart it would find none."""
 STOP_S = 2.0
 """For writing the ends, beyond the time that tools have."""
-
-
-@runtime_checkable
-class Settling(Protocol):
-    """A toolbox whose tools need a while to come."""
-
-    async def settled(self) -> None:
-        """Return when no tools are about to come."""
-        ...
 
 
 class _Lane:
@@ -356,13 +347,11 @@ class Turns:
                 self._tell_end(active.key)
 
     async def _tools_come(self) -> None:
-        toolbox = self._parts.toolbox
-        if isinstance(toolbox, Settling):
-            try:
-                async with asyncio.timeout(TOOLS_S):
-                    await toolbox.settled()
-            except TimeoutError:
-                log.warning("some tools are not there after %g s; a turn begins without them", TOOLS_S)
+        try:
+            async with asyncio.timeout(TOOLS_S):
+                await self._parts.toolbox.settled()
+        except TimeoutError:
+            log.warning("some tools are not there after %g s; a turn begins without them", TOOLS_S)
 
     async def _begin(self, lane: _Lane) -> Begun | None:
         if self._stopping or lane.deleting:

@@ -255,7 +255,7 @@ class Store:
     def _keep_reserve(self) -> None:
         if self._reserve.exists() and self._reserve.stat().st_size == RESERVE_BYTES:
             return
-        with contextlib.suppress(OSError), self._reserve.open("wb") as file:
+        with contextlib.suppress(OSError), open(self._reserve, "wb", opener=_private) as file:
             # Real bytes: a file with a hole takes no room.
             file.write(os.urandom(RESERVE_BYTES))
 
@@ -265,6 +265,10 @@ class Store:
         self._full = False
         self._keep_reserve()
         return True
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

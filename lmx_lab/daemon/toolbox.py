@@ -23,9 +23,6 @@ class AllTools(Toolbox):
         found = [tool for tool in self._python.tools() if tool.permission != "deny"] + self._servers.offered()
         return sorted(found, key=lambda tool: tool.name)
 
-    def coming(self) -> list[str]:
-        return self._servers.coming()
-
     async def settled(self) -> None:
         await self._servers.settled()
 

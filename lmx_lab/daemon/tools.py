@@ -44,12 +44,8 @@ class Toolbox(Protocol):
         """By name. A tool with the permission ``deny`` is not among them."""
         ...
 
-    def coming(self) -> list[str]:
-        """The names of MCP servers that are just starting, whose tools are not there yet."""
-        ...
-
     async def settled(self) -> None:
-        """Return when none is, which the servers' own time limits bound."""
+        """Return when no tools are about to come: when no MCP server is starting."""
         ...
 
     async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:

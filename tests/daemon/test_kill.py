@@ -30,7 +30,7 @@ def script(body: dict[str, Any]) -> list[Any]:
     """A call with the turn's own note, then forty tokens."""
     last = body["messages"][-1]
     if last["role"] == "user":
-        return calls(("counting__count", {"note": last["content"]}), text=("Let ", "me ", "count. "))
+        return calls(("counting__count", {"note": last["content"].split()[-1]}), text=("Let ", "me ", "count. "))
     steps: list[Any] = []
     for step in says(*(f"word{at} " for at in range(40))):
         steps += [step, PAUSE_S]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.log import EventFilter, EventLog, ExpiredCursorError
+from lmx_lab.daemon.log import EventFilter, EventLog
 from lmx_lab.daemon.retention import forget
 from lmx_lab.daemon.store import Store, Transaction
 from lmx_lab.errors import CursorExpiredError
@@ -110,7 +110,7 @@ class LogAndReaders(RuleBasedStateMachine):
     def read(self, reader: Reader, pages: int) -> None:
         """A connection, dropped after some pages; the client goes on from its last event, or where a page ended."""
         if 0 < reader.cursor < self.pruned:
-            with pytest.raises(ExpiredCursorError) as caught:
+            with pytest.raises(CursorExpiredError) as caught:
                 self.log.check(reader.cursor)
             assert caught.value.reason == "pruned"
             reader.cursor = reader.began = self.log.latest_seq
@@ -136,7 +136,7 @@ class LogAndReaders(RuleBasedStateMachine):
     def come_from_the_future(self, ahead: int) -> None:
         with pytest.raises(CursorExpiredError) as caught:
             self.log.check(self.log.latest_seq + ahead)
-        assert caught.value.reason == "ahead"  # type: ignore[attr-defined]
+        assert caught.value.reason == "ahead"
 
     @invariant()
     def nothing_is_doubled_or_out_of_order(self) -> None:
@@ -182,7 +182,7 @@ async def test_a_cursor_of_another_database_is_refused(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "daemon.db")
     log = EventLog(store, LIMITS)
     log.check(0, stream_id=store.stream_id)
-    with pytest.raises(ExpiredCursorError) as caught:
+    with pytest.raises(CursorExpiredError) as caught:
         log.check(0, stream_id="stm_other")
     assert caught.value.reason == "other-stream"
     await store.close()
@@ -211,9 +211,9 @@ async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp
     await forget(store, log, LIMITS)
     assert log.oldest_seq == 8
     log.check(7)
-    with pytest.raises(ExpiredCursorError):
+    with pytest.raises(CursorExpiredError):
         log.check(6)
-    with pytest.raises(ExpiredCursorError):
+    with pytest.raises(CursorExpiredError):
         await log.page(6)
     again = EventLog(store, LIMITS)
     await again.start()

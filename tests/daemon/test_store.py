@@ -103,7 +103,7 @@ async def test_half_characters_of_a_tool_are_no_end_of_the_log(store: Store) -> 
 
 async def test_files_are_for_this_user_only(store: Store) -> None:
     await store.write(lambda tx: tx.append("session.deleted", deleted("a")))
-    files = list(store.path.parent.glob("daemon.db*"))
+    files = list(store.path.parent.glob("daemon.*"))
     assert len(files) >= 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 

@@ -49,9 +49,6 @@ class Workshop:
     def tools(self) -> list[Tool]:
         return self.listed
 
-    def coming(self) -> list[str]:
-        return []
-
     async def settled(self) -> None:
         """It always is."""
 

@@ -26,7 +26,8 @@ def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any
     error: dict[str, Any] = response.json()["error"]
     assert error["code"] == code
     assert error["message"]
-    assert set(error) == {"code", "message", "type", "param", "request_id"}
+    assert set(error) == {"code", "message", "type", "param", "retryable", "request_id"}
+    assert not error["retryable"], "the same request will never do"
     return error
 
 
