@@ -239,9 +239,7 @@ def _agreed(path: Path, *, yes: bool) -> list[McpServerConfig]:
 
     servers = read_mcp_file(path)
     for server in servers:
-        starts = server.url or shlex.join([server.command or "", *server.args])
-        given = ", ".join([*server.env, *server.headers])
-        say(f"{server.name}: {starts}" + (f"  (with {given})" if given else ""))
+        say(_shown(server, path.absolute().parent))
     if not servers:
         say(f"{path} has no servers")
     elif not yes and not sys.stdin.isatty():
@@ -249,6 +247,19 @@ def _agreed(path: Path, *, yes: bool) -> list[McpServerConfig]:
     elif not yes and not typer.confirm("These programs and addresses get what turns hand them. Add them?"):
         return []
     return servers
+
+
+def _shown(server: McpServerConfig, folder: Path) -> str:
+    """What would be started, whole: control characters, which could hide a part of it, written out."""
+    starts = server.url or shlex.join([server.command or "", *server.args])
+    where = f"  (in {server.cwd})" if server.cwd and Path(server.cwd) != folder else ""
+    # Values may be secrets; those that choose other programs and libraries are shown.
+    given = [
+        f"{name}={value}" if name == "PATH" or name.startswith(("LD_", "DYLD_", "PYTHON", "NODE_")) else name
+        for name, value in [*server.env.items(), *server.headers.items()]
+    ]
+    text = f"{server.name}: {starts}{where}" + (f"  (with {', '.join(given)})" if given else "")
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_port: bool) -> None:
@@ -281,22 +292,28 @@ def _add_servers(running: Daemon, servers: list[McpServerConfig]) -> None:
             say(f"added {server.name}")
         except McpServerExistsError:
             say(f"{server.name} is there already, and stays as it is")
+        except HostingError:
+            raise
+        except LabError as exc:
+            say(f"{server.name} was not added: {exc.message}", style="bold red")
 
 
 def _end_on_signals(running: Daemon) -> threading.Event:
-    """The first SIGINT or SIGTERM lets turns end, the second one ends them, the third is as in any process."""
+    """The first signal lets turns end, the second one ends them, the third is as in any process."""
     received: list[int] = []
     stopping = threading.Event()
+    # A terminal that is closed sends SIGHUP; under nohup it is ignored, and stays so.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
 
     def end(number: int, frame: object) -> None:
         received.append(number)
         stopping.set()
         if len(received) > 1:
-            for each in (signal.SIGINT, signal.SIGTERM):
+            for each in numbers:
                 signal.signal(each, signal.SIG_DFL)
         running.begin_stop(mode="drain" if len(received) == 1 else "now", grace_s=DRAIN_S)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         signal.signal(number, end)
     return stopping
 

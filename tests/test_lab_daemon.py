@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.daemon.home import read_state
-from lmx_lab.errors import DaemonRunningError
+from lmx_lab.errors import DaemonRunningError, PortTakenError
 from lmx_lab.settings import Settings
 from tests.daemon.face import client, serving
 
@@ -121,3 +122,21 @@ def test_a_lab_of_a_program_with_a_loop_ends_its_daemon_too(options: dict[str, A
 def test_a_lab_elsewhere_has_no_daemon(options: dict[str, Any]) -> None:
     with lmx_lab.launch(**options) as lab, lmx_lab.attach(lab.url) as attached:
         assert attached.daemon is None
+
+
+def test_functions_outlive_a_launch_that_failed(options: dict[str, Any]) -> None:
+    lab = lmx_lab.launch(**options)
+    assert lab.daemon is not None
+
+    @lab.daemon.tool
+    def now() -> str:
+        return "noon"
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(PortTakenError):
+            lmx_lab.launch(slots=2, **{**options, "daemon_port": taken.getsockname()[1]})
+    again = lmx_lab.launch(slots=2, **options)
+    assert again.daemon is not None
+    assert [tool.name for tool in again.daemon.tools.tools()] == ["now"]

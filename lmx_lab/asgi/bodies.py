@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -69,9 +70,11 @@ def _check_nesting(value: Any) -> None:
 
 
 def _children(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        return [child for child in item.values() if isinstance(child, dict | list)]
-    return [child for child in item if isinstance(child, dict | list)] if isinstance(item, list) else []
+    values = item.values() if isinstance(item, dict) else item if isinstance(item, list) else (item,)
+    # 1e400 is read as infinity, which no answer could repeat.
+    if math.inf in values or -math.inf in values:
+        raise InvalidRequestError("a number is beyond what is read, 1.8e308; send a smaller one")
+    return [child for child in values if isinstance(child, dict | list)]
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:

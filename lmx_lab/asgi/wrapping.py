@@ -40,7 +40,7 @@ class Cors(CORSMiddleware):
     """CORS for the origins that the guard's policy names; requests of all others are for the guard to refuse."""
 
     def __init__(self, app: ASGIApp, *, policy: Callable[[], GuardPolicy], methods: Sequence[str]) -> None:
-        exposed = ["x-request-id", "x-lmx-lab"]
+        exposed = ["x-request-id", "x-lmx-lab", "retry-after", "x-should-retry"]
         super().__init__(app, allow_methods=methods, allow_headers=["*"], expose_headers=exposed)
         self._policy = policy
 

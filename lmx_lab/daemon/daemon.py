@@ -22,7 +22,7 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.logfile import LogFile
 from lmx_lab.daemon.python_tools import PythonTools
 from lmx_lab.daemon.services import Services
-from lmx_lab.errors import HostingError
+from lmx_lab.errors import HostingError, InvalidRequestError
 from lmx_lab.hosting import Host, bind
 from lmx_lab.loops import LoopThread
 from lmx_lab.settings import Settings
@@ -204,6 +204,8 @@ class Daemon:
             mode: ``drain`` lets running turns end for ``grace_s`` seconds; ``now`` cuts them. Either way queued ones
                 run at the next start.
         """
+        if mode not in ("drain", "now"):
+            raise InvalidRequestError(f"mode is {mode!r:.80}; it can be 'drain' or 'now'", param="mode")
         if not self.begin_stop(mode=mode, grace_s=grace_s):
             return
         if not self.wait((grace_s if mode == "drain" else 0.0) + END_S):
@@ -226,6 +228,10 @@ class Daemon:
             HostingError: the daemon does not run.
             TimeoutError: after ``timeout_s``.
         """
+        if not isinstance(work, Coroutine):
+            raise InvalidRequestError(
+                f"work is {work!r:.80}; give a coroutine, such as daemon.services.turns.permissions()"
+            )
         return self._thread.run(work, timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -238,10 +244,12 @@ class Daemon:
     def _close(self) -> None:
         """What is not the loop's, after the rest; on the loop's own thread the loop ends after this."""
         _RUNNING.discard(self)
-        self._thread.stop()
-        self._logfile.close()
-        self._plan.home.release()
-        self._ended.set()
+        try:
+            self._thread.stop()
+            self._logfile.close()
+        finally:
+            self._plan.home.release()
+            self._ended.set()
 
 
 _RUNNING: set[Daemon] = set()

@@ -150,10 +150,12 @@ def _read(path: Path) -> StateFile | None:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
-    with os.fdopen(file, "rb") as reading:
-        known = os.fstat(reading.fileno())
+    try:
+        known = os.fstat(file)
         private = stat.S_ISREG(known.st_mode) and known.st_uid == os.geteuid() and not known.st_mode & 0o077
-        text = reading.read(STATE_BYTES) if private else b""
+        text = os.read(file, STATE_BYTES) if private else b""
+    finally:
+        os.close(file)
     try:
         return StateFile.model_validate_json(text)
     except ValidationError:

@@ -170,8 +170,8 @@ class Life:
             await self._say_so(self.services, mode)
             if mode == "drain":
                 await self._drain(self.services, grace_s)
-            await self._end_parts()
         finally:
+            await self._end_parts()
             self._on_end()
 
     async def _say_so(self, services: Services, mode: Mode) -> None:

@@ -36,7 +36,9 @@ class Limits:
     ring_bytes: int = 8 * 2**20
     """Of the newest events, kept encoded in memory for all connections together."""
     page_events: int = 500
-    """Read from the database at once, and the most that one poll gets."""
+    """Read at once, and the most that one poll gets."""
+    page_bytes: int = 512 * 2**10
+    """The same in bytes, unless one event alone is longer."""
     heartbeat_s: float = 15.0
     blocked_send_s: float = 30.0
     """A client that takes nothing for so long is closed; it can resume."""

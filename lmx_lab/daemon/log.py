@@ -134,28 +134,31 @@ class EventLog:
 
     def _ring_page(self, after: int, only: EventFilter, limit: int) -> Page:
         first = bisect_right(self._seqs, after)
-        if only is EVERYTHING:
-            events = tuple(self._ring[first : first + limit])
-            return Page(events=events, through=events[-1].seq if events else max(after, self.latest_seq))
-        events_that_pass: list[StoredEvent] = []
-        through = after
+        events: list[StoredEvent] = []
+        through, left = after, self._limits.page_bytes
         for event in self._ring[first : first + SCANNED]:
             through = event.seq
-            if only.passes(event):
-                events_that_pass.append(event)
-                if len(events_that_pass) == limit:
+            if only is EVERYTHING or only.passes(event):
+                events.append(event)
+                left -= len(event.text)
+                if left <= 0 or len(events) == limit:
                     break
-        return Page(events=tuple(events_that_pass), through=through)
+        return Page(events=tuple(events), through=through)
 
     def _stored_page(self, reading: Reading, after: int, only: EventFilter, limit: int) -> Page:
         # By this very view: the log may have been cut since the cursor was checked.
         _check_kept(after, _pruned_seq(reading))
         condition, parameters = only.condition()
         sql = f"SELECT * FROM events WHERE seq > ? AND {condition} ORDER BY seq LIMIT ?"
-        rows = reading.rows(sql, after, *parameters, limit)
-        events = tuple(stored_event(row, self.stream_id) for row in rows)
-        through = events[-1].seq if len(events) == limit else max(after, reading.latest_seq)
-        return Page(events=events, through=through)
+        events: list[StoredEvent] = []
+        left = self._limits.page_bytes
+        for row in reading.each(sql, after, *parameters, limit):
+            events.append(stored_event(row, self.stream_id))
+            left -= len(events[-1].text)
+            if left <= 0:
+                break
+        full = left <= 0 or len(events) == limit
+        return Page(events=tuple(events), through=events[-1].seq if full else max(after, reading.latest_seq))
 
     # What the store publishes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -28,7 +29,9 @@ class LogFile:
     def close(self) -> None:
         for name in LOGGERS:
             logging.getLogger(name).removeHandler(self._handler)
-        self._handler.close()
+        # What a full disk did not take is lost, and nothing else.
+        with contextlib.suppress(OSError):
+            self._handler.close()
 
 
 class _Private(RotatingFileHandler):

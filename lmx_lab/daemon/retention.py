@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from itertools import takewhile
 
 from lmx_lab.daemon.clock import iso
 from lmx_lab.daemon.limits import Limits
@@ -79,7 +80,13 @@ def _prune(transaction: Transaction, kept_from: str, most: int) -> int:
     """Delete the oldest events, if they are too old or too many; the seq of the last one that went, or 0."""
     oldest = transaction.rows("SELECT seq, at FROM events ORDER BY seq LIMIT ?", BATCH)
     first_kept = transaction.row("SELECT seq FROM events ORDER BY seq DESC LIMIT 1 OFFSET ?", most - 1)
-    gone = [row["seq"] for row in oldest if row["at"] < kept_from or (first_kept and row["seq"] < first_kept["seq"])]
+    # From the beginning up to the first that is kept: times may jump with the clock.
+    gone = [
+        row["seq"]
+        for row in takewhile(
+            lambda row: row["at"] < kept_from or (first_kept and row["seq"] < first_kept["seq"]), oldest
+        )
+    ]
     if not gone:
         return 0
     transaction.run("DELETE FROM events WHERE seq <= ?", gone[-1])

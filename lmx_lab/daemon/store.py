@@ -65,6 +65,10 @@ class Reading:
         row: Row | None = self._connection.execute(sql, parameters).fetchone()
         return row
 
+    def each(self, sql: str, *parameters: object) -> Iterator[Row]:
+        """The rows one by one, for who may not want all."""
+        return iter(self._connection.execute(sql, parameters))
+
     def rows(self, sql: str, *parameters: object) -> list[Row]:
         rows: list[Row] = self._connection.execute(sql, parameters).fetchall()
         return rows
@@ -255,16 +259,22 @@ class Store:
     def _keep_reserve(self) -> None:
         if self._reserve.exists() and self._reserve.stat().st_size == RESERVE_BYTES:
             return
+        if not self._is_roomy():
+            self._reserve.unlink(missing_ok=True)
+            return
         with contextlib.suppress(OSError), open(self._reserve, "wb", opener=_private) as file:
             # Real bytes: a file with a hole takes no room.
             file.write(os.urandom(RESERVE_BYTES))
 
     def _has_room(self) -> bool:
-        if shutil.disk_usage(self.path.parent).free < 2 * RESERVE_BYTES:
-            return False
-        self._full = False
-        self._keep_reserve()
-        return True
+        """Whether there is room again; then the reserve is made anew."""
+        if self._is_roomy():
+            self._full = False
+            self._keep_reserve()
+        return not self._full
+
+    def _is_roomy(self) -> bool:
+        return shutil.disk_usage(self.path.parent).free >= 2 * RESERVE_BYTES
 
 
 def _private(path: str, flags: int) -> int:

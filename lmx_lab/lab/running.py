@@ -50,7 +50,7 @@ class Lab(Serving, Verbs, Showing):
     @property
     def daemon_tools(self) -> PythonTools | None:
         """The Python functions of the daemon that it has, or had."""
-        return self._daemon.tools if self._daemon is not None else None
+        return self._daemon_tools
 
     def start_daemon(self, *, explicit_port: bool = False, tools: PythonTools | None = None) -> Daemon:
         """Start the daemon in front of this lab, or return the one that runs. ``launch(daemon=True)`` does this.
@@ -64,6 +64,8 @@ class Lab(Serving, Verbs, Showing):
             HostingError: it could not be started; the lab runs nevertheless.
         """
         self._check_running()
+        # Kept also where the start fails: the cell that mends it finds them.
+        self._daemon_tools = tools = tools or self._daemon_tools
         # Here and not above: what MCP needs takes half a second to import.
         from lmx_lab.daemon.daemon import Daemon
 
@@ -76,6 +78,7 @@ class Lab(Serving, Verbs, Showing):
             upstream_api_key=self.settings.api_key,
             tools=tools,
         )
+        self._daemon_tools = daemon.tools
         daemon.start()
         self._daemon = daemon
         return daemon

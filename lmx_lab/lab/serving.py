@@ -25,6 +25,7 @@ from lmx_lab.weights import Catalog
 
 if TYPE_CHECKING:
     from lmx_lab.daemon.daemon import Daemon
+    from lmx_lab.daemon.python_tools import PythonTools
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class Serving:
         self._host: Host | None = None
         self._stopped = False
         self._daemon: Daemon | None = None
+        self._daemon_tools: PythonTools | None = None
 
     def start(self, sock: socket.socket | None = None) -> None:
         """Bind, start the engine, serve; returns once requests are accepted. Does nothing if that has happened.

@@ -64,7 +64,7 @@ class DaemonRecord(BaseModel):
     counts: Counts
     upstream: Upstream
     retention: Retention
-    limits: dict[str, float]
+    limits: dict[str, int | float]
     features: list[str]
 
 

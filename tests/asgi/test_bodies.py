@@ -32,3 +32,9 @@ async def test_only_a_large_body_is_read_in_another_thread(monkeypatch: pytest.M
 async def test_what_is_wrong_with_a_large_body_is_said_too() -> None:
     with pytest.raises(InvalidRequestError, match="not valid JSON"):
         await bodies.parse_json_aside(b"[" + b"1," * bodies.LARGE_BODY_BYTES)
+
+
+@pytest.mark.parametrize("text", [b"1e400", b"[1, -1e999]", b'{"a": [{"b": 1e309}]}'])
+def test_a_number_that_would_be_read_as_infinity_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="beyond"):
+        bodies.parse_json(text)

@@ -52,6 +52,46 @@ def check_nothing_left(home: Path) -> None:
 # --- in this process
 
 
+def test_a_log_that_cannot_be_closed_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk, which takes neither the state file nor the log's last words."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    daemon = new(tmp_path)
+    monkeypatch.setattr(DaemonHome, "publish", full)
+    monkeypatch.setattr(daemon._logfile._handler, "close", full)
+    with pytest.raises(OSError, match="No space left"):
+        daemon.start()
+    check_nothing_left(tmp_path)
+
+
+def test_a_mode_that_is_none_stops_nothing(tmp_path: Path) -> None:
+    daemon = new(tmp_path)
+    daemon.start()
+    with pytest.raises(InvalidRequestError, match="drain"):
+        daemon.stop(mode="banana")  # type: ignore[arg-type]
+    assert daemon.running
+    with pytest.raises(InvalidRequestError, match="coroutine"):
+        daemon.run(5)  # type: ignore[arg-type]
+    daemon.stop()
+    check_nothing_left(tmp_path)
+
+
+def test_an_end_that_cannot_be_told_ends_everything_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = new(tmp_path)
+    daemon.start()
+
+    async def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("as an example")
+
+    monkeypatch.setattr(daemon._life, "_say_so", broken)
+    daemon.stop()
+    check_nothing_left(tmp_path)
+
+
 def test_a_start_says_where_and_a_stop_takes_everything_back(tmp_path: Path) -> None:
     daemon = new(tmp_path)
     with pytest.raises(HostingError, match="not started"):

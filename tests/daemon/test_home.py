@@ -182,6 +182,12 @@ def test_a_pipe_in_its_place_does_not_hang(home: DaemonHome) -> None:
     assert read_state(home.folder) is None
 
 
+def test_a_folder_in_its_place_is_none(home: DaemonHome, capfd: pytest.CaptureFixture[str]) -> None:
+    (home.folder / STATE).mkdir()
+    assert read_state(home.folder) is None
+    assert capfd.readouterr().err == ""
+
+
 # Later Pythons warn of forks beside threads, of which other tests may have left some.
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_children_do_not_keep_the_lock(folder: Path) -> None:

@@ -219,3 +219,20 @@ async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp
     await again.start()
     assert again.oldest_seq == 8
     await store.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("ring_events", [100, 1], ids=["from memory", "from the database"])
+async def test_long_events_make_short_pages(tmp_path: Path, ring_events: int) -> None:
+    store = await Store.open(tmp_path / "daemon.db")
+    log = EventLog(store, Limits(ring_events=ring_events, page_bytes=5000))
+    for _ in range(10):
+        await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x" * 2000)))
+    await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x" * 20_000)))
+    sizes, cursor = [], 0
+    while cursor < log.latest_seq:
+        page = await log.page(cursor)
+        sizes.append(len(page.events))
+        cursor = page.through
+    assert sizes == [3, 3, 3, 2]
+    await store.close()

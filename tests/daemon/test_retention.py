@@ -81,3 +81,12 @@ async def test_many_more_than_are_kept_go_in_bounded_steps(store: Store) -> None
     await store.write(many)
     await forget(store, log, limits)
     assert (log.oldest_seq, len(await kinds(store))) == (4901, 100)
+
+
+async def test_a_clock_that_was_wrong_for_a_moment_costs_nothing(store: Store) -> None:
+    log = EventLog(store, LIMITS)
+    await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
+    await store.write(lambda tx: write_turn(tx, "t", None))
+    await store.write(lambda tx: tx.run("UPDATE events SET at = '2020-01-01T00:00:00.000Z' WHERE seq = 6"))
+    await forget(store, log, LIMITS)
+    assert (log.oldest_seq, len(await kinds(store))) == (1, 7)

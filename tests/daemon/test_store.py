@@ -177,6 +177,14 @@ async def test_on_a_full_disk_the_reserve_is_there_for_what_ends(store: Store, m
     assert reserve.exists()
 
 
+async def test_the_last_room_is_not_taken_for_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2_500_000))
+    (tmp_path / "daemon.reserve").write_bytes(b"a part of one")
+    store = await Store.open(tmp_path / "daemon.db")
+    assert not (tmp_path / "daemon.reserve").exists()
+    await store.close()
+
+
 async def test_a_file_system_that_is_full_ends_nothing_but_the_writing(tmp_path: Path) -> None:
     """A real limit of the system, on the size of files, in a process of its own."""
     program = f"""
