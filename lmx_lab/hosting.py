@@ -1,8 +1,7 @@
 """Run an ASGI application on the running event loop: a kernel's, or that of a ``LoopThread``.
 
 Stock uvicorn owns its process: it exits when the port is taken or the lifespan fails, takes over SIGINT and logs to the
-terminal. Here the socket is bound first, a failure is an exception in the caller, signals stay whose they are, and logs
-go to a buffer.
+terminal. Here the socket is bound first, a failure is an exception in the caller, and signals stay whose they are.
 """
 
 from __future__ import annotations
@@ -43,9 +42,6 @@ PROBE_S = 0.4
 LOG_RECORDS = 500
 
 
-# --- the socket
-
-
 def bind(host: str, port: int, *, explicit: bool) -> socket.socket:
     """A listening socket: requests wait in it from now on and are answered once ``serve`` runs.
 
@@ -75,7 +71,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        if sys.platform != "linux" and _answers(host, port):
+        if sys.platform != "linux" and port and _answers(host, port):
             # Elsewhere SO_REUSEADDR lets a specific address share the port of a wildcard.
             raise OSError(errno.EADDRINUSE, "Address already in use")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,8 +88,6 @@ def _loopback_for(host: str) -> str:
 
 
 def _answers(host: str, port: int) -> bool:
-    if port == 0:
-        return False
     with contextlib.suppress(OSError), socket.create_connection((_loopback_for(host), port), PROBE_S):
         return True
     return False
@@ -136,9 +130,6 @@ def _probe(host: str, port: int) -> bytes:
     return answer
 
 
-# --- logs
-
-
 class _LogBuffer(logging.Handler):
     """Keeps the last lines in memory: a cell's output is no place for a server's log."""
 
@@ -174,9 +165,6 @@ def _divert_logs() -> None:
         logging.getLogger(name).addFilter(_without_keys)
 
 
-# --- one server
-
-
 class _Lifespan:
     """The application, with hold of its lifespan: the error that uvicorn would only log, and the task to end."""
 
@@ -187,10 +175,8 @@ class _Lifespan:
         self.reason = ""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        run = self._live if scope["type"] == "lifespan" else self._app
+        await run(scope, receive, send)
 
     async def _live(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         async def noting_send(message: Message) -> None:
@@ -235,6 +221,8 @@ class _WebSocket(WebSocketsSansIOProtocol):
     write when the client has taken enough of what came before. ``lmx_lab.abort`` drops a client that takes nothing.
     """
 
+    _pongs = b""
+
     async def run_asgi(self) -> None:
         own: Any = {"lmx_lab.frames": _frames, "lmx_lab.send": self._send, "lmx_lab.abort": self.transport.abort}
         self.scope["extensions"] = {**(self.scope.get("extensions") or {}), **own}
@@ -244,6 +232,18 @@ class _WebSocket(WebSocketsSansIOProtocol):
         await super().send(message)
         # A refusal with a status is whole; uvicorn would log it as an error of the application.
         self.handshake_complete |= self.close_sent
+
+    def handle_ping(self) -> None:
+        # Who takes nothing is still read, so that its cancel, close and end are seen. But answers to a flood of pings
+        # would fill the memory: there is one, to the latest, when the client takes again (RFC 6455, 5.5.3).
+        self._pongs = b"".join(self.conn.data_to_send()) or self._pongs
+        if self.writable.is_set():
+            self.resume_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        pongs, self._pongs = self._pongs, b""
+        self.transport.write(pongs)
 
     async def _send(self, frames: bytes) -> None:
         if not self.handshake_complete or self.close_sent or self.disconnected or self.transport.is_closing():

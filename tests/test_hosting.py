@@ -336,6 +336,82 @@ async def test_websockets_work_have_a_size_limit_and_are_closed_by_stop():
         assert caught.value.rcvd.code == 1012
 
 
+class Flooding(App):
+    """Sends more than its client's buffers hold, then says what it hears."""
+
+    size = 24 * 2**20
+
+    def __init__(self):
+        super().__init__()
+        self.heard = asyncio.Queue()
+
+    async def echo(self, receive, send):
+        await receive()
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.send", "text": "x" * self.size})
+        while True:
+            message = await receive()
+            self.heard.put_nowait(message)
+            if message["type"] == "websocket.disconnect":
+                return
+
+
+def masked(opcode, payload):
+    """A frame as a client sends it, with a mask of zeros."""
+    return bytes([0x80 | opcode, 0x80 | len(payload), 0, 0, 0, 0]) + payload
+
+
+HANDSHAKE = (
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+@pytest.mark.anyio
+async def test_pings_of_a_client_that_takes_nothing_do_not_pile_up_and_what_else_it_says_is_heard():
+    app = Flooding()
+    async with serving(app) as host, asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**20)
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.pause_reading()
+        writer.write(masked(1, b"begun"))
+        assert (await app.heard.get())["text"] == "begun"
+        (connection,) = host._server.server_state.connections
+        before = connection.transport.get_write_buffer_size()
+        assert before > 2**16
+        for _ in range(100):
+            writer.write(masked(9, b"p" * 125) * 500)
+            await writer.drain()
+        writer.write(masked(9, b"the latest") + masked(1, b"cancel"))
+        assert (await app.heard.get())["text"] == "cancel"
+        assert connection.transport.get_write_buffer_size() <= before
+        # It takes again: the message, whole, then the answers to what was read last.
+        writer.transport.resume_reading()
+        await reader.readexactly(10 + app.size)
+        await reader.readuntil(b"\x8a\x0athe latest")
+        writer.write(masked(9, b"and now"))
+        assert await reader.readexactly(9) == b"\x8a\x07and now"
+        writer.write(masked(8, b"\x03\xe8"))
+        assert (await app.heard.get())["code"] == 1000
+        assert await reader.read() == masked(8, b"")[:1] + b"\x02\x03\xe8"
+        writer.close()
+
+
+@pytest.mark.anyio
+async def test_a_client_that_vanishes_while_it_takes_nothing_is_noticed():
+    app = Flooding()
+    async with serving(app) as host, asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**16)
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.pause_reading()
+        writer.write(masked(9, b"p" * 125) * 500 + masked(1, b"begun"))
+        assert (await app.heard.get())["text"] == "begun"
+        writer.transport.abort()
+        assert (await app.heard.get())["type"] == "websocket.disconnect"
+
+
 @pytest.mark.anyio
 async def test_a_server_cannot_be_stopped_from_a_foreign_loop():
     async with serving() as host:

@@ -25,10 +25,12 @@ from lmx_lab.errors import ConnectionLostError, InvalidRequestError, Unreachable
 DONE = "[DONE]"
 NAME = "x-lmx-lab"
 END_S = 2.0
-"""After the reason of its end, a stream that just stays open is taken to be done."""
+"""So long after the reason of its end, a stream that stays open is taken to be done, whatever it still says."""
 TAIL_S = 0.05
 """After its last word."""
 HALF = re.compile("[\ud800-\udfff]")
+MOST_TOKENS = 2**53
+"""A count beyond it is none."""
 MODELS = 1000
 """Of a server's list; more are not looked at."""
 
@@ -122,30 +124,33 @@ class ChatFormatClient:
         content = _json({**body, "stream": True, "stream_options": {"include_usage": True}})
         reader = _Reader(self.url)
         source = self._connection.events("POST", "/v1/chat/completions", content=content, whole_bytes=LONG_BYTES)
+        loop, until_s = asyncio.get_running_loop(), None
         async with aclosing(source) as events:
-            while (event := await _next(events, END_S if reader.finished else None)) is not None:
+            while (event := await _next(events, until_s)) is not None:
                 if isinstance(event, Remark):
                     yield Piece(remark=event.text)
                 elif event.strip() == DONE:
                     # A connection whose answer was read to its very end is used again.
-                    await _next(events, TAIL_S)
+                    await _next(events, loop.time() + TAIL_S)
                     return
                 elif (piece := reader.read(event)) is not None:
+                    if reader.finished and until_s is None:
+                        until_s = loop.time() + END_S
                     yield piece
         if not reader.finished:
             raise ConnectionLostError(f"{self.url} ended the stream before the answer's end; ask again")
 
 
-async def _next(events: AsyncGenerator[str | Remark, None], wait_s: float | None) -> str | Remark | None:
+async def _next(events: AsyncGenerator[str | Remark, None], until_s: float | None) -> str | Remark | None:
     """The next event; None after the last, also if an answer that has its end is not followed by a proper one.
 
     Args:
-        wait_s: None while the answer has no end.
+        until_s: By the loop's clock; None while the answer has no end.
     """
-    if wait_s is None:
+    if until_s is None:
         return await anext(events, None)
     try:
-        async with asyncio.timeout(wait_s):
+        async with asyncio.timeout_at(until_s):
             return await anext(events, None)
     except (TimeoutError, UnreachableError):
         return None
@@ -191,7 +196,7 @@ class _Reader:
         whole = choice.get("message")
         said = whole if isinstance(whole, Mapping) else choice.get("delta")
         said = said if isinstance(said, Mapping) else {}
-        reason = _word(choice.get("finish_reason"))
+        reason = _name(choice.get("finish_reason"))
         self.finished = self.finished or reason is not None or isinstance(whole, Mapping)
         text, inner = _content(said.get("content"))
         return Piece(
@@ -202,7 +207,7 @@ class _Reader:
             calls=tuple(_calls(said)),
             finish_reason=reason,
             usage=_usage(chunk.get("usage")),
-            model=_word(chunk.get("model")),
+            model=_name(chunk.get("model")),
         )
 
 
@@ -222,6 +227,12 @@ def _word(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
+def _name(value: Any) -> str | None:
+    """A word that comes whole: half a character in it stays one, which nobody could write down."""
+    word = _word(value)
+    return None if word is None else HALF.sub("\ufffd", word)
+
+
 def _content(value: Any) -> tuple[str, str]:
     """Text and thoughts of a message's content, which Mistral sends in parts."""
     if not isinstance(value, list):
@@ -235,7 +246,10 @@ def _usage(value: Any) -> TokenUsage | None:
     if not isinstance(value, Mapping):
         return None
     counts = [value.get(name) for name in ("prompt_tokens", "completion_tokens")]
-    prompt, completion = (max(0, int(count)) if isinstance(count, int | float) else 0 for count in counts)
+    numbers = [count if isinstance(count, int | float) else 0 for count in counts]
+    if not all(abs(number) <= MOST_TOKENS for number in numbers):
+        return None  # Infinity, or no number at all by its name.
+    prompt, completion = (max(0, int(number)) for number in numbers)
     return TokenUsage(prompt=prompt, completion=completion)
 
 
@@ -257,7 +271,7 @@ def _call(item: Mapping[str, Any]) -> CallPiece:
     return CallPiece(
         index=index if isinstance(index, int) and not isinstance(index, bool) else None,
         id=str(identifier) if isinstance(identifier, str | int) and identifier != "" else None,
-        name=_word(function.get("name")),
+        name=_name(function.get("name")),
         arguments=arguments,
     )
 

@@ -17,6 +17,7 @@ from lmx_lab.daemon.identifiers import new_id
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.prompt import chat_request, chosen
 from lmx_lab.daemon.running_tools import RunningTools
+from lmx_lab.daemon.slots import Slots
 from lmx_lab.daemon.store import Store
 from lmx_lab.daemon.tools import Tool, Toolbox
 from lmx_lab.daemon.turn import (
@@ -88,7 +89,7 @@ class ActiveTurn:
         begun: Begun,
         parts: Parts,
         *,
-        slots: asyncio.Semaphore,
+        slots: Slots,
         leave: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self.key = begun.key
@@ -251,7 +252,7 @@ class ActiveTurn:
         """Who waits for a person keeps nobody else waiting."""
         if self._turn.waiting and self.has_slot:
             self.has_slot = False
-            self._slots.release()
+            self._slots.give()
 
     # The model
 
@@ -270,7 +271,7 @@ class ActiveTurn:
         told: Happening
         try:
             if not self.has_slot:
-                await self._slots.acquire()
+                await self._slots.take(back=True)
                 self.has_slot = True
             await self._stream(draft, step)
             calls = named_apart(draft.calls, self._call_ids)
@@ -335,14 +336,13 @@ class ActiveTurn:
         text, thinking = self._draft.text, self._draft.thinking
         if not (text or thinking or calls):
             return
+        tool_calls = tuple(ToolCall(call_id=call.call_id, name=call.name, arguments=call.arguments) for call in calls)
         said = turn_records.answer(
             self.key,
             message_id=self._draft.message_id,
             text=text,
             thinking=thinking,
-            tool_calls=tuple(
-                ToolCall(call_id=call.call_id, name=call.name, arguments=call.arguments) for call in calls
-            ),
+            tool_calls=tool_calls,
         )
         self._history.append(said)
         self._due_here(turn_records.message, said=said)

@@ -29,7 +29,7 @@ from lmx_lab.daemon.lines import LINE_BYTES, one_line
 from lmx_lab.daemon.mcp_failure import McpFailure
 from lmx_lab.daemon.mcp_http import Watch, http_client, raise_first, unreachable
 from lmx_lab.daemon.mcp_process import McpProcess
-from lmx_lab.daemon.mcp_results import TEXT_CHARACTERS, described
+from lmx_lab.daemon.mcp_results import described
 from lmx_lab.daemon.mcp_secrets import Secrets
 from lmx_lab.daemon.mcp_streams import Incoming, Outgoing, Patience
 from lmx_lab.daemon.tools import ToolResult
@@ -45,6 +45,8 @@ NOTE_GAP_S = 0.1
 NOTE_CHARACTERS = 1000
 CANCEL_S = 1.5
 """How long a cancelled call may take to tell its server."""
+ENDING_S = 0.5
+"""How long a server that is lost may take to end, before that is said of it."""
 LATE_S = 1.0
 """How long a call may take above its limit before nobody waits for it any more."""
 
@@ -202,7 +204,7 @@ class Connection:
         return McpFailure("protocol", f"its answer with {what} is not the protocol's: {self._clean(str(exc))}")
 
     def _clean(self, text: str) -> str:
-        return one_line(self._hide.hidden(text[:TEXT_CHARACTERS]), 1000)
+        return one_line(self._hide.hidden(text), 1000)
 
 
 class _Progress:
@@ -219,7 +221,7 @@ class _Progress:
             return
         self._next = now + NOTE_GAP_S
         share = f"{progress:g}/{total:g}" if total else f"{progress:g}"
-        said = one_line(self._hide.hidden(message[: 4 * NOTE_CHARACTERS]), NOTE_CHARACTERS) if message else ""
+        said = one_line(self._hide.hidden(message), NOTE_CHARACTERS) if message else ""
         self._note(f"{share} {said}".strip())
 
 
@@ -243,12 +245,13 @@ async def over_stdio(
     """
 
     async def ended() -> McpFailure:
-        if not incoming.at_end:
-            return McpFailure("exited", "the server was stopped")
         if incoming.flooded:
             return McpFailure("protocol", "the server wrote thousands of lines to stdout that are no messages")
-        # The end of its output is often seen before that of the process.
-        await asyncio.wait({process.exited}, timeout=0.5)
+        if not patience.at_end:
+            # A failed write, and the end of its output, are often seen before the end of the process.
+            await asyncio.wait({process.gone}, timeout=ENDING_S)
+        if not incoming.at_end and process.returncode is None:
+            return McpFailure("exited", "the server was stopped")
         return McpFailure("exited", f"the server {process.said()}")
 
     incoming = Incoming(process, _message, lost)
@@ -269,7 +272,7 @@ async def _greeted_by(config: McpServerConfig, connection: Connection, incoming:
     try:
         await connection.greet()
     except (TimeoutError, MCPError, ValidationError, RuntimeError) as exc:
-        if incoming.at_end:
+        if incoming.at_end or (isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED):
             failure = await connection.ended()
             raise McpFailure(failure.kind, f"{failure.message}, before it had answered initialize") from exc
         failure = await connection.failure(exc, "the session")

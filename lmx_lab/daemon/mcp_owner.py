@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from lmx_lab.daemon.mcp_process import McpProcess
 from lmx_lab.daemon.mcp_secrets import Secrets
 from lmx_lab.daemon.mcp_streams import Patience
 from lmx_lab.daemon.orphans import Roster
+from lmx_lab.daemon.process_family import Root
 from lmx_lab.daemon.tools import ToolResult
 from lmx_lab.wire.mcp import ErrorKind, McpServerConfig, ServerState
 
@@ -141,11 +143,11 @@ class McpOwner:
                 began=self._began,
             ) as connection:
                 await self._serve(connection)
-                failure = await connection.ended()
+                failure = None if self._stopping else await connection.ended()
         except McpFailure as exc:
             failure = exc
         except Exception as exc:
-            failure = McpFailure("protocol", self._hide.hidden(one_line(f"{type(exc).__name__}: {exc}")))
+            failure = McpFailure("protocol", one_line(self._hide.hidden(f"{type(exc).__name__}: {exc}")))
         self._connection, self._lost = None, False
         if self._process is not None:
             self._tail, self._process = self._process.stderr_tail, None
@@ -237,12 +239,25 @@ async def connected(
         return
     # What is left of an earlier life may hold what this one needs.
     await roster.cleared.wait()
-    process = await McpProcess.start(config)
-    began(process)
-    try:
-        await roster.add(process.root)
+    async with _started(config, roster) as process:
+        began(process)
         async with connections.over_stdio(config, process, patience, changed=changed, lost=lost) as connection:
             yield connection
+
+
+@contextlib.asynccontextmanager
+async def _started(config: McpServerConfig, roster: Roster) -> AsyncIterator[McpProcess]:
+    root = Root(pid=0, started=0.0, mark=secrets.token_hex(16))
+    # Before it runs: if this daemon is killed while it starts, the next one finds it by its mark.
+    await roster.add(root)
+    try:
+        process = await McpProcess.start(config, root.mark)
+    except BaseException:
+        await roster.remove(root)
+        raise
+    try:
+        await roster.add(process.root)
+        yield process
     finally:
         await process.stop()
-        await roster.remove(process.root)
+        await roster.remove(root)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import secrets
 import shutil
 from collections import deque
 from collections.abc import Mapping
@@ -44,6 +43,8 @@ UNREAD_BYTES = 2**20
 """Above it, the server's stdout waits."""
 UNSENT_BYTES = 16 * 2**20
 STRAY_BYTES = 500
+STDERR_BYTES = 20_480
+"""More than is shown: what the end of a cut secret may be in is left out."""
 LAST_WORDS_S = 0.2
 """After its end, what is still in its pipes is read for so long: a child of it may keep them open for ever."""
 
@@ -94,7 +95,11 @@ class _Pipes(asyncio.SubprocessProtocol):
         self.writable = asyncio.Event()
         self.writable.set()
         self.exited: asyncio.Future[None] = loop.create_future()
-        self.stderr = Tail()
+        self.gone: asyncio.Future[None] = loop.create_future()
+        """Done when it has exited and all that it wrote is read."""
+        self.stderr = Tail(STDERR_BYTES)
+        self.stderr_cut = False
+        self._stderr_size = 0
         self.transport: asyncio.SubprocessTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -104,6 +109,8 @@ class _Pipes(asyncio.SubprocessProtocol):
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd != 1:
             self.stderr.feed(data)
+            self._stderr_size += len(data)
+            self.stderr_cut = self._stderr_size > STDERR_BYTES
             return
         for line in self.lines.feed(data):
             if not self.discarding:
@@ -140,6 +147,10 @@ class _Pipes(asyncio.SubprocessProtocol):
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self.close)
         self.writable.set()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
+
     def pause_writing(self) -> None:
         self.writable.clear()
 
@@ -173,13 +184,15 @@ class McpProcess:
         self.root: Root = root_of(self.pid, mark)
 
     @classmethod
-    async def start(cls, config: McpServerConfig) -> Self:
+    async def start(cls, config: McpServerConfig, mark: str) -> Self:
         """
+        Args:
+            mark: Its own, in its environment and in that of all that it starts.
+
         Raises:
             McpFailure: it cannot be started.
         """
         program = await asyncio.to_thread(found_program, config)
-        mark = secrets.token_hex(16)
         env = {**environment(config), MARK: mark}
         try:
             transport, pipes = await asyncio.get_running_loop().subprocess_exec(
@@ -194,17 +207,26 @@ class McpProcess:
         return self._pipes.exited
 
     @property
+    def gone(self) -> asyncio.Future[None]:
+        """Done when it has exited and all that it wrote is read; soon after its exit, whoever holds its pipes open."""
+        return self._pipes.gone
+
+    @property
     def returncode(self) -> int | None:
         return self._transport.get_returncode()
 
     @property
     def stderr_tail(self) -> str:
         """The last lines of its stderr, below lines of its stdout that were no messages; without secrets."""
-        return shown(self._hide.hidden(f"{self._strays.text()}\n{self._pipes.stderr.text()}"))
+        stderr, hide = self._pipes.stderr.text(), self._hide
+        return shown(
+            f"{self._strays.text()}\n{hide.hidden_end(stderr) if self._pipes.stderr_cut else hide.hidden(stderr)}"
+        )
 
     def note(self, line: bytes) -> None:
         """Keep a line that was no message, for those who wonder."""
-        self._strays.feed(b"(stdout) " + line[:STRAY_BYTES] + b"\n")
+        # Hidden first: the beginning of a secret that is cut would not be found.
+        self._strays.feed(b"(stdout) " + self._hide.hidden_bytes(line)[:STRAY_BYTES] + b"\n")
 
     def said(self) -> str:
         """How it ended, for people: exit code or signal, and its last line."""

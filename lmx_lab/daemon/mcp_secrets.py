@@ -7,7 +7,7 @@ from typing import Self
 
 from lmx_lab.wire.mcp import REDACTED, McpServerConfig
 
-SHORTEST = 6
+SHORTEST = 4
 """Shorter values would be found everywhere, and hide what is no secret."""
 
 
@@ -19,6 +19,8 @@ class Secrets:
         # The longest first: one may be part of another.
         self._values = sorted((piece for piece in pieces if len(piece) >= SHORTEST), key=len, reverse=True)
 
+        self._longest = max((len(value.encode()) for value in self._values), default=0)
+
     @classmethod
     def of(cls, config: McpServerConfig) -> Self:
         return cls([*config.env.values(), *config.headers.values()])
@@ -28,6 +30,16 @@ class Secrets:
         for value in self._values:
             text = text.replace(value, REDACTED)
         return text
+
+    def hidden_bytes(self, data: bytes) -> bytes:
+        """As ``hidden``, of text that is not decoded yet."""
+        for value in self._values:
+            data = data.replace(value.encode(), REDACTED.encode())
+        return data
+
+    def hidden_end(self, text: str) -> str:
+        """As ``hidden``, of a text whose beginning was cut off: without what the end of a secret may be in."""
+        return self.hidden(text)[self._longest :]
 
 
 def _credentials(value: str) -> list[str]:

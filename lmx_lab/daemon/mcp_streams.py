@@ -26,11 +26,12 @@ class Patience:
 
     def __init__(self) -> None:
         self._scope: anyio.CancelScope | None = None
-        self._at_end = False
+        self.at_end = False
+        """Whether the server is to be stopped."""
 
     def end(self) -> None:
         """Wait no more, now and later; from another task than the one that waits."""
-        self._at_end = True
+        self.at_end = True
         if self._scope is not None:
             self._scope.cancel()
 
@@ -43,7 +44,7 @@ class Patience:
         """
         with anyio.fail_after(seconds) as scope:
             self._scope = scope
-            if self._at_end:
+            if self.at_end:
                 scope.cancel()
             try:
                 yield

@@ -27,6 +27,7 @@ class Root:
     """The first process of a family: the leader of its own session."""
 
     pid: int
+    """0 where it has not been started yet: only the mark finds it then."""
     started: float
     """In seconds since the epoch, as psutil has it."""
     mark: str
@@ -91,6 +92,8 @@ def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> None:
 
 def _is_ours(root: Root) -> bool:
     """Whether the session with the root's number is the root's: the number may have been given again."""
+    if root.pid == 0:
+        return False
     try:
         return abs(psutil.Process(root.pid).create_time() - root.started) < START_SLACK_S
     except psutil.NoSuchProcess:

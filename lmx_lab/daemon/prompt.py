@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lmx_lab.daemon.arguments import arguments_in
 from lmx_lab.daemon.tools import Tool
-from lmx_lab.daemon.turn import arguments_in
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.sessions import SessionMessage, ToolCall, TurnOverrides
 

@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from typing import Literal
 
 from lmx_lab.daemon import permissions, sessions, turn_queue, turn_records
 from lmx_lab.daemon.active_turn import ActiveTurn, Parts
+from lmx_lab.daemon.finishing import Finishing
+from lmx_lab.daemon.lane import Lane
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.log import EventLog
-from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.slots import Slots
+from lmx_lab.daemon.store import Store, Transaction
 from lmx_lab.daemon.tools import Toolbox
 from lmx_lab.daemon.turn import Ending
 from lmx_lab.daemon.turn_queue import Begun
 from lmx_lab.daemon.turn_records import TurnKey
-from lmx_lab.daemon.turn_recovery import RESTARTED, end_from_rows
+from lmx_lab.daemon.turn_recovery import end_orphans
 from lmx_lab.daemon.turn_writer import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from lmx_lab.daemon.upstream import Upstream
 from lmx_lab.errors import LabError, SessionNotFoundError, StoppingError
@@ -45,19 +47,6 @@ STOP_S = 2.0
 """For writing the ends, beyond the time that tools have."""
 
 
-class _Lane:
-    """One session's turns, one at a time."""
-
-    def __init__(self, session_id: str) -> None:
-        self.session_id = session_id
-        self.lock = asyncio.Lock()
-        """Of what begins, is submitted and is cancelled, so that each finds the others whole."""
-        self.users = 0
-        self.task: asyncio.Task[None] | None = None
-        self.active: ActiveTurn | None = None
-        self.deleting = False
-
-
 class Turns:
     """On the daemon's loop; ``start()`` it, and ``stop()`` it in the end."""
 
@@ -66,11 +55,12 @@ class Turns:
         self._upstream = upstream
         self._limits = limits
         self._parts = Parts(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
-        self._slots = asyncio.Semaphore(limits.running_turns)
-        self._lanes: dict[str, _Lane] = {}
+        self._slots = Slots(limits.running_turns)
+        self._lanes: dict[str, Lane] = {}
         self._queued = 0
         self._ends: dict[TurnKey, set[asyncio.Future[None]]] = {}
         self._left: set[asyncio.Task[None]] = set()
+        self._finishing = Finishing()
         self._recovery: asyncio.Task[None] | None = None
         self._stopping = False
 
@@ -83,32 +73,33 @@ class Turns:
         """
         begun, queued = await self._store.read(turn_queue.unfinished)
         self._queued = len(queued)
-        waiting = list(dict.fromkeys(key.session_id for key in queued))
+        deserted, waiting = (list(dict.fromkeys(key.session_id for key in keys)) for keys in (begun, queued))
         try:
-            await self._recover(begun)
+            await self._recover(deserted)
         except LabError as exc:
             log.warning("turns of a former process cannot be ended yet: %s", exc)
-            self._recovery = asyncio.create_task(self._recover_later(begun, waiting), name="lmx-lab recovery")
+            self._recovery = asyncio.create_task(self._recover_later(deserted, waiting), name="lmx-lab recovery")
         else:
             self._wake_all(waiting)
 
-    async def _recover(self, begun: list[TurnKey]) -> None:
-        for key in begun:
-            await self._store.write(partial(end_from_rows, key=key, ending=RESTARTED), ending=True)
+    async def _recover(self, session_ids: list[str]) -> None:
+        for session_id in session_ids:
+            async with self._lane(session_id) as lane:
+                await self._end_waiting(lane, [])
 
-    async def _recover_later(self, begun: list[TurnKey], waiting: list[str]) -> None:
+    async def _recover_later(self, deserted: list[str], waiting: list[str]) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             with contextlib.suppress(LabError):
-                await self._recover(begun)
+                await self._recover(deserted)
                 break
         self._wake_all(waiting)
 
     def _wake_all(self, session_ids: list[str]) -> None:
         for session_id in session_ids:
-            self._wake(self._lanes.setdefault(session_id, _Lane(session_id)))
+            self._wake(self._lanes.setdefault(session_id, Lane(session_id)))
 
     async def stop(self, *, mode: Literal["drain", "now"], grace_s: float) -> None:
         """Accept no more turns and begin none; those that wait run at the next start. Idempotent; ``now`` may follow
@@ -129,7 +120,11 @@ class Turns:
         for active in self._active():
             active.give_up()
         await self._ended(STOP_S)
-        tasks = [*self._left, *(lane.task for lane in self._lanes.values() if lane.task is not None)]
+        tasks = [
+            *self._left,
+            *self._finishing.tasks,
+            *(lane.task for lane in self._lanes.values() if lane.task is not None),
+        ]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -146,8 +141,8 @@ class Turns:
                     lane.task.cancel()
 
     async def _ended(self, wait_s: float) -> None:
-        """Wait until no turn runs."""
-        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        """Wait until no turn runs, and what clients asked for is done."""
+        tasks = [*self._finishing.tasks, *(lane.task for lane in self._lanes.values() if lane.task is not None)]
         if tasks:
             await asyncio.wait(tasks, timeout=wait_s)
 
@@ -169,12 +164,16 @@ class Turns:
         """
         if self._stopping:
             raise StoppingError("the daemon is stopping and takes no more turns; start it again, then ask again")
+        return await self._finishing.run(self._submit(session_id, body))
+
+    async def _submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
         async with self._lane(session_id) as lane:
             accepted, new = await self._store.write(lambda tx: turn_queue.submit(tx, session_id, body, self._limits))
             if new:
                 self._queued += 1
                 if body.when_busy == "interrupt" and lane.active is not None:
                     lane.active.stop(CANCELLED)
+            if accepted.status == "queued":
                 self._wake(lane)
         return accepted, new
 
@@ -217,47 +216,68 @@ class Turns:
         Queued turns have ended when this returns, an active one soon, within ``limits.cancel_s``.
 
         Raises:
-            SessionNotFoundError, TurnNotFoundError
+            SessionNotFoundError, TurnNotFoundError, StorageFullError
         """
+        return await self._finishing.run(self._cancel(session_id, body))
+
+    async def _cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
         async with self._lane(session_id) as lane:
             if body.turn_id is None:
                 await self._store.read(lambda reading: sessions.record(reading, session_id))
             else:
                 await self._record(TurnKey(session_id=session_id, turn_id=body.turn_id))
             stopped = self._stop_active(lane, body.turn_id)
-            if not body.queued and (body.turn_id is None or stopped):
+            if lane.active is not None and not body.queued and (body.turn_id is None or stopped):
                 return CancelAnswer(cancelled=len(stopped), turn_ids=stopped)
             wanted = None if body.queued else [body.turn_id or ""]
-            ended = stopped + await self._cancel_queued(session_id, wanted)
+            orphans, queued = await self._end_waiting(lane, wanted)
+            ended = [*stopped, *(turn_id for turn_id in orphans if body.turn_id in (None, turn_id)), *queued]
         return CancelAnswer(cancelled=len(ended), turn_ids=ended)
 
-    def _stop_active(self, lane: _Lane, turn_id: str | None) -> list[str]:
+    def _stop_active(self, lane: Lane, turn_id: str | None) -> list[str]:
         active = lane.active
         if active is None or (turn_id is not None and active.key.turn_id != turn_id) or not active.stop(CANCELLED):
             return []
         return [active.key.turn_id]
 
-    async def _cancel_queued(self, session_id: str, turn_ids: list[str] | None) -> list[str]:
-        ended = await self._store.write(lambda tx: turn_queue.cancel_queued(tx, session_id, turn_ids), ending=True)
-        self._queued -= len(ended)
-        for turn_id in ended:
+    async def _end_waiting(self, lane: Lane, turn_ids: list[str] | None) -> tuple[list[str], list[str]]:
+        """End queued turns, None being all, and those that a former process had begun; gives the latter first."""
+        session_id, deserted = lane.session_id, lane.active is None
+
+        def end(tx: Transaction) -> tuple[list[str], list[str]]:
+            orphans = end_orphans(tx, session_id) if deserted else []
+            return orphans, turn_queue.cancel_queued(tx, session_id, turn_ids)
+
+        orphans, queued = await self._store.write(end, ending=True)
+        self._queued -= len(queued)
+        for turn_id in (*orphans, *queued):
             self._tell_end(TurnKey(session_id=session_id, turn_id=turn_id))
-        return ended
+        return orphans, queued
 
     async def delete_session(self, session_id: str) -> None:
         """End the session's turns, each with its event, then delete it with all that belongs to it; idempotent."""
-        async with self._lane(session_id) as lane:
-            await self._cancel_queued(session_id, None)
-            active, lane.deleting = lane.active, True
+        lane = self._lanes.setdefault(session_id, Lane(session_id))
+        if lane.deletion is None:
             lane.users += 1
+            lane.deletion = self._finishing.begin(self._delete(lane))
+        await asyncio.shield(lane.deletion)
+
+    async def _delete(self, lane: Lane) -> None:
+        def delete(tx: Transaction) -> None:
+            end_orphans(tx, lane.session_id)  # A turn whose end was given up is one.
+            sessions.delete(tx, lane.session_id)
+
         try:
+            async with lane.lock:
+                await self._end_waiting(lane, None)
+                active, lane.deleting = lane.active, True
             if active is not None:
                 with self._end_of(active.key) as ended:
                     active.stop(CANCELLED)
                     await ended
-            await self._store.write(lambda tx: sessions.delete(tx, session_id), ending=True)
+            await self._store.write(delete, ending=True)
         finally:
-            lane.deleting = False
+            lane.deleting, lane.deletion = False, None
             lane.users -= 1
             self._forget(lane)
 
@@ -273,6 +293,9 @@ class Turns:
         Raises:
             PermissionNotFoundError, AlreadyResolvedError, PermissionExpiredError
         """
+        return await self._finishing.run(self._decide(permission_id, body))
+
+    async def _decide(self, permission_id: str, body: Decision) -> PermissionRecord:
         decided = await self._store.write(lambda tx: permissions.decide(tx, permission_id, body))
         lane = self._lanes.get(decided.session_id)
         if lane is not None and lane.active is not None and lane.active.key.turn_id == decided.turn_id:
@@ -282,9 +305,9 @@ class Turns:
     # Lanes
 
     @contextlib.asynccontextmanager
-    async def _lane(self, session_id: str) -> AsyncIterator[_Lane]:
+    async def _lane(self, session_id: str) -> AsyncIterator[Lane]:
         """The session's lane, for this block alone; it is kept only as long as somebody needs it."""
-        lane = self._lanes.setdefault(session_id, _Lane(session_id))
+        lane = self._lanes.setdefault(session_id, Lane(session_id))
         lane.users += 1
         try:
             async with lane.lock:
@@ -295,15 +318,15 @@ class Turns:
             lane.users -= 1
             self._forget(lane)
 
-    def _forget(self, lane: _Lane) -> None:
+    def _forget(self, lane: Lane) -> None:
         if lane.users == 0 and lane.task is None and self._lanes.get(lane.session_id) is lane:
             del self._lanes[lane.session_id]
 
-    def _wake(self, lane: _Lane) -> None:
+    def _wake(self, lane: Lane) -> None:
         if lane.task is None and not self._stopping:
             lane.task = asyncio.create_task(self._run(lane), name=f"lmx-lab turns of {lane.session_id}")
 
-    async def _run(self, lane: _Lane) -> None:
+    async def _run(self, lane: Lane) -> None:
         """Run the session's turns until none waits. Between two of them the other sessions have their go."""
         pause_s = FIRST_PAUSE_S
         try:
@@ -324,9 +347,9 @@ class Turns:
                 lane.task = None
             self._forget(lane)
 
-    async def _run_next(self, lane: _Lane) -> bool:
+    async def _run_next(self, lane: Lane) -> bool:
         await self._tools_come()
-        await self._slots.acquire()
+        await self._slots.take()
         active: ActiveTurn | None = None
         try:
             async with lane.lock:
@@ -341,7 +364,7 @@ class Turns:
             return True
         finally:
             if active is None or active.has_slot:
-                self._slots.release()
+                self._slots.give()
             if active is not None:
                 lane.active = None
                 self._tell_end(active.key)
@@ -353,11 +376,16 @@ class Turns:
         except TimeoutError:
             log.warning("some tools are not there after %g s; a turn begins without them", TOOLS_S)
 
-    async def _begin(self, lane: _Lane) -> Begun | None:
+    async def _begin(self, lane: Lane) -> Begun | None:
         if self._stopping or lane.deleting:
             return None
         model = self._upstream.state().model
-        return await self._store.write(lambda tx: turn_queue.begin_next(tx, lane.session_id, model=model))
+
+        def begin(tx: Transaction) -> Begun | None:
+            end_orphans(tx, lane.session_id)
+            return turn_queue.begin_next(tx, lane.session_id, model=model)
+
+        return await self._store.write(begin)
 
     def _keep_left(self, task: asyncio.Task[None]) -> None:
         self._left.add(task)

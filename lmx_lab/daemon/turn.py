@@ -13,17 +13,16 @@ Whoever performs it does the actions of one ``tell`` in their order, and writes 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from lmx_lab.daemon.arguments import SHOWN, arguments_in
 from lmx_lab.errors import LabError, TurnError
 from lmx_lab.wire.sessions import StopReason, ToolStatus
 
 NAMES_TOLD = 30
-SHOWN = 200
 
 
 class Phase(Enum):
@@ -371,24 +370,6 @@ class Turn:
             raise WrongTransitionError(
                 f"{told} is for a turn that is {expected}; this one is {self.phase.value}, at step {self.step}"
             )
-
-
-def arguments_in(text: str) -> dict[str, Any] | str:
-    """The object that a call's arguments are, nothing at all being an empty one; or what is wrong with them."""
-    if not text.strip():
-        return {}
-    try:
-        value = json.loads(text, parse_constant=_no_number)
-        if "\\u" in text:
-            # It may be half a character, which no log and no tool could take.
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError) as exc:
-        return f"the arguments are no JSON ({exc!s:.{SHOWN}}): {text[:SHOWN]}"
-    return value if isinstance(value, dict) else f"the arguments are no JSON object: {text[:SHOWN]}"
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
 
 
 def _unknown(name: str, tools: Mapping[str, bool]) -> str:

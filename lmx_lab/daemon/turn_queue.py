@@ -65,12 +65,14 @@ def _digest(body: SubmitTurn) -> str:
 
 
 def _as_it_is(tx: Transaction, row: Row) -> TurnAccepted:
-    first = tx.row(
-        "SELECT seq FROM events WHERE session_id = ? AND turn_id = ? AND event = 'turn.queued' ORDER BY seq LIMIT 1",
+    # The latest: a deleted session of the same id may have had such a turn.
+    queued = tx.row(
+        "SELECT seq FROM events WHERE session_id = ? AND turn_id = ? AND event = 'turn.queued'"
+        " ORDER BY seq DESC LIMIT 1",
         *(row["session_id"], row["turn_id"]),
     )
     # What is no longer in the log is left out by its retention, not by this cursor.
-    cursor = 0 if first is None else int(first["seq"]) - 1
+    cursor = 0 if queued is None else int(queued["seq"]) - 1
     return TurnAccepted(turn_id=row["turn_id"], status=row["status"], cursor=cursor)
 
 

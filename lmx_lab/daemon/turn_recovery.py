@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lmx_lab.daemon import permissions, sessions, turn_records
 from lmx_lab.daemon.store import Transaction
 from lmx_lab.daemon.turn import Ending
+from lmx_lab.daemon.turn_queue import LIVE
 from lmx_lab.daemon.turn_records import TurnKey
 from lmx_lab.errors import DaemonRestartedError
 from lmx_lab.wire.events import ToolEnd, TurnText
@@ -36,6 +37,14 @@ def end_from_rows(tx: Transaction, key: TurnKey, ending: Ending) -> bool:
     last = said or next((message for message in reversed(history) if message.role == "assistant"), None)
     turn_records.end(tx, key, ending, text="" if last is None else last.content, stats=None)
     return True
+
+
+def end_orphans(tx: Transaction, session_id: str) -> list[str]:
+    """End all turns of a session that have begun, where nobody runs any; gives those that this ends."""
+    rows = tx.rows(f"SELECT turn_id FROM turns WHERE {LIVE} AND session_id = ? AND status != 'queued'", session_id)
+    for row in rows:
+        end_from_rows(tx, key=TurnKey(session_id=session_id, turn_id=row["turn_id"]), ending=RESTARTED)
+    return [row["turn_id"] for row in rows]
 
 
 def _open_calls(tx: Transaction, key: TurnKey, history: Sequence[SessionMessage]) -> list[tuple[str, str, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import aclosing
 from typing import Any
@@ -218,6 +219,20 @@ async def test_what_comes_in_an_empty_choice_is_the_usage() -> None:
     assert (await read([token("a"), chunk({}, finish="stop"), event({"choices": [], "usage": None}), DONE]))[4] is None
 
 
+@pytest.mark.parametrize("count", ["1e999", "-1e999", "NaN", "Infinity", "9" * 4000])
+async def test_a_count_that_is_none_takes_only_the_usage_away(count: str) -> None:
+    odd = b'data: {"choices":[],"usage":{"prompt_tokens":%s,"completion_tokens":1}}\n\n' % count.encode()
+    text, _, _, reason, usage = await read([token("a"), chunk({}, finish="stop"), odd, DONE])
+    assert (text, reason, usage) == ("a", "stop", None)
+
+
+async def test_names_have_whole_characters_only() -> None:
+    script = b'data: {"model":"m\\ud800","choices":[{"delta":{"content":"a"},"finish_reason":"s\\ude00"}]}\n\n'
+    with Scripted([script, DONE]) as upstream:
+        (piece,) = await pieces(upstream.url)
+    assert (piece.model, piece.finish_reason) == ("m\ufffd", "s\ufffd")
+
+
 async def test_comments_are_remarks() -> None:
     with Scripted([b": prompt 1/2 tokens\n\n", b": keepalive 3/4\n\n", *says("a")]) as upstream:
         found = await pieces(upstream.url)
@@ -247,6 +262,14 @@ async def test_a_stream_that_stays_open_after_its_end_is_done(monkeypatch: pytes
     with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as upstream:
         assert "".join(piece.text for piece in await pieces(upstream.url)) == "a"
         await upstream.until(lambda: upstream.left == 1)
+
+
+async def test_a_stream_that_only_goes_on_with_comments_after_its_end_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.client.chat_format.END_S", 0.05)
+    comments = [step for _ in range(3000) for step in (b": ping\n\n", 0.01)]
+    with Scripted([token("a"), chunk({}, finish="stop"), *comments]) as upstream:
+        async with asyncio.timeout(10):
+            assert "".join(piece.text for piece in await pieces(upstream.url)) == "a"
 
 
 @pytest.mark.parametrize("script", [[token("a")], [token("a"), DROP], [DROP], [token("a")[:-9], DROP]])

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from lmx_lab.daemon import mcp_process
+from lmx_lab.daemon.mcp_secrets import Secrets
 from lmx_lab.daemon.process_family import alive
 from lmx_lab.daemon.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
@@ -150,6 +151,38 @@ async def test_secrets_are_shown_nowhere(place: Place) -> None:
     assert {"API_KEY", "OTHER"} <= set(json.loads((await place.call("bad__secrets")).text))
     with pytest.raises(InvalidRequestError, match="NEW"):
         await place.servers.change("bad", ChangeMcpServer(env={"NEW": "***"}))
+
+
+def printing(script: str, secret: str) -> McpServerConfig:
+    """A program that speaks no protocol, and knows a secret."""
+    env = {**RUN, "API_KEY": secret}
+    return McpServerConfig(name="x", command=sys.executable, args=("-I", "-c", script), env=env, start_timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "print('a' * (STRAY_BYTES - 10) + key, flush=True)",
+        # What is left of the first one is at the front of what is kept, and moves up when the others are hidden.
+        "print(key * 1000, file=sys.stderr)",
+    ],
+    ids=["the end of a line of stdout", "the front of stderr"],
+)
+async def test_a_secret_that_is_cut_is_not_shown_in_part(place: Place, script: str) -> None:
+    key = "".join(chr(0x4E00 + i) for i in range(20))
+    sizes = f"STRAY_BYTES = {mcp_process.STRAY_BYTES}"
+    begun = (
+        f"import os, sys; sys.stderr.reconfigure(encoding='utf-8'); sys.stdout.reconfigure(encoding='utf-8'); {sizes}"
+    )
+    await place.servers.add(printing(f"{begun}; key = os.environ['API_KEY']; {script}", key))
+    record = await place.until("x", lambda record: record.state == "failed")
+    assert record.stderr_tail
+    assert not set(key) & set(record.stderr_tail)
+
+
+def test_short_secrets_are_hidden_too() -> None:
+    assert Secrets(["1234", "abc"]).hidden("1234 abc") == "*** abc"
+    assert Secrets(["1234", "abc"]).hidden_bytes(b"1234 abc") == b"*** abc"
 
 
 async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_not_offered(place: Place) -> None:
@@ -289,6 +322,14 @@ async def test_a_server_that_dies_in_a_call_fails_it_at_once_and_comes_back(plac
     assert [event["state"] for event in await place.events() if event["name"] == "bad"][2:] == ["restarting", "ready"]
 
 
+async def test_a_program_that_exits_at_once_is_said_to_have_exited(place: Place) -> None:
+    """Its stdin is found closed before the end of its output is."""
+    config = McpServerConfig(name="q", command="/bin/sh", args=("-c", "echo oops >&2; exit 4"), env=RUN)
+    failed = await asyncio.gather(*(place.servers.test(config) for _ in range(3)))
+    said = {test.error for test in failed}
+    assert said == {"the server exited with code 4; its last line was: oops, before it had answered initialize"}
+
+
 async def test_a_server_that_always_dies_has_failed_after_its_tries(place: Place) -> None:
     await place.servers.add(hostile("exits"))
     record = await place.until("bad", lambda record: record.state == "failed")
@@ -415,13 +456,55 @@ asyncio.run(main())
 """
 
 
-def killed_daemon(folder: Path) -> list[psutil.Process]:
+def killed_daemon(folder: Path, script: str = KILLED_DAEMON) -> list[psutil.Process]:
     """What a daemon that was killed by -9 has left running."""
     folder.mkdir()
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", KILLED_DAEMON, str(folder)]
+    command = [sys.executable, "-c", script, str(folder)]
     run = subprocess.run(command, cwd=root, env={"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, check=False)
     return [psutil.Process(pid) for pid in json.loads(run.stdout)]
+
+
+KILLED_AT_START = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from lmx_lab.daemon import orphans
+from tests.daemon.mcp_place import Place, Store, hostile
+
+write = orphans._write
+
+def write_until_it_runs(path, roots):
+    for root in roots:
+        if root.pid:
+            print(f"[{root.pid}]", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    write(path, roots)
+
+async def main():
+    orphans._write = write_until_it_runs
+    folder = Path(sys.argv[1])
+    place = Place(await Store.open(folder / "daemon.db"), folder)
+    await place.again()
+    sleeps = ("-I", "-c", "import time; time.sleep(600)")
+    await place.ready(hostile().model_copy(update={"args": sleeps}))
+
+asyncio.run(main())
+"""
+
+
+async def test_a_server_that_ran_but_was_not_known_to_when_its_daemon_was_killed_is_ended_too(
+    place: Place, tmp_path: Path
+) -> None:
+    (process,) = await asyncio.to_thread(killed_daemon, tmp_path / "killed", KILLED_AT_START)
+    try:
+        assert alive(process)
+        next_one = Place(place.store, tmp_path / "killed")
+        await next_one.again()
+        await next_one.servers.stop()
+        assert not alive(process)
+    finally:
+        if alive(process):
+            process.kill()
 
 
 async def test_what_a_killed_daemon_left_running_is_ended_at_the_next_start(place: Place, tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ def test_a_number_that_is_another_process_now_is_left_alone(parent: subprocess.P
     assert family(Root(pid=parent.pid, started=1.0, mark="none")) == []
 
 
+def test_what_has_not_been_started_yet_has_no_family() -> None:
+    assert family(Root(pid=0, started=0.0, mark="none", watched=True)) == []
+
+
 def test_what_is_left_of_a_session_counts_only_where_its_end_was_seen(parent: subprocess.Popen[str]) -> None:
     child = child_of(parent)
     root = root_of(parent.pid, "none")

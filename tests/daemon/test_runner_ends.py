@@ -284,7 +284,7 @@ async def test_who_waits_for_a_person_keeps_nobody_else_waiting(tmp_path: Path, 
         await here.turns.decide(permission.permission_id, ALLOW)
         assert (await here.ended(waiting, turn)).text == "ok"
         await until(lambda: not here.turns._lanes)
-        assert here.turns._slots._value == 1
+        assert here.turns._slots.free == 1
 
 
 async def test_a_turn_that_waits_for_its_slot_again_can_be_cancelled(tmp_path: Path, upstream: Scripted) -> None:
@@ -303,7 +303,7 @@ async def test_a_turn_that_waits_for_its_slot_again_can_be_cancelled(tmp_path: P
         gate.open()
         assert (await here.ended(other, second)).text == "ok"
         await until(lambda: not here.turns._lanes)
-        assert here.turns._slots._value == 1
+        assert here.turns._slots.free == 1
 
 
 # --- sessions that go

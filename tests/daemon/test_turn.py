@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmx_lab.daemon.arguments import arguments_in
 from lmx_lab.daemon.turn import (
     Action,
     Answered,
@@ -31,7 +32,6 @@ from lmx_lab.daemon.turn import (
     Turn,
     Withdraw,
     WrongTransitionError,
-    arguments_in,
 )
 from lmx_lab.errors import EngineError, TurnError, TurnTimeoutError
 
@@ -122,7 +122,10 @@ def test_a_denial_is_told_to_the_model() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["{", "[1]", "7", '"x"', "null", "{} {}", "NaN", '{"x": NaN}', "[" * 100_000, "9" * 5000, "nope", "{'x': 1}"],
+    [
+        *("{", "[1]", "7", '"x"', "null", "{} {}", "NaN", '{"x": NaN}', "[" * 100_000, "9" * 5000, "nope", "{'x': 1}"),
+        *('{"x": 1e999}', '{"x": [-1e999]}', '{"x": -Infinity}'),
+    ],
 )
 def test_arguments_that_are_no_object_go_back_to_the_model(arguments: str) -> None:
     actions = begun().tell(answered(call(arguments=arguments)))

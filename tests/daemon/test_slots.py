@@ -1,0 +1,50 @@
+"""Slots of turns that run at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmx_lab.daemon.slots import Slots
+
+pytestmark = pytest.mark.anyio
+
+
+async def queue(slots: Slots, *backs: bool) -> tuple[list[asyncio.Task[None]], list[int]]:
+    """Takers of a slot, in this order, and the list of those who got it."""
+    order: list[int] = []
+
+    async def take(number: int, back: bool) -> None:
+        await slots.take(back=back)
+        order.append(number)
+
+    tasks = [asyncio.create_task(take(number, back)) for number, back in enumerate(backs)]
+    await asyncio.sleep(0)
+    return tasks, order
+
+
+async def test_who_comes_back_goes_first_and_otherwise_the_first_come_first() -> None:
+    slots = Slots(1)
+    await slots.take()
+    tasks, order = await queue(slots, False, True, False, True)
+    for _ in range(4):
+        slots.give()
+    await asyncio.gather(*tasks)
+    assert (order, slots.free) == ([1, 3, 0, 2], 0)
+    slots.give()
+    assert slots.free == 1
+
+
+@pytest.mark.parametrize("given", ["before", "after"])
+async def test_a_slot_is_not_lost_with_one_who_is_cancelled(given: str) -> None:
+    slots = Slots(1)
+    await slots.take()
+    tasks, order = await queue(slots, False, False)
+    if given == "before":
+        slots.give()
+    tasks[0].cancel()
+    if given == "after":
+        slots.give()
+    await asyncio.wait(tasks, timeout=5)
+    assert (order, slots.free, tasks[0].cancelled()) == ([1], 0, True)
