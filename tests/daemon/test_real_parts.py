@@ -38,7 +38,7 @@ def turn(daemon: Daemon, session_id: str, content: str, **overrides: Any) -> dic
         accepted = http.post(f"/v3/sessions/{session_id}/turns", json=body)
         assert accepted.status_code == 202, accepted.text
         address = f"/v3/sessions/{session_id}/turns/{accepted.json()['turn_id']}"
-        while (record := http.get(address, params={"wait": 60}).json())["ended_at"] is None:
+        while (record := http.get(address, params={"wait": 5}).json())["ended_at"] is None:
             pass
     assert record["status"] == "done", record
     return dict(record)
@@ -98,14 +98,14 @@ def test_a_real_model_calls_a_python_function_after_a_yes(daemon: Daemon) -> Non
         cursor = 0
         asked: list[dict[str, Any]] = []
         while not asked:
-            page = http.get("/v3/events", params={"after": cursor, "wait": 30, "types": "permission.request"}).json()
+            page = http.get("/v3/events", params={"after": cursor, "wait": 5, "types": "permission.request"}).json()
             asked, cursor = page["events"], page["cursor"]
         permission = asked[0]["data"]["permission"]
         assert seen == []
         assert http.get("/v3/sessions/words").json()["status"] == "waiting"
         decided = http.post(f"/v3/permissions/{permission['permission_id']}", json={"decision": "allow"})
         assert decided.json()["resolved_by"] == "client"
-        while (record := http.get("/v3/sessions/words/turns/t", params={"wait": 60}).json())["ended_at"] is None:
+        while (record := http.get("/v3/sessions/words/turns/t", params={"wait": 5}).json())["ended_at"] is None:
             pass
     assert seen == [permission["arguments"]["word"]]
     assert record["status"] == "done"
