@@ -235,7 +235,7 @@ def daemon(
 
 def _agreed(path: Path, *, yes: bool) -> list[McpServerConfig]:
     """The servers of the file, shown, if somebody says yes to them; else none."""
-    from lmx_lab.daemon.mcp_file import read_mcp_file
+    from lmx_lab.daemon.mcp.project_file import read_mcp_file
 
     servers = read_mcp_file(path)
     for server in servers:

@@ -77,8 +77,8 @@ ONLY_IN = {
     "huggingface_hub": {"weights.hub"},
     "filelock": {"weights.store"},
     "prometheus_client": {"server.metrics"},
-    "sqlite3": {"daemon.store"},
-    "mcp": {"daemon.mcp_connection"},
+    "sqlite3": {"daemon.storage.store"},
+    "mcp": {"daemon.mcp.connection"},
 }
 MLX_IN_WEIGHTS = {"weights.gguf_import"}
 # Reading a value's own class is no dependency worth a row.

@@ -11,14 +11,14 @@ from pydantic.json_schema import models_json_schema
 
 from lmx_lab.asgi import errors
 from lmx_lab.asgi.wrapping import VERSION, wrapped
-from lmx_lab.daemon.daemon_routes import HEALTH, daemon_routes
-from lmx_lab.daemon.event_routes import event_routes
-from lmx_lab.daemon.event_stream import PATH, stream_routes
-from lmx_lab.daemon.mcp_routes import mcp_routes
-from lmx_lab.daemon.permission_routes import permission_routes
+from lmx_lab.daemon.routes.daemon import HEALTH, daemon_routes
+from lmx_lab.daemon.routes.event_stream import PATH, stream_routes
+from lmx_lab.daemon.routes.events import event_routes
+from lmx_lab.daemon.routes.mcp import mcp_routes
+from lmx_lab.daemon.routes.permissions import permission_routes
+from lmx_lab.daemon.routes.sessions import session_routes
+from lmx_lab.daemon.routes.turns import turn_routes
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.session_routes import session_routes
-from lmx_lab.daemon.turn_routes import turn_routes
 from lmx_lab.guard import ASGIApp, GuardPolicy, local_policy
 from lmx_lab.settings import Settings
 from lmx_lab.wire.events import DATA, Envelope

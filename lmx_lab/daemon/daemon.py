@@ -20,8 +20,8 @@ from lmx_lab.daemon.identifiers import new_id
 from lmx_lab.daemon.life import Life, Mode, Plan
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.logfile import LogFile
-from lmx_lab.daemon.python_tools import PythonTools
 from lmx_lab.daemon.services import Services
+from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.errors import HostingError, InvalidRequestError
 from lmx_lab.hosting import Host, bind
 from lmx_lab.loops import LoopThread

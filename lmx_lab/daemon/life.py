@@ -16,16 +16,16 @@ from lmx_lab.daemon.app import create_daemon_app
 from lmx_lab.daemon.clock import iso
 from lmx_lab.daemon.home import DaemonHome
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.log import EventLog
-from lmx_lab.daemon.mcp_servers import McpServers
-from lmx_lab.daemon.python_tools import PythonTools
-from lmx_lab.daemon.retention import keep
-from lmx_lab.daemon.runner import Turns
+from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.retention import keep
+from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.subscribers import Subscribers
-from lmx_lab.daemon.toolbox import AllTools
-from lmx_lab.daemon.upstream import Upstream
+from lmx_lab.daemon.tools.python_tools import PythonTools
+from lmx_lab.daemon.tools.toolbox import AllTools
+from lmx_lab.daemon.turns.runner import Turns
+from lmx_lab.daemon.turns.upstream import Upstream
 from lmx_lab.errors import HostingError, LabError
 from lmx_lab.guard import GuardPolicy
 from lmx_lab.hosting import Host, serve

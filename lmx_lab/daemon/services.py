@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.log import EventLog
-from lmx_lab.daemon.mcp_servers import McpServers
-from lmx_lab.daemon.runner import Turns
-from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.mcp.servers import McpServers
+from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.subscribers import Subscribers
-from lmx_lab.daemon.tools import Toolbox
-from lmx_lab.daemon.upstream import Upstream
+from lmx_lab.daemon.tools.tool import Toolbox
+from lmx_lab.daemon.turns.runner import Turns
+from lmx_lab.daemon.turns.upstream import Upstream
 from lmx_lab.wire.daemon import Shutdown
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lmx_lab.daemon.identifiers import new_id
-from lmx_lab.daemon.store import Reading, Row, Transaction
+from lmx_lab.daemon.storage.store import Reading, Row, Transaction
 from lmx_lab.errors import (
     InvalidRequestError,
     RevisionConflictError,

@@ -31,7 +31,7 @@ from lmx_lab.wire.rerank import RerankBody
 
 if TYPE_CHECKING:
     from lmx_lab.daemon.daemon import Daemon
-    from lmx_lab.daemon.python_tools import PythonTools
+    from lmx_lab.daemon.tools.python_tools import PythonTools
 
 
 class Lab(Serving, Verbs, Showing):

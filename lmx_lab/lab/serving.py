@@ -25,7 +25,7 @@ from lmx_lab.weights import Catalog
 
 if TYPE_CHECKING:
     from lmx_lab.daemon.daemon import Daemon
-    from lmx_lab.daemon.python_tools import PythonTools
+    from lmx_lab.daemon.tools.python_tools import PythonTools
 
 T = TypeVar("T")
 

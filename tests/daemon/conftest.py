@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.storage.store import Store
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from websockets.asyncio.client import ClientConnection
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.store import Transaction
+from lmx_lab.daemon.storage.store import Transaction
 from lmx_lab.settings import Settings
 from lmx_lab.wire.events import TurnText
 

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.mcp_owner import Restarts
-from lmx_lab.daemon.mcp_servers import McpServers
-from lmx_lab.daemon.process_family import MARK, alive
-from lmx_lab.daemon.store import Store
-from lmx_lab.daemon.tools import ToolResult
+from lmx_lab.daemon.mcp.owner import Restarts
+from lmx_lab.daemon.mcp.process_family import MARK, alive
+from lmx_lab.daemon.mcp.servers import McpServers
+from lmx_lab.daemon.storage.store import Store
+from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
 
 HOSTILE = Path(__file__).parent / "hostile_mcp.py"

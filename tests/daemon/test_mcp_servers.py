@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lmx_lab.daemon import mcp_process
-from lmx_lab.daemon.mcp_secrets import Secrets
-from lmx_lab.daemon.process_family import alive
-from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.mcp import process as mcp_process
+from lmx_lab.daemon.mcp.process_family import alive
+from lmx_lab.daemon.mcp.secrets import Secrets
+from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
 from lmx_lab.loops import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
@@ -468,7 +468,7 @@ def killed_daemon(folder: Path, script: str = KILLED_DAEMON) -> list[psutil.Proc
 KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from lmx_lab.daemon import orphans
+from lmx_lab.daemon.mcp import orphans
 from tests.daemon.mcp_place import Place, Store, hostile
 
 write = orphans._write

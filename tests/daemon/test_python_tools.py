@@ -18,10 +18,10 @@ import pandas as pd
 import pytest
 from pydantic import BaseModel, Field
 
-from lmx_lab.daemon.docstrings import read_docstring
-from lmx_lab.daemon.function_schema import function_schema
-from lmx_lab.daemon.python_tools import THREADS, PythonTools
-from lmx_lab.daemon.tools import ToolResult
+from lmx_lab.daemon.tools.docstrings import read_docstring
+from lmx_lab.daemon.tools.function_schema import function_schema
+from lmx_lab.daemon.tools.python_tools import THREADS, PythonTools
+from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.errors import InvalidRequestError
 
 pytestmark = pytest.mark.anyio

@@ -9,9 +9,9 @@ import pytest
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.clock import iso
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.log import EventLog
-from lmx_lab.daemon.retention import forget
-from lmx_lab.daemon.store import Store, Transaction
+from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.retention import forget
+from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.wire.events import TurnText
 from lmx_lab.wire.sessions import CreateSession
 

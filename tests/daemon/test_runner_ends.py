@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon import runner, turn_records, turn_writer
-from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.storage.store import Store
+from lmx_lab.daemon.turns import records as turn_records
+from lmx_lab.daemon.turns import runner
+from lmx_lab.daemon.turns import writer as turn_writer
 from lmx_lab.wire.sessions import CancelTurns, Decision
 from tests.daemon.scripted import DROP, STALL, Gate, Scripted, calls, says, thought, token
 from tests.daemon.turning import ASKS, FREE, WAIT_S, Daemon, Workshop, check_invariants, daemon, until

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.daemon.turn_queue import unfinished
+from lmx_lab.daemon.turns.queue import unfinished
 from lmx_lab.errors import LabError, NotFoundError, StoppingError
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.daemon.scripted import DROP, STALL, Scripted, Step, call, chunk, ending, refuses, thought, token

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon import permissions, runner, turn_queue
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.storage.store import Store
+from lmx_lab.daemon.turns import permissions, runner
+from lmx_lab.daemon.turns import queue as turn_queue
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.daemon.scripted import STALL, Gate, Scripted, calls, says, token
 from tests.daemon.turning import ASKS, FREE, WAIT_S, Daemon, check_invariants, daemon, until

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.log import EventLog
-from lmx_lab.daemon.store import Store, Transaction
+from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.errors import HostingError, StoppingError, StorageFullError
 from lmx_lab.wire.events import DATA, SessionDeleted, ToolOutput
 
@@ -191,7 +191,7 @@ async def test_a_file_system_that_is_full_ends_nothing_but_the_writing(tmp_path:
 import asyncio, resource
 from pathlib import Path
 from types import SimpleNamespace
-from lmx_lab.daemon.store import Store
+from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import StorageFullError
 from lmx_lab.wire.events import ToolOutput
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.lines import Lines, Tail, shown
-from lmx_lab.daemon.mcp_file import read_mcp_file
-from lmx_lab.daemon.mcp_names import tool_names
-from lmx_lab.daemon.mcp_secrets import Secrets
-from lmx_lab.daemon.python_tools import PythonTools
-from lmx_lab.daemon.toolbox import AllTools
+from lmx_lab.daemon.mcp.lines import Lines, Tail, shown
+from lmx_lab.daemon.mcp.names import tool_names
+from lmx_lab.daemon.mcp.project_file import read_mcp_file
+from lmx_lab.daemon.mcp.secrets import Secrets
+from lmx_lab.daemon.tools.python_tools import PythonTools
+from lmx_lab.daemon.tools.toolbox import AllTools
 from lmx_lab.errors import InvalidRequestError
 from tests.daemon.mcp_place import Place, hostile, opened_place
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmx_lab.daemon.arguments import arguments_in
-from lmx_lab.daemon.turn import (
+from lmx_lab.daemon.turns.arguments import arguments_in
+from lmx_lab.daemon.turns.turn import (
     Action,
     Answered,
     Ask,

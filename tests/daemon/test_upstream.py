@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon.upstream import Upstream
+from lmx_lab.daemon.turns.upstream import Upstream
 from lmx_lab.lab import Lab
 from tests.daemon.scripted import DROP, Refusal, Scripted, json_answer, refuses, says, token
 from tests.flows.conftest import serving

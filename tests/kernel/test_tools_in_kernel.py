@@ -8,7 +8,7 @@ from tests.kernel.conftest import Notebook
 def test_what_a_tool_prints_shows_under_the_cell_that_registered_it(fresh_notebook: Notebook) -> None:
     fresh_notebook.run(
         """
-        from lmx_lab.daemon.python_tools import PythonTools
+        from lmx_lab.daemon.tools.python_tools import PythonTools
         from lmx_lab.loops import LoopThread
 
         tools, loop = PythonTools(), LoopThread()

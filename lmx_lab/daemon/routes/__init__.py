@@ -1,0 +1,1 @@
+"""The daemon over HTTP and WebSocket."""

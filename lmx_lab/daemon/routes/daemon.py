@@ -1,0 +1,79 @@
+"""The daemon itself: health, which is all that strangers may know, state, shutdown."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+
+from fastapi import APIRouter
+
+from lmx_lab.asgi.wrapping import VERSION
+from lmx_lab.daemon.clock import iso, unix_s
+from lmx_lab.daemon.routes.queries import StrictQueryRoute
+from lmx_lab.daemon.services import Services
+from lmx_lab.daemon.storage.store import Reading
+from lmx_lab.wire.daemon import Counts, DaemonRecord, Health, Retention, Shutdown, ShutdownAnswer
+
+HEALTH = "/v3/health"
+FEATURES = ("sessions", "fork", "turns", "permissions", "events", "events-socket", "mcp-stdio", "mcp-http")
+COUNTS = """
+SELECT (SELECT count(*) FROM sessions) AS sessions, (SELECT count(*) FROM turns) AS turns,
+    (SELECT count(*) FROM permissions WHERE decision IS NULL) AS permissions,
+    (SELECT count(*) FROM mcp_servers) AS mcp_servers
+"""
+
+
+def daemon_routes(services: Services) -> APIRouter:
+    router = APIRouter(prefix="/v3", tags=["daemon"], route_class=StrictQueryRoute)
+
+    # HEAD is for load balancers. The HTTP server leaves the body out.
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
+    async def health() -> Health:
+        """The daemon answers; needs no token."""
+        return Health(status=services.status(), daemon_id=services.daemon_id)
+
+    @router.get("/daemon")
+    async def daemon() -> DaemonRecord:
+        """What it is, what it does, what it keeps, how much it allows."""
+        rows = await services.store.read(_counted)
+        running, queued = services.turns.counts()
+        limits = services.limits
+        now, log = iso(), services.log
+        return DaemonRecord(
+            daemon_id=services.daemon_id,
+            stream_id=log.stream_id,
+            version=VERSION,
+            pid=os.getpid(),
+            started_at=services.started_at,
+            uptime_s=max(0.0, unix_s(now) - unix_s(services.started_at)),
+            latest_seq=log.latest_seq,
+            oldest_seq=log.oldest_seq,
+            counts=Counts(
+                **rows,
+                running_turns=running,
+                queued_turns=queued,
+                subscribers=len(services.subscribers),
+                tools=len(services.toolbox.tools()),
+            ),
+            upstream=services.upstream.state(),
+            retention=Retention(
+                days=limits.keep_days, events=limits.keep_events, fold_tokens_after_s=limits.fold_after_s
+            ),
+            limits=asdict(limits),
+            features=list(FEATURES),
+        )
+
+    @router.post("/daemon/shutdown", status_code=202)
+    async def shutdown(body: Shutdown | None = None) -> ShutdownAnswer:
+        """End the daemon: running turns have `grace_s` to end, with `now` none; queued ones run at the next start."""
+        services.shut_down(body or Shutdown())
+        return ShutdownAnswer()
+
+    return router
+
+
+def _counted(reading: Reading) -> dict[str, int]:
+    row = reading.row(COUNTS)
+    assert row is not None
+    return {name: row[name] for name in row.keys()}  # noqa: SIM118

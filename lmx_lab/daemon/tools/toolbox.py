@@ -1,0 +1,35 @@
+"""The tools of a daemon: those of its MCP servers and its Python functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.mcp.servers import McpServers
+from lmx_lab.daemon.tools.python_tools import PythonTools
+from lmx_lab.daemon.tools.tool import Tool, Toolbox, ToolResult
+
+
+class AllTools(Toolbox):
+    """Both under one kind of name; no name can be of both."""
+
+    def __init__(self, python: PythonTools, servers: McpServers, limits: Limits) -> None:
+        self._python = python
+        self._servers = servers
+        self._limits = limits
+
+    def tools(self) -> list[Tool]:
+        found = [tool for tool in self._python.tools() if tool.permission != "deny"] + self._servers.offered()
+        return sorted(found, key=lambda tool: tool.name)
+
+    async def settled(self) -> None:
+        await self._servers.settled()
+
+    async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
+        result = await self._python.call(name, arguments)
+        if result is None:
+            result = await self._servers.call(name, arguments, note)
+        if result is None:
+            result = ToolResult(status="error", text=f"There is no tool {name!r:.100} any more.")
+        return result

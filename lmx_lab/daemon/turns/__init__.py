@@ -1,0 +1,1 @@
+"""Turns: what one does next, doing it, and what is written down of it."""

@@ -1,0 +1,398 @@
+"""All turns: submitted, run one after the other in each session and a few at once in all, cancelled, recovered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Literal
+
+from lmx_lab.daemon import sessions
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.daemon.tools.tool import Toolbox
+from lmx_lab.daemon.turns import permissions, queue, records
+from lmx_lab.daemon.turns.active import ActiveTurn, Parts
+from lmx_lab.daemon.turns.finishing import Finishing
+from lmx_lab.daemon.turns.lane import Lane
+from lmx_lab.daemon.turns.queue import Begun
+from lmx_lab.daemon.turns.records import TurnKey
+from lmx_lab.daemon.turns.recovery import end_orphans
+from lmx_lab.daemon.turns.slots import Slots
+from lmx_lab.daemon.turns.turn import Ending
+from lmx_lab.daemon.turns.upstream import Upstream
+from lmx_lab.daemon.turns.writer import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from lmx_lab.errors import LabError, SessionNotFoundError, StoppingError
+from lmx_lab.wire.sessions import (
+    CancelAnswer,
+    CancelTurns,
+    Decision,
+    PermissionList,
+    PermissionRecord,
+    SubmitTurn,
+    TurnAccepted,
+    TurnRecord,
+)
+
+log = logging.getLogger(__name__)
+CANCELLED = Ending(reason="cancelled")
+STOPPED = Ending(
+    error=StoppingError("the daemon was stopped while this turn ran; what it had written is kept; ask again"),
+    calls_are="interrupted",
+)
+TOOLS_S = 10.0
+"""So long a turn waits in the queue for tools that are about to come: after a restart it would find none."""
+STOP_S = 2.0
+"""For writing the ends, beyond the time that tools have."""
+
+
+class Turns:
+    """On the daemon's loop; ``start()`` it, and ``stop()`` it in the end."""
+
+    def __init__(self, *, store: Store, log: EventLog, upstream: Upstream, toolbox: Toolbox, limits: Limits) -> None:
+        self._store = store
+        self._upstream = upstream
+        self._limits = limits
+        self._parts = Parts(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
+        self._slots = Slots(limits.running_turns)
+        self._lanes: dict[str, Lane] = {}
+        self._queued = 0
+        self._ends: dict[TurnKey, set[asyncio.Future[None]]] = {}
+        self._left: set[asyncio.Task[None]] = set()
+        self._finishing = Finishing()
+        self._recovery: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    # Life
+
+    async def start(self) -> None:
+        """End what a former process had begun, with ``daemon-restarted``, and go on with what waits.
+
+        Where the disk has no room for that, it is done as soon as there is some.
+        """
+        begun, queued = await self._store.read(queue.unfinished)
+        self._queued = len(queued)
+        deserted, waiting = (list(dict.fromkeys(key.session_id for key in keys)) for keys in (begun, queued))
+        try:
+            await self._recover(deserted)
+        except LabError as exc:
+            log.warning("turns of a former process cannot be ended yet: %s", exc)
+            self._recovery = asyncio.create_task(self._recover_later(deserted, waiting), name="lmx-lab recovery")
+        else:
+            self._wake_all(waiting)
+
+    async def _recover(self, session_ids: list[str]) -> None:
+        for session_id in session_ids:
+            async with self._lane(session_id) as lane:
+                await self._end_waiting(lane, [])
+
+    async def _recover_later(self, deserted: list[str], waiting: list[str]) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            with contextlib.suppress(LabError):
+                await self._recover(deserted)
+                break
+        self._wake_all(waiting)
+
+    def _wake_all(self, session_ids: list[str]) -> None:
+        for session_id in session_ids:
+            self._wake(self._lanes.setdefault(session_id, Lane(session_id)))
+
+    async def stop(self, *, mode: Literal["drain", "now"], grace_s: float) -> None:
+        """Accept no more turns and begin none; those that wait run at the next start. Idempotent; ``now`` may follow
+        ``drain`` at any moment.
+
+        ``drain`` lets running turns end for ``grace_s``; after that, as ``now``, they end by ``turn.error`` with
+        ``daemon-stopping`` and what they have written.
+        """
+        self._stopping = True
+        if self._recovery is not None:
+            self._recovery.cancel()
+        await self._settle()
+        if mode == "drain":
+            await self._ended(grace_s)
+        for active in self._active():
+            active.stop(STOPPED)
+        await self._ended(self._limits.cancel_s)
+        for active in self._active():
+            active.give_up()
+        await self._ended(STOP_S)
+        tasks = [
+            *self._left,
+            *self._finishing.tasks,
+            *(lane.task for lane in self._lanes.values() if lane.task is not None),
+        ]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+
+    def _active(self) -> list[ActiveTurn]:
+        return [lane.active for lane in self._lanes.values() if lane.active is not None]
+
+    async def _settle(self) -> None:
+        """Afterwards what was just beginning has begun, and lanes that only waited have gone."""
+        for lane in list(self._lanes.values()):
+            async with lane.lock:
+                if lane.active is None and lane.task is not None:
+                    lane.task.cancel()
+
+    async def _ended(self, wait_s: float) -> None:
+        """Wait until no turn runs, and what clients asked for is done."""
+        tasks = [*self._finishing.tasks, *(lane.task for lane in self._lanes.values() if lane.task is not None)]
+        if tasks:
+            await asyncio.wait(tasks, timeout=wait_s)
+
+    def counts(self) -> tuple[int, int]:
+        """Turns that run, those that wait for a permission included, and turns that are queued."""
+        return len(self._active()), self._queued
+
+    # Turns
+
+    async def submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
+        """Queue a turn, which runs as soon as it may; and whether it is new.
+
+        The same ``turn_id`` and body again change nothing. With ``interrupt`` the session's active turn is cancelled,
+        and this one goes before those that wait, which still run after it.
+
+        Raises:
+            StoppingError, SessionNotFoundError, IdempotencyConflictError, TurnInProgressError, QueueFullError,
+            StorageFullError
+        """
+        if self._stopping:
+            raise StoppingError("the daemon is stopping and takes no more turns; start it again, then ask again")
+        return await self._finishing.run(self._submit(session_id, body))
+
+    async def _submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
+        async with self._lane(session_id) as lane:
+            accepted, new = await self._store.write(lambda tx: queue.submit(tx, session_id, body, self._limits))
+            if new:
+                self._queued += 1
+                if body.when_busy == "interrupt" and lane.active is not None:
+                    lane.active.stop(CANCELLED)
+            if accepted.status == "queued":
+                self._wake(lane)
+        return accepted, new
+
+    async def read(self, session_id: str, turn_id: str, *, wait_s: float = 0) -> TurnRecord:
+        """A turn, once it has ended, or as it is after ``wait_s``, of which ``limits.wait_s`` is the most.
+
+        Raises:
+            SessionNotFoundError, TurnNotFoundError
+        """
+        key = TurnKey(session_id=session_id, turn_id=turn_id)
+        if wait_s <= 0:
+            return await self._record(key)
+        # Before the look, or an end in between would be missed.
+        with self._end_of(key) as ended:
+            record = await self._record(key)
+            if record.ended_at is None:
+                await asyncio.wait([ended], timeout=min(wait_s, self._limits.wait_s))
+                record = await self._record(key)
+        return record
+
+    @contextlib.contextmanager
+    def _end_of(self, key: TurnKey) -> Iterator[asyncio.Future[None]]:
+        """A future that is resolved when the turn has ended after this."""
+        ended = asyncio.get_running_loop().create_future()
+        waiting = self._ends.setdefault(key, set())
+        waiting.add(ended)
+        try:
+            yield ended
+        finally:
+            waiting.discard(ended)
+            if not waiting and self._ends.get(key) is waiting:
+                del self._ends[key]
+
+    async def _record(self, key: TurnKey) -> TurnRecord:
+        return await self._store.read(lambda reading: records.record(reading, key))
+
+    async def cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
+        """End the active turn, or the one that is named, and the queued ones if asked to; idempotent.
+
+        Queued turns have ended when this returns, an active one soon, within ``limits.cancel_s``.
+
+        Raises:
+            SessionNotFoundError, TurnNotFoundError, StorageFullError
+        """
+        return await self._finishing.run(self._cancel(session_id, body))
+
+    async def _cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
+        async with self._lane(session_id) as lane:
+            if body.turn_id is None:
+                await self._store.read(lambda reading: sessions.record(reading, session_id))
+            else:
+                await self._record(TurnKey(session_id=session_id, turn_id=body.turn_id))
+            stopped = self._stop_active(lane, body.turn_id)
+            if lane.active is not None and not body.queued and (body.turn_id is None or stopped):
+                return CancelAnswer(cancelled=len(stopped), turn_ids=stopped)
+            wanted = None if body.queued else [body.turn_id or ""]
+            orphans, queued = await self._end_waiting(lane, wanted)
+            ended = [*stopped, *(turn_id for turn_id in orphans if body.turn_id in (None, turn_id)), *queued]
+        return CancelAnswer(cancelled=len(ended), turn_ids=ended)
+
+    def _stop_active(self, lane: Lane, turn_id: str | None) -> list[str]:
+        active = lane.active
+        if active is None or (turn_id is not None and active.key.turn_id != turn_id) or not active.stop(CANCELLED):
+            return []
+        return [active.key.turn_id]
+
+    async def _end_waiting(self, lane: Lane, turn_ids: list[str] | None) -> tuple[list[str], list[str]]:
+        """End queued turns, None being all, and those that a former process had begun; gives the latter first."""
+        session_id, deserted = lane.session_id, lane.active is None
+
+        def end(tx: Transaction) -> tuple[list[str], list[str]]:
+            orphans = end_orphans(tx, session_id) if deserted else []
+            return orphans, queue.cancel_queued(tx, session_id, turn_ids)
+
+        orphans, queued = await self._store.write(end, ending=True)
+        self._queued -= len(queued)
+        for turn_id in (*orphans, *queued):
+            self._tell_end(TurnKey(session_id=session_id, turn_id=turn_id))
+        return orphans, queued
+
+    async def delete_session(self, session_id: str) -> None:
+        """End the session's turns, each with its event, then delete it with all that belongs to it; idempotent."""
+        lane = self._lanes.setdefault(session_id, Lane(session_id))
+        if lane.deletion is None:
+            lane.users += 1
+            lane.deletion = self._finishing.begin(self._delete(lane))
+        await asyncio.shield(lane.deletion)
+
+    async def _delete(self, lane: Lane) -> None:
+        def delete(tx: Transaction) -> None:
+            end_orphans(tx, lane.session_id)  # A turn whose end was given up is one.
+            sessions.delete(tx, lane.session_id)
+
+        try:
+            async with lane.lock:
+                await self._end_waiting(lane, None)
+                active, lane.deleting = lane.active, True
+            if active is not None:
+                with self._end_of(active.key) as ended:
+                    active.stop(CANCELLED)
+                    await ended
+            await self._store.write(delete, ending=True)
+        finally:
+            lane.deleting, lane.deletion = False, None
+            lane.users -= 1
+            self._forget(lane)
+
+    # Permissions
+
+    async def permissions(self) -> PermissionList:
+        """Those that wait, the oldest first."""
+        return PermissionList(permissions=await self._store.read(sessions.waiting_permissions))
+
+    async def decide(self, permission_id: str, body: Decision) -> PermissionRecord:
+        """Say yes or no to one call, or yes to all later calls of its tool in its session.
+
+        Raises:
+            PermissionNotFoundError, AlreadyResolvedError, PermissionExpiredError
+        """
+        return await self._finishing.run(self._decide(permission_id, body))
+
+    async def _decide(self, permission_id: str, body: Decision) -> PermissionRecord:
+        decided = await self._store.write(lambda tx: permissions.decide(tx, permission_id, body))
+        lane = self._lanes.get(decided.session_id)
+        if lane is not None and lane.active is not None and lane.active.key.turn_id == decided.turn_id:
+            lane.active.decided(decided)
+        return decided
+
+    # Lanes
+
+    @contextlib.asynccontextmanager
+    async def _lane(self, session_id: str) -> AsyncIterator[Lane]:
+        """The session's lane, for this block alone; it is kept only as long as somebody needs it."""
+        lane = self._lanes.setdefault(session_id, Lane(session_id))
+        lane.users += 1
+        try:
+            async with lane.lock:
+                if lane.deleting:
+                    raise SessionNotFoundError(f"session {session_id!r:.80} is being deleted")
+                yield lane
+        finally:
+            lane.users -= 1
+            self._forget(lane)
+
+    def _forget(self, lane: Lane) -> None:
+        if lane.users == 0 and lane.task is None and self._lanes.get(lane.session_id) is lane:
+            del self._lanes[lane.session_id]
+
+    def _wake(self, lane: Lane) -> None:
+        if lane.task is None and not self._stopping:
+            lane.task = asyncio.create_task(self._run(lane), name=f"lmx-lab turns of {lane.session_id}")
+
+    async def _run(self, lane: Lane) -> None:
+        """Run the session's turns until none waits. Between two of them the other sessions have their go."""
+        pause_s = FIRST_PAUSE_S
+        try:
+            while True:
+                try:
+                    if not await self._run_next(lane):
+                        return
+                    pause_s = FIRST_PAUSE_S
+                except StoppingError:
+                    return  # The database is closed: what waits runs at the next start.
+                except LabError as exc:
+                    log.warning("the next turn of %s cannot begin yet: %s", lane.session_id, exc)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        finally:
+            # Another may have been started already.
+            if lane.task is asyncio.current_task():
+                lane.task = None
+            self._forget(lane)
+
+    async def _run_next(self, lane: Lane) -> bool:
+        await self._tools_come()
+        await self._slots.take()
+        active: ActiveTurn | None = None
+        try:
+            async with lane.lock:
+                begun = await self._begin(lane)
+                if begun is None:
+                    # Under the lock: whoever submits now finds no task, and starts one.
+                    lane.task = None
+                    return False
+                self._queued -= 1
+                active = lane.active = ActiveTurn(begun, self._parts, slots=self._slots, leave=self._keep_left)
+            await active.run()
+            return True
+        finally:
+            if active is None or active.has_slot:
+                self._slots.give()
+            if active is not None:
+                lane.active = None
+                self._tell_end(active.key)
+
+    async def _tools_come(self) -> None:
+        try:
+            async with asyncio.timeout(TOOLS_S):
+                await self._parts.toolbox.settled()
+        except TimeoutError:
+            log.warning("some tools are not there after %g s; a turn begins without them", TOOLS_S)
+
+    async def _begin(self, lane: Lane) -> Begun | None:
+        if self._stopping or lane.deleting:
+            return None
+        model = self._upstream.state().model
+
+        def begin(tx: Transaction) -> Begun | None:
+            end_orphans(tx, lane.session_id)
+            return queue.begin_next(tx, lane.session_id, model=model)
+
+        return await self._store.write(begin)
+
+    def _keep_left(self, task: asyncio.Task[None]) -> None:
+        self._left.add(task)
+        task.add_done_callback(self._left.discard)
+
+    def _tell_end(self, key: TurnKey) -> None:
+        for ended in self._ends.pop(key, ()):
+            if not ended.done():
+                ended.set_result(None)
