@@ -20,7 +20,7 @@ from lmx_lab.weights import Catalog, ModelEntry
 from tests.tiny import teach_thinking, write_tiny_llama
 
 ROOT = Path(__file__).parent.parent
-LONGEST = {folder: at for at, folder in enumerate(("browser", "notebooks", "kernel", "flows", "engine"))}
+LONGEST = {folder: at for at, folder in enumerate(("browser", "notebooks", "kernel", "flows", "daemon", "engine"))}
 """The folders whose tests take longest."""
 # Beside other processes an example may take any time, and no test is about that. In CI hypothesis' own profile, which
 # this adds to, draws the same examples in every run.
