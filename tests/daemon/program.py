@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,8 +86,18 @@ class Follower:
         self.connections = 0
         self.changed = asyncio.Condition()
 
-    async def follow(self) -> None:
-        """Until cancelled."""
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """For the time of the block; afterwards the connection is closed."""
+        task = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        assert task.cancelled(), task.exception()
+
+    async def _follow(self) -> None:
         while True:
             with contextlib.suppress(OSError, websockets.WebSocketException):
                 await self.connect_once()

@@ -58,34 +58,37 @@ async def submit_until_killed(program: Program, turn_ids: list[str], accepted: s
 
 
 async def test_killed_at_any_moment_a_daemon_loses_and_doubles_nothing(tmp_path: Path, upstream: Scripted) -> None:
-    chance = random.Random(7)
     notes = tmp_path / "notes.txt"
     program = Program(tmp_path, upstream.url).start()
     follower = Follower(program)
     submitted: list[str] = []
     try:
         await set_up(program, notes)
-        following = asyncio.create_task(follower.follow())
-        for kill in range(KILLS):
-            turn_ids = [f"turn-{kill}-{number}" for number in range(TURNS)]
-            submitted += turn_ids
-            accepted: set[str] = set()
-            submitting = asyncio.create_task(submit_until_killed(program, turn_ids, accepted))
-            await moment(chance, follower, early=kill % 4 == 0)
-            program.kill()
-            (failed,) = await asyncio.gather(submitting, return_exceptions=True)
-            assert failed is None or isinstance(failed, httpx2.TransportError), failed
-            await asyncio.to_thread(program.start)
-            # Those whose answer was lost with the daemon, as well as those that it never got.
-            for turn_id in turn_ids:
-                if turn_id not in accepted:
-                    await submit(program, turn_id)
-        await follower.until_ended(submitted)
-        following.cancel()
+        async with follower.following():
+            await killed_again_and_again(program, follower, submitted)
+            await follower.until_ended(submitted)
         await check(program, follower, submitted, notes)
     finally:
         if program.process.poll() is None:
             program.stop()
+
+
+async def killed_again_and_again(program: Program, follower: Follower, submitted: list[str]) -> None:
+    chance = random.Random(7)
+    for kill in range(KILLS):
+        turn_ids = [f"turn-{kill}-{number}" for number in range(TURNS)]
+        submitted += turn_ids
+        accepted: set[str] = set()
+        submitting = asyncio.create_task(submit_until_killed(program, turn_ids, accepted))
+        await moment(chance, follower, early=kill % 4 == 0)
+        program.kill()
+        (failed,) = await asyncio.gather(submitting, return_exceptions=True)
+        assert failed is None or isinstance(failed, httpx2.TransportError), failed
+        await asyncio.to_thread(program.start)
+        # Those whose answer was lost with the daemon, as well as those that it never got.
+        for turn_id in turn_ids:
+            if turn_id not in accepted:
+                await submit(program, turn_id)
 
 
 async def moment(chance: random.Random, follower: Follower, *, early: bool) -> None:

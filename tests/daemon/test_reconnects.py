@@ -56,9 +56,8 @@ async def test_fifty_reconnects_in_one_turn_give_the_same_text(program: Program)
     for _ in range(RECONNECTS):
         await asyncio.wait_for(follower.connect_once(most=chance.randint(1, 2)), 30)
     assert not any(event["event"] == "turn.done" for event in follower.events), "the turn outlives the reconnects"
-    following = asyncio.create_task(follower.follow())
-    await follower.until_ended(["t"])
-    following.cancel()
+    async with follower.following():
+        await follower.until_ended(["t"])
     check_log(follower.events)
     assert text_of(follower.events) == EXPECTED
     assert follower.connections == RECONNECTS + 1
@@ -67,10 +66,9 @@ async def test_fifty_reconnects_in_one_turn_give_the_same_text(program: Program)
 async def test_readers_that_never_read_delay_nobody(program: Program) -> None:
     stuck = [await asyncio.to_thread(connect_and_read_nothing, program) for _ in range(5)]
     follower = Follower(program)
-    following = asyncio.create_task(follower.follow())
-    await begin(program)
-    await follower.until_ended(["t"])
-    following.cancel()
+    async with follower.following():
+        await begin(program)
+        await follower.until_ended(["t"])
     assert text_of(follower.events) == EXPECTED
     for connection in stuck:
         connection.close()

@@ -129,6 +129,7 @@ async def live(world: World, folder: Path, upstream: Scripted, operations: int, 
             await world.do_something(here)
         assert not watching.done() or watching.exception() is None
         watching.cancel()
+        await asyncio.wait([watching])
 
 
 async def last_life(world: World, folder: Path, upstream: Scripted) -> None:
@@ -142,6 +143,7 @@ async def last_life(world: World, folder: Path, upstream: Scripted) -> None:
             await asyncio.wait([grown, watching], timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
             assert not watching.done(), watching.exception()
         watching.cancel()
+        await asyncio.wait([watching])
         assert here.turns.counts()[1] == 0
         events = await here.events()
         check_invariants(events)
