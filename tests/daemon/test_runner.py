@@ -525,7 +525,7 @@ async def test_unknown_sessions_and_turns_are_said(here: Daemon) -> None:
         await here.turns.read(session, "nope", wait_s=5)
     with pytest.raises(errors.TurnNotFoundError):
         await here.turns.cancel(session, CancelTurns(turn_id="nope"))
-    assert here.turns._lanes == {}
+    assert [*here.turns._lanes] == []
 
 
 async def test_sessions_take_turns_where_few_may_run(tmp_path: Path, upstream: Scripted) -> None:
@@ -543,6 +543,15 @@ async def test_sessions_take_turns_where_few_may_run(tmp_path: Path, upstream: S
         assert started.index(other) == 1
 
 
+async def test_a_turn_that_may_run_has_begun_when_it_is_accepted(here: Daemon, upstream: Scripted) -> None:
+    upstream.then([STALL])
+    session = await here.session()
+    turns = [await here.submit(session) for _ in range(2)]
+    statuses = [(await here.turns.read(session, turn)).status for turn in turns]
+    assert statuses == ["running", "queued"]
+    await here.turns.delete_session(session)
+
+
 async def test_reading_waits_for_the_end_and_no_longer_than_asked(here: Daemon, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("a")])
@@ -553,7 +562,7 @@ async def test_reading_waits_for_the_end_and_no_longer_than_asked(here: Daemon, 
     assert (await here.turns.read(session, turn, wait_s=0.01)).status == "running"
     gate.open()
     assert {record.text for record in await asyncio.gather(*waiting)} == {"a"}
-    assert here.turns._ends == {}
+    assert here.turns._ends._waiting == {}
 
 
 async def test_a_history_that_a_session_was_made_with_is_sent(here: Daemon, upstream: Scripted) -> None:

@@ -285,7 +285,7 @@ async def test_who_waits_for_a_person_keeps_nobody_else_waiting(tmp_path: Path, 
         assert here.turns.counts() == (1, 0)
         await here.turns.decide(permission.permission_id, ALLOW)
         assert (await here.ended(waiting, turn)).text == "ok"
-        await until(lambda: not here.turns._lanes)
+        await until(lambda: not [*here.turns._lanes])
         assert here.turns._slots.free == 1
 
 
@@ -304,7 +304,7 @@ async def test_a_turn_that_waits_for_its_slot_again_can_be_cancelled(tmp_path: P
         assert (await here.ended(waiting, turn)).stop_reason == "cancelled"
         gate.open()
         assert (await here.ended(other, second)).text == "ok"
-        await until(lambda: not here.turns._lanes)
+        await until(lambda: not [*here.turns._lanes])
         assert here.turns._slots.free == 1
 
 
@@ -327,7 +327,7 @@ async def test_a_session_that_is_deleted_ends_its_turns_first(here: Daemon, upst
     assert isinstance(waiting.exception(), errors.SessionNotFoundError) or waiting.result().stop_reason == "cancelled"
     await here.turns.delete_session(session)
     await here.turns.delete_session("nope")
-    assert (here.turns._lanes, here.turns.counts()) == ({}, (0, 0))
+    assert ([*here.turns._lanes], here.turns.counts()) == ([], (0, 0))
 
 
 async def test_a_session_is_deleted_though_all_slots_are_taken(tmp_path: Path, upstream: Scripted) -> None:
@@ -451,6 +451,10 @@ class Late(Workshop):
         super().__init__()
         self.there = asyncio.Event()
         self.later, self.listed = self.listed, []
+
+    @property
+    def starting(self) -> bool:  # type: ignore[override]
+        return not self.there.is_set()
 
     async def settled(self) -> None:
         await self.there.wait()
@@ -606,7 +610,7 @@ async def test_what_waits_begins_once_there_is_room(
     first, second = await here.submit(session), await here.submit(session)
     await gate.reached()
     full = Full(here.store, monkeypatch)
-    begin = here.turns._begin
+    begin = here.turns._begin_next
 
     async def refused(lane: Any) -> Any:
         full.on = not full.refused
@@ -615,7 +619,7 @@ async def test_what_waits_begins_once_there_is_room(
         finally:
             full.on = False
 
-    monkeypatch.setattr(here.turns, "_begin", refused)
+    monkeypatch.setattr(here.turns, "_begin_next", refused)
     gate.open()
     await here.ended(session, first)
     assert (await here.ended(session, second)).text == "2"

@@ -118,7 +118,7 @@ async def test_a_session_that_is_deleted_twice_at_once_is_deleted_for_both(here:
     await here.submit(session)
     await here.seen("tool.start")
     first = asyncio.create_task(here.turns.delete_session(session))
-    await until(lambda: here.turns._lanes[session].deleting)
+    await until(lambda: here.turns._lanes.of(session).deleting)
     second = asyncio.create_task(here.turns.delete_session(session))
     await here.store.write(lambda tx: None)
     assert not second.done()

@@ -49,6 +49,8 @@ class Workshop:
     def tools(self) -> list[Tool]:
         return self.listed
 
+    starting = False
+
     async def settled(self) -> None:
         """It always is."""
 

@@ -129,8 +129,13 @@ class McpServers:
             tool for _, server in sorted(self._servers.items()) for tool in _tools(server) if tool.permission != "deny"
         ]
 
+    @property
+    def starting(self) -> bool:
+        """Whether one of them is on its first way up."""
+        return any(server.owner is not None and not server.owner.settled.is_set() for server in self._servers.values())
+
     async def settled(self) -> None:
-        """Return when none of them is on its first way up."""
+        """Return when none of them is."""
         for server in list(self._servers.values()):
             if server.owner is not None:
                 await server.owner.settled.wait()
@@ -391,10 +396,4 @@ def _tool(config: McpServerConfig, name: str, offered: Any) -> Tool:
 
 
 def _tool_record(tool: Tool) -> ToolRecord:
-    return ToolRecord(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        read_only=tool.read_only,
-        permission=tool.permission,
-    )
+    return ToolRecord(**vars(tool))

@@ -44,8 +44,13 @@ class Toolbox(Protocol):
         """By name. A tool with the permission ``deny`` is not among them."""
         ...
 
+    @property
+    def starting(self) -> bool:
+        """Whether tools are about to come: an MCP server is on its first way up."""
+        ...
+
     async def settled(self) -> None:
-        """Return when no tools are about to come: when no MCP server is starting."""
+        """Return when none are about to come."""
         ...
 
     async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:

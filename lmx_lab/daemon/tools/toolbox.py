@@ -23,6 +23,10 @@ class AllTools(Toolbox):
         found = [tool for tool in self._python.tools() if tool.permission != "deny"] + self._servers.offered()
         return sorted(found, key=lambda tool: tool.name)
 
+    @property
+    def starting(self) -> bool:
+        return self._servers.starting
+
     async def settled(self) -> None:
         await self._servers.settled()
 

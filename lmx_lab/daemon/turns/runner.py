@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 from lmx_lab.daemon import sessions
@@ -15,8 +15,9 @@ from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import Toolbox
 from lmx_lab.daemon.turns import permissions, queue, records
 from lmx_lab.daemon.turns.active import ActiveTurn, Parts
+from lmx_lab.daemon.turns.ends import Ends
 from lmx_lab.daemon.turns.finishing import Finishing
-from lmx_lab.daemon.turns.lane import Lane
+from lmx_lab.daemon.turns.lane import Lane, Lanes
 from lmx_lab.daemon.turns.queue import Begun
 from lmx_lab.daemon.turns.records import TurnKey
 from lmx_lab.daemon.turns.recovery import end_orphans
@@ -24,7 +25,7 @@ from lmx_lab.daemon.turns.slots import Slots
 from lmx_lab.daemon.turns.turn import Ending
 from lmx_lab.daemon.turns.upstream import Upstream
 from lmx_lab.daemon.turns.writer import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from lmx_lab.errors import LabError, SessionNotFoundError, StoppingError
+from lmx_lab.errors import LabError, StoppingError
 from lmx_lab.wire.sessions import (
     CancelAnswer,
     CancelTurns,
@@ -57,9 +58,9 @@ class Turns:
         self._limits = limits
         self._parts = Parts(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
         self._slots = Slots(limits.running_turns)
-        self._lanes: dict[str, Lane] = {}
+        self._lanes = Lanes()
         self._queued = 0
-        self._ends: dict[TurnKey, set[asyncio.Future[None]]] = {}
+        self._ends = Ends()
         self._left: set[asyncio.Task[None]] = set()
         self._finishing = Finishing()
         self._recovery: asyncio.Task[None] | None = None
@@ -85,7 +86,7 @@ class Turns:
 
     async def _recover(self, session_ids: list[str]) -> None:
         for session_id in session_ids:
-            async with self._lane(session_id) as lane:
+            async with self._lanes.alone(session_id) as lane:
                 await self._end_waiting(lane, [])
 
     async def _recover_later(self, deserted: list[str], waiting: list[str]) -> None:
@@ -100,7 +101,7 @@ class Turns:
 
     def _wake_all(self, session_ids: list[str]) -> None:
         for session_id in session_ids:
-            self._wake(self._lanes.setdefault(session_id, Lane(session_id)))
+            self._wake(self._lanes.of(session_id))
 
     async def stop(self, *, mode: Literal["drain", "now"], grace_s: float) -> None:
         """Accept no more turns and begin none; those that wait run at the next start. Idempotent; ``now`` may follow
@@ -115,41 +116,38 @@ class Turns:
         await self._settle()
         if mode == "drain":
             await self._ended(grace_s)
-        for active in self._active():
+        for active in self._lanes.active():
             active.stop(STOPPED)
         await self._ended(self._limits.cancel_s)
-        for active in self._active():
+        for active in self._lanes.active():
             active.give_up()
         await self._ended(STOP_S)
         tasks = [
             *self._left,
             *self._finishing.tasks,
-            *(lane.task for lane in self._lanes.values() if lane.task is not None),
+            *self._lanes.tasks(),
         ]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)
 
-    def _active(self) -> list[ActiveTurn]:
-        return [lane.active for lane in self._lanes.values() if lane.active is not None]
-
     async def _settle(self) -> None:
         """Afterwards what was just beginning has begun, and lanes that only waited have gone."""
-        for lane in list(self._lanes.values()):
+        for lane in self._lanes:
             async with lane.lock:
                 if lane.active is None and lane.task is not None:
                     lane.task.cancel()
 
     async def _ended(self, wait_s: float) -> None:
         """Wait until no turn runs, and what clients asked for is done."""
-        tasks = [*self._finishing.tasks, *(lane.task for lane in self._lanes.values() if lane.task is not None)]
+        tasks = [*self._finishing.tasks, *self._lanes.tasks()]
         if tasks:
             await asyncio.wait(tasks, timeout=wait_s)
 
     def counts(self) -> tuple[int, int]:
         """Turns that run, those that wait for a permission included, and turns that are queued."""
-        return len(self._active()), self._queued
+        return len(self._lanes.active()), self._queued
 
     # Turns
 
@@ -168,12 +166,27 @@ class Turns:
         return await self._finishing.run(self._submit(session_id, body))
 
     async def _submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
-        async with self._lane(session_id) as lane:
-            accepted, new = await self._store.write(lambda tx: queue.submit(tx, session_id, body, self._limits))
-            if new:
-                self._queued += 1
-                if body.when_busy == "interrupt" and lane.active is not None:
-                    lane.active.stop(CANCELLED)
+        async with self._lanes.alone(session_id) as lane:
+            idle = lane.task is None and not (self._stopping or self._parts.toolbox.starting)
+            at_once = idle and self._slots.take_at_once()
+            begin = self._beginning(lane)
+            begun: Begun | None = None
+
+            def submit(tx: Transaction) -> tuple[TurnAccepted, bool, Begun | None]:
+                accepted, new = queue.submit(tx, session_id, body, self._limits)
+                # A transaction of its own would take a millisecond more until the model is asked.
+                return accepted, new, begin(tx) if at_once and accepted.status == "queued" else None
+
+            try:
+                accepted, new, begun = await self._store.write(submit)
+            finally:
+                if at_once and begun is None:
+                    self._slots.give()
+            self._queued += new
+            if begun is not None:
+                self._activate(lane, begun)
+            elif new and body.when_busy == "interrupt" and lane.active is not None:
+                lane.active.stop(CANCELLED)
             if accepted.status == "queued":
                 self._wake(lane)
         return accepted, new
@@ -188,25 +201,12 @@ class Turns:
         if wait_s <= 0:
             return await self._record(key)
         # Before the look, or an end in between would be missed.
-        with self._end_of(key) as ended:
+        with self._ends.of(key) as ended:
             record = await self._record(key)
             if record.ended_at is None:
                 await asyncio.wait([ended], timeout=min(wait_s, self._limits.wait_s))
                 record = await self._record(key)
         return record
-
-    @contextlib.contextmanager
-    def _end_of(self, key: TurnKey) -> Iterator[asyncio.Future[None]]:
-        """A future that is resolved when the turn has ended after this."""
-        ended = asyncio.get_running_loop().create_future()
-        waiting = self._ends.setdefault(key, set())
-        waiting.add(ended)
-        try:
-            yield ended
-        finally:
-            waiting.discard(ended)
-            if not waiting and self._ends.get(key) is waiting:
-                del self._ends[key]
 
     async def _record(self, key: TurnKey) -> TurnRecord:
         return await self._store.read(lambda reading: records.record(reading, key))
@@ -222,7 +222,7 @@ class Turns:
         return await self._finishing.run(self._cancel(session_id, body))
 
     async def _cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
-        async with self._lane(session_id) as lane:
+        async with self._lanes.alone(session_id) as lane:
             if body.turn_id is None:
                 await self._store.read(lambda reading: sessions.record(reading, session_id))
             else:
@@ -252,12 +252,12 @@ class Turns:
         orphans, queued = await self._store.write(end, ending=True)
         self._queued -= len(queued)
         for turn_id in (*orphans, *queued):
-            self._tell_end(TurnKey(session_id=session_id, turn_id=turn_id))
+            self._ends.tell(TurnKey(session_id=session_id, turn_id=turn_id))
         return orphans, queued
 
     async def delete_session(self, session_id: str) -> None:
         """End the session's turns, each with its event, then delete it with all that belongs to it; idempotent."""
-        lane = self._lanes.setdefault(session_id, Lane(session_id))
+        lane = self._lanes.of(session_id)
         if lane.deletion is None:
             lane.users += 1
             lane.deletion = self._finishing.begin(self._delete(lane))
@@ -273,14 +273,14 @@ class Turns:
                 await self._end_waiting(lane, None)
                 active, lane.deleting = lane.active, True
             if active is not None:
-                with self._end_of(active.key) as ended:
+                with self._ends.of(active.key) as ended:
                     active.stop(CANCELLED)
                     await ended
             await self._store.write(delete, ending=True)
         finally:
             lane.deleting, lane.deletion = False, None
             lane.users -= 1
-            self._forget(lane)
+            self._lanes.forget(lane)
 
     # Permissions
 
@@ -298,33 +298,15 @@ class Turns:
 
     async def _decide(self, permission_id: str, body: Decision) -> PermissionRecord:
         decided = await self._store.write(lambda tx: permissions.decide(tx, permission_id, body))
-        lane = self._lanes.get(decided.session_id)
+        lane = self._lanes.find(decided.session_id)
         if lane is not None and lane.active is not None and lane.active.key.turn_id == decided.turn_id:
             lane.active.decided(decided)
         return decided
 
     # Lanes
 
-    @contextlib.asynccontextmanager
-    async def _lane(self, session_id: str) -> AsyncIterator[Lane]:
-        """The session's lane, for this block alone; it is kept only as long as somebody needs it."""
-        lane = self._lanes.setdefault(session_id, Lane(session_id))
-        lane.users += 1
-        try:
-            async with lane.lock:
-                if lane.deleting:
-                    raise SessionNotFoundError(f"session {session_id!r:.80} is being deleted")
-                yield lane
-        finally:
-            lane.users -= 1
-            self._forget(lane)
-
-    def _forget(self, lane: Lane) -> None:
-        if lane.users == 0 and lane.task is None and self._lanes.get(lane.session_id) is lane:
-            del self._lanes[lane.session_id]
-
     def _wake(self, lane: Lane) -> None:
-        if lane.task is None and not self._stopping:
+        if lane.task is None and (lane.active is not None or not self._stopping):
             lane.task = asyncio.create_task(self._run(lane), name=f"lmx-lab turns of {lane.session_id}")
 
     async def _run(self, lane: Lane) -> None:
@@ -333,8 +315,10 @@ class Turns:
         try:
             while True:
                 try:
-                    if not await self._run_next(lane):
+                    active = lane.active or await self._begin_next(lane)
+                    if active is None:
                         return
+                    await self._run_to_end(lane, active)
                     pause_s = FIRST_PAUSE_S
                 except StoppingError:
                     return  # The database is closed: what waits runs at the next start.
@@ -346,29 +330,48 @@ class Turns:
             # Another may have been started already.
             if lane.task is asyncio.current_task():
                 lane.task = None
-            self._forget(lane)
+            self._lanes.forget(lane)
 
-    async def _run_next(self, lane: Lane) -> bool:
+    async def _begin_next(self, lane: Lane) -> ActiveTurn | None:
+        """The next of the lane's turns, begun, which has a slot; None if none waits."""
         await self._tools_come()
         await self._slots.take()
-        active: ActiveTurn | None = None
+        begun: Begun | None = None
         try:
             async with lane.lock:
-                begun = await self._begin(lane)
+                if not (self._stopping or lane.deleting):
+                    begun = await self._store.write(self._beginning(lane))
                 if begun is None:
                     # Under the lock: whoever submits now finds no task, and starts one.
                     lane.task = None
-                    return False
-                self._queued -= 1
-                active = lane.active = ActiveTurn(begun, self._parts, slots=self._slots, leave=self._keep_left)
-            await active.run()
-            return True
+                    return None
+                return self._activate(lane, begun)
         finally:
-            if active is None or active.has_slot:
+            if begun is None:
                 self._slots.give()
-            if active is not None:
-                lane.active = None
-                self._tell_end(active.key)
+
+    def _beginning(self, lane: Lane) -> Callable[[Transaction], Begun | None]:
+        model = self._upstream.state().model
+
+        def begin(tx: Transaction) -> Begun | None:
+            end_orphans(tx, lane.session_id)
+            return queue.begin_next(tx, lane.session_id, model=model)
+
+        return begin
+
+    def _activate(self, lane: Lane, begun: Begun) -> ActiveTurn:
+        self._queued -= 1
+        lane.active = ActiveTurn(begun, self._parts, slots=self._slots, leave=self._keep_left)
+        return lane.active
+
+    async def _run_to_end(self, lane: Lane, active: ActiveTurn) -> None:
+        try:
+            await active.run()
+        finally:
+            if active.has_slot:
+                self._slots.give()
+            lane.active = None
+            self._ends.tell(active.key)
 
     async def _tools_come(self) -> None:
         try:
@@ -377,22 +380,6 @@ class Turns:
         except TimeoutError:
             log.warning("some tools are not there after %g s; a turn begins without them", TOOLS_S)
 
-    async def _begin(self, lane: Lane) -> Begun | None:
-        if self._stopping or lane.deleting:
-            return None
-        model = self._upstream.state().model
-
-        def begin(tx: Transaction) -> Begun | None:
-            end_orphans(tx, lane.session_id)
-            return queue.begin_next(tx, lane.session_id, model=model)
-
-        return await self._store.write(begin)
-
     def _keep_left(self, task: asyncio.Task[None]) -> None:
         self._left.add(task)
         task.add_done_callback(self._left.discard)
-
-    def _tell_end(self, key: TurnKey) -> None:
-        for ended in self._ends.pop(key, ()):
-            if not ended.done():
-                ended.set_result(None)

@@ -15,14 +15,19 @@ class Slots:
         self._back: deque[asyncio.Future[None]] = deque()
         self._new: deque[asyncio.Future[None]] = deque()
 
+    def take_at_once(self) -> bool:
+        """Take one if one is free."""
+        taken = self.free > 0
+        self.free -= taken
+        return taken
+
     async def take(self, *, back: bool = False) -> None:
         """Wait for a slot.
 
         Args:
             back: Of one who lent its slot and whose own time goes on.
         """
-        if self.free:
-            self.free -= 1
+        if self.take_at_once():
             return
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._back if back else self._new
