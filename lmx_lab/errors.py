@@ -36,6 +36,7 @@
         DownloadError              the hub or the package index failed
         UnreachableError           no server of the lab answers at an address, or not in its words
           ConnectionLostError      it went away in the middle of an answer
+          WrongServerError         another program answers there; asking again will not help
         UpstreamUnreachableError   the daemon cannot reach the server of its model
         StoppingError              the daemon is about to end
       EngineError                  this generation failed, the engine is usable
@@ -211,6 +212,10 @@ class UnreachableError(UnavailableError):
 
 class ConnectionLostError(UnreachableError):
     code = "connection-lost"
+
+
+class WrongServerError(UnreachableError):
+    pass
 
 
 class UpstreamUnreachableError(UnavailableError):

@@ -15,7 +15,6 @@ import re
 import socket
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from lmx_lab.errors import HostingError, PortTakenError
+from lmx_lab.loops import loops_serving, note_serving
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -104,7 +104,7 @@ def _taken(host: str, first: int, last: int) -> str:
 def _holder(host: str, port: int) -> str | None:
     """What holds the port if it is LMX Lab, else ``None``; takes at most ``PROBE_S``."""
     # A server on this very loop could not answer while we wait for it.
-    if any(live.port == port and live.running for live in list(_HOSTS)):
+    if loops_serving(port):
         return "an LMX Lab server of this process"
     answer = _probe(_loopback_for(host), port).lower()
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -334,9 +334,6 @@ class Host:
         await self._lifespan.end()
 
 
-_HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()
-
-
 async def serve(app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2**20) -> Host:
     """Serve the application on a socket of ``bind``, on the running loop; returns once requests are accepted.
 
@@ -352,7 +349,7 @@ async def serve(app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2*
     name = _loopback_for(name)
     task = asyncio.create_task(_run(server, lifespan, sock, port), name=f"lmx-lab server on port {port}")
     host = Host(server, lifespan, task, f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}", port)
-    _HOSTS.add(host)
+    note_serving(host)
     await host._accepting()
     return host
 

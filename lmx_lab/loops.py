@@ -11,9 +11,10 @@ import contextlib
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from types import FrameType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from lmx_lab.errors import HostingError
 
@@ -254,3 +255,27 @@ def _settled(future: concurrent.futures.Future[Any], timeout_s: float | None) ->
         done, _ = concurrent.futures.wait([future], max(0.0, left_s))
         if done or left_s <= 0:
             return bool(done)
+
+
+class Serving(Protocol):
+    """A server of this process, from its start on."""
+
+    @property
+    def port(self) -> int: ...
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    @property
+    def running(self) -> bool: ...
+
+
+_SERVING: weakref.WeakSet[Serving] = weakref.WeakSet()
+
+
+def note_serving(server: Serving) -> None:
+    """Remember who serves a port, as long as anybody holds it; from any thread."""
+    _SERVING.add(server)
+
+
+def loops_serving(port: int) -> list[asyncio.AbstractEventLoop]:
+    """The loops of this process that serve the port now, at any address: who waits on one of them waits for itself."""
+    return [server.loop for server in list(_SERVING) if server.port == port and server.running]

@@ -30,7 +30,8 @@ TABLE = {
     "links": Row(),
     "feed": Row(),
     "guard": Row("errors"),
-    "hosting": Row("errors", "uvicorn"),
+    # loops: there it is noted which loop serves which port, for those who would wait for themselves.
+    "hosting": Row("errors loops", "uvicorn"),
     # Beside hosting: running a coroutine for a blocking caller knows nothing of servers.
     "loops": Row("errors", "nest_asyncio2"),
     "wire": Row("errors", "pydantic"),
@@ -45,8 +46,9 @@ TABLE = {
         # numpy: what the engine returns as vectors.
         "fastapi starlette pydantic pydantic_core prometheus_client numpy",
     ),
+    # settings: where a daemon of this machine has its state file. loops: those that block wait for a background one.
     # numpy: what vectors are read as.
-    "client": Row("errors wire", "httpx2 pydantic pydantic_core numpy"),
+    "client": Row("errors settings loops wire", "httpx2 pydantic pydantic_core numpy"),
     # hosting, loops: it runs on a thread and a port of its own, wherever it is started. httpx2: for the type of what
     # mcp's HTTP transport takes. anyio: mcp's streams end with its errors. psutil: children of MCP servers, and whether
     # a pid is still the daemon's.
@@ -55,11 +57,12 @@ TABLE = {
         "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil",
     ),
     # loops: panels think on a thread of their own, which a busy cell does not delay. What they show they are given as a
-    # ``Source``, so they need no client.
+    # ``Source``. client: events of the daemon are shown as they come, by their classes.
     # links: which frontend shows them. IPython: a panel is two outputs, for notebooks without a kernel. minify: of
     # developers, for what widgets carry.
-    "panels": Row("errors links loops wire", "anywidget ipywidgets IPython traitlets pandas minify"),
-    "bench": Row("errors wire client engine", "pandas"),
+    "panels": Row("errors links loops wire client", "anywidget ipywidgets IPython traitlets pandas minify"),
+    # settings: where kept runs live. psutil: cores and memory, which the provenance of a run has.
+    "bench": Row("errors settings wire client engine", "httpx2 pandas numpy matplotlib psutil"),
     "progress": Row("", "rich IPython"),
     "replies": Row("engine wire"),
     "rankings": Row("engine", "pandas"),

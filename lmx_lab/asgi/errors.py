@@ -103,6 +103,7 @@ def detail(error: LabError, request_id: str | None) -> ErrorDetail:
         param=error.param,
         retryable=not isinstance(error, (CallerError, *NO_RETRY)),
         request_id=request_id,
+        reason=error.reason if isinstance(error, errors.CursorExpiredError) else None,
     )
 
 

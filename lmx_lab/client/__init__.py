@@ -1,9 +1,47 @@
-"""Typed clients of the lab's servers; they know nothing of this process's own."""
+"""Typed clients of the lab's servers; they know nothing of this process's own.
+
+``AsyncLabClient`` and ``LabClient`` are for the inference server, ``AsyncDaemonClient`` and ``DaemonClient`` for the
+daemon, the second of each for callers that block. ``ChatFormatClient`` reads any server of the chat format.
+"""
 
 from lmx_lab.client.chat_format import ChatFormatClient, Piece
-from lmx_lab.client.events import Include, LabEvent, UnknownEvent
+from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
+from lmx_lab.client.daemon import AsyncDaemonClient
+from lmx_lab.client.daemon_blocking import DaemonClient
+from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent
+from lmx_lab.client.events import Include, LabEvent, UnknownLabEvent
+from lmx_lab.client.events_blocking import BlockingSubscription
 from lmx_lab.client.inference import AsyncLabClient
+from lmx_lab.client.lab_blocking import LabClient
+from lmx_lab.client.session import AsyncSession
+from lmx_lab.client.session_blocking import Session
 from lmx_lab.client.sse import Remark
+from lmx_lab.client.subscription import ConnectionState, Subscription
+from lmx_lab.client.turn_result import TurnResult
 from lmx_lab.client.vectors import as_array
 
-__all__ = ["AsyncLabClient", "ChatFormatClient", "Include", "LabEvent", "Piece", "Remark", "UnknownEvent", "as_array"]
+__all__ = [
+    "AsyncDaemonClient",
+    "AsyncLabClient",
+    "AsyncSession",
+    "BlockingSubscription",
+    "ChatFormatClient",
+    "ConnectionState",
+    "Cursor",
+    "CursorStore",
+    "DaemonClient",
+    "DaemonEvent",
+    "FileCursor",
+    "Include",
+    "LabClient",
+    "LabEvent",
+    "MemoryCursor",
+    "Piece",
+    "Remark",
+    "Session",
+    "Subscription",
+    "TurnResult",
+    "UnknownEvent",
+    "UnknownLabEvent",
+    "as_array",
+]

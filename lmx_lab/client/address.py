@@ -49,8 +49,11 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def bearer(key: str | None) -> dict[str, str]:
+def bearer(key: str | None, *, name: str = "api_key") -> dict[str, str]:
     """The headers that carry a key.
+
+    Args:
+        name: Of the argument that it was given as.
 
     Raises:
         InvalidRequestError: no header can carry it; it is not shown.
@@ -58,5 +61,5 @@ def bearer(key: str | None) -> dict[str, str]:
     if key is None:
         return {}
     if not (key.isascii() and key.isprintable() and key.split() == [key]):
-        raise InvalidRequestError("api_key must be one word of ASCII characters, or left out", param="api_key")
+        raise InvalidRequestError(f"{name} must be one word of ASCII characters, or left out", param=name)
     return {"authorization": f"Bearer {key}"}

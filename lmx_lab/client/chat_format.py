@@ -74,7 +74,7 @@ class ChatFormatClient:
         self, base_url: str, api_key: str | None = None, transport: httpx2.AsyncBaseTransport | None = None
     ) -> None:
         self._connection = Connection(
-            base_url, api_key=api_key, transport=transport, kind=ANY_MAKE, refuse=foreign_refusal
+            base_url, api_key=api_key, transport=transport, wanted=ANY_MAKE, refuse=foreign_refusal
         )
         self.url = self._connection.url
         self.is_lab: bool | None = None
@@ -181,7 +181,7 @@ class _Reader:
         chunk = _document(event)
         if not isinstance(chunk, Mapping):
             raise foreign_error(event, self._url) or UnreachableError(
-                f"{self._url} sent {event[:80]!r} in a stream, unlike {ANY_MAKE}; check the address"
+                f"{self._url} sent {event[:80]!r} in a stream, unlike {ANY_MAKE.kind}; check the address"
             )
         choices = chunk.get("choices")
         # Some servers have "error": null in every chunk.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+import base64
+import hashlib
+import secrets
+import ssl
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import httpx2
+from httpx2.websockets import AsyncWebSocketSession
 from pydantic import BaseModel, ValidationError
 
 from lmx_lab.client.address import bearer, is_loopback, server_address
-from lmx_lab.client.failures import CHECK, OURS, Answer, Refuse, in_plain_words, not_ours, refusal
-from lmx_lab.client.limits import SHORT_BYTES
+from lmx_lab.client.failures import OURS, Answer, Refuse, Wanted, in_plain_words, not_ours, refusal
+from lmx_lab.client.limits import LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import LabError, UnreachableError
 
@@ -23,6 +28,21 @@ QUICK_S = 30.0
 # The server keeps an idle connection for 30 s: it must not close one that is just being used again.
 IDLE_S = 10.0
 CONNECTIONS = 256
+UPGRADE = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+SWITCHED = 101
+RFC_6455 = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+JSON = {"content-type": "application/json"}
+
+
+class _Key(httpx2.Auth):
+    """A key on its way into a request. It is in no other object that a traceback with values would show."""
+
+    def __init__(self, key: str | None) -> None:
+        self._headers = bearer(key)
+
+    def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
+        request.headers.update(self._headers)
+        yield request
 
 
 class Connection:
@@ -33,7 +53,7 @@ class Connection:
         api_key: It is shown nowhere.
         transport: In the place of the network.
         timeout_s: The longest silence while the server computes; None waits as long as the connection is there.
-        kind: Of server that is expected, for the words of errors.
+        wanted: The server that is expected there.
         refuse: What an answer that is no success means.
 
     Raises:
@@ -47,22 +67,24 @@ class Connection:
         api_key: str | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
         timeout_s: float | None = None,
-        kind: str = OURS,
+        wanted: Wanted = OURS,
         refuse: Refuse = refusal,
     ) -> None:
         self.url = server_address(base_url)
-        self.kind = kind
+        self._wanted = wanted
+        self._key = _Key(api_key)
         self._refuse = refuse
         self._http = httpx2.AsyncClient(
             base_url=self.url,
-            headers=bearer(api_key),
+            auth=self._key,
             transport=transport,
             timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S, pool=None),
             limits=httpx2.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_S),
+            # Reading all certificates takes 30 ms and more, which a plain address needs for nothing.
+            verify=True if self.url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
             # A proxy for the web cannot reach this machine's own server.
             trust_env=not is_loopback(self.url),
         )
-        self._quick = httpx2.Timeout(QUICK_S, connect=CONNECT_S)
 
     async def aclose(self) -> None:
         """Close all connections, which ends what the server computes for them. Idempotent."""
@@ -72,45 +94,69 @@ class Connection:
 
     async def get(self, path: str, *, limit: int = SHORT_BYTES) -> tuple[httpx2.Response, bytes]:
         """What a server knows without computing, of at most ``limit`` bytes, within ``QUICK_S``."""
-        request = self._http.build_request("GET", path, timeout=self._quick)
+        return await self.ask("GET", path, limit=limit, within_s=QUICK_S)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
+        limit: int = SHORT_BYTES,
+        within_s: float,
+        with_key: bool = True,
+    ) -> tuple[httpx2.Response, bytes]:
+        """Whatever is answered, and its body of at most ``limit`` bytes.
+
+        Args:
+            within_s: To the last byte of the answer.
+            with_key: Without it, it asks as a stranger does.
+        """
+        timeout = httpx2.Timeout(within_s, connect=CONNECT_S, pool=None)
+        headers = {} if content is None else JSON
+        request = self._http.build_request(
+            method, path, content=content, params=params, headers=headers, timeout=timeout
+        )
         try:
             # Also of all bytes together: one that says a little all the time is never silent.
-            async with asyncio.timeout(QUICK_S):
-                return await self._fetch(request, limit)
+            async with asyncio.timeout(within_s):
+                return await self._fetch(request, limit, with_key=with_key)
         except TimeoutError as exc:
-            raise UnreachableError(f"{self.url} has not answered whole within {QUICK_S:g} s; {CHECK}") from exc
+            said = f"{self.url} has not answered whole within {within_s:g} s; {self._wanted.check}"
+            raise UnreachableError(said) from exc
 
     async def post(self, path: str, content: bytes, shape: type[Shape], *, limit: int = SHORT_BYTES) -> Shape:
-        headers = {"content-type": "application/json"}
-        response, text = await self._fetch(
-            self._http.build_request("POST", path, content=content, headers=headers), limit
-        )
+        response, text = await self._fetch(self._http.build_request("POST", path, content=content, headers=JSON), limit)
         return self.whole(response, text, shape)
 
-    async def _fetch(self, request: httpx2.Request, limit: int) -> tuple[httpx2.Response, bytes]:
+    async def _fetch(
+        self, request: httpx2.Request, limit: int, *, with_key: bool = True
+    ) -> tuple[httpx2.Response, bytes]:
         """An answer and its body, of which no more is read than it may have."""
-        response = await self._send(request)
+        response = await self._send(request, with_key=with_key)
         try:
             return response, await self._body(response, limit)
         finally:
             await response.aclose()
 
-    async def _send(self, request: httpx2.Request) -> httpx2.Response:
-        with in_plain_words(self.url):
-            return await self._http.send(request, stream=True)
+    async def _send(self, request: httpx2.Request, *, with_key: bool = True) -> httpx2.Response:
+        with in_plain_words(self.url, wanted=self._wanted):
+            return await self._http.send(request, stream=True, auth=self._key if with_key else None)
 
     async def _body(self, response: httpx2.Response, limit: int) -> bytes:
         text = await self.beginning(response, limit if response.is_success else SHORT_BYTES)
         if response.is_success and len(text) > limit:
             raise UnreachableError(
-                f"{self.url} answered with more than {limit} bytes, which no answer to this request can have; {CHECK}"
+                f"{self.url} answered with more than {limit} bytes, which no answer to this request can have; "
+                f"{self._wanted.check}"
             )
         return text
 
     async def beginning(self, response: httpx2.Response, limit: int) -> bytes:
         """The body, or of a longer one a little more than the limit."""
         body = bytearray()
-        with in_plain_words(self.url, begun=True):
+        with in_plain_words(self.url, begun=True, wanted=self._wanted):
             async with aclosing(response.aiter_bytes()) as chunks:
                 async for chunk in chunks:
                     body += chunk
@@ -140,7 +186,7 @@ class Connection:
             whole_bytes: The length that a JSON document may have which comes in the stream's place, and is given as
                 its only event. By default none may come.
         """
-        headers = {"accept": EVENT_STREAM, **({"content-type": "application/json"} if content else {})}
+        headers = {"accept": EVENT_STREAM, **(JSON if content else {})}
         request = self._http.build_request(method, path, content=content, headers=headers, **options)
         response = await self._send(request)
         try:
@@ -149,10 +195,43 @@ class Connection:
                 return
             await self._check_stream(response)
             decoder = EventDecoder()
-            with in_plain_words(self.url, begun=True):
+            with in_plain_words(self.url, begun=True, wanted=self._wanted):
                 async for chunk in response.aiter_bytes():
                     for event in self._fed(decoder, chunk):
                         yield event
+        finally:
+            await response.aclose()
+
+    @asynccontextmanager
+    async def websocket(
+        self, path: str, params: Mapping[str, str | list[str]] | None = None, *, limit: int = LONG_BYTES
+    ) -> AsyncGenerator[AsyncWebSocketSession, None]:
+        """A WebSocket for the time of the block. What breaks it later is of ``httpx2.websockets``; its silence is the
+        reader's to end.
+
+        Args:
+            limit: The bytes of one message.
+
+        Raises:
+            LabError: it was not opened: the server's own, or UnreachableError.
+        """
+        key = base64.b64encode(secrets.token_bytes(16)).decode()
+        request = self._http.build_request(
+            "GET",
+            path,
+            params=params,
+            headers={**UPGRADE, "sec-websocket-key": key},
+            timeout=httpx2.Timeout(QUICK_S, connect=CONNECT_S, pool=None),
+        )
+        response = await self._send(request)
+        try:
+            if response.status_code != SWITCHED or response.headers.get("sec-websocket-accept") != _accepted(key):
+                raise self.refused(response, await self.beginning(response, SHORT_BYTES))
+            stream = response.extensions["network_stream"]
+            async with AsyncWebSocketSession(
+                stream, max_message_size_bytes=limit, keepalive_ping_interval_seconds=None, response=response
+            ) as socket:
+                yield socket
         finally:
             await response.aclose()
 
@@ -181,14 +260,19 @@ class Connection:
             kind=headers.get("content-type", ""),
             retry_after=headers.get("retry-after"),
             body=body,
-            wanted=self.kind,
+            wanted=self._wanted,
         )
 
     def unreadable(self) -> UnreachableError:
         """Of an event that is none of such a server."""
         return not_ours(
-            Answer(url=self.url, status=200, kind=EVENT_STREAM, retry_after=None, body=b"", wanted=self.kind)
+            Answer(url=self.url, status=200, kind=EVENT_STREAM, retry_after=None, body=b"", wanted=self._wanted)
         )
+
+
+def _accepted(key: str) -> str:
+    """What RFC 6455, section 4.2.2, has a server answer: whatever else answers 101 is none."""
+    return base64.b64encode(hashlib.sha1(f"{key}{RFC_6455}".encode(), usedforsecurity=False).digest()).decode()
 
 
 def _kind(response: httpx2.Response) -> str:

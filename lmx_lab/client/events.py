@@ -14,7 +14,7 @@ Include = Literal["models", "requests", "samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnknownEvent:
+class UnknownLabEvent:
     """An event of a kind, or in a form, that this version does not know."""
 
     text: str
@@ -22,7 +22,7 @@ class UnknownEvent:
 
 
 KnownEvent = Throughput | Memory | Heartbeat | ModelEvent | RequestEvent | Sample
-LabEvent = KnownEvent | UnknownEvent
+LabEvent = KnownEvent | UnknownLabEvent
 _KNOWN: TypeAdapter[KnownEvent] = TypeAdapter(Annotated[KnownEvent, Discriminator("type")])
 
 
@@ -31,4 +31,4 @@ def lab_event(text: str) -> LabEvent:
     try:
         return _KNOWN.validate_json(text)
     except ValidationError:
-        return UnknownEvent(text=text)
+        return UnknownLabEvent(text=text)

@@ -11,7 +11,14 @@ import httpx2
 import pydantic_core
 
 from lmx_lab import errors
-from lmx_lab.errors import ConnectionLostError, LabError, UnauthorizedError, UnreachableError
+from lmx_lab.errors import (
+    ConnectionLostError,
+    CursorExpiredError,
+    LabError,
+    UnauthorizedError,
+    UnreachableError,
+    WrongServerError,
+)
 
 KINDS: dict[str, type[LabError]] = {
     kind.code: kind
@@ -60,8 +67,29 @@ KINDS: dict[str, type[LabError]] = {
 }
 """By the code in a server's answer: of classes that share one, the one that says no more than the code does."""
 CHECK = "check the address; the lab's server prints it when it starts"
-OURS = "an LMX Lab server"
 SHOWN = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The server that is expected at an address, in the words of errors."""
+
+    kind: str = "an LMX Lab server"
+    start: str = "lmx-lab serve"
+    """What runs it."""
+    check: str = CHECK
+    """What to do if it runs and does not answer."""
+    key: str = "api_key=KEY"
+    """How Python's callers give its key."""
+
+
+OURS = Wanted()
+DAEMON = Wanted(
+    kind="the lab's daemon",
+    start="lmx-lab daemon",
+    check="check the address; the daemon prints it when it starts",
+    key="discover(), which reads the token of this user's daemon, or token=TOKEN",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +103,15 @@ class Answer:
     """Its Content-Type."""
     retry_after: str | None
     body: bytes
-    wanted: str = OURS
-    """The kind of server that was expected there."""
+    wanted: Wanted = OURS
 
 
+REASONS = ("pruned", "ahead", "other-stream")
 Refuse = Callable[[Answer], LabError]
 """What an answer that is no success means."""
 
 
-def error_in(text: str | bytes, *, retry_after: str | None = None) -> LabError | None:
+def error_in(text: str | bytes, *, retry_after: str | None = None, wanted: Wanted = OURS) -> LabError | None:
     """The error that an error body, or a stream's last event, tells of; None if it is neither."""
     try:
         body: Any = pydantic_core.from_json(text)
@@ -98,30 +126,35 @@ def error_in(text: str | bytes, *, retry_after: str | None = None) -> LabError |
     if kind is None and code is not None:
         message = f"{message} ({code!s:.80})"
     if kind is UnauthorizedError:
-        message = f"{message}; in Python that is api_key=KEY"
+        message = f"{message}; in Python that is {wanted.key}"
+    param = param if isinstance(param, str) else None
+    if kind is CursorExpiredError and (reason := detail.get("reason")) in REASONS:
+        return CursorExpiredError(message, reason=reason, param=param, retry_after_s=_seconds(retry_after))
     error = kind or LabError
-    return error(message, param=param if isinstance(param, str) else None, retry_after_s=_seconds(retry_after))
+    return error(message, param=param, retry_after_s=_seconds(retry_after))
 
 
 def refusal(answer: Answer) -> LabError:
     """The error of an answer that is no success, or not what was asked for."""
-    return error_in(answer.body, retry_after=answer.retry_after) or not_ours(answer)
+    return error_in(answer.body, retry_after=answer.retry_after, wanted=answer.wanted) or not_ours(answer)
 
 
 def not_ours(answer: Answer) -> UnreachableError:
     """Of what the lab's server would not say: another program, a proxy, a login page."""
     kind = answer.kind.partition(";")[0].strip()[:SHOWN] or "no content type"
     if 300 <= answer.status < 400 or answer.status in (401, 403):
-        hint = "something in front of the server wants a login: give its token as api_key, or the server's own address"
+        hint = "something in front of the server wants a login: give its token as the key, or the server's own address"
     elif answer.status in (500, 502, 503, 504):
         hint = "a proxy answers, and the server behind it does not; is it running?"
     else:
-        hint = CHECK
-    return UnreachableError(f"{answer.url} answered {answer.status} with {kind}, unlike {answer.wanted}; {hint}")
+        hint = answer.wanted.check
+    said = f"{answer.url} answered {answer.status} with {kind}, unlike {answer.wanted.kind}; {hint}"
+    error = UnreachableError if answer.status >= 500 else WrongServerError
+    return error(said, retry_after_s=_seconds(answer.retry_after))
 
 
 @contextmanager
-def in_plain_words(url: str, *, begun: bool = False) -> Iterator[None]:
+def in_plain_words(url: str, *, begun: bool = False, wanted: Wanted = OURS) -> Iterator[None]:
     """Errors of the connection, raised in the block, become ``UnreachableError`` with the address and the next step.
 
     Args:
@@ -133,16 +166,21 @@ def in_plain_words(url: str, *, begun: bool = False) -> Iterator[None]:
         said = f"{url} did not take the connection in time; is the address right, and its machine reachable?"
         raise UnreachableError(said) from exc
     except (httpx2.ConnectError, httpx2.ProxyError, httpx2.UnsupportedProtocol) as exc:
-        said = f"nothing answers at {url} ({exc!s:.200}); is the server running (lmx-lab serve)? If so, {CHECK}"
+        said = f"nothing answers at {url} ({exc!s:.200}); is the server running ({wanted.start})? If so, {wanted.check}"
         raise UnreachableError(said) from exc
     except httpx2.TimeoutException as exc:
         raise UnreachableError(f"{url} said nothing within its time limit; ask again, or raise timeout_s") from exc
     except httpx2.DecodingError as exc:
-        raise UnreachableError(f"the answer of {url} cannot be read ({exc!s:.200}); {CHECK}") from exc
+        raise UnreachableError(f"the answer of {url} cannot be read ({exc!s:.200}); {wanted.check}") from exc
     except httpx2.TransportError as exc:
         when = "in the middle of its answer" if begun else "before it answered"
         reason = f"{exc!s:.200}" or type(exc).__name__
         raise ConnectionLostError(f"{url} went away {when} ({reason}); ask again once it is back") from exc
+
+
+def was_sent(error: LabError) -> bool:
+    """Whether a request that ended with this error may have reached a server."""
+    return not isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError)
 
 
 def _seconds(text: str | None) -> float | None:

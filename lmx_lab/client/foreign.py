@@ -15,10 +15,10 @@ import pydantic_core
 
 from lmx_lab import errors
 from lmx_lab.client.failures import KINDS as OWN_CODES
-from lmx_lab.client.failures import Answer, error_in, not_ours
+from lmx_lab.client.failures import Answer, Wanted, error_in, not_ours
 from lmx_lab.errors import LabError
 
-ANY_MAKE = "a chat-format server"
+ANY_MAKE = Wanted(kind="a chat-format server")
 SAID = 500
 # The words of llama.cpp, vLLM, OpenAI and LM Studio; the statuses that come with them are 400 and 500.
 TOO_LONG = re.compile(r"context.{0,20}(length|size|window)|exceed_context_size|too many tokens", re.IGNORECASE)

@@ -1,29 +1,34 @@
-"""A typed client of the inference server, over HTTP and server-sent events."""
+"""A typed client of the inference server, over HTTP, server-sent events and WebSockets."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import httpx2
-from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticSerializationError
+from pydantic import ValidationError
 
+from lmx_lab.client.bodies import as_content, shaped
+from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks
 from lmx_lab.client.connection import CONNECT_S, QUICK_S, Connection
 from lmx_lab.client.events import Include, LabEvent, lab_event
 from lmx_lab.client.failures import CHECK, error_in, not_ours
 from lmx_lab.client.limits import LONG_BYTES, chat_bytes, embeddings_bytes, rerank_bytes
+from lmx_lab.client.loads import watched
+from lmx_lab.client.sockets import messages
 from lmx_lab.client.sse import Remark
-from lmx_lab.errors import ConnectionLostError, InvalidRequestError, UnreachableError
-from lmx_lab.wire.admin import LoadAnswer, LoadRequest, ModelRecords, NotReady, Ready, UnloadAnswer
-from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
+from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
+from lmx_lab.wire.admin import LoadAnswer, LoadRequest, ModelEvent, ModelRecords, NotReady, Ready, UnloadAnswer
+from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
 
 NAME = "x-lmx-lab"
 DONE = "[DONE]"
+Over = Literal["sse", "websocket"]
+"""How a stream comes: as server-sent events, or over a WebSocket, whose end a proxy in between always passes on."""
 
 
 class AsyncLabClient:
@@ -53,6 +58,7 @@ class AsyncLabClient:
         timeout_s: float | None = None,
     ) -> None:
         self._connection = Connection(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s)
+        self._silence_s = timeout_s
         self.url = self._connection.url
 
     def __repr__(self) -> str:
@@ -74,30 +80,56 @@ class AsyncLabClient:
 
     async def chat(self, body: ChatRequest) -> ChatCompletion:
         """A whole answer."""
-        content = _json(body.model_copy(update={"stream": False}))
+        content = as_content(body.model_copy(update={"stream": False}))
         return await self._connection.post("/v1/chat/completions", content, ChatCompletion, limit=chat_bytes(body))
 
-    async def stream(self, body: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+    async def stream(self, body: ChatRequest, *, over: Over = "sse") -> AsyncGenerator[ChatChunk, None]:
         """The same in chunks, as they are generated.
+
+        Args:
+            over: A WebSocket tells less: its chunks have the ``model`` that was asked for, an ``id`` of their own, an
+                empty ``system_fingerprint``, and ``timings`` whose prompt includes the time in the queue.
 
         Raises:
             ConnectionLostError: it broke off before its end.
             LabError: the server's own, before the first chunk or after any.
         """
-        async with aclosing(self.stream_with_remarks(body)) as parts:
+        source = self.stream_with_remarks(body) if over == "sse" else self._stream_over_socket(body)
+        async with aclosing(source) as parts:
             async for part in parts:
                 if isinstance(part, ChatChunk):
                     yield part
 
     async def stream_with_remarks(self, body: ChatRequest) -> AsyncGenerator[ChatChunk | Remark, None]:
         """``stream``, and where the request stands whenever there was nothing to say for five seconds."""
-        content = _json(body.model_copy(update={"stream": True}))
+        content = as_content(body.model_copy(update={"stream": True}))
         async with aclosing(self._connection.events("POST", "/v1/chat/completions", content=content)) as events:
             async for event in events:
                 if event == DONE:
                     return
                 yield event if isinstance(event, Remark) else self._chunk(event)
         raise ConnectionLostError(f"{self.url} ended the stream before the answer's end; ask again")
+
+    async def _stream_over_socket(self, body: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        content = as_content(body.model_copy(update={"stream": True})).decode()
+        chunks = SocketChunks(body)
+        source = messages(self._connection, "/v1/chat/stream", content, silence_s=self._silence_s)
+        async with aclosing(source) as texts:
+            async for text in texts:
+                for chunk in chunks.read(self._socket_message(text)):
+                    yield chunk
+                if chunks.done:
+                    return
+
+    def _socket_message(self, text: str) -> SocketToken | SocketDone:
+        try:
+            message = SOCKET_MESSAGE.validate_json(text)
+        except ValidationError as exc:
+            said = f"{self.url} sent {text[:80]!r} over a socket, unlike an LMX Lab server; {CHECK}"
+            raise WrongServerError(said) from exc
+        if isinstance(message, SocketError):
+            raise error_in(text) or LabError(message.error.message)
+        return message
 
     def _chunk(self, text: str) -> ChatChunk:
         try:
@@ -109,7 +141,9 @@ class AsyncLabClient:
 
     async def embed(self, body: EmbeddingsBody) -> EmbeddingList:
         """Vectors; ``as_array`` makes numbers of them, and ``encoding_format="base64"`` is quicker."""
-        return await self._connection.post("/v1/embeddings", _json(body), EmbeddingList, limit=embeddings_bytes(body))
+        return await self._connection.post(
+            "/v1/embeddings", as_content(body), EmbeddingList, limit=embeddings_bytes(body)
+        )
 
     async def rerank(self, body: RerankBody) -> RerankResults:
         """Documents by relevance, the best first.
@@ -117,7 +151,7 @@ class AsyncLabClient:
         Raises:
             UnreachableError: the answer is about documents that were not given, or names one twice.
         """
-        content, given = _json(body), len(body.documents)
+        content, given = as_content(body), len(body.documents)
         limit = rerank_bytes(given, sent=len(content))
         answer = await self._connection.post("/v1/rerank", content, RerankResults, limit=limit)
         told = [item.index for item in answer.results]
@@ -135,17 +169,22 @@ class AsyncLabClient:
         response, text = await self._connection.get("/admin/models", limit=LONG_BYTES)
         return self._connection.whole(response, text, ModelRecords)
 
-    async def load(self, model: str) -> LoadAnswer:
+    async def load(self, model: str, *, progress: Callable[[ModelEvent], None] | None = None) -> LoadAnswer:
         """Load a model in the place of what is loaded; returns when it is. Cancelling ends the waiting, not the load.
 
         Local callers may name a path.
+
+        Args:
+            progress: Called with each step that the server tells of before it is done, on this loop; most have bytes.
         """
-        try:
-            body = LoadRequest(model=model)
-        except ValidationError as exc:
-            said = f"model is {model!r:.80}; give an id such as 'smollm2-135m', or a path on the server"
-            raise InvalidRequestError(said, param="model") from exc
-        return await self._connection.post("/admin/models/load", _json(body), LoadAnswer)
+        content = as_content(shaped(LoadRequest, model=model))
+
+        async def load() -> LoadAnswer:
+            return await self._connection.post("/admin/models/load", content, LoadAnswer)
+
+        if progress is None:
+            return await load()
+        return await watched(load, events=self.events(["models"]), progress=progress)
 
     async def unload(self) -> UnloadAnswer:
         """Unload the model; with none loaded nothing happens."""
@@ -183,12 +222,3 @@ class AsyncLabClient:
             async for event in events:
                 if isinstance(event, str):
                     yield lab_event(event)
-
-
-def _json(body: BaseModel) -> bytes:
-    """What was set and nothing else: a server of another version may not know what is new."""
-    try:
-        # It warns of unions that know their members by the JSON that comes in, and writes them all the same.
-        return body.model_dump_json(by_alias=True, exclude_unset=True, warnings="none").encode()
-    except PydanticSerializationError as exc:
-        raise InvalidRequestError(f"the request cannot be written as JSON: {exc!s:.200}; give plain values") from exc

@@ -16,7 +16,6 @@ from typing import Any, TypeVar, overload
 
 from lmx_lab.daemon.app import daemon_policy
 from lmx_lab.daemon.home import DaemonHome
-from lmx_lab.daemon.identifiers import new_id
 from lmx_lab.daemon.life import Life, Mode, Plan
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.logfile import LogFile
@@ -26,6 +25,7 @@ from lmx_lab.errors import HostingError, InvalidRequestError
 from lmx_lab.hosting import Host, bind
 from lmx_lab.loops import LoopThread
 from lmx_lab.settings import Settings
+from lmx_lab.wire.identifiers import new_id
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -7,23 +7,21 @@ import errno
 import fcntl
 import os
 import secrets
-import stat
 import time
 import weakref
 from pathlib import Path
 
 import psutil
-from pydantic import ValidationError
 
+from lmx_lab.client.state_file import STATE, state_file
 from lmx_lab.daemon.clock import unix_s
 from lmx_lab.errors import DaemonRunningError, HostingError
 from lmx_lab.wire.daemon import StateFile
 
-LOCK, STATE = "daemon.lock", "state.json"
+LOCK = "daemon.lock"
 PATIENCE_S = 2.0
 """How long a start waits for another daemon that is just starting, or ending."""
 LOOK_S = 0.02
-STATE_BYTES = 65_536
 SKEW_S = 5.0
 """By how much the system's clock may have been set since."""
 
@@ -80,14 +78,14 @@ class DaemonHome:
 
     def withdraw(self, daemon_id: str) -> None:
         """Remove the state file, if it is still this daemon's."""
-        state = _read(self.folder / STATE)
+        state = state_file(self.folder / STATE)
         if state is not None and state.daemon_id == daemon_id:
             (self.folder / STATE).unlink(missing_ok=True)
 
 
 def read_state(folder: Path) -> StateFile | None:
     """What the state file says, if its daemon's process lives and only this user can have written it."""
-    state = _read(folder / STATE)
+    state = state_file(folder / STATE)
     return state if state is not None and _lives(state) else None
 
 
@@ -142,24 +140,6 @@ def _running(folder: Path, state: StateFile | None) -> str:
         f"the daemon of {folder} runs already, at {state.url} (process {state.pid}); use that one, or end it first: "
         f"Ctrl-C where it runs, or POST /v3/daemon/shutdown"
     )
-
-
-def _read(path: Path) -> StateFile | None:
-    try:
-        # Not blocking: a pipe of that name would wait for its writer.
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        known = os.fstat(file)
-        private = stat.S_ISREG(known.st_mode) and known.st_uid == os.geteuid() and not known.st_mode & 0o077
-        text = os.read(file, STATE_BYTES) if private else b""
-    finally:
-        os.close(file)
-    try:
-        return StateFile.model_validate_json(text)
-    except ValidationError:
-        return None
 
 
 def _lives(state: StateFile) -> bool:

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from lmx_lab.daemon.identifiers import new_id
 from lmx_lab.daemon.storage.store import Reading, Row, Transaction
 from lmx_lab.errors import (
     InvalidRequestError,
@@ -18,6 +17,7 @@ from lmx_lab.errors import (
     TurnNotFoundError,
 )
 from lmx_lab.wire.events import SessionChanged, SessionDeleted
+from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import (
     METADATA_CHARACTERS,
     ChangeSession,

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Self
 
 from lmx_lab.client import AsyncLabClient, Remark
 from lmx_lab.engine import LoadReport, ToolCallDelta
-from lmx_lab.errors import LabError, UnreachableError
+from lmx_lab.errors import UnreachableError
 from lmx_lab.replies import TextPiece
-from lmx_lab.wire.admin import ModelEvent
+from lmx_lab.wire.admin import LoadAnswer, ModelEvent
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta
 from lmx_lab.wire.generation import StreamOptions, Timings, Usage
 
 Parts = AsyncGenerator[ChatChunk | Remark, None]
-WATCH_S = 2.0
-"""So long a load waits for its watcher: a proxy may keep the events back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +131,10 @@ class RemoteLoad:
     """A load on the server, begun when it is made; its steps are those that the server tells every watcher."""
 
     def __init__(self, client: AsyncLabClient, model: str) -> None:
-        self._client = client
         # The latest step is the one to show; None is the end.
         self._steps: asyncio.Queue[ModelEvent | None] = asyncio.Queue(1)
-        self._watched = asyncio.Event()
-        self._task = asyncio.create_task(self._load(model), name=f"wait for {model:.80} to be loaded")
+        load = client.load(model, progress=self._show)
+        self._task = asyncio.create_task(load, name=f"wait for {model:.80} to be loaded")
         self._task.add_done_callback(self._ended)
 
     async def step(self) -> ModelEvent | None:
@@ -146,39 +142,21 @@ class RemoteLoad:
         return await self._steps.get()
 
     async def result(self) -> LoadReport:
-        return await self._task
-
-    async def _load(self, model: str) -> LoadReport:
-        watching = asyncio.create_task(self._watch(), name="watch a load")
-        try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._watched.wait(), WATCH_S)
-            answer = await self._client.load(model)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        answer = await self._task
         return LoadReport(
             model=answer.model, load_s=answer.load_time_ms / 1e3, memory_bytes=round(answer.vram_gb * 1e9)
         )
 
-    async def _watch(self) -> None:
-        try:
-            async for event in self._client.events(["models"]):
-                self._watched.set()
-                if isinstance(event, ModelEvent) and event.done_bytes is not None:
-                    self._offer(event)
-        except LabError:
-            # Without steps the load is loaded all the same, or says itself what is wrong.
-            pass
-        finally:
-            self._watched.set()
+    def _show(self, step: ModelEvent) -> None:
+        if step.done_bytes is not None:
+            self._offer(step)
 
     def _offer(self, step: ModelEvent | None) -> None:
         if self._steps.full():
             self._steps.get_nowait()
         self._steps.put_nowait(step)
 
-    def _ended(self, task: asyncio.Task[LoadReport]) -> None:
+    def _ended(self, task: asyncio.Task[LoadAnswer]) -> None:
         self._offer(None)
         if not task.cancelled():
             task.exception()  # seen: whoever asked may have left

@@ -30,8 +30,8 @@ from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
 
 if TYPE_CHECKING:
-    from lmx_lab.daemon.daemon import Daemon
     from lmx_lab.daemon.tools.python_tools import PythonTools
+    from lmx_lab.lab.daemon import LabDaemon
 
 
 class Lab(Serving, Verbs, Showing):
@@ -43,7 +43,7 @@ class Lab(Serving, Verbs, Showing):
     # The daemon
 
     @property
-    def daemon(self) -> Daemon | None:
+    def daemon(self) -> LabDaemon | None:
         """The daemon in front of this lab; None without ``launch(daemon=True)``, or when it was stopped."""
         return self._daemon if self._daemon is not None and self._daemon.running else None
 
@@ -52,7 +52,7 @@ class Lab(Serving, Verbs, Showing):
         """The Python functions of the daemon that it has, or had."""
         return self._daemon_tools
 
-    def start_daemon(self, *, explicit_port: bool = False, tools: PythonTools | None = None) -> Daemon:
+    def start_daemon(self, *, explicit_port: bool = False, tools: PythonTools | None = None) -> LabDaemon:
         """Start the daemon in front of this lab, or return the one that runs. ``launch(daemon=True)`` does this.
 
         Args:
@@ -67,11 +67,12 @@ class Lab(Serving, Verbs, Showing):
         # Kept also where the start fails: the cell that mends it finds them.
         self._daemon_tools = tools = tools or self._daemon_tools
         # Here and not above: what MCP needs takes half a second to import.
-        from lmx_lab.daemon.daemon import Daemon
+        from lmx_lab.lab.daemon import LabDaemon
 
         if (running := self.daemon) is not None:
             return running
-        daemon = Daemon(
+        daemon = LabDaemon(
+            self.workbench,
             settings=self.settings,
             explicit_port=explicit_port,
             upstream_url=self.url,

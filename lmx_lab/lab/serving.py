@@ -24,8 +24,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 
 if TYPE_CHECKING:
-    from lmx_lab.daemon.daemon import Daemon
     from lmx_lab.daemon.tools.python_tools import PythonTools
+    from lmx_lab.lab.daemon import LabDaemon
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Serving:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._host: Host | None = None
         self._stopped = False
-        self._daemon: Daemon | None = None
+        self._daemon: LabDaemon | None = None
         self._daemon_tools: PythonTools | None = None
 
     def start(self, sock: socket.socket | None = None) -> None:

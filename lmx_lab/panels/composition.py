@@ -10,6 +10,7 @@ import ipywidgets
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.panels import standin
 from lmx_lab.panels.chat import ChatPanel
+from lmx_lab.panels.events import EventsPanel
 from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.models import ModelsPanel
 from lmx_lab.panels.panel import Panel
@@ -21,6 +22,7 @@ PANELS: dict[str, type[Panel]] = {
     "metrics": MetricsPanel,
     "chat": ChatPanel,
     "rerank": RerankPanel,
+    "events": EventsPanel,
 }
 CARD = "card"
 REPORTED = ("chat", "rerank")
@@ -45,7 +47,7 @@ class Panels(ipywidgets.GridBox):  # type: ignore[misc]
 
 
 def composed(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget:
-    """The named panels, or all; a single one is itself.
+    """The named panels, or all (events only where there is a daemon); a single one is itself.
 
     Raises:
         InvalidRequestError: there is no such panel.
@@ -53,13 +55,17 @@ def composed(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget
     for name in names:
         if name not in PANELS:
             raise InvalidRequestError(f"there is no panel {name!r:.40}; there are {', '.join(PANELS)}", param="names")
-    panels = [panel(workbench, name, PANELS[name]) for name in names or PANELS]
+    panels = [panel(workbench, name, PANELS[name]) for name in names or _usual(workbench)]
     if len(panels) == 1:
         return panels[0]
     box = workbench.boxes.get(tuple(names))
     if box is None or box.comm is None or box.children != tuple(panels):
         box = workbench.boxes[tuple(names)] = Panels(panels)
     return box
+
+
+def _usual(workbench: Workbench) -> Sequence[str]:
+    return [name for name in PANELS if name != "events" or workbench.events is not None]
 
 
 def card(workbench: Workbench) -> Panel:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from lmx_lab.loops import LoopThread
+from lmx_lab.panels.event_source import EventSource
 from lmx_lab.panels.history import History
 from lmx_lab.panels.source import Source
 from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
@@ -51,6 +52,8 @@ class Workbench:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self.events: EventSource | None = None
+        """The daemon of which the events panel tells; None while there is none."""
         self.history = History()
         self.panels: dict[str, Any] = {}
         """The one instance of each panel, by name."""
@@ -69,6 +72,13 @@ class Workbench:
         """Show another lab from now on, and remember what it does."""
         self._source = source
         self.submit(self._tell_changed())
+
+    def follow_events(self, source: EventSource | None) -> None:
+        """Show the events of another daemon from now on, or of none."""
+        self.events = source
+        # The clock tells them; without panels there is no reason for a thread.
+        if self._watchers:
+            self.submit(asyncio.sleep(0))
 
     def watch(self, watcher: Watcher) -> None:
         """Tell a panel of time and models, as long as somebody holds it."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+Expiry = Literal["pruned", "ahead", "other-stream"]
 
 
 class ErrorDetail(BaseModel):
@@ -13,6 +17,8 @@ class ErrorDetail(BaseModel):
     retryable: bool = False
     """Whether the same request can succeed at another time, without anybody doing anything about it."""
     request_id: str | None = None
+    reason: Expiry | None = Field(None, exclude_if=lambda reason: reason is None)
+    """Of ``cursor-expired``, and there alone."""
 
 
 class ErrorBody(BaseModel):

@@ -27,11 +27,11 @@ class McpServerConfig(RequestShape):
     command: NonEmpty | None = None
     """A program, by name or path; no shell reads it."""
     args: Annotated[tuple[str, ...], Field(max_length=256), LISTED] = ()
-    env: dict[str, str] = Field({}, repr=False)
+    env: dict[str, str] = Field(default={}, repr=False)
     """Beside the few variables that every server gets (PATH, HOME, LANG and the like)."""
     cwd: str | None = None
     url: NonEmpty | None = None
-    headers: dict[str, str] = Field({}, repr=False)
+    headers: dict[str, str] = Field(default={}, repr=False)
     enabled: bool = True
     start_timeout_s: Seconds = 20.0
     tool_timeout_s: Seconds = 60.0
@@ -52,10 +52,10 @@ class ChangeMcpServer(RequestShape):
 
     command: NonEmpty | None = None
     args: Annotated[tuple[str, ...], Field(max_length=256), LISTED] | None = None
-    env: dict[str, str] | None = Field(None, repr=False)
+    env: dict[str, str] | None = Field(default=None, repr=False)
     cwd: str | None = None
     url: NonEmpty | None = None
-    headers: dict[str, str] | None = Field(None, repr=False)
+    headers: dict[str, str] | None = Field(default=None, repr=False)
     enabled: bool | None = None
     start_timeout_s: Seconds | None = None
     tool_timeout_s: Seconds | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+Answer = bytes | Iterable[bytes]
 # It does close: a client that was not told could ask again on a connection that is just going.
 HEAD = "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: {kind}\r\nx-lmx-lab: 0\r\n"
 
@@ -21,10 +22,11 @@ class RawServer:
 
 
 @contextmanager
-def answering(*answers: bytes | Iterable[bytes]) -> Iterator[RawServer]:
+def answering(*answers: Answer | Callable[[str], Answer]) -> Iterator[RawServer]:
     """Each connection gets the next answer after its request, and is closed; later ones get the last.
 
-    An answer in pieces may be without an end: it is sent until the client has gone.
+    An answer in pieces may be without an end: it is sent until the client has gone. A function makes one of
+    the request; afterwards the client is the first to close.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = RawServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
@@ -37,7 +39,7 @@ def answering(*answers: bytes | Iterable[bytes]) -> Iterator[RawServer]:
             thread.join()
 
 
-def _serve(listener: socket.socket, server: RawServer, answers: tuple[bytes | Iterable[bytes], ...]) -> None:
+def _serve(listener: socket.socket, server: RawServer, answers: tuple[Answer | Callable[[str], Answer], ...]) -> None:
     while True:
         try:
             connection, _ = listener.accept()
@@ -46,9 +48,19 @@ def _serve(listener: socket.socket, server: RawServer, answers: tuple[bytes | It
         with connection:
             answer = answers[min(len(server.requests), len(answers) - 1)]
             server.requests.append(_request(connection))
+            made = answer(server.requests[-1]) if callable(answer) else answer
             with suppress(OSError):
-                for piece in [answer] if isinstance(answer, bytes) else answer:
+                for piece in [made] if isinstance(made, bytes) else made:
                     connection.sendall(piece)
+                if callable(answer):
+                    _part(connection)
+
+
+def _part(connection: socket.socket) -> None:
+    """Close it so that all that was sent arrives, whatever the client has sent meanwhile."""
+    connection.shutdown(socket.SHUT_WR)
+    while connection.recv(65536):
+        pass
 
 
 def _request(connection: socket.socket) -> str:

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from lmx_lab.client.events import Include, KnownEvent, UnknownEvent, lab_event
+from lmx_lab.client.events import Include, KnownEvent, UnknownLabEvent, lab_event
 from lmx_lab.server.admin import EXTRAS
 from lmx_lab.server.openapi import EVENTS
 from lmx_lab.wire.admin import Heartbeat
@@ -25,4 +25,4 @@ def test_new_fields_are_left_out() -> None:
     "text", ['{"type": "weather", "rain": true}', '{"type": "heartbeat"}', '{"uptime": 1}', "[]", "{", "", "\x00"]
 )
 def test_what_is_not_known_is_passed_on_as_it_came(text: str) -> None:
-    assert lab_event(text) == UnknownEvent(text=text)
+    assert lab_event(text) == UnknownLabEvent(text=text)

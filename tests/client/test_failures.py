@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmx_lab.asgi.errors import respond
-from lmx_lab.client.failures import KINDS, Answer, error_in, refusal
-from lmx_lab.errors import LabError, UnreachableError
+from lmx_lab.client.failures import DAEMON, KINDS, Answer, error_in, refusal
+from lmx_lab.errors import CursorExpiredError, LabError, UnreachableError
 from tests.test_errors import classes
 
 
@@ -42,6 +42,19 @@ def test_an_error_of_another_chat_server_is_read_too() -> None:
 def test_a_key_is_said_to_be_an_argument() -> None:
     error = error_in('{"error": {"code": "unauthorized", "message": "this server needs its key"}}')
     assert "api_key=" in str(error)
+
+
+@pytest.mark.parametrize(("reason", "read"), [("ahead", "ahead"), ("other-stream", "other-stream"), ("moon", "pruned")])
+def test_an_expired_cursor_keeps_its_reason(reason: str, read: str) -> None:
+    error = error_in(f'{{"error": {{"code": "cursor-expired", "message": "m", "reason": "{reason}"}}}}')
+    assert isinstance(error, CursorExpiredError)
+    assert error.reason == read
+
+
+def test_how_a_daemons_token_is_given_is_said_in_its_own_words() -> None:
+    error = error_in('{"error": {"code": "unauthorized", "message": "no token"}}', wanted=DAEMON)
+    assert "token=" in str(error)
+    assert "api_key" not in str(error)
 
 
 @pytest.mark.parametrize(

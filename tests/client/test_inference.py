@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.client import AsyncLabClient, Remark, UnknownEvent, as_array
+from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
 from lmx_lab.client.limits import COMPONENTS, SHORT_BYTES, embeddings_bytes, rerank_bytes
 from lmx_lab.lab import Lab
 from lmx_lab.lab.prompt import chat_request
@@ -191,7 +191,7 @@ async def test_events_end_when_the_server_stops(tiny_home: Path) -> None:
             events = client.events()
             await anext(events)
             stop = asyncio.create_task(lab.astop())
-            assert [event async for event in events if isinstance(event, UnknownEvent)] == []
+            assert [event async for event in events if isinstance(event, UnknownLabEvent)] == []
             await stop
 
 

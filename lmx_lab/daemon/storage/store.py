@@ -22,9 +22,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 from lmx_lab.daemon.clock import iso
-from lmx_lab.daemon.identifiers import new_id
 from lmx_lab.daemon.storage.schema import MIGRATIONS
 from lmx_lab.errors import HostingError, LabError, StoppingError, StorageFullError
+from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import TurnStats
 
 T = TypeVar("T")

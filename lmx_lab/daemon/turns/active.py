@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lmx_lab.daemon.identifiers import new_id
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.tool import Tool, Toolbox
@@ -48,6 +47,7 @@ from lmx_lab.daemon.turns.upstream import Upstream
 from lmx_lab.daemon.turns.writer import TurnWriter
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
 from lmx_lab.wire.events import ToolEnd
+from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import PermissionRecord, ToolCall
 
 log = logging.getLogger(__name__)

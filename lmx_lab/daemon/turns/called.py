@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from lmx_lab.client.calls import WholeCall
-from lmx_lab.daemon.identifiers import new_id
 from lmx_lab.daemon.turns.turn import Call
+from lmx_lab.wire.identifiers import new_id
 
 PLAIN_ID = re.compile(r"[!-~]{1,64}")
 NAME_CHARACTERS = 200

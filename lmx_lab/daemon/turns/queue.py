@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lmx_lab.daemon import sessions
-from lmx_lab.daemon.identifiers import new_id
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.store import Reading, Row, Transaction
 from lmx_lab.daemon.turns import records
@@ -15,6 +14,7 @@ from lmx_lab.daemon.turns.records import NO_STATS, TurnKey, user_message
 from lmx_lab.daemon.turns.turn import Ending
 from lmx_lab.errors import IdempotencyConflictError, QueueFullError, TurnInProgressError
 from lmx_lab.wire.events import TurnQueued, TurnStarted
+from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import SessionMessage, SessionRecord, SubmitTurn, TurnAccepted, TurnOverrides
 
 RETRY_S = 5.0

@@ -10,7 +10,6 @@ from typing import Any
 
 from lmx_lab.asgi.errors import detail
 from lmx_lab.daemon import sessions
-from lmx_lab.daemon.identifiers import new_id
 from lmx_lab.daemon.storage.store import Reading, Row, Transaction
 from lmx_lab.daemon.turns.turn import Call, Ending
 from lmx_lab.errors import TurnNotFoundError
@@ -25,6 +24,7 @@ from lmx_lab.wire.events import (
     TurnProgress,
     TurnText,
 )
+from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import (
     SessionMessage,
     TurnOverrides,

@@ -1,0 +1,74 @@
+"""``lmx-lab chat``: a conversation with the daemon, which remembers it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmx_lab.cli.app import app, note
+from lmx_lab.cli.reach import Token, Url, daemon_client
+from lmx_lab.errors import InvalidRequestError, SessionNotFoundError
+from lmx_lab.settings import Settings
+
+if TYPE_CHECKING:
+    from lmx_lab.client import DaemonClient, Session
+
+LAST = "chat.json"
+"""Has the session that a chat without a name goes on with."""
+
+
+@app.command()
+def chat(
+    text: Annotated[list[str] | None, typer.Argument(help="The question. Without one, it is a conversation.")] = None,
+    *,
+    session: Annotated[str | None, typer.Option(help="Id of a session. By default that of the last chat.")] = None,
+    new: Annotated[bool, typer.Option("--new", help="Begin a new session.")] = False,
+    model: Annotated[str | None, typer.Option(help="Of a new session; by default whatever the server has.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
+    allow: Annotated[bool, typer.Option("--allow", help="Let tools run without asking.")] = False,
+    url: Url = None,
+    token: Token = None,
+) -> None:
+    """Talk to the model through the daemon, which remembers the session. Ctrl-C cancels the answer.
+
+    The answer goes to standard output, everything else to standard error. Where nobody can be asked, tools that need a
+    permission are denied.
+    """
+    asked = " ".join(text or [])
+    if not text and not sys.stdin.isatty():
+        asked = sys.stdin.read()
+    if not asked.strip() and (text or not sys.stdin.isatty()):
+        raise InvalidRequestError("there is no question; give one as an argument, or on standard input")
+    from lmx_lab.cli.conversation import Conversation
+
+    with daemon_client(url, token) as client:
+        begins = new or model is not None or system is not None
+        last = Settings.read().home / LAST
+        session_id = session or (None if begins else _remembered(client, last))
+        here = client.session(session_id, model=model, system_prompt=system)
+        _remember(here, last)
+        conversation = Conversation(here, allow=allow)
+        if asked.strip():
+            sys.exit(conversation.ask(asked))
+        conversation.go_on()
+
+
+def _remembered(client: DaemonClient, last: Path) -> str | None:
+    try:
+        session_id = str(json.loads(last.read_bytes())["session_id"])
+        client.read_session(session_id)
+    except (OSError, ValueError, TypeError, KeyError, InvalidRequestError):
+        return None  # There is no such file, or somebody has written something else there.
+    except SessionNotFoundError:
+        note("the session of the last chat is gone; this is a new one")
+        return None
+    return session_id
+
+
+def _remember(session: Session, last: Path) -> None:
+    last.parent.mkdir(parents=True, exist_ok=True)
+    last.write_text(json.dumps({"session_id": session.session_id}), encoding="utf-8")

@@ -1,0 +1,152 @@
+"""``lmx-lab daemon``: the daemon until a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmx_lab.cli.app import app, keep_what_is_made, say, start_logging
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, McpServerExistsError
+from lmx_lab.links import LOOPBACK_NAMES
+from lmx_lab.settings import Settings
+
+if TYPE_CHECKING:
+    from lmx_lab.daemon.daemon import Daemon
+    from lmx_lab.wire.mcp import McpServerConfig
+
+DRAIN_S = 30.0
+"""How long turns may go on after the daemon was told to end."""
+
+
+@app.command()
+def daemon(
+    *,
+    upstream: Annotated[
+        str | None,
+        typer.Option(help="Chat-format server that turns ask. By default http://127.0.0.1:8400, the lab's."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes a free one. By default 8401 or the next.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. Any but loopback shows the daemon to other machines.")
+    ] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="Further Host header to accept. Repeatable.")] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin of a web page that may call. Repeatable.")
+    ] = None,
+    mcp_config: Annotated[
+        Path | None, typer.Option(help="A .mcp.json: shows its servers, asks, and adds those that are new.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Add them without asking.")] = False,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Run the daemon until Ctrl-C or SIGTERM: sessions, turns with tools, MCP servers.
+
+    Its token is in state.json in its folder, new at each start. The upstream's key, if it has one, is taken from
+    LMX_LAB_UPSTREAM_API_KEY alone: arguments can be read by others.
+    """
+    settings = Settings.read(
+        upstream=upstream,
+        daemon_port=port,
+        daemon_host=host,
+        allowed_hosts=allow_host or None,
+        cors_origins=cors_origin or None,
+        log_level=log_level,
+    )
+    start_logging(settings.log_level)
+    servers = _agreed(mcp_config, yes=yes) if mcp_config is not None else []
+    _run_daemon(settings, servers, explicit_port=port is not None or "LMX_LAB_DAEMON_PORT" in os.environ)
+
+
+def _agreed(path: Path, *, yes: bool) -> list[McpServerConfig]:
+    """The servers of the file, shown, if somebody says yes to them; else none."""
+    from lmx_lab.daemon.mcp.project_file import read_mcp_file
+
+    servers = read_mcp_file(path)
+    for server in servers:
+        say(_shown(server, path.absolute().parent))
+    if not servers:
+        say(f"{path} has no servers")
+    elif not yes and not sys.stdin.isatty():
+        raise InvalidRequestError("nobody can be asked here whether these may be started; --yes says so")
+    elif not yes and not typer.confirm("These programs and addresses get what turns hand them. Add them?"):
+        return []
+    return servers
+
+
+def _shown(server: McpServerConfig, folder: Path) -> str:
+    """What would be started, whole: control characters, which could hide a part of it, written out."""
+    starts = server.url or shlex.join([server.command or "", *server.args])
+    where = f"  (in {server.cwd})" if server.cwd and Path(server.cwd) != folder else ""
+    # Values may be secrets; those that choose other programs and libraries are shown.
+    given = [
+        f"{name}={value}" if name == "PATH" or name.startswith(("LD_", "DYLD_", "PYTHON", "NODE_")) else name
+        for name, value in [*server.env.items(), *server.headers.items()]
+    ]
+    text = f"{server.name}: {starts}{where}" + (f"  (with {', '.join(given)})" if given else "")
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_port: bool) -> None:
+    from lmx_lab.daemon.daemon import Daemon
+
+    exposed = not settings.daemon_host.startswith("127.") and settings.daemon_host not in LOOPBACK_NAMES
+    if exposed:
+        from lmx_lab.lab.addresses import lan_addresses
+
+        settings = replace(settings, allowed_hosts=(*settings.allowed_hosts, *lan_addresses()))
+    running = Daemon(settings=settings, explicit_port=explicit_port)
+    # First: a signal during the start ends it in good order, too.
+    stopping = _end_on_signals(running)
+    running.start()
+    keep_what_is_made()
+    with contextlib.suppress(HostingError):
+        _add_servers(running, servers)
+        say(f"The daemon is ready at {running.url}, for {running.upstream_url}", style="bold")
+        say(f"its token is in {running.folder / 'state.json'}")
+        if exposed:
+            say(f"other machines reach it on {settings.daemon_host}: its token travels there unencrypted", style="bold")
+    if stopping.is_set():
+        running.begin_stop()
+    running.wait()
+
+
+def _add_servers(running: Daemon, servers: list[McpServerConfig]) -> None:
+    for server in servers:
+        try:
+            running.run(running.services.servers.add(server))
+            say(f"added {server.name}")
+        except McpServerExistsError:
+            say(f"{server.name} is there already, and stays as it is")
+        except HostingError:
+            raise
+        except LabError as exc:
+            say(f"{server.name} was not added: {exc.message}", style="bold red")
+
+
+def _end_on_signals(running: Daemon) -> threading.Event:
+    """The first signal lets turns end, the second one ends them, the third is as in any process."""
+    received: list[int] = []
+    stopping = threading.Event()
+    # A terminal that is closed sends SIGHUP; under nohup it is ignored, and stays so.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+
+    def end(number: int, frame: object) -> None:
+        received.append(number)
+        stopping.set()
+        if len(received) > 1:
+            for each in numbers:
+                signal.signal(each, signal.SIG_DFL)
+        running.begin_stop(mode="drain" if len(received) == 1 else "now", grace_s=DRAIN_S)
+
+    for number in numbers:
+        signal.signal(number, end)
+    return stopping

@@ -1,0 +1,44 @@
+"""``lmx-lab events``: the daemon's log, and what happens now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from lmx_lab.cli.app import app
+from lmx_lab.cli.reach import Token, Url, daemon_client
+from lmx_lab.errors import InvalidRequestError
+
+
+@app.command()
+def events(
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")] = False,
+    after: Annotated[int | None, typer.Option(help="From this cursor on; 0 is all that is kept.")] = None,
+    tail: Annotated[int, typer.Option(help="By default so many of the newest events.")] = 20,
+    session: Annotated[list[str] | None, typer.Option(help="Only of this session. Repeatable.")] = None,
+    types: Annotated[
+        list[str] | None, typer.Option(help="Only of this kind, or turn.* for a group. Repeatable.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="A line of JSON for each event.")] = False,
+    url: Url = None,
+    token: Token = None,
+) -> None:
+    """Print the daemon's events. Following them survives every break and restart: it goes on where it was."""
+    if tail < 0:
+        raise InvalidRequestError(f"--tail is {tail}; give 0 or more", param="tail")
+    from lmx_lab.cli.following import Chosen, follow_events, newest_events
+
+    chosen = Chosen(session_ids=tuple(session or ()), types=tuple(types or ()), as_json=json)
+    with daemon_client(url, token) as client, contextlib.suppress(KeyboardInterrupt):
+        try:
+            cursor = newest_events(client, chosen, after=after, tail=tail)
+            if follow:
+                follow_events(client, chosen, after=cursor)
+        except BrokenPipeError:
+            # Whoever read this has enough, as head does; Python would complain once more when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,106 @@
+"""Events on a terminal, or as lines of JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass
+
+from lmx_lab.cli.app import note
+from lmx_lab.cli.terminal import line
+from lmx_lab.client import DaemonClient
+from lmx_lab.client.daemon_events import ResetFrame, SnapshotFrame
+from lmx_lab.wire.events import Envelope
+
+FIRST_LOOK = 1000
+"""Events looked through for the newest that are wanted; then all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What is printed, and how."""
+
+    session_ids: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+    as_json: bool = False
+
+
+def newest_events(client: DaemonClient, chosen: Chosen, *, after: int | None, tail: int) -> int:
+    """Print what the log has after the cursor, or the newest; gives the cursor behind them."""
+    if after is not None:
+        return _printed_pages(client, chosen, after)
+    latest = client.state().latest_seq
+    for begin in (max(0, latest - FIRST_LOOK), 0):
+        found, cursor = _collected(client, chosen, begin, tail)
+        if len(found) == tail or begin == 0:
+            break
+    for event in found:
+        _print(event, chosen)
+    return cursor
+
+
+def _printed_pages(client: DaemonClient, chosen: Chosen, cursor: int) -> int:
+    while True:
+        page = client.page(after=cursor, session_ids=chosen.session_ids, types=chosen.types)
+        for event in page.events:
+            _print(event, chosen)
+        cursor = page.cursor
+        if not page.more:
+            return cursor
+
+
+def _collected(client: DaemonClient, chosen: Chosen, cursor: int, tail: int) -> tuple[deque[Envelope], int]:
+    found: deque[Envelope] = deque(maxlen=tail)
+    while True:
+        page = client.page(after=cursor, session_ids=chosen.session_ids, types=chosen.types)
+        found += page.events
+        cursor = page.cursor
+        if not page.more:
+            return found, cursor
+
+
+def follow_events(client: DaemonClient, chosen: Chosen, *, after: int) -> None:
+    """Print what happens, until interrupted; breaks are told on standard error."""
+    with client.events(after=after, session_ids=chosen.session_ids, types=chosen.types) as happening:
+        breaks = 0
+        for event in happening:
+            if happening.reconnects > breaks:
+                breaks = happening.reconnects
+                note(f"connected again ({breaks})")
+            if isinstance(event, ResetFrame):
+                note(f"events are missing here: {event.data.reason}")
+            elif not isinstance(event, SnapshotFrame):
+                _print(Envelope.model_validate(event.model_dump()), chosen)
+
+
+def _print(event: Envelope, chosen: Chosen) -> None:
+    text = event.model_dump_json(exclude_none=True) if chosen.as_json else in_words(event)
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def in_words(event: Envelope) -> str:
+    """One line of it."""
+    where = " ".join(part for part in (event.session_id, event.turn_id) if part)
+    time = event.at.partition("T")[2] or event.at
+    return line(f"{event.seq} {time} {event.event} {where} {_data_in_words(event)}".rstrip(), most=200)
+
+
+def _data_in_words(event: Envelope) -> str:
+    said = []
+    for value in _inner(event).values():
+        match value:
+            case str() | int() | float():
+                said.append(str(value))
+            case {"message": str(message)} | {"content": str(message)}:
+                said.append(message)
+            case _:
+                pass
+    return " · ".join(said)
+
+
+def _inner(event: Envelope) -> dict[str, object]:
+    """What the data is about: of ``{"permission": {...}}`` the permission."""
+    data: dict[str, object] = event.data
+    (only, *others) = list(data.values()) or [None]
+    return only if isinstance(only, dict) and not others else data

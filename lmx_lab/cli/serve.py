@@ -1,0 +1,143 @@
+"""``lmx-lab serve``: the inference server until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmx_lab.cli.app import app, keep_what_is_made, say, start_logging
+from lmx_lab.settings import Settings
+
+if TYPE_CHECKING:
+    from lmx_lab.lab import Lab
+
+
+@app.command()
+def serve(
+    *,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 serves the LAN.")] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes a free one. By default 8400 or the next.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to load first: an id (fetched if needed) or a path.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin of a web page that may call. Repeatable.")
+    ] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="Further Host header to accept. Repeatable.")] = None,
+    lan_admin: Annotated[bool, typer.Option("--lan-admin", help="Let other hosts load and unload.")] = False,
+    no_downloads: Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")] = False,
+    models: Annotated[list[Path] | None, typer.Option(help="Further folder with models. Repeatable.")] = None,
+    embedder: Annotated[str | None, typer.Option(help="Embedding model to keep in memory beside the model.")] = None,
+    reranker: Annotated[str | None, typer.Option(help="Reranker to keep in memory beside the model.")] = None,
+    swap: Annotated[bool, typer.Option("--swap", help="Load the model that a request names.")] = False,
+    idle_unload: Annotated[
+        float | None, typer.Option("--idle-unload", "--ttl", help="Seconds without a request until the model goes.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option("--slots", "--parallel", help="Requests at once. By default 8.")] = None,
+    queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait beside them. By default 64.")] = None,
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds for one request. By default 600.")] = None,
+    memory_limit: Annotated[float | None, typer.Option(help="GB for models and caches. By default 80 %.")] = None,
+    prefix_cache: Annotated[
+        float | None, typer.Option(help="GB of that for prompts seen before; 0 keeps none. By default 10 % of it.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of weights in memory: auto, keep, float32, float16 or bfloat16.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="For matrix products on a CPU. By default its cores.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Run the inference server until Ctrl-C or SIGTERM."""
+    settings = Settings.read(
+        host=host,
+        port=port,
+        api_key=api_key,
+        cors_origins=cors_origin or None,
+        allowed_hosts=allow_host or None,
+        lan_admin=lan_admin or None,
+        downloads=False if no_downloads else None,
+        model_folders=models or None,
+        swap=swap or None,
+        idle_unload_s=idle_unload,
+        slots=slots,
+        queue_limit=queue_limit,
+        request_timeout_s=request_timeout,
+        memory_limit_bytes=_bytes(memory_limit),
+        prefix_cache_bytes=_bytes(prefix_cache),
+        embedder=embedder,
+        reranker=reranker,
+        dtype=dtype,
+        threads=threads,
+        log_level=log_level,
+    )
+    start_logging(settings.log_level)
+    asyncio.run(_serve(settings, model, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
+
+
+def _bytes(size_gb: float | None) -> float | None:
+    # What is no number is left for the settings to refuse by name.
+    return round(size_gb * 1e9) if size_gb is not None and math.isfinite(size_gb) else size_gb
+
+
+async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) -> None:
+    stop = _stop_signal()
+    from lmx_lab.lab import Lab
+
+    lab = Lab(settings, loop="kernel", explicit_port=explicit_port)
+    await lab.astart()
+    keep_what_is_made()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(lab.astop)
+        work = [
+            asyncio.create_task(coro, name=f"lmx-lab {name}")
+            for name, coro in (("start", _announce(lab, model)), ("stop", stop.wait()), ("server", lab.wait()))
+        ]
+        try:
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            if work[0].done():
+                work[0].result()
+                await asyncio.wait(work[1:], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+        say("stopping")
+
+
+def _stop_signal() -> asyncio.Event:
+    """Set by the first SIGINT or SIGTERM; a second one ends the process as it would any."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def received() -> None:
+        stop.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, received)
+    return stop
+
+
+async def _announce(lab: Lab, model: str | None) -> None:
+    if lab.port != lab.settings.port != 0:
+        say(f"port {lab.settings.port} is in use; --port chooses one")
+    for name in (lab.settings.embedder, lab.settings.reranker):
+        if name is not None:
+            say(f"loading {name}, to be kept")
+    await lab.apin_encoders()
+    if model is not None:
+        say(f"loading {model}")
+        report = await lab.aload(model)
+        say(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
+    say(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
+    for url in lab.lan_urls:
+        say(f"on the LAN at {url}", style="bold")
+    if model is None and not lab.engine.snapshot.pinned:
+        say("no model is loaded yet: POST /admin/models/load, or start with --model")

@@ -1,0 +1,26 @@
+"""Text of models and tools on a terminal, which obeys control characters and turns lines around."""
+
+from __future__ import annotations
+
+import unicodedata
+
+HARMLESS = "\n\t"
+# Cf has what changes the direction of text (U+202A to U+202E, U+2066 to U+2069); two of it belong to words.
+JOINERS = "\u200c\u200d"
+
+
+def shown(text: str) -> str:
+    """The text with every character that does something written out, but for line ends and tabs."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if _is_text(char) else char.encode("unicode_escape").decode() for char in text)
+
+
+def line(text: str, most: int = 100) -> str:
+    """The beginning of a text, on one line."""
+    words = " ".join(text.split())
+    return shown(words if len(words) <= most else words[: most - 1] + "…")
+
+
+def _is_text(char: str) -> bool:
+    return char in HARMLESS or char in JOINERS or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp")

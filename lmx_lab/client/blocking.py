@@ -1,0 +1,161 @@
+"""Async clients for callers that block: all of a process live on one loop in its background."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from lmx_lab.errors import HostingError
+from lmx_lab.loops import LoopThread, loops_serving
+
+T = TypeVar("T")
+CLOSE_S = 2.0
+PORTS = {"http": 80, "https": 443}
+REMEDIES = (
+    "await the async client, put the cell under %%offload, call this in asyncio.to_thread, or serve from a thread: "
+    "launch(loop='thread')"
+)
+
+
+class _Background:
+    """The loop of this process's blocking clients, in a thread that is made for the first of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: LoopThread | None = None
+
+    @property
+    def thread(self) -> LoopThread:
+        with self._lock:
+            if self._thread is None:
+                self._thread = LoopThread("lmx-lab-client")
+            self._thread.start()
+            return self._thread
+
+    def is_at(self, thread: LoopThread) -> bool:
+        return self._thread is thread
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+
+    def forget(self) -> None:
+        """In a forked child, where no thread has come along; another one may have held the lock."""
+        self._lock, self._thread = threading.Lock(), None
+
+
+_BACKGROUND = _Background()
+atexit.register(_BACKGROUND.stop)
+os.register_at_fork(after_in_child=_BACKGROUND.forget)
+
+
+class Line:
+    """The way from blocking callers, on any thread, to one async client on the background loop.
+
+    An interrupt (Ctrl-C) cancels what is waited for, and is raised when that has ended. Dropping the line closes the
+    client, as does the end of the process.
+
+    Args:
+        address: Where the client's server is now.
+        close: What closes the client.
+    """
+
+    def __init__(self, address: Callable[[], str], close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._address = address
+        self._held: list[LoopThread] = []
+        self._end = weakref.finalize(self, _close_later, self._held, close)
+        self._end.atexit = False
+        self._close = close
+
+    @property
+    def thread(self) -> LoopThread:
+        """
+        Raises:
+            HostingError: the client was closed, or its process has forked since: both would read from one connection.
+        """
+        if not self._end.alive:
+            raise HostingError("this client was closed; make a new one")
+        if not self._held:
+            self._held.append(_BACKGROUND.thread)
+        if not _BACKGROUND.is_at(self._held[0]):
+            raise HostingError("this client was made before the process forked; make one in the child, too")
+        return self._held[0]
+
+    def check(self, *, also: str | None = None) -> None:
+        """
+        Args:
+            also: The address of another server that has to answer meanwhile.
+
+        Raises:
+            HostingError: the caller's own loop would have to answer, and waits.
+        """
+        here = asyncio._get_running_loop()
+        if here is None:
+            return
+        if self._held and here is self._held[0].loop:
+            raise HostingError("a blocking call on the loop of all clients would never return; await the async client")
+        for address in (self._address(), also):
+            if address is not None and serves(here, address):
+                raise HostingError(f"{address} is served by this very loop, which would wait for itself; {REMEDIES}")
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run the work in the background and wait for what it gives.
+
+        Raises:
+            HostingError: as ``check``, or the client was closed.
+            TimeoutError: after ``timeout_s``; the work was cancelled.
+        """
+        try:
+            self.check()
+            thread = self.thread
+        except BaseException:
+            work.close()
+            raise
+        return thread.run(work, timeout_s)
+
+    def close(self) -> None:
+        """Close the client, and with it its connections. Idempotent."""
+        if self._end.detach() is not None and self._held and _BACKGROUND.is_at(self._held[0]):
+            with suppress(TimeoutError, HostingError):
+                self._held[0].run(self._close(), CLOSE_S)
+
+
+_CLOSING: set[asyncio.Task[None]] = set()
+
+
+def _close_later(held: list[LoopThread], close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """From a destructor, on whatever thread that runs, in the middle of anything: it may take no lock."""
+
+    def begin() -> None:
+        task = asyncio.get_running_loop().create_task(close())
+        _CLOSING.add(task)
+        task.add_done_callback(_CLOSING.discard)
+
+    if held and _BACKGROUND.is_at(held[0]):
+        with suppress(RuntimeError):  # the loop is closed: the process is about to end
+            held[0].loop.call_soon_threadsafe(begin)
+
+
+def serves(loop: asyncio.AbstractEventLoop, address: str) -> bool:
+    """Whether requests to this address are answered by this loop."""
+    where = urlsplit(address)
+    port = where.port or PORTS.get(where.scheme, 0)
+    return loop in loops_serving(port) and _is_this_machine(where.hostname or "")
+
+
+def _is_this_machine(host: str) -> bool:
+    """By whether a socket can be bound to it, which asks nobody but the names' resolver."""
+    with suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as bound, suppress(OSError):
+                bound.bind(address)
+                return True
+    return False

@@ -1,0 +1,41 @@
+"""Requests out of arguments, and as JSON; what cannot be one is refused before anything is sent."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
+
+from lmx_lab.errors import InvalidRequestError
+
+Shape = TypeVar("Shape", bound=BaseModel)
+
+
+def shaped(shape: type[Shape], **fields: object) -> Shape:
+    """A request of this shape.
+
+    Raises:
+        InvalidRequestError: the first field that is wrong, by name.
+    """
+    try:
+        return shape.model_validate(fields)
+    except ValidationError as exc:
+        wrong = exc.errors(include_url=False, include_context=False)[0]
+        field = ".".join(str(part)[:80] for part in wrong["loc"])
+        said = wrong["msg"].removeprefix("Value error, ")
+        given = f" (given: {wrong['input']!r:.80})" if isinstance(wrong["input"], str | int | float) else ""
+        raise InvalidRequestError(f"{field or 'the request'}: {said}{given}", param=field or None) from None
+
+
+def as_content(body: BaseModel) -> bytes:
+    """What was set and nothing else: a server of another version may not know what is new.
+
+    Raises:
+        InvalidRequestError: a value that has no JSON.
+    """
+    try:
+        # It warns of unions that know their members by the JSON that comes in, and writes them all the same.
+        return body.model_dump_json(by_alias=True, exclude_unset=True, warnings="none").encode()
+    except PydanticSerializationError as exc:
+        raise InvalidRequestError(f"the request cannot be written as JSON: {exc!s:.200}; give plain values") from exc

@@ -1,0 +1,105 @@
+"""Where a reader of events is in the log, and where it writes that down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lmx_lab.errors import HostingError
+
+CURSOR_BYTES = 4096
+
+
+class Cursor(BaseModel):
+    """All events up to ``seq`` have been seen."""
+
+    model_config = ConfigDict(frozen=True)
+
+    stream_id: str = Field(min_length=1, max_length=200)
+    """Of the daemon's database, in which ``seq`` counts."""
+    seq: int = Field(ge=0, le=10**15)
+
+
+class CursorStore(Protocol):
+    """Keeps one reader's cursor from one subscription to the next."""
+
+    def load(self) -> Cursor | None:
+        """The one that was saved last; None if there is none yet."""
+
+    def save(self, cursor: Cursor) -> None:
+        """Called on the reader's loop, so it must be quick."""
+
+
+class MemoryCursor:
+    """For as long as this object lives."""
+
+    def __init__(self, cursor: Cursor | None = None) -> None:
+        self._cursor = cursor
+
+    def load(self) -> Cursor | None:
+        return self._cursor
+
+    def save(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+
+
+class FileCursor:
+    """In a file, from one process to the next. For one subscription at a time: the last one that saves counts.
+
+    A file that holds something else is an error and not a fresh start: the path may be wrong, and saving would destroy
+    whatever the file is.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser()
+
+    def load(self) -> Cursor | None:
+        """
+        Raises:
+            HostingError: the file holds no cursor, or cannot be read.
+        """
+        try:
+            text = _beginning(self.path)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise HostingError(f"the cursor in {self.path} cannot be read: {exc.strerror}; name another file") from exc
+        try:
+            return Cursor.model_validate_json(text)
+        except ValidationError as exc:
+            said = f"{self.path} holds no cursor: {text[:80]!r}; remove it to begin anew, or name another file"
+            raise HostingError(said) from exc
+
+    def save(self, cursor: Cursor) -> None:
+        """Whole at once, readable by this user alone.
+
+        Raises:
+            HostingError: the file cannot be written.
+        """
+        draft = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}")
+        try:
+            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(file, "w", encoding="utf-8") as writing:
+                writing.write(cursor.model_dump_json())
+            draft.replace(self.path)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise HostingError(
+                f"the cursor cannot be written to {self.path}: {exc.strerror}; name another file"
+            ) from exc
+
+
+def _beginning(path: Path) -> bytes:
+    # Not blocking: a pipe of that name would wait for its writer.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return os.read(file, CURSOR_BYTES) if stat.S_ISREG(os.fstat(file).st_mode) else b"no regular file"
+    finally:
+        os.close(file)

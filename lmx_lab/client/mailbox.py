@@ -1,0 +1,111 @@
+"""From one task to another: items with back-pressure, and a value that is watched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+ITEMS, CHARACTERS = 1000, 4_000_000
+"""In a mailbox there is no room beyond either."""
+UNREAD = 64
+"""Changes that a slow reader of a value still gets."""
+
+
+class Mailbox(Generic[T]):
+    """What one task has for another, in order. Whoever puts waits for room first; nothing is ever dropped."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[T, int]] = deque()
+        self._characters = 0
+        self._filled, self._room = asyncio.Event(), asyncio.Event()
+        self._room.set()
+        self._ended = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T, characters: int) -> None:
+        """At once, whether there is room or not."""
+        self._items.append((item, characters))
+        self._characters += characters
+        self._filled.set()
+        if len(self._items) >= ITEMS or self._characters >= CHARACTERS:
+            self._room.clear()
+
+    def take(self) -> T | None:
+        """The oldest; None if there is nothing."""
+        if not self._items:
+            return None
+        item, characters = self._items.popleft()
+        self._characters -= characters
+        if len(self._items) <= ITEMS // 2 and self._characters < CHARACTERS:
+            self._room.set()
+        if not self._items and not self._ended:
+            self._filled.clear()
+        return item
+
+    @property
+    def has_room(self) -> bool:
+        return self._room.is_set()
+
+    async def room(self) -> None:
+        """Wait until there is some."""
+        await self._room.wait()
+
+    async def filled(self) -> None:
+        """Wait until there is an item, or until the end."""
+        await self._filled.wait()
+
+    def end(self) -> None:
+        """Nothing comes any more; what is there can still be taken."""
+        self._ended = True
+        self._filled.set()
+
+
+class Watched(Generic[T]):
+    """A value that changes, for readers of its changes; a slow one misses old changes, never the newest."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self._readers: set[_Reader[T]] = set()
+        self._ended = False
+
+    def set(self, value: T) -> None:
+        self.value = value
+        for reader in self._readers:
+            reader.add(value)
+
+    def end(self) -> None:
+        """It does not change any more."""
+        self._ended = True
+        for reader in self._readers:
+            reader.changed.set()
+
+    async def changes(self) -> AsyncGenerator[T, None]:
+        """The value as it is, then each change, until the end."""
+        reader: _Reader[T] = _Reader()
+        reader.add(self.value)
+        self._readers.add(reader)
+        try:
+            while True:
+                while reader.unread:
+                    yield reader.unread.popleft()
+                if self._ended:
+                    return
+                reader.changed.clear()
+                await reader.changed.wait()
+        finally:
+            self._readers.discard(reader)
+
+
+class _Reader(Generic[T]):
+    def __init__(self) -> None:
+        self.unread: deque[T] = deque(maxlen=UNREAD)
+        self.changed = asyncio.Event()
+
+    def add(self, value: T) -> None:
+        self.unread.append(value)
+        self.changed.set()

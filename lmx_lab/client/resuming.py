@@ -1,0 +1,238 @@
+"""Connections to the daemon's events, one after the other, for as long as there is use in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from httpx2.websockets import AsyncWebSocketSession, WebSocketDisconnect
+
+from lmx_lab.client.access import Place
+from lmx_lab.client.backoff import LOOK_S, Backoff, SleepWatch
+from lmx_lab.client.daemon_events import HelloFrame, SyncedFrame, daemon_event
+from lmx_lab.client.daemon_routes import DaemonRoutes
+from lmx_lab.client.mailbox import Mailbox, Watched
+from lmx_lab.client.position import Frame, Position, Taken
+from lmx_lab.errors import CallerError, ConnectionLostError, LabError, UnauthorizedError, WrongServerError
+
+PATH = "/v3/events"
+OPEN_S = 15.0
+"""For the connection and the greeting."""
+HEARTBEATS = 2.5
+"""Without a word for so many of them, a connection is dead."""
+HEARTBEAT_S, SHORTEST_S, LONGEST_S = 15.0, 0.05, 60.0
+"""Where the daemon says nothing of theirs that can be, and what can be."""
+LIVED_S = 1.0
+"""A connection that was greeted so long ago, or that has brought an event, has lived: the next delay is short again."""
+REFUSALS, REFUSED_S = 2, 1.0
+"""So often in a row, and at least so long apart: then, with nothing new in the state file, a refusal is final."""
+SHOWN = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionState:
+    """How the connection is; how sessions are is another matter, and not told here."""
+
+    state: Literal["connecting", "catching-up", "live", "waiting", "closed"]
+    attempts: int = 0
+    """That failed since the last connection that lived."""
+    retry_in_s: float | None = None
+    """Of ``waiting``: until the next attempt, counted from when this state began."""
+    error: LabError | None = None
+    """Of ``waiting``: why. Of ``closed``: why for good; None if the reader closed it."""
+
+
+class Connections:
+    """One after the other, in a task of its own: what comes goes into the mailbox.
+
+    Args:
+        events: The filter; a list that is empty leaves its parameter out.
+    """
+
+    def __init__(
+        self,
+        routes: DaemonRoutes,
+        events: Mapping[str, list[str]],
+        position: Position,
+        wall: Callable[[], float],
+    ) -> None:
+        self._routes = routes
+        self._access = routes.access
+        self._events = events
+        self._wall = wall
+        self.position = position
+        self.mailbox: Mailbox[Taken] = Mailbox()
+        self.states = Watched(ConnectionState(state="connecting"))
+        self.tried = asyncio.Event()
+        """What comes of the first attempt is known."""
+        self.greetings = 0
+        self.error: Exception | None = None
+        """Why it has ended for good."""
+        self.is_closing = False
+        self.has_ended = False
+        self._backoff = Backoff()
+        self._refusals = 0
+        self._woken = asyncio.Event()
+        self._deadline: asyncio.Timeout | None = None
+        self._silence_s = OPEN_S
+        self._greeted_at: float | None = None
+        self._brought = False
+
+    async def run(self) -> None:
+        """Until it is cancelled, or one attempt fails for good."""
+        watch = SleepWatch(self._wake, wall=self._wall)
+        try:
+            # A cancel that comes while a library cleans up may not arrive here.
+            while not self.is_closing:
+                place = self._access.place
+                self._tell(ConnectionState(state="connecting", attempts=self._backoff.attempts))
+                error = await self._attempt()
+                self.tried.set()
+                await self._recover(error, place)
+        except Exception as exc:
+            # What is no LabError is a defect; the reader shall see it, too.
+            self.error = exc
+        finally:
+            watch.close()
+            self.close()
+
+    def close(self) -> None:
+        self.has_ended = True
+        self.tried.set()
+        error = self.error if isinstance(self.error, LabError) else None
+        self._tell(ConnectionState(state="closed", attempts=self._backoff.attempts, error=error))
+        self.states.end()
+        self.mailbox.end()
+
+    # One connection
+
+    async def _attempt(self) -> LabError:
+        """Why it has ended."""
+        self._woken.clear()
+        self._greeted_at, self._brought, self._silence_s = None, False, OPEN_S
+        try:
+            async with asyncio.timeout(OPEN_S) as self._deadline:
+                connection = await self._routes.connection()
+                async with connection.websocket(PATH, {**self.position.begin(), **self._events}) as socket:
+                    ended = await self._read_guarded(socket)
+            if not isinstance(ended, LabError):
+                raise ended
+            return ended
+        except LabError as exc:
+            return exc
+        except TimeoutError:
+            return self._lost(f"has said nothing for {self._silence_s:g} s")
+        except ExceptionGroup as exc:
+            # Out of the library's own tasks: bytes that are no WebSocket's, or an end while it was writing.
+            return self._lost(f"broke the connection ({_innermost(exc)})")
+        finally:
+            self._deadline = None
+
+    async def _read_guarded(self, socket: AsyncWebSocketSession) -> Exception:
+        try:
+            return await self._read(socket)
+        except Exception as exc:
+            # A defect of ours, which must not come out of the block in the same way as a broken connection.
+            return exc
+
+    async def _read(self, socket: AsyncWebSocketSession) -> LabError:
+        assert self._deadline is not None
+        now = asyncio.get_running_loop().time
+        while True:
+            if not self.mailbox.has_room:
+                # A reader that takes its time is no silence of the daemon.
+                self._deadline.reschedule(None)
+                await self.mailbox.room()
+            self._deadline.reschedule(now() + self._silence_s)
+            try:
+                message = await socket.receive()
+            except WebSocketDisconnect as exc:
+                return self._lost(f"closed the stream ({exc.code} {exc.reason:.{SHOWN}})".replace(" )", ")"))
+            except Exception as exc:
+                return self._lost(f"broke the connection ({type(exc).__name__})")
+            text = getattr(message, "data", None)
+            try:
+                frame = daemon_event(text if isinstance(text, str) else "")
+                taken = self.position.take(frame)
+            except ValueError:
+                return self._lost(f"sent {text!r:.{SHOWN}}, which is no event")
+            self._hand_on(frame, taken, len(text or ""))
+
+    def _hand_on(self, frame: Frame, taken: Taken, characters: int) -> None:
+        if taken.event is not None or taken.cursor is not None:
+            self.mailbox.put(taken, characters)
+            self._brought = self._brought or frame.seq is not None
+        if isinstance(frame, HelloFrame):
+            told_s = frame.data.heartbeat_s
+            self._silence_s = HEARTBEATS * (told_s if SHORTEST_S <= told_s <= LONGEST_S else HEARTBEAT_S)
+            self._greeted_at = asyncio.get_running_loop().time()
+            self.greetings += 1
+            self.tried.set()
+            self._tell(ConnectionState(state="catching-up", attempts=self._backoff.attempts))
+        elif isinstance(frame, SyncedFrame):
+            self._tell(ConnectionState(state="live", attempts=self._backoff.attempts))
+
+    def _lost(self, what: str) -> ConnectionLostError:
+        return ConnectionLostError(f"{self._access.url} {what}; the events go on with the next connection")
+
+    # Between two
+
+    def _has_moved(self, place: Place) -> bool:
+        # Others may have read the file in the meantime.
+        return self._access.refresh() or self._access.place != place
+
+    async def _recover(self, error: LabError, place: Place) -> None:
+        """Wait until another attempt is due.
+
+        Raises:
+            LabError: it would be no use.
+        """
+        self._note_whether_it_lived()
+        if self._has_moved(place):
+            self._refusals = 0
+            return
+        is_refusal = isinstance(error, UnauthorizedError | WrongServerError)
+        self._refusals = self._refusals + 1 if is_refusal else 0
+        if self._refusals >= REFUSALS or (isinstance(error, CallerError) and not is_refusal):
+            raise error
+        # Perhaps the daemon is just starting, and its state file not written.
+        delay_s = max(self._backoff.failed(error.retry_after_s), REFUSED_S if is_refusal else 0.0)
+        self._tell(ConnectionState(state="waiting", attempts=self._backoff.attempts, retry_in_s=delay_s, error=error))
+        await self._rest(delay_s, place)
+
+    def _note_whether_it_lived(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._greeted_at is not None and (self._brought or now - self._greeted_at > LIVED_S):
+            self._backoff.reset()
+
+    async def _rest(self, delay_s: float, place: Place) -> None:
+        """For so long; no longer once the machine has woken, or the daemon is somewhere else."""
+        now = asyncio.get_running_loop().time
+        until = now() + delay_s
+        while (left_s := until - now()) > 0 and not self._woken.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, LOOK_S)):
+                    await self._woken.wait()
+            if self._has_moved(place):
+                return
+
+    def _wake(self) -> None:
+        self._backoff.reset()
+        self._woken.set()
+        if self._deadline is not None:
+            # What was connected before is not any more, or costs one reconnect.
+            with suppress(RuntimeError):
+                self._deadline.reschedule(asyncio.get_running_loop().time())
+
+    def _tell(self, state: ConnectionState) -> None:
+        if state != self.states.value:
+            self.states.set(state)
+
+
+def _innermost(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return type(error).__name__

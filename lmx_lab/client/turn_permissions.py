@@ -1,0 +1,135 @@
+"""Who decides on the permissions that a turn asks for, if this client does."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, TypeVar
+
+from lmx_lab.client.backoff import Backoff
+from lmx_lab.client.daemon_routes import DaemonRoutes
+from lmx_lab.errors import (
+    AlreadyResolvedError,
+    GoneError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+    WrongServerError,
+)
+from lmx_lab.wire.sessions import Decision, PermissionRecord
+
+T = TypeVar("T")
+Word = Literal["allow", "deny"]
+Verdict = bool | Word | Decision
+"""A ``Decision`` can be for the whole session."""
+OnPermission = Word | Callable[[PermissionRecord], Verdict | Awaitable[Verdict]]
+"""Always the same, or what a function says of each, which may be a coroutine function."""
+WORDS: dict[object, Word] = {True: "allow", False: "deny", "allow": "allow", "deny": "deny"}
+
+
+class TurnPermissions:
+    """Of one turn. Each permission is decided in a task of its own, so that events go on meanwhile; who has decided
+    before, the panel or another client, has decided.
+
+    Args:
+        policy: None leaves all of them to others.
+    """
+
+    def __init__(self, routes: DaemonRoutes, turn_id: str, policy: OnPermission | None) -> None:
+        self._routes = routes
+        self._turn_id = turn_id
+        self._policy = policy
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def is_asked(self) -> bool:
+        return self._policy is not None
+
+    def ask(self, *permissions: PermissionRecord) -> None:
+        """Decide those that are of this turn, each once."""
+        if self._policy is None:
+            return
+        for permission in permissions:
+            if permission.turn_id == self._turn_id and permission.permission_id not in self._tasks:
+                work = self._decide(permission, self._policy)
+                self._tasks[permission.permission_id] = asyncio.create_task(work, name="lmx-lab permission of a turn")
+
+    def drop(self, permission_id: str) -> None:
+        """It was decided: nobody needs to be asked any more."""
+        if (task := self._tasks.get(permission_id)) is not None:
+            task.cancel()
+
+    async def beside(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """What the work gives; it is given up when a decision fails, or after the time.
+
+        Raises:
+            TimeoutError: after the time.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            until = asyncio.get_running_loop().time() + timeout_s
+            while not task.done():
+                left_s = until - asyncio.get_running_loop().time()
+                if left_s <= 0:
+                    raise TimeoutError
+                waiting = {asked for asked in self._tasks.values() if not asked.done()}
+                await asyncio.wait({task, *waiting}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                self._check()
+            return task.result()
+        finally:
+            if task.cancel():
+                await asyncio.wait([task])
+
+    async def settled(self) -> None:
+        """Wait for all decisions."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+            self._check()
+
+    async def aclose(self) -> None:
+        """Ask nobody any more. Idempotent."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _check(self) -> None:
+        for task in self._tasks.values():
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def _is_pending(self, permission: PermissionRecord) -> bool:
+        """Whether anybody still has to be asked: the request may be an old one, of a log that is read again."""
+        try:
+            pending = await self._routes.permissions()
+        except UnavailableError:
+            return True
+        return any(other.permission_id == permission.permission_id for other in pending)
+
+    async def _decide(self, permission: PermissionRecord, policy: OnPermission) -> None:
+        if not isinstance(policy, str) and not await self._is_pending(permission):
+            return
+        verdict = policy if isinstance(policy, str) else policy(permission)
+        if inspect.isawaitable(verdict):
+            verdict = await verdict
+        decision = _decision(verdict)
+        backoff = Backoff()
+        while True:
+            try:
+                await self._routes.decide(permission.permission_id, decision.decision, scope=decision.scope)
+                return
+            except (AlreadyResolvedError, GoneError, NotFoundError):
+                return
+            except UnavailableError as exc:
+                if isinstance(exc, WrongServerError):
+                    raise
+                await asyncio.sleep(backoff.failed(exc.retry_after_s))
+
+
+def _decision(verdict: object) -> Decision:
+    if isinstance(verdict, Decision):
+        return verdict
+    if not isinstance(verdict, bool | str) or verdict not in WORDS:
+        said = f"on_permission gave {verdict!r:.80}; let it give 'allow' or 'deny', True or False, or a Decision"
+        raise InvalidRequestError(said, param="on_permission")
+    return Decision(decision=WORDS[verdict])

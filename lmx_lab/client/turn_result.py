@@ -1,0 +1,141 @@
+"""What a turn has come to, out of its events or out of its record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pydantic_core
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from lmx_lab.client.daemon_events import (
+    DaemonEvent,
+    MessageDoneEvent,
+    ToolEndEvent,
+    ToolStartEvent,
+    TurnDoneEvent,
+    TurnErrorEvent,
+    TurnThinkingEvent,
+)
+from lmx_lab.client.failures import KINDS
+from lmx_lab.errors import LabError, TurnError
+from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.events import ToolEnd
+from lmx_lab.wire.sessions import StopReason, ToolStatus, TurnRecord, TurnStats
+
+Arguments = dict[str, JsonValue]
+_ARGUMENTS: TypeAdapter[Arguments] = TypeAdapter(Arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnToolCall:
+    """A tool that the turn called, and how that ended."""
+
+    call_id: str
+    name: str
+    arguments: Arguments | None
+    """None where the model's own cannot be read."""
+    status: ToolStatus
+    text: str
+    """What the model was told."""
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnResult:
+    """A turn that has ended as it should, or was cancelled.
+
+    Thoughts and tools are out of the turn's events: where those could not be had any more, they are missing.
+    """
+
+    turn_id: str
+    session_id: str
+    text: str
+    """The last message's, or what of it there was at the end."""
+    thinking: str
+    """Of the same message."""
+    stop_reason: StopReason
+    stats: TurnStats | None
+    """None of a turn that was cancelled before it began."""
+    tool_calls: tuple[TurnToolCall, ...] = ()
+    """In the order in which they ended."""
+    reconnects: int = 0
+    """How often the stream of events was lost meanwhile, and is there again."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class TurnSoFar:
+    """Fed with one turn's events, it has what they come to."""
+
+    def __init__(self, session_id: str, turn_id: str) -> None:
+        self._session_id = session_id
+        self._turn_id = turn_id
+        self._thinking: tuple[str, str] = ("", "")
+        """A message's id and its thoughts."""
+        self._arguments: dict[str, Arguments | None] = {}
+        self._calls: list[TurnToolCall] = []
+
+    def add(self, event: DaemonEvent) -> None:
+        match event:
+            case TurnThinkingEvent():
+                message_id, before = self._thinking
+                is_same = message_id == event.data.message_id
+                self._thinking = (event.data.message_id, (before if is_same else "") + event.data.text)
+            case MessageDoneEvent() if event.data.message.role == "assistant":
+                message = event.data.message
+                self._thinking = (message.message_id or "", message.reasoning_content or "")
+                self._arguments |= {call.call_id: _arguments(call.arguments) for call in message.tool_calls}
+            case ToolStartEvent():
+                self._arguments[event.data.call_id] = event.data.arguments
+            case ToolEndEvent():
+                self._calls.append(self._call(event.data))
+
+    def _call(self, end: ToolEnd) -> TurnToolCall:
+        return TurnToolCall(
+            call_id=end.call_id,
+            name=end.name,
+            arguments=self._arguments.get(end.call_id),
+            status=end.status,
+            text=end.text,
+            elapsed_s=end.elapsed_s,
+        )
+
+    def result(self, end: TurnDoneEvent | TurnErrorEvent | TurnRecord, *, reconnects: int) -> TurnResult:
+        """
+        Args:
+            end: The turn's last event, or its record, which has an end too.
+
+        Raises:
+            LabError: with which the turn has ended.
+        """
+        outcome = end if isinstance(end, TurnRecord) else end.data
+        if isinstance(end, TurnErrorEvent):
+            raise turn_error(self._turn_id, end.data.error)
+        if isinstance(end, TurnRecord) and end.error is not None:
+            raise turn_error(self._turn_id, end.error)
+        done = end if isinstance(end, TurnRecord) else end.data
+        return TurnResult(
+            turn_id=self._turn_id,
+            session_id=self._session_id,
+            text=outcome.text,
+            thinking=self._thinking[1],
+            stop_reason=done.stop_reason or "end",
+            stats=done.stats,
+            tool_calls=tuple(self._calls),
+            reconnects=reconnects,
+        )
+
+
+def turn_error(turn_id: str, detail: ErrorDetail) -> LabError:
+    """The error with which a turn has ended, of the class that its code has."""
+    kind = KINDS.get(detail.code, TurnError)
+    code = "" if detail.code in KINDS else f" ({detail.code:.80})"
+    return kind(f"turn {turn_id}: {detail.message}{code}", param=detail.param)
+
+
+def _arguments(text: str) -> Arguments | None:
+    try:
+        return _ARGUMENTS.validate_python(pydantic_core.from_json(text or "{}"))
+    except (ValueError, ValidationError):
+        return None

@@ -1,0 +1,209 @@
+"""One turn from its submit to its end, over whatever happens to the connection and to the daemon meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from lmx_lab.client.backoff import Backoff
+from lmx_lab.client.daemon_events import (
+    DaemonEvent,
+    PermissionRequestEvent,
+    PermissionResolvedEvent,
+    ResetFrame,
+    SessionDeletedEvent,
+    SnapshotFrame,
+    TurnDoneEvent,
+    TurnErrorEvent,
+)
+from lmx_lab.client.failures import was_sent
+from lmx_lab.client.subscription import Subscription
+from lmx_lab.client.turn_permissions import OnPermission, TurnPermissions
+from lmx_lab.client.turn_result import TurnResult, TurnSoFar
+from lmx_lab.errors import LabError, StoppingError, UnavailableError, UnreachableError, WrongServerError
+from lmx_lab.wire.sessions import CancelTurns, SubmitTurn, TurnAccepted, TurnRecord
+
+if TYPE_CHECKING:
+    from lmx_lab.client.daemon import AsyncDaemonClient
+
+LOOK_S = 15.0
+"""Without an event of the turn for so long, its record is looked at."""
+ENDED_LOOK_S = 1.0
+"""The same once the record has an end: the last event is on its way, or not in the log any more."""
+SUBMIT_S = 30.0
+"""So long a submit whose answer was lost is repeated."""
+CANCEL_S = 2.0
+RECORD_S, ASKED_S = 20.0, 1.0
+"""Between two looks at the record where there are no events, and where permissions may have to be decided."""
+_CANCELS: set[asyncio.Task[None]] = set()
+"""Those whose callers did not wait for them."""
+
+
+class TurnRun:
+    """Submits one turn and follows it; closing ``events`` before the turn's end cancels the turn.
+
+    The submit has a turn id, so that it can be repeated until it is answered. What the events do not say, since they
+    could not be had, the turn's record does.
+    """
+
+    def __init__(
+        self, client: AsyncDaemonClient, session_id: str, submit: SubmitTurn, on_permission: OnPermission | None
+    ) -> None:
+        assert submit.turn_id is not None
+        self._client = client
+        self._session_id = session_id
+        self._submit = submit
+        self._turn_id = submit.turn_id
+        self._so_far = TurnSoFar(session_id, submit.turn_id)
+        self._permissions = TurnPermissions(client, submit.turn_id, on_permission)
+        self._submitting: asyncio.Task[TurnAccepted] | None = None
+        self._end: TurnDoneEvent | TurnErrorEvent | TurnRecord | None = None
+        self._reconnects = 0
+        self._record_has_end = False
+        self._look_at = 0.0
+
+    def result(self) -> TurnResult:
+        """Once ``events`` has ended.
+
+        Raises:
+            LabError: with which the turn has ended.
+        """
+        assert self._end is not None
+        return self._so_far.result(self._end, reconnects=self._reconnects)
+
+    async def events(self) -> AsyncGenerator[DaemonEvent, None]:
+        """The turn's events to its last one, and resets with snapshots where events are missing.
+
+        Raises:
+            LabError: the turn was not accepted, or nothing more can be learned of it.
+        """
+        subscription = self._client.events(session_ids=[self._session_id])
+        try:
+            opened = await subscription.opened()
+            accepted = await self._accepted()
+            if opened is None or accepted.cursor < opened.seq:
+                # It was submitted before, or there is no connection yet that has everything from now on.
+                await subscription.aclose()
+                subscription = self._client.events(session_ids=[self._session_id], after=accepted.cursor)
+            self._note(has_end=accepted.status in ("done", "error"))
+            async for event in self._of_turn(subscription):
+                yield event
+        except BaseException:
+            if self._end is None:
+                await self._cancel()
+            raise
+        finally:
+            await self._permissions.aclose()
+            await subscription.aclose()
+
+    # Submitting, and taking that back
+
+    async def _accepted(self) -> TurnAccepted:
+        # Shielded: one that was cancelled on its way could be accepted after its turn's cancel.
+        self._submitting = asyncio.create_task(self._submitted(), name="lmx-lab submit of a turn")
+        return await asyncio.shield(self._submitting)
+
+    async def _submitted(self) -> TurnAccepted:
+        backoff, now = Backoff(), asyncio.get_running_loop().time
+        until, may_have_arrived = now() + SUBMIT_S, False
+        while True:
+            try:
+                return await self._client.submit_turn(self._session_id, self._submit)
+            except (UnreachableError, StoppingError) as exc:
+                may_have_arrived = may_have_arrived or (isinstance(exc, UnreachableError) and was_sent(exc))
+                if not may_have_arrived or isinstance(exc, WrongServerError) or now() > until:
+                    raise
+                await asyncio.sleep(backoff.failed(exc.retry_after_s))
+
+    async def _cancel(self) -> None:
+        """Let the daemon end the turn if it has it; one who is cancelled again meanwhile does not wait for that."""
+        if self._submitting is not None:
+            task = asyncio.create_task(self._cancelled(self._submitting), name="lmx-lab cancel of a turn")
+            _CANCELS.add(task)
+            task.add_done_callback(_CANCELS.discard)
+            await asyncio.shield(task)
+
+    async def _cancelled(self, submitting: asyncio.Task[TurnAccepted]) -> None:
+        with suppress(TimeoutError, LabError):
+            async with asyncio.timeout(CANCEL_S):
+                await asyncio.wait([submitting], timeout=CANCEL_S / 2)
+                if not submitting.cancel():
+                    submitting.result()
+                await self._client.cancel_turns(self._session_id, CancelTurns(turn_id=self._turn_id))
+
+    # Following
+
+    async def _of_turn(self, subscription: Subscription) -> AsyncGenerator[DaemonEvent, None]:
+        now = asyncio.get_running_loop().time
+        while self._end is None:
+            try:
+                event = await self._permissions.beside(anext(subscription), self._look_at - now())
+            except TimeoutError:
+                await self._look()
+                continue
+            except UnavailableError:
+                # Perhaps a proxy lets no WebSocket through.
+                await self._poll()
+                continue
+            self._reconnects = subscription.reconnects
+            if event.turn_id == self._turn_id or isinstance(event, ResetFrame | SnapshotFrame):
+                await self._take(event)
+                yield event
+            elif isinstance(event, SessionDeletedEvent):
+                await self._look()
+
+    async def _take(self, event: DaemonEvent) -> None:
+        self._so_far.add(event)
+        self._note(has_end=self._record_has_end)
+        match event:
+            case PermissionRequestEvent():
+                self._permissions.ask(event.data.permission)
+            case PermissionResolvedEvent():
+                self._permissions.drop(event.data.permission.permission_id)
+            case SnapshotFrame():
+                self._permissions.ask(*event.data.session.permissions)
+            case ResetFrame():
+                self._note(has_end=(await self._record()).ended_at is not None)
+            case TurnDoneEvent() | TurnErrorEvent():
+                self._end = event
+
+    # Where events are missing
+
+    def _note(self, *, has_end: bool) -> None:
+        self._record_has_end = has_end
+        self._look_at = asyncio.get_running_loop().time() + (ENDED_LOOK_S if has_end else LOOK_S)
+
+    async def _look(self) -> None:
+        """After a silence: a record that has had an end for a while is the end."""
+        record = await self._record()
+        if record.ended_at is not None and self._record_has_end:
+            self._end = record
+        self._note(has_end=record.ended_at is not None)
+        await self._ask(record)
+
+    async def _poll(self) -> None:
+        """By the record alone."""
+        while self._end is None:
+            record = await self._record(ASKED_S if self._permissions.is_asked else RECORD_S)
+            if record.ended_at is not None:
+                self._end = record
+            await self._ask(record)
+            await self._permissions.settled()
+
+    async def _ask(self, record: TurnRecord) -> None:
+        """For permissions whose events were missed."""
+        if record.status == "waiting" and self._permissions.is_asked:
+            with suppress(UnavailableError):
+                self._permissions.ask(*await self._client.permissions())
+
+    async def _record(self, wait_s: float = 0.0) -> TurnRecord:
+        backoff = Backoff()
+        while True:
+            try:
+                return await self._client.read_turn(self._session_id, self._turn_id, wait_s=wait_s)
+            except UnreachableError as exc:
+                if isinstance(exc, WrongServerError):
+                    raise
+                await asyncio.sleep(backoff.failed(exc.retry_after_s))

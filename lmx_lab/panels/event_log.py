@@ -1,0 +1,286 @@
+"""The rows of the events panel: the last thousands of events, bounded in number and in bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+from lmx_lab.client.daemon_events import DaemonEvent, ResetFrame, TurnThinkingEvent, TurnTokenEvent
+from lmx_lab.panels.event_words import CHARACTERS, GROUPS, MARKS, Tone, group_of, tone_of, words_of
+from lmx_lab.panels.rerank import shown
+
+MOST_ROWS = 5000
+MOST_BYTES = 16_000_000
+"""Of all rows together, as JSON."""
+MOST_EVENT_CHARACTERS = 1_000_000
+"""Of one event as JSON: what is longer has its beginning kept."""
+MOST_GROWN_CHARACTERS = 100_000
+"""Of the text in a row that grows: the latest."""
+MOST_PIECES = 256
+"""Batches of a row that are kept apart, before they are put together."""
+ROW_BYTES = 500
+"""Of a row beside its texts, about."""
+SHOWN_CHARACTERS = 240
+"""Of a row's words as a view has them."""
+# Marks of direction and of terminals, which would make a reader see another event than there is.
+_UNSEEN = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+FIRST = ("event", "seq", "at", "session_id", "turn_id")
+COLUMNS = ("time", "seq", "event", "session_id", "turn_id", "batches", "text", "json")
+
+
+class Row:
+    """An event, or a mark. What a message's ``turn.token`` bring is one row, which grows."""
+
+    __slots__ = (
+        *("number", "kind", "group", "tone", "at", "seq", "session_id", "turn_id", "message_id"),
+        *("batches", "_words", "_json", "_pieces", "_size"),
+    )
+
+    def __init__(self, number: int, kind: str, at: str, *, words: str = "", tone: Tone = "", text: str = "") -> None:
+        self.number = number
+        """It never changes, and grows by one with each row."""
+        self.kind, self.at, self.tone = kind, at, tone
+        self.group = group_of(kind)
+        self.seq: int | None = None
+        self.session_id: str | None = None
+        self.turn_id: str | None = None
+        self.message_id: str | None = None
+        """Of a row that grows."""
+        self.batches = 1
+        self._words, self._json = words, text
+        self._pieces: list[str] | None = None
+        self._size = len(words) + len(text)
+
+    @classmethod
+    def of(cls, number: int, event: DaemonEvent) -> Row:
+        row = cls(number, event.event, event.at, words=words_of(event), tone=tone_of(event))
+        row.seq, row.session_id, row.turn_id = event.seq, event.session_id, event.turn_id
+        if isinstance(event, TurnTokenEvent | TurnThinkingEvent):
+            row.message_id = event.data.message_id
+            row._pieces = [event.data.text[-MOST_GROWN_CHARACTERS:]]
+            event = event.model_copy(update={"data": event.data.model_copy(update={"text": ""})})
+        row._json = event.model_dump_json()
+        if len(row._json) > MOST_EVENT_CHARACTERS:
+            cut = {"cut_at": MOST_EVENT_CHARACTERS, "beginning": row._json[:MOST_EVENT_CHARACTERS]}
+            row._json = json.dumps({name: getattr(event, name) for name in FIRST} | {"data": cut}, ensure_ascii=False)
+        row._size = len(row._words) + len(row._json) + sum(map(len, row._pieces or ()))
+        return row
+
+    @property
+    def size(self) -> int:
+        """In bytes, about; the texts of most languages have a byte a letter."""
+        return ROW_BYTES + self._size
+
+    @property
+    def words(self) -> str:
+        """In one line, ``CHARACTERS`` of them: of a text that grows the end, of all else the beginning."""
+        return self._words if self._pieces is None else self._text()[-CHARACTERS:]
+
+    def grow(self, event: TurnTokenEvent | TurnThinkingEvent) -> None:
+        """Take a further batch of the same message."""
+        assert self._pieces is not None
+        self._pieces.append(event.data.text)
+        self.seq = event.seq
+        self.batches += 1
+        self._size += len(event.data.text)
+        if len(self._pieces) > MOST_PIECES or self._size > 2 * MOST_GROWN_CHARACTERS:
+            text = "".join(self._pieces)
+            self._pieces = [text[-MOST_GROWN_CHARACTERS:]]
+            self._size -= len(text) - len(self._pieces[0])
+
+    def _text(self) -> str:
+        # Changes nothing: a cell reads on a thread of its own.
+        return "".join(self._pieces or ())[-MOST_GROWN_CHARACTERS:]
+
+    def seen(self) -> dict[str, Any]:
+        """As a view shows it."""
+        words = " ".join(self.words[-SHOWN_CHARACTERS:].split()) if self._pieces is not None else self.words
+        return {
+            "id": self.number,
+            "at": self.at,
+            "kind": self.kind,
+            "batches": self.batches,
+            "session": self.session_id or "",
+            "text": shown(words, SHOWN_CHARACTERS),
+            "tone": self.tone,
+            "mark": self.group == MARKS,
+            "grows": self._pieces is not None,
+        }
+
+    def record(self) -> dict[str, Any]:
+        """The event as it came; of a row that has grown the first batch with the text of all, and the last ``seq``."""
+        event: dict[str, Any] = json.loads(self._json)
+        if self._pieces is not None:
+            event["data"]["text"] = self._text()
+            event |= {"seq": self.seq, "batches": self.batches}
+        return {name: event[name] for name in FIRST if name in event} | event
+
+    def as_json(self) -> str:
+        """``record`` in lines, with nothing in it that a page would obey instead of showing it."""
+        text = json.dumps(self.record(), ensure_ascii=False, indent=2)
+        return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+    def cells(self) -> tuple[Any, ...]:
+        """In the order of ``COLUMNS``."""
+        text = self._text() if self._pieces is not None else self._words
+        record = json.dumps(self.record(), ensure_ascii=False)
+        return (self.at, self.seq, self.kind, self.session_id, self.turn_id, self.batches, text, record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which rows are shown; marks always are."""
+
+    groups: frozenset[str] = frozenset(GROUPS)
+    session_id: str = ""
+    """One session's alone; empty is all, and what belongs to none."""
+    text: str = ""
+    """Upper or lower case, somewhere in the row's kind, session or words."""
+
+    @property
+    def is_empty(self) -> bool:
+        return self == _EVERYTHING
+
+    def passes(self, row: Row) -> bool:
+        if row.group == MARKS:
+            return True
+        if row.group not in self.groups or (self.session_id and row.session_id != self.session_id):
+            return False
+        needle = self.text.casefold()
+        return not needle or needle in f"{row.kind} {row.session_id or ''} {row.words}".casefold()
+
+
+_EVERYTHING = Filter()
+
+
+class EventLog:
+    """The rows, and those of them that a filter lets pass. Rows that pass are counted from the first that ever did."""
+
+    def __init__(self) -> None:
+        self._rows: deque[Row] = deque()
+        self._growing: dict[tuple[str, str], Row] = {}
+        """Rows of messages' texts, by kind and message; none that has made room."""
+        self._filter = Filter()
+        self._passing: list[Row] | None = None
+        self._bytes = 0
+        self.count = 0
+        """Of rows that ever were."""
+        self.lost = 0
+        """Rows that had to make room, since they were last cleared."""
+        self.base = 0
+        """How many rows that passed have made room since the filter was set."""
+        self._counting = 0
+        """Changes whenever rows that pass are counted from 0 again."""
+
+    # In
+
+    def take(self, event: DaemonEvent) -> None:
+        if not isinstance(event, TurnTokenEvent | TurnThinkingEvent):
+            if isinstance(event, ResetFrame):
+                # Of what follows nobody knows whether it continues the text before the gap.
+                self._growing.clear()
+            self._add(Row.of(self.count, event))
+            return
+        row = self._growing.get((event.event, event.data.message_id))
+        if row is None:
+            row = self._growing[event.event, event.data.message_id] = Row.of(self.count, event)
+            self._add(row)
+            return
+        before = row.size
+        row.grow(event)
+        self._bytes += row.size - before
+        self._passing = None
+        self._make_room()
+
+    def mark(self, kind: str, words: str, tone: Tone) -> Row:
+        """A row that is no event."""
+        row = Row(self.count, kind, now_iso(), words=words, tone=tone, text=json.dumps({"event": kind, "data": words}))
+        self._add(row)
+        return row
+
+    def change_mark(self, row: Row, words: str) -> None:
+        """Say something else in a mark."""
+        row._words = words
+        row._json = json.dumps({"event": row.kind, "at": row.at, "data": words})
+        self._passing = None
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows.clear()
+        self._growing.clear()
+        self._bytes = self.lost = 0
+        self._recount()
+
+    def _add(self, row: Row) -> None:
+        self._rows.append(row)
+        self._bytes += row.size
+        self.count += 1
+        self._passing = None
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while len(self._rows) > 1 and (len(self._rows) > MOST_ROWS or self._bytes > MOST_BYTES):
+            row = self._rows.popleft()
+            self._bytes -= row.size
+            self.lost += 1
+            self.base += self._filter.passes(row)
+            if row.message_id is not None and self._growing.get((row.kind, row.message_id)) is row:
+                del self._growing[row.kind, row.message_id]
+
+    # Out
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def bytes(self) -> int:
+        """What the rows take, about."""
+        return self._bytes
+
+    @property
+    def filter(self) -> Filter:
+        return self._filter
+
+    @filter.setter
+    def filter(self, value: Filter) -> None:
+        self._filter = value
+        self._recount()
+
+    def _recount(self) -> None:
+        self._passing, self.base = None, 0
+        self._counting += 1
+
+    @property
+    def passing(self) -> Sequence[Row]:
+        """Those that pass, the oldest first."""
+        if self._passing is None:
+            self._passing = [row for row in self._rows if self._filter.is_empty or self._filter.passes(row)]
+        return self._passing
+
+    def window(self, first: int | None, count: int) -> dict[str, Any]:
+        """``count`` of the rows that pass from the one with this number on, or the newest; ``first`` says which."""
+        passing = self.passing
+        at = max(0, len(passing) - count) if first is None else max(0, first - self.base)
+        rows = [row.seen() for row in passing[at : at + count]]
+        first = self.base + at
+        return {"counting": self._counting, "base": self.base, "total": len(passing), "first": first, "rows": rows}
+
+    def row(self, number: int) -> Row | None:
+        """By its own number; None if it has made room."""
+        at = number - self._rows[0].number if self._rows else -1
+        return next(islice(self._rows, at, at + 1), None) if at >= 0 else None
+
+    def cells(self) -> Iterable[tuple[Any, ...]]:
+        """All rows, in the order of ``COLUMNS``; also while rows come."""
+        return [row.cells() for row in list(self._rows)]
+
+
+def now_iso() -> str:
+    """As the daemon writes times."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,30 @@
+"""Where the events panel has its events from: the seam between it and a daemon."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    # For the types alone: every lab has a workbench, and not every one a daemon.
+    from lmx_lab.client.daemon_events import DaemonEvent
+    from lmx_lab.client.subscription import ConnectionState
+
+
+class EventSource(Protocol):
+    """A daemon as the events panel needs it. All of it runs on the panels' own loop, and fails with a ``LabError``."""
+
+    place: str
+    """The daemon's address, for the eye."""
+
+    def events(self) -> AsyncGenerator[DaemonEvent | ConnectionState, None]:
+        """Events and what becomes of the connection, in the order in which it happens; for ever.
+
+        It ends, or raises, where no further attempt can help.
+        """
+
+    async def decide(self, permission_id: str, decision: str, scope: str) -> None:
+        """``allow`` or ``deny``, ``once`` or for the ``session``."""
+
+    async def cancel(self, session_id: str) -> None:
+        """Stop the session's running turn; nothing happens if there is none."""

@@ -1,0 +1,195 @@
+"""The events panel in a browser, over a daemon that says what a test gives it: floods, busy cells, reading back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from tests.browser.conftest import SLEEP
+from tests.browser.jupyterlab import JupyterLab, Tab, updates
+from tests.browser.test_busy_cells import sleeping
+from tests.browser.test_metrics_view import NEXT_FRAMES
+from tests.browser.test_themes import CONTRASTS, LEAST
+from tests.browser.test_traffic import MOST_A_SECOND
+
+BEGIN = """
+import os, time
+from lmx_lab.panels.composition import composed
+from lmx_lab.panels.workbench import Workbench
+from tests.panels.event_standins import *
+from tests.panels.standins import ScriptedSource
+bench, daemon = Workbench(ScriptedSource()), ScriptedDaemon()
+bench.follow_events(daemon)
+async def put(*given):
+    for each in given: daemon.given.put_nowait(each)
+give = lambda *given: bench.submit(put(*given)).result(30)
+"""
+AFRESH = """
+daemon, said = ScriptedDaemon(), Said(f"log-{time.time_ns()}")
+bench.follow_events(daemon)
+panel = bench.panels["events"]
+give(LIVE)
+while panel._source is not daemon or panel.connection["state"] != "live": time.sleep(0.02)
+bench.submit(panel.do_filter({"groups": list(GROUPS), "session": "", "text": ""})).result(30)
+bench.submit(panel.do_clear({})).result(30)
+"""
+EVERYTHING = """
+failed = {"code": "lmx-timeout", "message": "the model's server has not answered", "type": "x"}
+call = {"call_id": "c", "name": "weather", "arguments": {"city": "Ulm"}}
+end = {"call_id": "c", "name": "weather", "status": "error", "text": "no network", "truncated": False, "elapsed_s": 0.2}
+give(said.created(), said.event("turn.started", {"model": "tiny"}), said.token("Let me see.", kind="turn.thinking"),
+     *(said.token("It is sunny. ") for _ in range(20)), said.message("It is sunny."), said.event("tool.start", call),
+     said.event("tool.end", end), said.event("daemon.unheard", {"of": 1}, session=None, turn=None),
+     said.event("turn.error", {"error": failed, "text": "", "stats": None}, turn="turn-0"),
+     ConnectionState(state="waiting", attempts=2, retry_in_s=2.0, error=UnreachableError("refused")),
+     said.reset(500), said.snapshot(500, partial="It is"), LIVE, said.token(" sunny, and warm."), said.asks(),
+     said.asks("per-2", tool="files__write", arguments={"path": "notes.txt", "text": "one\\ntwo"}))
+"""
+IMPORTS = "from lmx_lab.client.subscription import ConnectionState\nfrom lmx_lab.errors import UnreachableError\n"
+# What a reader sees of the rows' table, without what is drawn beyond its edges.
+VISIBLE = """(box) => {
+    const {top, bottom} = box.getBoundingClientRect();
+    return [...box.querySelectorAll("tbody:nth-of-type(2) tr")].filter((row) => {
+        const at = row.getBoundingClientRect();
+        return at.top > top + 26 && at.bottom < bottom;
+    }).map((row) => row.cells[3].textContent);
+}"""
+
+
+@pytest.fixture(scope="module")
+def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
+    jupyterlab.write("events.ipynb", [BEGIN, "composed(bench, ['events'])", SLEEP])
+    tab.open("events.ipynb")
+    tab.run(0)
+    tab.run(1)
+    tab.kernel(IMPORTS + "from lmx_lab.panels.event_words import GROUPS")
+    yield tab
+    tab.open("events.ipynb")
+    tab.close_notebook()
+
+
+@pytest.fixture
+def events(notebook: Tab) -> Tab:
+    """A notebook with the panel, without rows, over a daemon that has said nothing yet."""
+    notebook.kernel(AFRESH)
+    expect(rows(notebook)).to_have_count(0)
+    return notebook
+
+
+def rows(tab: Tab) -> Locator:
+    """Those that are in the page."""
+    return tab.panel("Events").locator(".rows tbody:nth-of-type(2) tr")
+
+
+def test_ten_thousand_events_a_second_leave_the_browser_free(events: Tab) -> None:
+    panel = events.panel("Events")
+    comm = events.kernel("print(panel.comm.comm_id)")
+    events.kernel("daemon = Flood(10_000)\nbench.follow_events(daemon)")
+    try:
+        expect(panel).to_contain_text("older ones are no longer here")
+        with events.watched() as messages:
+            events.page.wait_for_timeout(2000)
+            # Away from the newest: the rows that were looked at are gone at once.
+            panel.get_by_label("rows").evaluate("box => { box.scrollTop = 3000; }")
+            expect(panel.get_by_label("follow")).not_to_be_checked()
+            events.page.wait_for_timeout(3000)
+        panel.get_by_label("text to look for").fill("all of")
+        expect(rows(events).last).to_contain_text("message.done")
+        expect(rows(events).filter(has_text="turn.token")).to_have_count(0)
+        assert rows(events).count() < 60
+        sent = [int(events.kernel("print(daemon.sent)")) for _ in range(2)]
+        assert sent[1] > sent[0]
+    finally:
+        events.kernel("bench.follow_events(ScriptedDaemon())")
+    seconds = messages[-1][0] - messages[0][0]
+    own = [each for each in messages if each[1]["content"].get("comm_id") == comm]
+    assert updates(messages)[comm] >= 2
+    # One more for the frame that was due when the measurement began, and one that was asked for by scrolling.
+    assert len(own) <= MOST_A_SECOND * seconds + 2
+
+
+def test_a_decision_is_taken_while_a_cell_sleeps(events: Tab) -> None:
+    panel = events.panel("Events")
+    # From a thread: the cell does not give way to anything else.
+    events.kernel(
+        "import threading\nthreading.Timer(1, lambda: give(said.asks(), said.asks('per-2', tool='other'))).start()"
+    )
+    with sleeping(events):
+        question = panel.get_by_role("group", name="decision about shell")
+        expect(question).to_contain_text('"command": "ls"')
+        question.get_by_role("button", name="Allow in this session").click()
+        expect(question).to_have_count(0)
+        other = panel.get_by_role("group", name="decision about other")
+        other.get_by_role("button", name="Deny").focus()
+        events.page.keyboard.press("Enter")
+        expect(other).to_have_count(0)
+        expect(panel.get_by_label("rows")).to_be_focused()
+    assert json.loads(events.kernel("import json; print(json.dumps(daemon.told))")) == [
+        ["decide", "per-1", "allow", "session"],
+        ["decide", "per-2", "deny", "once"],
+    ]
+
+
+def test_rows_that_are_read_stay_while_others_come(events: Tab) -> None:
+    panel = events.panel("Events")
+    box = panel.get_by_label("rows")
+    events.kernel("give(*(said.event('x.n', f'number {n:04}') for n in range(1000)))")
+    expect(rows(events).last).to_contain_text("number 0999")
+    assert box.evaluate(VISIBLE)[-1] == '"number 0999"'
+    box.hover()
+    events.page.mouse.wheel(0, -26 * 500)
+    events.wait(lambda: all("number 04" in text for text in box.evaluate(VISIBLE)), "rows in the middle are there")
+    read = box.evaluate(VISIBLE)
+    assert len(read) > 8
+    assert read == sorted(read)
+    # The first 200 make room.
+    events.kernel("give(*(said.event('x.n', f'later {n}') for n in range(4200)))")
+    expect(panel).to_contain_text("200 older ones are no longer here")
+    events.page.evaluate(NEXT_FRAMES)
+    assert box.evaluate(VISIBLE) == read
+    panel.get_by_label("follow").check()
+    expect(rows(events).last).to_contain_text("later 4199")
+    assert box.evaluate(VISIBLE)[-1] == '"later 4199"'
+
+
+def test_one_event_is_shown_and_copied_and_stays_text(events: Tab) -> None:
+    panel = events.panel("Events")
+    events.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    events.kernel(f"give(said.created(title={evil!r}), said.message({evil!r}), said.asks(tool={evil!r}))")
+    expect(panel.locator("img, script")).to_have_count(0)
+    row = rows(events).filter(has_text="message.done")
+    expect(row).to_contain_text(evil)
+    row.get_by_role("button").click()
+    expect(panel.get_by_label("event as JSON", exact=True)).to_contain_text('"role": "assistant"')
+    panel.get_by_role("button", name="copy event as JSON").click()
+    copied = json.loads(events.page.evaluate("navigator.clipboard.readText()"))
+    events.page.context.clear_permissions()
+    assert copied["data"]["message"]["content"] == evil
+    panel.get_by_role("button", name="close").click()
+    expect(panel.locator(".detail")).to_be_hidden()
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_a_session_is_followed_and_stopped_and_all_of_it_can_be_read(events: Tab, theme: str) -> None:
+    panel = events.panel("Events")
+    events.kernel(EVERYTHING)
+    panel.get_by_label("session").first.select_option("ses-1")
+    expect(panel.locator(".words .text").last).to_have_text("It is sunny, and warm.")
+    expect(rows(events).filter(has_text="daemon.unheard")).to_have_count(0)
+    expect(rows(events).filter(has_text="events are missing here")).to_have_count(1)
+    expect(panel.get_by_role("button", name="turn.token \N{MULTIPLICATION SIGN}20")).to_be_visible()
+    rows(events).last.get_by_role("button").click()
+    events.theme(theme)
+    try:
+        measured = panel.first.evaluate(CONTRASTS)
+    finally:
+        events.theme("light")
+    assert len(measured) > 50
+    assert {text: contrast for text, contrast in measured if contrast < LEAST} == {}
+    panel.get_by_role("button", name="Stop").click()
+    events.wait(lambda: events.kernel("print(daemon.told)") == "[('cancel', 'ses-1')]", "the turn is cancelled")
+    panel.get_by_role("button", name="close").click()

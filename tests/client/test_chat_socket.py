@@ -1,0 +1,233 @@
+"""Chunks over a WebSocket: the same as over server-sent events, and the same care of whoever leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.client import AsyncLabClient
+from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks
+from lmx_lab.lab import Lab
+from lmx_lab.lab.prompt import chat_request
+from lmx_lab.weights import ModelEntry
+from lmx_lab.wire.chat import ChatChunk, ChatRequest
+from tests.client.raw import answering, whole
+from tests.flows.conftest import serving
+from tests.tiny import write_tiny_llama
+
+pytestmark = pytest.mark.anyio
+KEY = "open-sesame-42"
+ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
+GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+
+
+def asked(**changes: Any) -> ChatRequest:
+    return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[Lab]:
+    home = tmp_path_factory.mktemp("long-home")
+    write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
+    with serving(home, "tiny-long", api_key=KEY) as lab:
+        yield lab
+
+
+@pytest.fixture
+async def client(lab: Lab) -> AsyncIterator[AsyncLabClient]:
+    async with AsyncLabClient(lab.url, api_key=KEY) as client:
+        yield client
+        await until_idle(lab)
+
+
+async def until_idle(lab: Lab) -> None:
+    while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def merged(chunks: list[ChatChunk]) -> dict[str, Any]:
+    """What does not depend on how the answer was cut into chunks."""
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    shown = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    return {
+        "text": "".join(choice.delta.content or "" for choice in choices),
+        "thoughts": "".join(choice.delta.reasoning_content or "" for choice in choices),
+        "names": [call.function.name for call in calls if call.function.name],
+        "arguments": "".join(call.function.arguments or "" for call in calls),
+        "logprobs": [(token.token, pytest.approx(token.logprob, abs=1e-3)) for token in shown],
+        "role": choices[0].delta.role,
+        "finish_reason": [choice.finish_reason for choice in choices if choice.finish_reason],
+        "usage": [chunk.usage.completion_tokens for chunk in chunks if chunk.usage],
+        "timed": [chunk.timings.predicted_n for chunk in chunks if chunk.timings],
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}, {"logprobs": True}], ids=str)
+async def test_both_ways_give_the_same_chunks(client: AsyncLabClient, options: dict[str, Any]) -> None:
+    body = ChatRequest.model_validate({**asked().model_dump(exclude_unset=True), **options})
+    sse = [chunk async for chunk in client.stream(body)]
+    socket = [chunk async for chunk in client.stream(body, over="websocket")]
+    assert merged(socket) == merged(sse)
+    assert merged(socket)["text"]
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in socket}) == 1
+
+
+async def test_thoughts_and_calls_come_over_a_socket_too(thinker_home: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    calling = asked(tools=[tool], tool_choice="required", max_tokens=60)
+    thinking = asked(chat_template_kwargs={"open_thoughts": True}, max_tokens=20)
+    with serving(thinker_home, "thinker") as lab:
+        async with AsyncLabClient(lab.url) as client:
+            for body in (calling, thinking):
+                sse = merged([chunk async for chunk in client.stream(body)])
+                assert merged([chunk async for chunk in client.stream(body, over="websocket")]) == sse
+                assert sse["names"] or sse["thoughts"]
+
+
+def test_one_message_with_everything_is_a_chunk_for_each_thing() -> None:
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "add", "arguments": ""}}
+    token = {"token": "t", "logprob": -1.0, "bytes": [116], "top_logprobs": []}
+    text = json.dumps({"token": "t", "reasoning_content": "r", "tool_calls": [call], "logprobs": [token]})
+    message = SOCKET_MESSAGE.validate_json(text)
+    first, *pieces = SocketChunks(asked()).read(message)  # type: ignore[arg-type]
+    assert first.choices[0].delta.role == "assistant"
+    said = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in pieces]
+    assert [list(delta) for delta in said] == [["reasoning_content"], ["content"], ["tool_calls"]]
+    assert [chunk.choices[0].logprobs is not None for chunk in pieces] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (asked(model="no-such"), errors.ModelNotFoundError),
+        (asked(messages=[{"role": "user", "content": "word " * 9000}]), errors.ContextLengthError),
+        (asked().model_copy(update={"temperature": -1}), errors.InvalidRequestError),
+        (asked().model_copy(update={"n": 2}), errors.InvalidRequestError),
+    ],
+    ids=["model", "length", "value", "choices"],
+)
+async def test_a_refusal_is_the_servers_own_error(
+    client: AsyncLabClient, body: ChatRequest, error: type[errors.LabError]
+) -> None:
+    with pytest.raises(error) as caught:
+        await anext(client.stream(body, over="websocket"))
+    assert type(caught.value) is error
+
+
+async def test_a_missing_key_is_refused_before_there_is_a_socket(lab: Lab) -> None:
+    async with AsyncLabClient(lab.url) as client:
+        with pytest.raises(errors.UnauthorizedError):
+            await anext(client.stream(asked(), over="websocket"))
+
+
+@pytest.mark.parametrize("way", ["closed", "dropped", "cancelled"])
+async def test_whoever_leaves_frees_the_slot(lab: Lab, client: AsyncLabClient, way: str) -> None:
+    gc.disable()
+    try:
+        stream = client.stream(asked(**ENDLESS), over="websocket")
+        await anext(stream)
+        if way == "closed":
+            await stream.aclose()
+        elif way == "cancelled":
+            reading = asyncio.create_task(_read(stream))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait([reading])
+            assert reading.cancelled()
+        del stream
+        await until_idle(lab)
+    finally:
+        gc.enable()
+    assert (await client.chat(asked())).usage.completion_tokens == 8
+
+
+async def _read(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_a_reader_that_takes_its_time_gets_everything(client: AsyncLabClient) -> None:
+    stream = client.stream(asked(max_tokens=300, ignore_eos=True), over="websocket")
+    chunks = [await anext(stream)]
+    await client.chat(asked())
+    chunks += [chunk async for chunk in stream]
+    assert merged(chunks)["timed"] == [300]
+
+
+# --- other servers
+
+
+def upgraded(*frames: bytes) -> Any:
+    """Each connection is upgraded, gets these bytes, and is closed."""
+
+    def answer(request: str) -> bytes:
+        key = re.search(r"(?i)sec-websocket-key: (\S+)", request)
+        assert key
+        accepted = base64.b64encode(hashlib.sha1((key[1] + GUID).encode()).digest()).decode()
+        head = f"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-accept: {accepted}\r\nx-lmx-lab: 0"
+        return f"HTTP/1.1 101 Switching Protocols\r\n{head}\r\n\r\n".encode() + b"".join(frames)
+
+    return answer
+
+
+def text_frame(text: str) -> bytes:
+    data = text.encode()
+    assert len(data) < 126
+    return bytes([0x81, len(data)]) + data
+
+
+TOKEN = text_frame('{"token": "a"}')
+
+
+@pytest.mark.parametrize(
+    ("frames", "error"),
+    [
+        ([TOKEN], errors.ConnectionLostError),
+        ([TOKEN, TOKEN[:5]], errors.ConnectionLostError),
+        ([TOKEN, b"\x88\x02\x03\xf3"], errors.ConnectionLostError),
+        ([TOKEN, b"\xff\xff\xff\xff"], errors.ConnectionLostError),
+        ([TOKEN, b"\x82\x01a"], errors.ConnectionLostError),
+        ([text_frame('{"what": 1}')], errors.WrongServerError),
+        ([text_frame("half {")], errors.WrongServerError),
+        ([text_frame('{"error": {"code": "queue-full", "message": "m", "type": "t"}}')], errors.QueueFullError),
+    ],
+    ids=["cut", "half-frame", "closed", "no-frame", "binary", "no-message", "no-json", "error"],
+)
+async def test_a_socket_that_breaks_is_an_error_in_plain_words(
+    frames: list[bytes], error: type[errors.LabError]
+) -> None:
+    with answering(upgraded(*frames)) as server:
+        async with AsyncLabClient(server.url) as client:
+            with pytest.raises(error) as caught:
+                await _read(client.stream(asked(), over="websocket"))
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("answer", [whole("<html>", kind="text/html"), whole("{}", status="404 Not Found"), b""])
+async def test_what_is_no_socket_is_said(answer: bytes) -> None:
+    with answering(answer) as server:
+        async with AsyncLabClient(server.url) as client:
+            with pytest.raises(errors.UnreachableError):
+                await anext(client.stream(asked(), over="websocket"))
+
+
+async def test_a_silent_socket_is_given_up_after_the_time_that_was_set() -> None:
+    def silent(request: str) -> Iterator[bytes]:
+        yield upgraded(TOKEN)(request)
+        yield from iter(lambda: b"\x89\x00", None)  # pings are no answer
+
+    with answering(silent) as server:
+        async with AsyncLabClient(server.url, timeout_s=0.2) as client:
+            with pytest.raises(errors.UnreachableError, match="timeout_s"):
+                await _read(client.stream(asked(), over="websocket"))

@@ -1,0 +1,43 @@
+"""What a turn's events, or its record, come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmx_lab.client.failures import KINDS
+from lmx_lab.client.turn_result import TurnSoFar, turn_error
+from lmx_lab.errors import LabError, TurnError
+from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.sessions import TurnRecord
+
+
+@pytest.mark.parametrize(("code", "kind"), KINDS.items())
+def test_every_code_has_its_class(code: str, kind: type[LabError]) -> None:
+    error = turn_error("t1", ErrorDetail(code=code, message="what, the limit, the next step", type="t", param="p"))
+    assert type(error) is kind
+    assert (str(error), error.param) == ("turn t1: what, the limit, the next step", "p")
+
+
+def test_a_code_of_a_newer_daemon_is_a_turns_error_that_shows_it() -> None:
+    error = turn_error("t1", ErrorDetail(code="too-bored", message="no", type="t"))
+    assert type(error) is TurnError
+    assert str(error) == "turn t1: no (too-bored)"
+
+
+def test_a_record_with_an_error_raises_it() -> None:
+    record = TurnRecord(
+        turn_id="t1",
+        session_id="s",
+        status="error",
+        content="go",
+        overrides=None,
+        stop_reason=None,
+        text="half",
+        error=ErrorDetail(code="daemon-restarted", message="it ended", type="t"),
+        stats=None,
+        queued_at="",
+        started_at=None,
+        ended_at="",
+    )
+    with pytest.raises(TurnError, match="turn t1: it ended"):
+        TurnSoFar("s", "t1").result(record, reconnects=0)

@@ -1,0 +1,17 @@
+"""What must not pass; each line that is wrong says so."""
+
+from bodies import asked
+
+from lmx_lab.client import DaemonClient, LabClient
+
+
+def wrong(lab: LabClient, daemon: DaemonClient) -> None:
+    lab.chat("hi")  # wrong
+    lab.stream(asked("hi"), over="pigeon")  # wrong
+    lab.load("tiny", progress=len)  # wrong
+    daemon.session(1)  # wrong
+    daemon.session("s").run("hi", on_permission="perhaps")  # wrong
+    daemon.session("s").change(titel="t")  # wrong
+    daemon.decide("p", "maybe")  # wrong
+    for event in daemon.events():
+        print(event.nothing)  # wrong

@@ -1,0 +1,551 @@
+"""Turns through the client, against a real daemon whose model says what a test wrote down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab.client import backoff, turn_run
+from lmx_lab.client.daemon import AsyncDaemonClient
+from lmx_lab.client.daemon_events import (
+    DaemonEvent,
+    PermissionRequestEvent,
+    ResetFrame,
+    SnapshotFrame,
+    TurnDoneEvent,
+    TurnTokenEvent,
+)
+from lmx_lab.client.session import AsyncSession
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage.retention import forget
+from lmx_lab.errors import (
+    ContextLengthError,
+    IdempotencyConflictError,
+    InvalidRequestError,
+    QueueFullError,
+    RevisionConflictError,
+    SessionNotFoundError,
+    TurnInProgressError,
+    UnauthorizedError,
+    UnreachableError,
+)
+from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides
+from tests.daemon.cutting import Proxy, Through
+from tests.daemon.face import UPSTREAM as NOBODY
+from tests.daemon.face import serving
+from tests.daemon.scripted import STALL, Gate, Script, Scripted, Scripts, calls, refuses, says, thought, token
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 20.0
+FAR = 4e9
+"""Seconds since 1970: by then nothing is kept."""
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "FIRST_S", 0.005)
+    monkeypatch.setattr(turn_run, "ASKED_S", 0.05)
+    monkeypatch.setattr(turn_run, "ENDED_LOOK_S", 0.05)
+    # No test shall pass because somebody looks at the record now and then.
+    monkeypatch.setattr(turn_run, "LOOK_S", 3600.0)
+
+
+class Model:
+    """What the upstream says: the scripts of the test that plays."""
+
+    def __init__(self) -> None:
+        self._scripts: tuple[Scripts, ...] = ()
+        self.bodies: list[dict[str, Any]] = []
+
+    def play(self, *scripts: Scripts) -> None:
+        self._scripts = scripts
+        self.bodies = []
+
+    def __call__(self, body: dict[str, Any]) -> Script:
+        script = self._scripts[min(len(self.bodies), len(self._scripts) - 1)]
+        self.bodies.append(body)
+        return script(body) if callable(script) else script
+
+
+class Place:
+    """A daemon with two tools, of which ``add`` asks nobody."""
+
+    def __init__(self, model: Model, daemon: Daemon) -> None:
+        self.model = model
+        self.daemon = daemon
+        self.written: list[str] = []
+        """What the tool ``write`` has been called with."""
+        daemon.tool(self.add, read_only=True)
+        daemon.tool(self.write)
+
+    def add(self, a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    def write(self, text: str) -> str:
+        """Writes."""
+        self.written.append(text)
+        return "written"
+
+
+@contextmanager
+def made(home: Path, **limits: Any) -> Iterator[Place]:
+    model = Model()
+    with Scripted(model) as upstream, serving(home, Limits(**limits), upstream=upstream.url) as daemon:
+        yield Place(model, daemon)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with made(tmp_path_factory.mktemp("home")) as place:
+        yield place
+
+
+@dataclass(frozen=True)
+class Here:
+    daemon: Daemon
+    model: Model
+    client: AsyncDaemonClient
+    session: AsyncSession
+    written: list[str]
+
+    async def forget(self) -> None:
+        """All that retention may."""
+        services = self.daemon.services
+        await asyncio.to_thread(self.daemon.run, forget(services.store, services.log, Limits(), now_s=FAR))
+
+
+@asynccontextmanager
+async def here(
+    place: Place, *scripts: Scripts, transport: httpx2.AsyncBaseTransport | None = None
+) -> AsyncIterator[Here]:
+    """A session of its own."""
+    place.model.play(*scripts)
+    place.written.clear()
+    daemon = place.daemon
+    async with AsyncDaemonClient(daemon.url, token=daemon.token, transport=transport) as client:
+        async with asyncio.timeout(WAIT_S):
+            yield Here(daemon, place.model, client, await client.session(), place.written)
+
+
+WRITES = calls(("write", {"text": "hello"}))
+
+
+# Results
+
+
+async def test_a_result_has_what_the_turn_came_to(place: Place) -> None:
+    asked = calls(("add", {"a": 1, "b": 2}), ("add", "{no JSON"), ("nothing", {}), text=["Let me see. "])
+    async with here(place, asked, says("It is ", "three.", thinks=["1 + 2", " is 3"])) as at:
+        events: list[DaemonEvent] = []
+        result = await at.session.run("1 + 2?", turn_id="t1", on_event=events.append)
+        record = await at.session.turn("t1")
+    assert (result.text, result.thinking, result.stop_reason) == ("It is three.", "1 + 2 is 3", "end")
+    assert (result.turn_id, result.session_id, result.reconnects) == ("t1", at.session.session_id, 0)
+    assert result.stats == record.stats
+    told = sorted((call.name, call.arguments, call.status) for call in result.tool_calls if call.arguments is not None)
+    assert told == [("add", {"a": 1, "b": 2}, "ok"), ("nothing", {}, "error")]
+    assert [(call.name, call.status) for call in result.tool_calls if call.arguments is None] == [("add", "error")]
+    assert next(call.text for call in result.tool_calls if call.status == "ok") == "3"
+    assert str(result) == "It is three."
+    assert [event.event for event in events][:2] == ["turn.queued", "turn.started"]
+    assert isinstance(events[-1], TurnDoneEvent)
+    assert {event.turn_id for event in events} == {"t1"}
+
+
+async def test_a_stream_ends_with_the_turns_end(place: Place) -> None:
+    async with here(place, says("a ", "b ", "c")) as at:
+        events = [event async for event in at.session.stream("go")]
+    assert "".join(event.data.text for event in events if isinstance(event, TurnTokenEvent)) == "a b c"
+    assert isinstance(events[-1], TurnDoneEvent)
+
+
+async def test_overrides_reach_the_model(place: Place) -> None:
+    async with here(place, says("a")) as at:
+        await at.session.run("go", overrides=TurnOverrides(temperature=0.5, max_tokens=7))
+    assert (at.model.bodies[0]["temperature"], at.model.bodies[0]["max_tokens"]) == (0.5, 7)
+
+
+async def test_the_same_turn_again_is_the_same_result_and_runs_once(place: Place) -> None:
+    async with here(place, says("one", thinks=["hm"]), says("two")) as at:
+        first = await at.session.run("go", turn_id="t1")
+        again = await at.session.run("go", turn_id="t1")
+        with pytest.raises(IdempotencyConflictError):
+            await at.session.run("something else", turn_id="t1")
+        assert first == again
+        assert len(at.model.bodies) == 1
+
+
+async def test_a_turn_whose_events_are_gone_is_told_by_its_record(place: Place) -> None:
+    async with here(place, says("one")) as at:
+        first = await at.session.run("go", turn_id="t1")
+        await at.forget()
+        again = await at.session.run("go", turn_id="t1")
+    assert (again.text, again.stats) == (first.text, first.stats)
+
+
+async def test_someone_who_joins_a_running_turn_gets_all_of_it(place: Place) -> None:
+    gate = Gate()
+    async with here(place, [token("one "), gate, *says("two")]) as at:
+        first = asyncio.create_task(at.session.run("go", turn_id="t1"))
+        await gate.reached()
+        events: list[DaemonEvent] = []
+        second = asyncio.create_task(at.session.run("go", turn_id="t1", on_event=events.append))
+        while not any(isinstance(event, TurnTokenEvent) for event in events):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        gate.open()
+        assert (await first).text == (await second).text == "one two"
+        assert events[0].event == "turn.queued"
+
+
+# Failures
+
+
+async def test_a_turns_error_has_its_class_and_names_the_turn(place: Place) -> None:
+    async with here(place, refuses(400, "context-length-exceeded", "9000 tokens, 2048 fit")) as at:
+        with pytest.raises(ContextLengthError, match=r"turn t1: .*2048"):
+            await at.session.run("go", turn_id="t1")
+        seen: list[str] = []
+        with pytest.raises(ContextLengthError):
+            seen += [event.event async for event in at.session.stream("go")]
+
+
+async def test_what_is_not_accepted_is_refused_with_the_daemons_word(tmp_path: Path) -> None:
+    with made(tmp_path, queued_turns_per_session=1) as place:
+        await check_refusals(place)
+
+
+async def check_refusals(place: Place) -> None:
+    gate = Gate()
+    async with here(place, [gate, *says("one")]) as at:
+        running = asyncio.create_task(at.session.run("go"))
+        await gate.reached()
+        with pytest.raises(TurnInProgressError):
+            await at.session.run("more", when_busy="reject")
+        waiting = asyncio.create_task(at.session.run("more"))
+        while not (await at.session.snapshot()).queued_turn_ids:
+            pass
+        with pytest.raises(QueueFullError) as caught:
+            await at.session.run("even more")
+        assert caught.value.retry_after_s is not None
+        gate.open()
+        assert [(await task).text for task in (running, waiting)] == ["one", "one"]
+        with pytest.raises(SessionNotFoundError):
+            await AsyncSession(at.client, "nowhere").run("go")
+        with pytest.raises(InvalidRequestError, match="content"):
+            await at.session.run("")
+        with pytest.raises(InvalidRequestError, match="turn_id"):
+            await at.session.run("go", turn_id="no id!")
+
+
+async def test_without_a_daemon_or_its_token_nothing_is_waited_for(place: Place) -> None:
+    async with AsyncDaemonClient(place.daemon.url, token="wrong") as client, asyncio.timeout(WAIT_S):
+        with pytest.raises(UnauthorizedError) as caught:
+            await AsyncSession(client, "s").run("go")
+        assert "wrong" not in str(caught.value)
+    async with AsyncDaemonClient(NOBODY, token=None) as client, asyncio.timeout(WAIT_S):
+        with pytest.raises(UnreachableError, match="lmx-lab daemon"):
+            await AsyncSession(client, "s").run("go")
+
+
+async def test_a_session_that_is_deleted_ends_its_turn_for_whoever_waits(place: Place) -> None:
+    gate = Gate()
+    async with here(place, [token("one "), gate]) as at:
+        running = asyncio.create_task(at.session.run("go"))
+        await gate.reached()
+        await at.session.delete()
+        assert (await running).stop_reason == "cancelled"
+        gate.open()
+
+
+# Cancelling
+
+
+async def test_cancelling_the_caller_cancels_the_turn(place: Place) -> None:
+    async with here(place, [token("one "), STALL]) as at:
+        begun = asyncio.Event()
+
+        def note(event: DaemonEvent) -> None:
+            if isinstance(event, TurnTokenEvent):
+                begun.set()
+
+        running = asyncio.create_task(at.session.run("go", turn_id="t1", on_event=note))
+        await begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        record = await at.session.turn("t1", wait_s=10)
+        assert (record.status, record.stop_reason, record.text) == ("done", "cancelled", "one ")
+
+
+async def test_cancelling_while_the_submit_is_on_its_way_leaves_no_turn_that_runs(place: Place) -> None:
+    slow = Slow()
+    async with here(place, [STALL], transport=slow) as at:
+        running = asyncio.create_task(at.session.run("go", turn_id="t1"))
+        await slow.sent.wait()
+        running.cancel()
+        await asyncio.sleep(0)
+        slow.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
+
+
+async def test_leaving_a_stream_cancels_the_turn_unless_it_has_ended(place: Place) -> None:
+    async with here(place, [token("one "), STALL], says("two")) as at:
+        async with aclosing(at.session.stream("go", turn_id="t1")) as events:
+            async for event in events:
+                if isinstance(event, TurnTokenEvent):
+                    break
+        assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
+        async with aclosing(at.session.stream("go", turn_id="t2")) as events:
+            async for event in events:
+                if isinstance(event, TurnDoneEvent):
+                    break
+        assert (await at.session.turn("t2")).stop_reason == "end"
+
+
+async def test_an_error_in_a_callback_cancels_the_turn_and_is_raised(place: Place) -> None:
+    def fail(event: object) -> bool:
+        raise ZeroDivisionError
+
+    async with here(place, WRITES, [token("one "), STALL]) as at:
+        with pytest.raises(ZeroDivisionError):
+            await at.session.run("go", turn_id="t1", on_permission=fail)
+        with pytest.raises(ZeroDivisionError):
+            await at.session.run("go", turn_id="t2", on_event=fail)
+        for turn_id in ("t1", "t2"):
+            assert (await at.session.turn(turn_id, wait_s=10)).stop_reason == "cancelled"
+
+
+async def test_a_turn_that_somebody_else_cancels_is_a_result(place: Place) -> None:
+    gate = Gate()
+    async with here(place, [thought("hm"), token("one "), gate]) as at:
+        running = asyncio.create_task(at.session.run("go"))
+        await gate.reached()
+        assert (await at.session.cancel()).cancelled == 1
+        result = await running
+        gate.open()
+    assert (result.stop_reason, result.text, result.thinking) == ("cancelled", "one ", "hm")
+
+
+# Permissions
+
+
+async def later(permission: PermissionRecord) -> bool:
+    await asyncio.sleep(0)
+    return permission.arguments == {"text": "hello"}
+
+
+@pytest.mark.parametrize("policy", ["allow", lambda permission: True, lambda permission: "allow", later])
+async def test_a_policy_allows(place: Place, policy: Any) -> None:
+    async with here(place, WRITES, says("done")) as at:
+        result = await at.session.run("go", on_permission=policy)
+    assert (result.text, at.written) == ("done", ["hello"])
+    assert [call.status for call in result.tool_calls] == ["ok"]
+
+
+@pytest.mark.parametrize("policy", ["deny", lambda permission: False])
+async def test_a_policy_denies(place: Place, policy: Any) -> None:
+    async with here(place, WRITES, says("well then")) as at:
+        result = await at.session.run("go", on_permission=policy)
+    assert (result.text, at.written) == ("well then", [])
+    assert [(call.status, call.arguments) for call in result.tool_calls] == [("denied", {"text": "hello"})]
+
+
+async def test_a_policy_that_says_neither_is_an_error(place: Place) -> None:
+    def unsure(permission: PermissionRecord) -> Any:
+        return None
+
+    async with here(place, WRITES) as at:
+        with pytest.raises(InvalidRequestError, match="on_permission gave None"):
+            await at.session.run("go", turn_id="t1", on_permission=unsure)
+        assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
+        assert at.written == []
+
+
+async def test_nobody_is_asked_what_was_decided_long_ago(place: Place) -> None:
+    asked: list[str] = []
+
+    def ask(permission: PermissionRecord) -> bool:
+        asked.append(permission.tool)
+        return True
+
+    gate = Gate()
+    async with here(place, WRITES, [gate, *says("done")]) as at:
+        first = asyncio.create_task(at.session.run("go", turn_id="t1", on_permission=ask))
+        await gate.reached()
+        second = asyncio.create_task(at.session.run("go", turn_id="t1", on_permission=ask))
+        gate.open()
+        assert (await first).text == (await second).text == "done"
+    assert asked == ["write"]
+
+
+async def test_without_a_policy_others_decide_and_a_question_that_was_answered_is_dropped(place: Place) -> None:
+    asked, dropped = asyncio.Event(), asyncio.Event()
+
+    async def never(permission: PermissionRecord) -> bool:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            dropped.set()
+        return True
+
+    gate = Gate()
+    async with here(place, WRITES, [gate, *says("done")]) as at:
+        running = asyncio.create_task(at.session.run("go", turn_id="t1", on_permission=never))
+        beside = asyncio.create_task(at.session.run("go", turn_id="t1"))
+        await asked.wait()
+        (permission,) = await at.client.permissions()
+        await at.client.decide(permission.permission_id, "allow")
+        await dropped.wait()
+        gate.open()
+        assert (await running).text == (await beside).text == "done"
+        assert at.written == ["hello"]
+
+
+# Bad networks
+
+
+class Slow(httpx2.AsyncBaseTransport):
+    """The network; a submit waits before it is sent."""
+
+    def __init__(self) -> None:
+        self._network = httpx2.AsyncHTTPTransport()
+        self.sent, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.url.path.endswith("/turns"):
+            self.sent.set()
+            await self.go_on.wait()
+        return await self._network.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        await self._network.aclose()
+
+
+class Deaf(Slow):
+    """The network; the answers to the first submits are lost."""
+
+    lost = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await self._network.handle_async_request(request)
+        if request.url.path.endswith("/turns") and self.lost < 4:
+            self.lost += 1
+            await response.aclose()
+            raise httpx2.ReadError("cut")
+        return response
+
+
+class Old(Slow):
+    """A proxy that knows nothing of WebSockets."""
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if "upgrade" in request.headers:
+            return httpx2.Response(404, headers={"content-type": "text/html"}, content=b"<html>", request=request)
+        return await self._network.handle_async_request(request)
+
+
+@asynccontextmanager
+async def proxied(at: Here) -> AsyncIterator[tuple[Proxy, AsyncSession]]:
+    """The same session, by another client, whose connections a test can cut."""
+    async with (
+        Proxy(lambda: at.daemon.port) as proxy,
+        AsyncDaemonClient(at.daemon.url, token=at.daemon.token, transport=Through(proxy)) as client,
+    ):
+        yield proxy, AsyncSession(client, at.session.session_id)
+
+
+async def test_a_submit_whose_answer_is_lost_runs_one_turn(place: Place) -> None:
+    async with here(place, says("one"), says("two"), transport=Deaf()) as at:
+        assert (await at.session.run("go")).text == "one"
+        assert len(at.model.bodies) == 1
+
+
+async def test_without_websockets_the_record_tells_the_end(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.client.resuming.REFUSED_S", 0.001)
+    async with here(place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Old()) as at:
+        result = await at.session.run("go", on_permission="allow")
+        assert (result.text, result.stop_reason, at.written) == ("done", "end", ["hello"])
+        assert result.stats is not None
+        with pytest.raises(ContextLengthError, match="turn t2"):
+            await at.session.run("go", turn_id="t2")
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+async def test_events_that_were_pruned_meanwhile_are_made_up_for(place: Place, has_ended: bool) -> None:
+    gate, last = Gate(), Gate()
+    script = [token("one "), gate, *says("two")[:-1], last, *says()[-1:]]
+    async with here(place, calls(("add", {"a": 1, "b": 2})), script) as at, proxied(at) as (proxy, session):
+        events: list[DaemonEvent] = []
+        running = asyncio.create_task(session.run("go", turn_id="t1", on_event=events.append))
+        while not any(isinstance(event, TurnTokenEvent) for event in events):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        proxy.is_shut = True
+        proxy.cut()
+        gate.open()
+        while (await at.session.snapshot()).partial_text != "one two":
+            pass
+        if has_ended:
+            last.open()
+            await at.session.turn("t1", wait_s=10)
+        await at.forget()
+        proxy.is_shut = False
+        while not any(isinstance(event, SnapshotFrame) for event in events) and not running.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        last.open()
+        result = await running
+    assert any(isinstance(event, ResetFrame) for event in events)
+    assert (result.text, result.stop_reason, result.reconnects) == ("one two", "end", 1)
+
+
+async def test_a_permission_that_was_asked_while_one_was_away_is_decided(place: Place) -> None:
+    gate = Gate()
+    script = [gate, *WRITES]
+    async with here(place, script, says("done")) as at, proxied(at) as (proxy, session):
+        events: list[DaemonEvent] = []
+        running = asyncio.create_task(session.run("go", on_permission="allow", on_event=events.append))
+        await gate.reached()
+        while not events:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        proxy.is_shut = True
+        proxy.cut()
+        gate.open()
+        while not await at.client.permissions():
+            pass
+        await at.forget()
+        proxy.is_shut = False
+        assert (await running).text == "done"
+    assert any(isinstance(event, SnapshotFrame) for event in events)
+    assert not any(isinstance(event, PermissionRequestEvent) for event in events)
+
+
+# The session itself
+
+
+async def test_a_session_is_read_changed_forked_and_deleted(place: Place) -> None:
+    async with here(place, says("one")) as at:
+        await at.session.run("go", turn_id="t1")
+        changed = await at.session.change(title="A title", metadata={"a": [1, None]})
+        assert (changed.title, changed.metadata) == ("A title", {"a": [1, None]})
+        assert (await at.session.change(title=None)).title is None
+        with pytest.raises(RevisionConflictError):
+            await at.session.change(title="late", revision=changed.revision)
+        fork = await at.session.fork(title="The other")
+        snapshot = await fork.snapshot()
+        assert (snapshot.title, [message.content for message in snapshot.messages]) == ("The other", ["go", "one"])
+        await at.session.delete()
+        await at.session.delete()
+        with pytest.raises(SessionNotFoundError):
+            await at.session.snapshot()
+        assert (await fork.run("more")).text == "one"

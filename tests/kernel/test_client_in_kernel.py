@@ -1,0 +1,61 @@
+"""The same blocking client code in cells on both loops, in threads and in a script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.kernel.conftest import Notebook
+
+CODE = """
+from lmx_lab.client.daemon_blocking import DaemonClient
+from lmx_lab.client.lab_blocking import LabClient
+from lmx_lab.wire.chat import ChatMessage, ChatRequest
+from lmx_lab.wire.sessions import TurnOverrides
+
+def ask(url, over="sse"):
+    asked = ChatRequest(model="default", messages=[ChatMessage(role="user", content="hi")], max_tokens=5, temperature=0)
+    with LabClient(url) as client:
+        chunks = list(client.stream(asked, over=over))
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+def run(home):
+    with DaemonClient.discover(home) as client:
+        return client.session("s").run("hi", overrides=TurnOverrides(max_tokens=5, temperature=0)).stop_reason
+"""
+LAUNCH = "lab = lmx_lab.launch('tiny', port=0, daemon=True, daemon_port=0, loop={loop!r})"
+
+
+def test_the_same_code_runs_in_cells_in_threads_and_in_a_script_and_can_be_stopped(fresh_notebook: Notebook) -> None:
+    notebook, home = fresh_notebook, str(fresh_notebook.home)
+    notebook.run(f"import asyncio, lmx_lab; home = {home!r}\n%load_ext lmx_lab\n{CODE}")
+
+    notebook.run(LAUNCH.format(loop="kernel"))
+    for call in ("ask(lab.url)", "ask(lab.url, 'websocket')", "run(home)"):
+        refused = notebook.fail(call)
+        assert (refused.error, "%%offload" in refused.message) == ("HostingError", True), refused.message
+    text = notebook.run("print(repr(await asyncio.to_thread(ask, lab.url)))")
+    assert text == notebook.run("%%offload\nprint(repr(ask(lab.url, 'websocket')))")
+    assert notebook.run("%%offload\nprint(run(home))") == "length"
+    url = notebook.run("print(lab.url)")
+    script = f"{CODE}\nprint(repr(ask({url!r})))\nprint(run({home!r}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[:2] == [text, "length"]
+
+    notebook.run("lab.stop()\n" + LAUNCH.format(loop="thread"))
+    assert notebook.run("print(repr(ask(lab.url)))") == text
+    assert notebook.run("print(run(home))") == "length"
+    assert notebook.run("print(repr(await asyncio.to_thread(ask, lab.url, 'websocket')))") == text
+
+    output = notebook.interrupt("""
+        client = DaemonClient.discover(home)
+        session = client.session("stopped")
+        endless = TurnOverrides(max_tokens=2000, extra={"ignore_eos": True})
+        for event in session.stream("hi", turn_id="t", overrides=endless):
+            if event.event == "turn.token":
+                print("started", end="", flush=True)
+        """)
+    assert output.error == "KeyboardInterrupt"
+    assert notebook.run("print(session.turn('t', wait_s=20).stop_reason)") == "cancelled"

@@ -1,0 +1,87 @@
+"""The events panel over a real daemon: what its turns, tools and permissions look like, and what the buttons do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.lab.daemon import LabEvents
+from lmx_lab.panels.events import EventsPanel
+from lmx_lab.panels.workbench import Workbench
+from tests.daemon.face import client, serving
+from tests.daemon.scripted import STALL, Script, Scripted, calls, says, token
+from tests.panels.standins import Reader
+
+
+def answer(body: dict[str, Any]) -> Script:
+    """As the last message wants it."""
+    last = body["messages"][-1]
+    if last["role"] == "tool":
+        return says("It is ", "gone.")
+    if last["content"] == "Delete it.":
+        return calls(("delete", {"path": "notes.txt"}))
+    return [token("Once upon "), token("a time"), STALL]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with Scripted(answer) as upstream, serving(tmp_path_factory.mktemp("daemon"), upstream=upstream.url) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def http(daemon: Daemon) -> Iterator[httpx2.Client]:
+    with client(daemon) as http:
+        yield http
+
+
+@pytest.fixture
+def reader(workbench: Workbench, daemon: Any) -> Reader:
+    workbench.follow_events(LabEvents(daemon))
+    reader = Reader(EventsPanel(workbench), workbench)
+    reader.until(lambda panel: panel.connection["state"] == "live")
+    return reader
+
+
+def kinds(panel: Any) -> list[str]:
+    return [row["kind"] for row in panel.frame["rows"]]
+
+
+def test_a_tool_waits_until_the_panel_allows_it(reader: Reader, daemon: Daemon, http: httpx2.Client) -> None:
+    deleted: list[str] = []
+
+    @daemon.tool
+    def delete(path: str) -> str:
+        """Delete a file."""
+        deleted.append(path)
+        return "gone"
+
+    session = http.post("/v3/sessions", json={"title": "Tidy"}).json()["session_id"]
+    reader.ask("filter", session=session)
+    http.post(f"/v3/sessions/{session}/turns", json={"content": "Delete it."}).raise_for_status()
+    reader.until(lambda panel: panel.permissions)
+    (asked,) = reader.panel.permissions
+    assert (asked["tool"], asked["session"], '"notes.txt"' in asked["arguments"]) == ("delete", "Tidy", True)
+    assert deleted == []
+    reader.ask("decide", permission=asked["id"], decision="allow", scope="once")
+    reader.until(lambda panel: panel.live["status"] == "idle" and panel.live["text"].endswith("It is gone."))
+    assert deleted == ["notes.txt"]
+    assert reader.panel.permissions == []
+    seen = [kind for kind in kinds(reader.panel) if kind != "turn.progress"]
+    assert seen[:2] == ["session.created", "turn.queued"]
+    assert seen[-1] == "turn.done"
+    assert {"permission.request", "permission.resolved", "tool.start", "tool.end", "turn.token"} <= set(seen)
+    assert reader.panel.df["seq"].dropna().is_monotonic_increasing
+
+
+def test_stop_ends_a_turn_that_writes_for_ever(reader: Reader, http: httpx2.Client) -> None:
+    session = http.post("/v3/sessions", json={}).json()["session_id"]
+    reader.ask("filter", session=session)
+    http.post(f"/v3/sessions/{session}/turns", json={"content": "Tell a story."}).raise_for_status()
+    reader.until(lambda panel: panel.live.get("text") == "Once upon a time")
+    reader.ask("cancel", session=session)
+    reader.until(lambda panel: panel.live["status"] == "idle" and "cancelled" in panel.live["remark"])
