@@ -1,0 +1,74 @@
+"""Tokens per second as data: what to measure, rows of what was, medians with intervals, runs that are kept.
+
+::
+
+    from lmx_lab.bench import Sweep, run, summary
+
+    rows = run("http://127.0.0.1:8400", Sweep(prompt_tokens=256, output_tokens=64, concurrency=(1, 4, 8)))
+    summary(rows)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmx_lab.bench.case import Arrival, Case, Closed, Poisson, Sweep
+    from lmx_lab.bench.comparison import compare
+    from lmx_lab.bench.driving import drive
+    from lmx_lab.bench.keeping import Recorder, load, save
+    from lmx_lab.bench.plots import by_concurrency, by_prompt_length
+    from lmx_lab.bench.running import run, samples
+    from lmx_lab.bench.sample import Sample, frame
+    from lmx_lab.bench.statistics import Interval, median_interval, ratio_interval, summary
+    from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target
+
+_HOME = {
+    "case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
+    "comparison": ("compare",),
+    "driving": ("drive",),
+    "keeping": ("Recorder", "load", "save"),
+    "plots": ("by_concurrency", "by_prompt_length"),
+    "running": ("run", "samples"),
+    "sample": ("Sample", "frame"),
+    "statistics": ("Interval", "median_interval", "ratio_interval", "summary"),
+    "targets": ("ChatTarget", "EngineTarget", "Target"),
+}
+_PLACES = {name: f"{__name__}.{module}" for module, names in _HOME.items() for name in names}
+__all__ = [
+    "Arrival",
+    "Case",
+    "ChatTarget",
+    "Closed",
+    "EngineTarget",
+    "Interval",
+    "Poisson",
+    "Recorder",
+    "Sample",
+    "Sweep",
+    "Target",
+    "by_concurrency",
+    "by_prompt_length",
+    "compare",
+    "drive",
+    "frame",
+    "load",
+    "median_interval",
+    "ratio_interval",
+    "run",
+    "samples",
+    "save",
+    "summary",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: the engine, pandas and matplotlib take seconds to import.
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

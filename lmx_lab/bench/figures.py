@@ -1,0 +1,100 @@
+"""The figures of one request out of the chunks that came of it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lmx_lab.bench.chunks import Chunk, ServerFigures, Usage
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """One request as it is read: moments and counts, and no text."""
+
+    sent_at_s: float
+    """By ``time.perf_counter``, like all of these."""
+    ended_at_s: float
+    """When the last of it came, or when it failed."""
+    finished_at_s: float | None = None
+    """When the reason of the end came, which is with the last token or right after it."""
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    server: ServerFigures = field(default_factory=ServerFigures)
+    times_s: list[float] = field(default_factory=list)
+    """When tokens came."""
+    counts: list[int] = field(default_factory=list)
+    """How many, each time."""
+
+    def add(self, chunk: Chunk) -> None:
+        self.ended_at_s = chunk.at_s
+        if chunk.tokens:
+            self.times_s.append(chunk.at_s)
+            self.counts.append(chunk.tokens)
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.finished_at_s = chunk.finish_reason, chunk.at_s
+        self.usage = chunk.usage or self.usage
+        self.server = chunk.server or self.server
+
+    def figures(self) -> dict[str, Any]:
+        """The fields of a ``Sample`` that come from here."""
+        tokens, cached = self._output_tokens, self._cached
+        prompt = self.usage.prompt if self.usage else None
+        ttft_s = self.times_s[0] - self.sent_at_s if self.times_s else None
+        computed = None if prompt is None else max(0, prompt - (cached or 0))
+        server = self.server
+        return {
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "output_tokens": tokens,
+            "counted_by": "usage" if self._counted is not None else "chunks",
+            "ttft_ms": _ms(ttft_s),
+            **self._gaps_ms(),
+            "prefill_tok_s": computed / ttft_s if computed and ttft_s else None,
+            "decode_tok_s": self._decode_rate(tokens),
+            "e2e_ms": _ms(self.ended_at_s - self.sent_at_s),
+            "queue_ms": server.queue_ms,
+            "server_ttft_ms": server.ttft_ms,
+            "server_prefill_tok_s": server.prefill_tok_s,
+            "server_decode_tok_s": server.decode_tok_s,
+            "peak_memory_gb": server.peak_memory_gb,
+            "finish_reason": self.finish_reason,
+        }
+
+    @property
+    def _counted(self) -> int | None:
+        """By the server; one that counts nothing where there was something has not counted."""
+        counted = self.usage.output if self.usage else None
+        return counted if counted or not self.counts else None
+
+    @property
+    def _output_tokens(self) -> int:
+        return sum(self.counts) if self._counted is None else self._counted
+
+    @property
+    def _cached(self) -> int | None:
+        told = self.usage.cached if self.usage else None
+        return self.server.cached_tokens if told is None else told
+
+    def _decode_rate(self, tokens: int) -> float | None:
+        """Tokens after those of the first chunk, over the time from there to the last one."""
+        if not self.times_s or tokens <= self.counts[0]:
+            return None
+        # The last tokens may have no text of their own, such as the one that ends it.
+        elapsed_s = max(self.times_s[-1], self.finished_at_s or 0.0) - self.times_s[0]
+        return (tokens - self.counts[0]) / elapsed_s if elapsed_s > 0 else None
+
+    def _gaps_ms(self) -> dict[str, float]:
+        """Percentiles of the time between two tokens; those that came together share the time before them."""
+        if len(self.times_s) < 2:
+            return {}
+        counts = np.asarray(self.counts[1:])
+        gaps_ms = np.repeat(np.diff(self.times_s) / counts, counts) * 1e3
+        found = np.percentile(gaps_ms, (50, 95, 99))
+        return {f"itl_ms_p{level}": float(value) for level, value in zip((50, 95, 99), found, strict=True)}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3

@@ -1,0 +1,185 @@
+"""Figures with intervals, by matplotlib and without pyplot: nothing is global, and nobody has to close them."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmx_lab.bench.statistics import CASE, LEVEL, MEASURED, METRICS, TOTAL, Samples, summary
+from lmx_lab.errors import InvalidRequestError
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as exc:
+    raise ImportError("plots need matplotlib, which is not installed: pip install 'lmx-lab[lab]'") from exc
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+LABELS = {
+    TOTAL: "all together, tokens/s",
+    "ttft_ms": "first token, ms",
+    "itl_ms_p50": "between tokens, ms (median)",
+    "itl_ms_p95": "between tokens, ms (95 %)",
+    "itl_ms_p99": "between tokens, ms (99 %)",
+    "prefill_tok_s": "prefill, tokens/s",
+    "decode_tok_s": "decode of each, tokens/s",
+    "e2e_ms": "whole answer, ms",
+    "queue_ms": "waiting, ms",
+    "server_ttft_ms": "first token by the server, ms",
+    "server_prefill_tok_s": "prefill by the server, tokens/s",
+    "server_decode_tok_s": "decode by the server, tokens/s",
+    "concurrency": "requests at once",
+    "prompt_tokens_wanted": "tokens of the prompt",
+}
+BY_CONCURRENCY = (TOTAL, "decode_tok_s", "ttft_ms")
+BY_PROMPT_LENGTH = ("prefill_tok_s", "ttft_ms", "decode_tok_s")
+PANEL_INCHES = (4.2, 3.6)
+LINE_LIMIT = 20
+NAME_CHARACTERS = 60
+LEGEND_CHARACTERS = 55
+"""Below each panel, side by side."""
+LEGEND_ROW_INCHES = 0.22
+TITLE_CHARACTERS = 55
+
+
+class Chart(Figure):
+    """A matplotlib figure that a notebook shows by itself, whether or not pyplot was imported."""
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.savefig(out, format="png", dpi=110)
+        return out.getvalue()
+
+
+def by_concurrency(samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY, level: float = LEVEL) -> Chart:
+    """Each figure over the number of requests at once: medians, and bars for their intervals.
+
+    A line for everything else that differs, such as the target.
+
+    Raises:
+        InvalidRequestError: an unknown figure, nothing that was measured, or more than 20 lines.
+        ImportError: matplotlib or pandas is not installed.
+    """
+    return _chart(samples, "concurrency", metrics, level)
+
+
+def by_prompt_length(samples: Samples, *, metrics: Sequence[str] = BY_PROMPT_LENGTH, level: float = LEVEL) -> Chart:
+    """The same over the length of the prompts.
+
+    Raises:
+        InvalidRequestError, ImportError: as ``by_concurrency``.
+    """
+    return _chart(samples, "prompt_tokens_wanted", metrics, level)
+
+
+def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) -> Chart:
+    if unknown := [name for name in metrics if name not in (*METRICS, TOTAL)]:
+        known = ", ".join((TOTAL, *METRICS))
+        raise InvalidRequestError(f"metrics: no figure {', '.join(unknown)}; there are {known}", param="metrics")
+    if not metrics:
+        raise InvalidRequestError(f"metrics is empty; give some, such as {TOTAL!r}", param="metrics")
+    table = summary(samples, level=level)
+    if not len(table):
+        raise InvalidRequestError("there is nothing to plot: no request was measured, or all were warm-up")
+    lines = _lines(table, over)
+    beside = max(1, LEGEND_CHARACTERS * len(metrics) // max(len(name) + 8 for name in lines))
+    legend_rows = math.ceil(len(lines) / beside) if len(lines) > 1 else 0
+    width, height = PANEL_INCHES
+    chart = Chart(figsize=(width * len(metrics), height + legend_rows * LEGEND_ROW_INCHES), layout="constrained")
+    panels = chart.subplots(1, len(metrics), squeeze=False)[0]
+    for panel, metric in zip(panels, metrics, strict=True):
+        _draw(panel, lines, over, metric)
+    chart.suptitle(textwrap.fill(_title(table, over), TITLE_CHARACTERS * len(metrics)), fontsize="medium")
+    if legend_rows:
+        handles, names = panels[0].get_legend_handles_labels()
+        chart.legend(handles, names, loc="outside lower center", ncols=min(beside, len(lines)), frameon=False)
+    return chart
+
+
+def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
+    """The rows of each line by its name, which says what differs between lines."""
+    differing = [name for name in _telling(table, over) if table[name].nunique(dropna=False) > 1]
+    if not differing:
+        return {"": table}
+    groups = list(table.groupby(differing, sort=False, dropna=False))
+    if len(groups) > LINE_LIMIT:
+        raise InvalidRequestError(
+            f"that would be {len(groups)} lines, and at most {LINE_LIMIT} can be read; choose rows by "
+            f"{' or '.join(differing)}"
+        )
+    lines: dict[str, pd.DataFrame] = {}
+    for key, group in groups:
+        name = _name(differing, key)
+        # Names that were cut short may be the same.
+        lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = group
+    return lines
+
+
+def _telling(table: pd.DataFrame, over: str) -> list[str]:
+    """The columns that tell lines apart, or that all have in common."""
+    return [name for name in ("run", *MEASURED, *CASE) if name in table and name != over]
+
+
+def _title(table: pd.DataFrame, over: str) -> str:
+    """What all lines have in common."""
+    same = [name for name in _telling(table, over) if table[name].nunique(dropna=False) == 1]
+    return " · ".join(_parts(same, table[same].iloc[0]))
+
+
+def _name(columns: Sequence[str], key: tuple[Any, ...]) -> str:
+    text = " · ".join(_parts(columns, key))
+    return text if len(text) <= NAME_CHARACTERS else f"{text[: NAME_CHARACTERS - 1]}…"
+
+
+def _parts(columns: Sequence[str], values: Iterable[Any]) -> list[str]:
+    import pandas as pd
+
+    return [_said(column, value) for column, value in zip(columns, values, strict=True) if not pd.isna(value)]
+
+
+def _said(column: str, value: Any) -> str:
+    match column:
+        case "prompt_tokens_wanted":
+            return f"prompt {value}"
+        case "output_tokens_wanted":
+            return f"answer {value}"
+        case "concurrency":
+            return f"{value} at once"
+        case "cache":
+            return f"{value} cache"
+        case "threads":
+            return f"{value} threads"
+        case _:
+            # A dollar sign would begin a formula.
+            return str(value).replace("$", r"\$")
+
+
+def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> None:
+    for name, rows in lines.items():
+        ordered = rows.sort_values(over)
+        middle = ordered[metric].to_numpy(dtype=float)
+        # Without an interval the bar has no length.
+        bars = [abs(ordered[f"{metric}_{end}"].to_numpy(dtype=float) - middle) for end in ("low", "high")]
+        bars = [[0.0 if math.isnan(length) else length for length in side] for side in bars]
+        panel.errorbar(
+            ordered[over].to_numpy(dtype=float), middle, yerr=bars, label=name, marker="o", markersize=4, capsize=3
+        )
+    _scale(panel, sorted({int(x) for rows in lines.values() for x in rows[over]}))
+    panel.set_xlabel(LABELS[over])
+    panel.set_ylabel(LABELS[metric])
+    panel.set_ylim(bottom=0)
+    panel.grid(alpha=0.3)
+
+
+def _scale(panel: Axes, places: list[int]) -> None:
+    """Doublings are as far apart from each other as they are in a sweep."""
+    if len(places) > 1 and places[-1] >= 4 * places[0]:
+        panel.set_xscale("log", base=2)
+    panel.set_xticks(places[:: max(1, math.ceil(len(places) / 8))])
+    panel.set_xticks([], minor=True)
+    panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")

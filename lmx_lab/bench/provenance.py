@@ -1,0 +1,93 @@
+"""What a result was measured with, without saying whose machine it was."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("mlx", "mlx-lm", "scipy-openblas32", "numpy", "pandas", "httpx2", "uvicorn", "llguidance")
+"""scipy-openblas32 is the BLAS that the engine puts behind MLX on Linux; which one a target had is in its rows."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LMX_LAB_THREADS", "LMX_LAB_BLAS")
+COMMAND_LIMIT_S = 10.0
+FOLDER = Path(__file__).parent.parent
+
+
+def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
+    """Versions, commit, machine and time, as JSON can write them; what cannot be found out is ``None``.
+
+    No name of a machine or user and no folder is in it. Runs ``git`` (and on macOS ``sysctl``) for some milliseconds.
+
+    Args:
+        seeds: Of the cases.
+        facts: Further ones, which win.
+    """
+    commit = _commit()
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "lmx_lab": _version("lmx-lab"),
+        "commit": commit,
+        "dirty": None if commit is None else _is_dirty(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "machine": machine(),
+        "environment": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
+        "seeds": sorted(set(seeds)),
+        **facts,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """This machine, as far as it matters for speed."""
+    return {
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "cpu": _cpu(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": list(os.getloadavg()),
+    }
+
+
+def _commit() -> str | None:
+    """Of the checkout that has this package's files; an environment may lie within somebody else's."""
+    if _output("git", "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return _output("git", "rev-parse", "HEAD")
+
+
+def _is_dirty() -> bool:
+    return bool(_output("git", "status", "--porcelain", "--", "."))
+
+
+def _cpu() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or None
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, None)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False, timeout=COMMAND_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

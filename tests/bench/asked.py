@@ -1,0 +1,25 @@
+"""What a scripted server answers to the requests that calibrate, and to the others."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Iterator
+from typing import Any
+
+from lmx_lab.bench.sample import Sample
+from tests.daemon.scripted import Script, says
+
+WORDS = says("one ", "two ", "three ", "four", finish="length")
+
+
+def after_calibration(*scripts: Script) -> Callable[[dict[str, Any]], Script]:
+    """One for each request in its order, the last one again and again; what only calibrates gets an answer."""
+    left: Iterator[Script] = iter(scripts)
+
+    def script(body: dict[str, Any]) -> Script:
+        return WORDS if body["max_tokens"] == 1 else next(left, scripts[-1])
+
+    return script
+
+
+async def collected(samples: AsyncIterable[Sample]) -> list[Sample]:
+    return [sample async for sample in samples]

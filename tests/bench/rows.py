@@ -1,0 +1,47 @@
+"""Samples as a run would have them, with given times and no server."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from lmx_lab.bench import Sample
+
+DAY = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def sample(*, at_s: float = 0.0, **fields: Any) -> Sample:
+    stamp = (DAY + timedelta(seconds=at_s)).isoformat(timespec="microseconds")
+    wanted: dict[str, Any] = {
+        "target": "lab",
+        "case": "p16-o8-c1-cold",
+        "prompt_tokens_wanted": 16,
+        "output_tokens_wanted": 8,
+        "concurrency": 1,
+        "arrival": "closed",
+        "cache": "cold",
+        "seed": 0,
+        "repeat": 0,
+        "request": 0,
+    }
+    return Sample(started_at=stamp, **wanted | fields)
+
+
+def run_of(
+    ttft_ms: list[float], *, per_repeat: int | None = None, e2e_ms: float = 1000.0, tokens: int = 8, **fields: Any
+) -> list[Sample]:
+    """One request after the other, without a gap."""
+    size = per_repeat or len(ttft_ms)
+    return [
+        sample(
+            at_s=at * e2e_ms / 1000,
+            ttft_ms=value,
+            decode_tok_s=1000 / value,
+            e2e_ms=e2e_ms,
+            output_tokens=tokens,
+            repeat=at // size,
+            request=at % size,
+            **fields,
+        )
+        for at, value in enumerate(ttft_ms)
+    ]

@@ -1,0 +1,112 @@
+"""Cases and sweeps: what they refuse, and in which order they are measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmx_lab.bench import Case, Closed, Poisson, Sweep
+from lmx_lab.bench.case import BOUNDS, CASE_LIMIT, planned
+from lmx_lab.errors import InvalidRequestError
+
+SIZES: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 8}
+
+
+def test_a_name_tells_what_is_measured() -> None:
+    assert Case(**SIZES).name == "p16-o8-c1-cold"
+    assert (
+        Case(**SIZES, concurrency=4, cache="warm", arrival=Poisson(per_second=2.5)).name == "p16-o8-c4-warm-poisson2.5"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in BOUNDS if name != "repeats"])
+@pytest.mark.parametrize("wrong", [-1, 2**64, 1.5, "8", None, True, float("nan")])
+def test_a_wrong_number_is_named_with_its_bounds(name: str, wrong: Any) -> None:
+    low, high = BOUNDS[name]
+    with pytest.raises(InvalidRequestError) as caught:
+        Case(**SIZES | {name: wrong})
+    assert caught.value.param == name
+    assert all(said in caught.value.message for said in (name, repr(wrong), f"{low:,}", f"{high:,}"))
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), 1e9, "2", True, None])
+def test_a_rate_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="per_second"):
+        Poisson(per_second=wrong)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache": "hot"},
+        {"arrival": "poisson"},
+        {"arrival": Poisson},
+        {"concurrency": 9},  # of 8 requests
+        {"cache": "warm", "warm_up": 0},
+    ],
+)
+def test_what_cannot_be_measured_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        Case(**SIZES, **fields)
+    with pytest.raises(InvalidRequestError):
+        Sweep(**SIZES, **{"requests": 8} | fields)
+
+
+def test_an_open_loop_may_allow_more_at_once_than_there_are_requests() -> None:
+    assert Case(**SIZES, concurrency=64, requests=8, arrival=Poisson(per_second=1)).concurrency == 64
+
+
+def test_numbers_of_numpy_become_ones_that_json_can_write() -> None:
+    case = Case(prompt_tokens=np.int64(16), output_tokens=np.uint8(8))
+    assert case == Case(**SIZES)
+    assert json.loads(json.dumps(asdict(case)))["prompt_tokens"] == 16
+
+
+def test_arrivals_come_at_the_rate_that_was_asked_for_and_are_the_same_again() -> None:
+    arrival = Poisson(per_second=20)
+    times = arrival.times_s(4000, seed=1)
+    gaps = np.diff(times)
+    assert times == arrival.times_s(4000, seed=1) != arrival.times_s(4000, seed=2)
+    assert times[0] == 0
+    assert len(times) == 4000
+    assert 1 / statistics.mean(gaps) == pytest.approx(20, rel=0.1)
+    # Of exponential gaps the spread is as large as the mean; even ones would have none.
+    assert statistics.stdev(gaps) * 20 == pytest.approx(1, rel=0.1)
+
+
+def test_a_sweep_measures_every_combination_before_it_measures_one_again() -> None:
+    sweep = Sweep(prompt_tokens=(16, 32), output_tokens=8, concurrency=range(1, 3), cache=("cold", "warm"), repeats=3)
+    cases = sweep.cases()
+    assert len(cases) == 24
+    assert len(set(cases[:8])) == 8
+    assert cases[:8] == cases[8:16] == cases[16:]
+    assert [repeat for repeat, _ in planned(cases)] == [0] * 8 + [1] * 8 + [2] * 8
+
+
+def test_several_arrivals_are_an_axis_too() -> None:
+    arrivals = (Closed(), Poisson(per_second=1))
+    assert tuple(case.arrival for case in Sweep(**SIZES, arrival=arrivals).cases()) == arrivals
+
+
+def test_what_is_given_twice_is_measured_once() -> None:
+    assert len(Sweep(**SIZES, concurrency=[1, 4, 4, np.int64(1)]).cases()) == 2
+
+
+def test_by_default_every_user_has_two_requests() -> None:
+    assert [case.requests for case in Sweep(**SIZES, concurrency=(1, 4, 16)).cases()] == [8, 8, 32]
+
+
+@pytest.mark.parametrize("fields", [{"prompt_tokens": ()}, {"repeats": 0}, {"repeats": 1.5}, {"concurrency": "4"}])
+def test_a_sweep_refuses_what_is_no_axis(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(fields))):
+        Sweep(**SIZES | fields)
+
+
+def test_a_sweep_that_never_ends_is_refused_at_once() -> None:
+    with pytest.raises(InvalidRequestError, match=f"{CASE_LIMIT:,}"):
+        Sweep(prompt_tokens=range(1, 5000), output_tokens=range(1, 5000))

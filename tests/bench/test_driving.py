@@ -1,0 +1,259 @@
+"""Cases against servers of every temper: each request is a sample, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from lmx_lab.bench.case import Case, Poisson
+from lmx_lab.bench.chunks import Chunk
+from lmx_lab.bench.driving import DOWN, Run, Session, drive
+from lmx_lab.bench.prompts import prompt_hash
+from lmx_lab.bench.sample import Sample
+from lmx_lab.bench.targets import ChatTarget
+from lmx_lab.errors import UnreachableError
+from tests.bench.asked import WORDS, after_calibration, collected
+from tests.daemon.scripted import DROP, STALL, Gate, Script, Scripted, chunk, ending, json_answer, refuses, token
+
+pytestmark = pytest.mark.anyio
+CASE: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 4, "requests": 3, "warm_up": 0}
+
+
+def case(**changes: Any) -> Case:
+    return Case(**{**CASE, **changes})
+
+
+async def driven(server: Scripted, *, silence_s: float = 60.0, **changes: Any) -> list[Sample]:
+    return await collected(drive(ChatTarget(server.url), case(**changes), silence_s=silence_s))
+
+
+def codes(samples: list[Sample]) -> list[str | None]:
+    return [sample.error.partition(":")[0] if sample.error else None for sample in samples]
+
+
+async def test_a_case_is_its_warm_up_and_then_its_requests() -> None:
+    with Scripted(WORDS) as server:
+        samples = await driven(server, warm_up=2)
+    assert [(sample.warm_up, sample.request) for sample in samples] == [
+        *[(True, n) for n in range(2)],
+        *[(False, n) for n in range(3)],
+    ]
+    for sample in samples:
+        assert (sample.error, sample.model, sample.target) == (None, "scripted", server.url.removeprefix("http://"))
+        assert (sample.output_tokens, sample.counted_by, sample.finish_reason) == (4, "usage", "length")
+        assert sample.ttft_ms is not None
+        assert sample.e2e_ms is not None
+        assert 0 < sample.ttft_ms <= sample.e2e_ms
+    assert [sample.started_at for sample in samples] == sorted(sample.started_at for sample in samples)
+
+
+async def test_another_server_is_asked_for_nothing_that_it_may_not_know() -> None:
+    with Scripted(WORDS) as server:
+        await driven(server)
+    (body,) = {tuple(sorted(body)) for body in server.bodies}
+    assert body == ("max_tokens", "messages", "model", "stream", "stream_options")
+    assert [body["max_tokens"] for body in server.bodies] == [1, 1, 4, 4, 4]
+
+
+async def test_cold_prompts_all_begin_differently_also_in_the_next_run() -> None:
+    with Scripted(WORDS) as server:
+        for _ in range(2):
+            await driven(server, prompt_tokens=40, warm_up=1)
+        asked = [body["messages"][0]["content"] for body in server.bodies if body["max_tokens"] > 1]
+    assert len(asked) == 8
+    assert len({" ".join(text.split()[:4]) for text in asked}) == 8
+
+
+@pytest.mark.parametrize("tokens_per_word", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("wanted", [60, 300])
+async def test_prompts_are_as_long_as_asked_by_the_targets_own_count(tokens_per_word: float, wanted: int) -> None:
+    """A template of 30 tokens, and commas and full stops that count."""
+
+    def counting(body: dict[str, Any]) -> Script:
+        text = body["messages"][0]["content"]
+        count = 30 + round(tokens_per_word * len(text.split())) + text.count(",") + text.count(".")
+        return [token("a"), *ending("length", usage=(count, body["max_tokens"]))]
+
+    # Whether it can list its models or not.
+    models = ("scripted",) if wanted == 60 else json_answer({"error": "no cache"}, status=500)
+    with Scripted(counting, models=models) as server:
+        samples = await driven(server, prompt_tokens=wanted, warm_up=1)
+    found = [sample.prompt_tokens for sample in samples if not sample.warm_up]
+    assert all(count is not None and abs(count - wanted) <= 0.03 * wanted for count in found), found
+
+
+async def test_a_target_that_is_down_has_rows_and_soon_is_not_asked_any_more() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    samples = await collected(drive(ChatTarget(f"http://127.0.0.1:{port}"), case(requests=8, warm_up=1)))
+    assert codes(samples) == ["unreachable"] * 9
+    told = Counter("not asked" in (sample.error or "") for sample in samples)
+    assert told == {False: DOWN, True: 9 - DOWN}
+    assert all(sample.ttft_ms is None and sample.output_tokens == 0 for sample in samples)
+
+
+async def test_failures_to_connect_end_a_case_only_in_a_row() -> None:
+    with Scripted(WORDS) as server:
+        target = Flickering(server.url)
+        samples = await collected(drive(target, case(requests=12)))
+    assert codes(samples) == ["unreachable", "unreachable", None] * 4
+
+
+class Flickering(ChatTarget):
+    """Of three connections it takes the last."""
+
+    asked = 0
+
+    async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+        self.asked += body["max_tokens"] > 1
+        if self.asked % 3:
+            raise UnreachableError("nothing answers")
+        async for piece in super().ask(body):
+            yield piece
+
+
+async def test_a_target_that_stops_in_the_middle_has_a_row_with_what_there_was() -> None:
+    broken: Script = [token("a"), token("b"), DROP]
+    with Scripted(after_calibration(WORDS, broken, WORDS)) as server:
+        samples = await driven(server)
+    assert codes(samples) == [None, "connection-lost", None]
+    assert (samples[1].output_tokens, samples[1].counted_by, samples[1].finish_reason) == (2, "chunks", None)
+
+
+async def test_a_target_that_refuses_a_third_goes_on_with_the_rest() -> None:
+    answers: list[Script] = [WORDS, refuses(500, "internal-error", "it broke"), WORDS] * 3
+    with Scripted(after_calibration(*answers)) as server:
+        samples = await driven(server, requests=9)
+    assert codes(samples) == [None, "internal-error", None] * 3
+    assert "it broke" in (samples[1].error or "")
+
+
+async def test_failures_that_are_none_to_connect_never_end_a_case() -> None:
+    with Scripted(after_calibration(refuses(500, "internal-error"))) as server:
+        assert codes(await driven(server, requests=8)) == ["internal-error"] * 8
+    assert [body["max_tokens"] for body in server.bodies].count(4) == 8
+
+
+async def test_a_target_without_usage_is_counted_by_its_chunks() -> None:
+    answer = [chunk({"role": "assistant"}), token("a"), token("b"), token("c"), *ending("stop", usage=None)]
+    with Scripted(answer) as server:
+        samples = await driven(server, warm_up=1)
+    assert {(sample.output_tokens, sample.counted_by) for sample in samples} == {(3, "chunks")}
+    assert {sample.prompt_tokens for sample in samples} == {None}
+
+
+@pytest.mark.parametrize("begun", [[], [token("a")]])
+async def test_a_target_that_streams_nothing_has_failed_after_a_while(begun: list[Any]) -> None:
+    with Scripted(after_calibration([*begun, STALL], WORDS)) as server:
+        samples = await driven(server, silence_s=0.5)
+        await server.until(lambda: server.left == 1)
+    assert codes(samples) == ["silent", None, None]
+    assert samples[0].output_tokens == len(begun)
+
+
+async def test_a_target_that_only_says_that_it_works_is_not_silent() -> None:
+    """Twelve comments, of which no two are as far apart as the limit, and together last longer than it."""
+    waits = [step for _ in range(12) for step in (b": prompt 1/2\n\n", 0.1)]
+    with Scripted(after_calibration([*waits, *WORDS])) as server:
+        samples = await driven(server, requests=1, silence_s=1.0)
+    assert codes(samples) == [None]
+    assert samples[0].ttft_ms is not None
+    assert samples[0].ttft_ms > 1000
+
+
+async def test_a_server_that_never_answers_at_all_costs_one_limit_for_each_request() -> None:
+    with Scripted([STALL]) as server:
+        assert codes(await driven(server, requests=2, silence_s=0.2)) == ["silent", "silent"]
+
+
+async def test_so_many_are_under_way_at_once_and_no_more() -> None:
+    gates = [Gate() for _ in range(6)]
+    answers: list[Script] = [[token("a"), gate, *ending("stop")] for gate in gates]
+    with Scripted(after_calibration(*answers)) as server:
+        measured = asyncio.create_task(driven(server, requests=6, concurrency=3))
+        for gate in gates[:3]:
+            await gate.reached()
+        assert not measured.done()
+        assert len(server.bodies) == 2 + 3
+        gates[1].open()
+        await gates[3].reached()
+        assert len(server.bodies) == 2 + 4
+        for gate in gates:
+            gate.open()
+        samples = await measured
+    assert codes(samples) == [None] * 6
+    first = server.bodies[2 + 1]["messages"][0]["content"]
+    assert samples[0].prompt_hash == prompt_hash(first), "samples come as their requests end"
+
+
+async def test_arrivals_do_not_wait_for_answers_but_for_places_and_say_how_late_they_are() -> None:
+    gate = Gate()
+    held: Script = [token("a"), gate, *ending("stop")]
+    with Scripted(after_calibration(held, held, WORDS)) as server:
+        poisson = Poisson(per_second=1000)
+        measured = asyncio.create_task(driven(server, requests=4, concurrency=2, arrival=poisson))
+        await server.until(lambda: len(server.bodies) == 2 + 2)
+        await gate.reached()
+        await asyncio.sleep(0.2)
+        assert len(server.bodies) == 2 + 2
+        gate.open()
+        samples = sorted(await measured, key=lambda sample: sample.request)
+    late_ms = [sample.late_ms or 0.0 for sample in samples]
+    assert min(late_ms[2:]) > max(150, late_ms[0])
+    assert {sample.arrival for sample in samples} == {"poisson(1000/s)"}
+
+
+async def test_every_repeat_has_arrivals_of_its_own() -> None:
+    drawn: list[tuple[float, ...]] = []
+
+    class Noted(Poisson):
+        def times_s(self, count: int, seed: int) -> tuple[float, ...]:
+            drawn.append(super().times_s(count, seed))
+            return drawn[-1]
+
+    with Scripted(WORDS) as server:
+        for repeat in (0, 0, 1):
+            asked = case(arrival=Noted(per_second=500))
+            await collected(drive(ChatTarget(server.url), asked, repeat=repeat))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+async def test_without_arrivals_nothing_is_late() -> None:
+    with Scripted(WORDS) as server:
+        assert {sample.late_ms for sample in await driven(server)} == {None}
+
+
+async def test_closing_the_generator_ends_what_is_under_way() -> None:
+    before = asyncio.all_tasks()
+    with Scripted(after_calibration(WORDS, [token("a"), STALL])) as server:
+        samples = drive(ChatTarget(server.url), case(requests=4, concurrency=2))
+        async with aclosing(samples):
+            assert (await anext(samples)).error is None
+            await server.until(lambda: len(server.bodies) >= 2 + 2)
+        await server.until(lambda: server.left >= 1)
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_user_who_is_refused_waits_as_the_server_advises(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("lmx_lab.bench.driving.asyncio.sleep", sleep)
+    answers: list[Script] = [
+        refuses(429, "queue-full", "full", retry_after="2"),
+        refuses(429, "queue-full", retry_after="900"),
+        WORDS,
+    ]
+    with Scripted(after_calibration(*answers)) as server:
+        session = Session(ChatTarget(server.url), case(), repeat=0, run=Run())
+        samples = await collected(session.measure(range(3)))
+    assert codes(samples) == ["queue-full", "queue-full", None]
+    assert slept == [0.0, 2.0, 5.0]

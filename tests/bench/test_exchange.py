@@ -1,0 +1,134 @@
+"""The light reader: bytes in any pieces, and every way in which an answer is none."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmx_lab.bench.exchange import EVENT_BYTES, Address, Dechunker, Event, EventLines, Exchange
+from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
+from tests.client.raw import HEAD, answering, streamed, whole
+
+pytestmark = pytest.mark.anyio
+EVENTS = ("data: one\n\n", ": waits\n\n", "data: two\r\n\r\ndata:three\n\n")
+
+
+async def events(url: str) -> list[Event]:
+    async with Exchange(Address(url), b"{}") as exchange:
+        exchange.send()
+        return [event async for event in exchange.events()]
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@given(parts=st.lists(st.binary(min_size=1, max_size=40), max_size=6), places=st.lists(st.integers(0, 500)))
+def test_chunks_are_undone_wherever_the_bytes_were_cut(parts: list[bytes], places: list[int]) -> None:
+    sent = b"".join(b"%x;name=value\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    dechunker = Dechunker()
+    assert b"".join(dechunker.feed(piece) for piece in cut(sent, places)) == b"".join(parts)
+    assert dechunker.ended
+
+
+@given(places=st.lists(st.integers(0, 500)))
+def test_events_are_found_wherever_the_bytes_were_cut(places: list[int]) -> None:
+    lines = EventLines()
+    found = [line for piece in cut("".join(EVENTS).encode(), places) for line in lines.feed(piece)]
+    assert found == [b"one", None, b"two", b"three"]
+
+
+@pytest.mark.parametrize("size", [b"-5\r\n", b"x\r\n", b"\r\n", b"1" * 70_000])
+def test_what_is_no_chunk_is_refused(size: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Dechunker().feed(size)
+
+
+def test_a_line_without_an_end_is_not_kept() -> None:
+    lines = EventLines()
+    with pytest.raises(ValueError, match="bytes"):
+        lines.feed(b"data: " + b"x" * EVENT_BYTES)
+
+
+async def test_events_come_with_the_moment_they_came_at() -> None:
+    with answering(streamed(*EVENTS)) as server:
+        async with Exchange(Address(f"{server.url}/v1/", "secret"), b'{"a":1}') as exchange:
+            sent_at_s = exchange.send()
+            found = [event async for event in exchange.events()]
+    assert [event.data for event in found] == [b"one", None, b"two", b"three"]
+    moments = [sent_at_s, *(event.at_s for event in found)]
+    assert moments == sorted(moments)
+    head, _, body = server.requests[0].partition("\r\n\r\n")
+    assert head.startswith("POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:")
+    assert "authorization: Bearer secret" in head
+    assert body == '{"a":1}'
+
+
+async def test_a_document_in_the_place_of_a_stream_is_one_event() -> None:
+    with answering(whole('{"choices": []}')) as server:
+        assert [event.data for event in await events(server.url)] == [b'{"choices": []}']
+
+
+async def test_a_refusal_is_the_servers_own_error() -> None:
+    with (
+        answering(whole('{"error": {"message": "it broke", "code": 500}}', status="500 Oh")) as server,
+        pytest.raises(EngineError, match="it broke"),
+    ):
+        await events(server.url)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        whole("<html>", kind="text/html"),
+        whole("<html>", status="404 Not Found", kind="text/html"),
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 what\r\n\r\n",
+        b"x" * 100_000,
+        HEAD.format(status="200 OK", kind="text/event-stream").encode() + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_what_is_no_answer_of_such_a_server_says_so(answer: bytes) -> None:
+    with answering(answer) as server, pytest.raises(UnreachableError, match=r"unlike a chat-format server") as raised:
+        await events(server.url)
+    assert not isinstance(raised.value, ConnectionLostError)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-t", streamed("data: one\n\n", end=False)])
+async def test_a_connection_that_ends_too_early_is_lost(answer: bytes) -> None:
+    with answering(answer) as server, pytest.raises(ConnectionLostError):
+        await events(server.url)
+
+
+async def test_nobody_at_the_address_is_told_from_a_connection_that_was_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(UnreachableError, match="nothing answers") as raised:
+        await events(f"http://127.0.0.1:{port}")
+    assert type(raised.value) is UnreachableError
+
+
+async def test_a_server_that_says_more_than_is_read_waits() -> None:
+    """4 MB while nobody reads: then some of it is in the reader, and the rest has not left the server."""
+    with answering(streamed(*["data: " + "x" * 99_992 + "\n\n"] * 40)) as server:
+        async with Exchange(Address(server.url), b"{}") as exchange:
+            exchange.send()
+            source = exchange.events()
+            await anext(source)
+            while exchange._inbox.transport.is_reading():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert exchange._inbox._held < 2_000_000
+            assert len([event async for event in source]) == 39
+
+
+def test_an_address_that_could_never_do_is_refused() -> None:
+    with pytest.raises(InvalidRequestError):
+        Address("ftp://x")
+    assert Address("https://host/hub/proxy/8400/v1").path == "/hub/proxy/8400/v1/chat/completions"
+    assert Address("https://host").port == 443

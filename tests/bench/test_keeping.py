@@ -1,0 +1,204 @@
+"""Runs come back as they were, and what a crash left of one comes back too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pandas.testing import assert_frame_equal
+
+from lmx_lab.bench import Recorder, Sample, frame, load, save
+from lmx_lab.bench.sample import COLUMNS
+from lmx_lab.errors import InvalidRequestError
+from tests.bench.rows import run_of, sample
+
+FACTS = {"commit": "abc", "seeds": [0]}
+MAYBE_TEXT = st.none() | st.text()
+MAYBE_COUNT = st.none() | st.integers(0, 2**62)
+MAYBE_FIGURE = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+SAMPLES = st.lists(
+    st.builds(
+        sample,
+        at_s=st.floats(0, 1e8),
+        target=st.text(),
+        model=MAYBE_TEXT,
+        error=MAYBE_TEXT,
+        threads=MAYBE_COUNT,
+        output_tokens=MAYBE_COUNT,
+        counted_by=st.sampled_from([None, "usage", "chunks"]),
+        warm_up=st.booleans(),
+        repeat=st.integers(0, 1000),
+        ttft_ms=MAYBE_FIGURE,
+        peak_memory_gb=MAYBE_FIGURE,
+    ),
+    max_size=5,
+)
+kept_in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+
+
+@kept_in_one_folder
+@given(samples=SAMPLES)
+def test_what_is_saved_is_loaded(tmp_path: Path, samples: list[Sample]) -> None:
+    path = save(samples, FACTS, tmp_path)
+    table = load(path)
+    assert_frame_equal(table.drop(columns="run"), frame(samples, FACTS), check_flags=False)
+    assert table.attrs["provenance"] == {path.stem: FACTS}
+    assert set(table["run"]) <= {path.stem}
+
+
+@kept_in_one_folder
+@given(data=st.data())
+def test_a_file_that_was_torn_anywhere_has_its_whole_lines(tmp_path: Path, data: st.DataObject) -> None:
+    path = save(run_of([1.0, 2.0, 3.0]), FACTS, tmp_path)
+    content = path.read_bytes()
+    rows_at = content.index(b"\n") + 1
+    at = data.draw(st.integers(rows_at, len(content)))
+    path.write_bytes(content[:at])
+    assert load(path)["ttft_ms"].tolist() == [1.0, 2.0, 3.0][: content[rows_at:at].count(b"}")]
+
+
+KILLED = """
+import os, signal, sys
+from lmx_lab.bench import Recorder
+from tests.bench.rows import run_of
+with Recorder(sys.argv[1], provenance={}) as kept:
+    for one in run_of([1.0, 2.0, 3.0]):
+        kept.add(one)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_has_every_sample_that_was_added(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == -signal.SIGKILL
+    assert load(tmp_path)["ttft_ms"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_run_that_ends_by_an_exception_is_kept(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with Recorder(tmp_path, provenance=FACTS) as kept:
+            kept.add(sample())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(load(tmp_path)) == 1
+
+
+def edited(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> pd.DataFrame:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return load(path)
+
+
+def test_fields_of_a_newer_version_are_left_out_and_older_files_have_gaps(tmp_path: Path) -> None:
+    def change(lines: list[dict[str, Any]]) -> None:
+        lines[0] |= {"lmx_lab_bench": 2, "more": 1}
+        lines[1]["joules"] = 3.5
+        for name in ("ttft_ms", "warm_up", "counted_by", "threads"):
+            del lines[2][name]
+
+    table = edited(save(run_of([1.0, 2.0]), FACTS, tmp_path), change)
+    assert tuple(table.columns) == ("run", *COLUMNS)
+    assert table["ttft_ms"].isna().tolist() == [False, True]
+    assert table["warm_up"].tolist() == [False, False]
+    assert (table.drop(columns="run").dtypes == frame([]).dtypes).all()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("started_at", wrong) for wrong in ("yesterday", None, "2026-01-01")),
+        *(("request", wrong) for wrong in ("1", 2**70)),
+        *(("target", None), ("repeat", True), ("concurrency", 1.5)),
+    ],
+)
+def test_a_line_whose_place_cannot_be_read_is_no_sample(tmp_path: Path, field: str, value: object) -> None:
+    table = edited(save(run_of([1.0, 2.0]), FACTS, tmp_path), lambda lines: lines[1].update({field: value}))
+    assert table["ttft_ms"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("value", ["fast", [1.0], {}, True, float("nan")])
+def test_a_figure_of_a_wrong_type_is_missing(tmp_path: Path, value: object) -> None:
+    table = edited(save(run_of([1.0, 2.0]), FACTS, tmp_path), lambda lines: lines[1].update(ttft_ms=value))
+    assert table["ttft_ms"].isna().tolist() == [True, False]
+
+
+def test_lines_that_are_no_objects_are_skipped(tmp_path: Path) -> None:
+    path = save(run_of([1.0, 2.0]), FACTS, tmp_path)
+    head, first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(head + b"[1]\n\xff\xfe\n\n" + first + b"x" * 3_000_000 + b"\n" + b"[" * 100_000 + b"\n" + second)
+    assert load(path)["ttft_ms"].tolist() == [1.0, 2.0]
+
+
+def test_a_folder_is_loaded_from_its_oldest_run_to_its_newest(tmp_path: Path) -> None:
+    for day, value in (("20260102", 2.0), ("20260101", 1.0), ("20260103", 3.0)):
+        save(run_of([value]), {"day": day}, tmp_path).rename(tmp_path / f"{day}T000000Z-aaaaaa.jsonl")
+    (tmp_path / "notes.txt").write_text("not one of them")
+    table = load(tmp_path)
+    assert table["ttft_ms"].tolist() == [1.0, 2.0, 3.0]
+    assert [facts["day"] for facts in table.attrs["provenance"].values()] == ["20260101", "20260102", "20260103"]
+    assert load(tmp_path, last=2)["ttft_ms"].tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", "hello\n", '{"provenance": {}}\n', '{"lmx_lab_bench": 1}\n'])
+def test_a_file_that_is_no_run_is_skipped_in_a_folder_and_refused_by_name(tmp_path: Path, content: str) -> None:
+    save(run_of([1.0]), FACTS, tmp_path)
+    other = tmp_path / "other.jsonl"
+    other.write_text(content)
+    table = load(tmp_path)
+    assert len(table) == 1
+    assert list(table.attrs["skipped"]) == ["other.jsonl"]
+    with pytest.raises(InvalidRequestError, match=r"other\.jsonl is no run"):
+        load(other)
+
+
+def test_without_a_folder_runs_are_in_the_labs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path / "home"))
+    assert len(load()) == 0
+    path = save(run_of([1.0]), FACTS)
+    assert path.parent == tmp_path / "home" / "bench"
+    assert len(load()) == 1
+
+
+def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="not there"):
+        load(tmp_path / "nothing")
+    with pytest.raises(InvalidRequestError, match="last is 0"):
+        load(tmp_path, last=0)
+
+
+def test_a_run_is_its_owners_alone(tmp_path: Path) -> None:
+    path = save([], FACTS, tmp_path / "runs")
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
+
+
+def test_runs_of_the_same_second_have_a_file_each(tmp_path: Path) -> None:
+    assert len({save([sample()], FACTS, tmp_path) for _ in range(20)}) == 20
+    assert len(load(tmp_path)) == 20
+
+
+def test_a_provenance_that_json_cannot_write_is_refused_before_there_is_a_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="plain values"):
+        save([sample()], {"home": tmp_path}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recorder_that_is_not_open_says_so(tmp_path: Path) -> None:
+    with Recorder(tmp_path, provenance={}) as kept:
+        pass
+    with pytest.raises(RuntimeError, match="with Recorder"):
+        kept.add(sample())

@@ -1,0 +1,92 @@
+"""Figures with intervals, and no pyplot behind them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.bench import Sample, by_concurrency, by_prompt_length, summary
+from lmx_lab.bench.plots import LINE_LIMIT
+from lmx_lab.errors import InvalidRequestError
+from tests.bench.rows import run_of
+
+
+def swept(**fields: Any) -> list[Sample]:
+    return [
+        sample
+        for users in (1, 4, 8)
+        for sample in run_of([10.0 * users, 11.0 * users, 13.0 * users], per_repeat=1, concurrency=users, **fields)
+    ]
+
+
+def test_medians_are_where_the_summary_has_them_and_bars_are_their_intervals() -> None:
+    samples = swept()
+    chart = by_concurrency(samples, metrics=("ttft_ms",))
+    (panel,) = chart.axes
+    (bars,) = panel.containers
+    line, _, (segments,) = bars.lines
+    table = summary(samples)
+    assert line.get_xdata().tolist() == [1, 4, 8]
+    assert line.get_ydata().tolist() == table["ttft_ms"].tolist() == [11, 44, 88]
+    ends = [sorted(y for _, y in segment) for segment in segments.get_segments()]
+    assert ends == [pytest.approx(pair) for pair in zip(table["ttft_ms_low"], table["ttft_ms_high"], strict=True)]
+
+
+def test_a_line_is_named_by_what_differs_and_the_title_has_the_rest() -> None:
+    chart = by_concurrency([*swept(model="small", cache="cold"), *swept(model="small", cache="warm")])
+    assert [text.get_text() for text in chart.legends[0].get_texts()] == ["cold cache", "warm cache"]
+    assert chart.get_suptitle() == "lab · small · prompt 16 · answer 8 · closed"
+    assert len(chart.axes) == 3
+
+
+def test_over_the_prompts_length_concurrency_tells_lines_apart() -> None:
+    samples = [one for tokens in (16, 64, 1024) for one in swept(prompt_tokens_wanted=tokens)]
+    chart = by_prompt_length(samples)
+    assert [text.get_text() for text in chart.legends[0].get_texts()] == ["1 at once", "4 at once", "8 at once"]
+    assert [axes.get_xscale() for axes in chart.axes] == ["log"] * 3
+
+
+def test_a_notebook_gets_a_picture_without_pyplot() -> None:
+    code = (
+        "import sys; from tests.bench.test_plots import swept; from lmx_lab.bench import by_concurrency;"
+        "png = by_concurrency(swept())._repr_png_(); print(png[:4], 'matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout == "b'\\x89PNG' False\n"
+
+
+def test_strange_names_and_figures_that_are_missing_can_be_drawn() -> None:
+    names = ["$x^{", "<b>", "long " * 40, "long " * 41, ""]
+    samples = [one for name in names for one in swept(target=name)]
+    assert by_concurrency(samples, metrics=("queue_ms", "total_tok_s"))._repr_png_().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("plot", [by_concurrency, by_prompt_length])
+def test_what_cannot_be_plotted_is_refused(plot: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="nothing to plot"):
+        plot([])
+    with pytest.raises(InvalidRequestError, match="nothing to plot"):
+        plot(swept(warm_up=True))
+    with pytest.raises(InvalidRequestError, match="no figure speed"):
+        plot(swept(), metrics=("speed",))
+    with pytest.raises(InvalidRequestError, match="empty"):
+        plot(swept(), metrics=())
+    many = [one for at in range(LINE_LIMIT + 1) for one in run_of([1.0], target=f"server {at}")]
+    with pytest.raises(InvalidRequestError, match="choose rows by target"):
+        plot(many)
+
+
+def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lmx_lab.bench
+
+    monkeypatch.delitem(sys.modules, "lmx_lab.bench.plots")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install"):
+        _ = lmx_lab.bench.by_concurrency

@@ -1,0 +1,71 @@
+"""Prompts: the same again where they should be, unlike each other where a cache could help."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmx_lab.bench import Case
+from lmx_lab.bench.prompts import OWN_WORDS, TASK, prompt, prompt_hash, words
+
+COLD = Case(prompt_tokens=200, output_tokens=8, concurrency=1)
+WARM = Case(prompt_tokens=200, output_tokens=8, cache="warm")
+
+
+def shared_words(prompts: list[str]) -> int:
+    """How many all of them begin with."""
+    places = zip(*(text.split() for text in prompts), strict=False)
+    return sum(1 for _ in takewhile(lambda place: len(set(place)) == 1, places))
+
+
+@given(tokens=st.integers(1, 3000), per_word=st.floats(0.5, 4))
+def test_words_are_as_many_as_make_the_tokens(tokens: int, per_word: float) -> None:
+    text = words(0, 3, tokens, per_word)
+    assert len(text.split()) * per_word == pytest.approx(tokens, abs=per_word)
+    assert text == words(0, 3, tokens, per_word)
+
+
+@pytest.mark.parametrize("case", [COLD, WARM])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 25, 26, 27, 1000])
+def test_a_prompt_has_its_length_and_a_long_one_a_task(case: Case, tokens: int) -> None:
+    text = prompt(case, repeat=0, request=0, tokens=tokens)
+    assert len(text.split()) == tokens
+    assert text.endswith(TASK) == (tokens >= 26)
+
+
+def test_cold_prompts_have_no_beginning_in_common() -> None:
+    others = [Case(prompt_tokens=400, output_tokens=8), Case(prompt_tokens=200, output_tokens=8, concurrency=2)]
+    prompts = [
+        *(prompt(COLD, repeat=0, request=request) for request in range(20)),
+        *(prompt(COLD, repeat=1, request=request) for request in range(20)),
+        prompt(COLD, repeat=0, request=0, warm_up=True),
+        prompt(COLD, repeat=0, request=0, run="another"),
+        *(prompt(case, repeat=0, request=0) for case in others),
+    ]
+    beginnings = {" ".join(text.split()[:OWN_WORDS]) for text in prompts}
+    assert len(beginnings) == len(prompts)
+
+
+def test_a_run_again_asks_the_same_but_for_the_beginning() -> None:
+    one, other = (prompt(COLD, repeat=0, request=5, run=run).split() for run in ("monday", "tuesday"))
+    assert one[:OWN_WORDS] != other[:OWN_WORDS]
+    assert one[OWN_WORDS:] == other[OWN_WORDS:]
+
+
+def test_warm_prompts_differ_in_their_last_words_alone() -> None:
+    prompts = [prompt(WARM, repeat=repeat, request=request) for repeat in range(2) for request in range(10)]
+    warm_up = prompt(WARM, repeat=0, request=0, warm_up=True)
+    assert len({*prompts, warm_up}) == 21
+    assert 200 - len(TASK.split()) - OWN_WORDS <= shared_words([*prompts, warm_up]) < 200
+
+
+def test_warm_prompts_of_another_run_find_nothing_of_this_one() -> None:
+    assert shared_words([prompt(WARM, repeat=0, request=0, run=run) for run in ("monday", "tuesday")]) < OWN_WORDS
+
+
+def test_a_hash_tells_prompts_apart() -> None:
+    assert prompt_hash("a") == prompt_hash("a") != prompt_hash("b")
+    assert len(prompt_hash("a")) == 16

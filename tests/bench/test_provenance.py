@@ -1,0 +1,55 @@
+"""What a result was measured with, and not whose machine it was."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.bench import provenance as module
+from lmx_lab.bench.provenance import provenance
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_says_what_matters_for_speed_and_json_can_write_it() -> None:
+    facts = json.loads(json.dumps(provenance(seeds=[3, 1, 3], prompts="abc")))
+    assert (facts["seeds"], facts["prompts"]) == ([1, 3], "abc")
+    assert facts["python"] == platform.python_version()
+    assert facts["packages"]["mlx"]
+    assert facts["machine"]["memory_bytes"] > 2**20
+    assert facts["machine"]["threads"] >= 1
+
+
+def test_the_commit_is_the_checkouts() -> None:
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert provenance()["commit"] == (asked.stdout.strip() or None)
+
+
+def test_a_commit_of_the_checkout_that_an_environment_lies_in_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    somebody = ("-c", "user.name=somebody", "-c", "user.email=somebody@localhost")
+    subprocess.run(["git", *somebody, "commit", "-q", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
+    (tmp_path / "__init__.py").touch()
+    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    facts = provenance()
+    assert (facts["commit"], facts["dirty"]) == (None, None)
+
+
+def test_where_there_is_no_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert provenance()["commit"] is None
+
+
+def test_no_name_and_no_folder_is_in_it() -> None:
+    text = json.dumps(provenance())
+    assert str(Path.home()) not in text
+    assert str(ROOT) not in text
+    assert f'"{platform.node()}"' not in text
+    assert f'"{getpass.getuser()}"' not in text

@@ -1,0 +1,252 @@
+"""The one line that measures: turns, progress, keeping, interrupts."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.bench import load, running
+from lmx_lab.bench.case import Case, Poisson, Sweep
+from lmx_lab.bench.running import Progress, progress_line, run, samples
+from lmx_lab.bench.sample import COLUMNS
+from lmx_lab.bench.statistics import median_interval, ratio_interval
+from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.lab import Lab
+from tests.bench.asked import WORDS, after_calibration, collected
+from tests.bench.rows import sample
+from tests.daemon.scripted import STALL, Scripted, token
+from tests.flows.conftest import serving
+
+SWEEP = Sweep(prompt_tokens=8, output_tokens=4, concurrency=(1, 2), requests=4, repeats=2)
+CASE = Case(prompt_tokens=8, output_tokens=4, requests=4)
+
+
+@pytest.fixture(scope="module")
+def lab(tiny_home: Path) -> Iterator[Lab]:
+    with serving(tiny_home, "tiny") as lab:
+        yield lab
+
+
+def test_a_sweep_is_a_table_with_a_row_for_each_request() -> None:
+    with Scripted(WORDS) as server:
+        table = run(server.url, SWEEP)
+    assert tuple(table.columns) == COLUMNS
+    assert len(table) == 4 * (1 + 4)
+    counted = table[~table["warm_up"]].groupby(["repeat", "concurrency"]).size()
+    assert counted.to_dict() == {(repeat, users): 4 for repeat in (0, 1) for users in (1, 2)}
+    assert table["prompt_hash"].nunique() == len(table)
+    assert table["error"].isna().all()
+    assert (table.attrs["interrupted"], table.attrs["path"]) == (False, None)
+    assert table.attrs["provenance"]["seeds"] == [0]
+
+
+def test_targets_take_turns_and_who_begins_changes() -> None:
+    with Scripted(WORDS) as one, Scripted(WORDS) as two:
+        table = run([ChatTarget(one.url, name="a"), ChatTarget(two.url, name="b")], CASE)
+    assert "".join(table["target"]) == "ab" + "abbaabba"
+    measured = table[~table["warm_up"]]
+    assert measured.groupby("target")["request"].apply(sorted).to_dict() == {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3]}
+
+
+def test_targets_take_turns_by_as_many_requests_as_there_are_users() -> None:
+    case = Case(prompt_tokens=8, output_tokens=4, requests=6, concurrency=2, warm_up=0)
+    with Scripted(WORDS) as one, Scripted(WORDS) as two:
+        table = run([ChatTarget(one.url, name="a"), ChatTarget(two.url, name="b")], case)
+    assert "".join(table["target"]) == "aabbbbaaaabb"
+
+
+def test_arrivals_are_not_cut_into_turns() -> None:
+    case = Case(prompt_tokens=8, output_tokens=4, requests=3, warm_up=0, arrival=Poisson(per_second=500))
+    with Scripted(WORDS) as one, Scripted(WORDS) as two:
+        table = run([ChatTarget(one.url, name="a"), ChatTarget(two.url, name="b")], [case])
+    assert [name for name, _ in groupby(table["target"])] == ["a", "b"]
+
+
+def test_two_targets_that_are_one_server_have_no_gifts_for_each_other(lab: Lab) -> None:
+    case = Case(prompt_tokens=100, output_tokens=4, requests=3)
+    table = run([EngineTarget(lab.engine), lab.url], case)
+    # The chat template's own beginning is in all prompts.
+    assert table["cached_tokens"].max() < 40
+
+
+def test_a_target_that_is_down_does_not_keep_another_from_being_measured() -> None:
+    with Scripted(WORDS) as alive:
+        dead = Scripted(WORDS)
+        dead.start().stop()
+        table = run([ChatTarget(dead.url, name="dead"), ChatTarget(alive.url, name="alive")], CASE)
+    failed = table.groupby("target")["error"].count().to_dict()
+    assert failed == {"dead": 5, "alive": 0}
+
+
+def test_progress_is_told_on_the_callers_thread_and_counts_to_the_end() -> None:
+    told: list[tuple[int, int, threading.Thread]] = []
+
+    def watch(progress: Progress) -> None:
+        told.append((progress.done, progress.total, threading.current_thread()))
+
+    with Scripted(WORDS) as server:
+        run(server.url, CASE, progress=watch)
+    assert told == [(done, 5, threading.current_thread()) for done in range(1, 6)]
+
+
+def test_progress_is_a_line_in_a_terminal_and_nothing_in_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Scripted(WORDS) as server:
+        run(server.url, CASE)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        run(server.url, CASE)
+        said = capsys.readouterr().err
+        run(server.url, CASE, progress=False)
+        assert capsys.readouterr().err == ""
+    assert "] 5/5 · " in said
+    assert "\n" not in said
+
+
+def test_a_line_of_progress_says_what_failed() -> None:
+    line = progress_line(Progress(done=3, total=12, sample=sample(error="queue-full: no place")))
+    assert line.startswith("[######------------------] 3/12 · ")
+    assert line.endswith("failed: queue-full: no place")
+
+
+def test_a_run_can_be_kept_and_read_again(tmp_path: Path) -> None:
+    with Scripted(WORDS) as server:
+        table = run(server.url, CASE, record=tmp_path)
+    kept = load(table.attrs["path"])
+    assert Path(table.attrs["path"]).parent == tmp_path
+    assert kept["prompt_hash"].tolist() == table["prompt_hash"].tolist()
+    assert next(iter(kept.attrs["provenance"].values())) == table.attrs["provenance"]
+
+
+def interrupting(after: int) -> Callable[[Progress], None]:
+    def watch(progress: Progress) -> None:
+        if progress.done == after:
+            signal.raise_signal(signal.SIGINT)
+
+    return watch
+
+
+def test_an_interrupt_keeps_what_is_there_and_ends_what_is_under_way(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), threading.active_count()
+    with Scripted(after_calibration(WORDS, WORDS, WORDS, [token("a"), STALL])) as server:
+        table = run(server.url, CASE, progress=interrupting(after=3), record=tmp_path)
+        threads = [thread.name for thread in threading.enumerate()]
+    assert len(table) == 3
+    assert table["error"].isna().all()
+    assert table.attrs["interrupted"] is True
+    assert len(load(table.attrs["path"])) == 3
+    assert signal.getsignal(signal.SIGINT) == before[0]
+    assert "lmx-lab-bench" not in threads
+
+
+def test_an_interrupt_in_the_middle_of_an_answer_closes_its_connection() -> None:
+    with Scripted(after_calibration(WORDS, [token("a"), STALL])) as server:
+        answering = threading.Thread(target=_interrupt_when, args=(lambda: len(server.bodies) == 4,))
+        answering.start()
+        table = run(server.url, CASE)
+        answering.join()
+        _until(lambda: server.left == 1)
+    assert len(table) == 1
+    assert table.attrs["interrupted"] is True
+
+
+def _interrupt_when(true: Callable[[], bool]) -> None:
+    _until(true)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def _until(true: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    while not true():
+        pause.wait(0.005)
+
+
+def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(progress: Progress) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with Scripted(WORDS) as server, pytest.raises(KeyboardInterrupt):
+        run(server.url, CASE, progress=twice)
+
+
+def test_a_defect_in_a_target_is_raised_where_it_was_asked() -> None:
+    class Broken(ChatTarget):
+        async def describe(self) -> TargetFacts:
+            return TargetFacts()
+
+        def ask(self, body: Any) -> Any:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(Broken("127.0.0.1:1"), CASE)
+
+
+async def _inside_a_loop(url: str) -> int:
+    return len(run(url, CASE))
+
+
+@pytest.mark.anyio
+async def test_it_blocks_also_where_a_loop_runs() -> None:
+    with Scripted(WORDS) as server:
+        assert await _inside_a_loop(server.url) == 5
+        assert len(await collected(samples(server.url, CASE))) == 5
+
+
+@pytest.mark.parametrize(
+    ("target", "plan"),
+    [
+        (["127.0.0.1:1", "127.0.0.1:1"], CASE),
+        ([], CASE),
+        ("127.0.0.1:1", []),
+        ("127.0.0.1:1", [{"prompt_tokens": 3}]),
+        (7, CASE),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(target: Any, plan: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        run(target, plan)
+
+
+def test_a_rerun_of_a_sweep_gives_intervals_that_overlap(lab: Lab) -> None:
+    """Of the bare engine; what else the machine does may drive one pair of runs apart, but hardly three."""
+    case = Case(prompt_tokens=32, output_tokens=48, requests=8)
+    target = EngineTarget(lab.engine)
+
+    def interval() -> Any:
+        table = run(target, [case] * 3)
+        measured = table[~table["warm_up"]]
+        return median_interval(measured["decode_tok_s"], groups=measured["repeat"])
+
+    before = interval()
+    for _ in range(3):
+        again = interval()
+        if before.overlaps(again):
+            return
+        before = again
+    pytest.fail("three reruns, and no interval has overlapped the one before it")
+
+
+def test_one_target_twice_is_as_fast_as_itself(lab: Lab) -> None:
+    one, two = EngineTarget(lab.engine, name="one"), EngineTarget(lab.engine, name="two")
+    table = run([one, two], Case(prompt_tokens=32, output_tokens=48, requests=16))
+    measured = table[~table["warm_up"]].set_index("target")
+    found = ratio_interval(measured.loc["one", "decode_tok_s"], measured.loc["two", "decode_tok_s"], paired=False)
+    assert found.median == pytest.approx(1, abs=0.25)
+
+
+def test_the_worker_of_an_interrupt_before_its_start_asks_nothing() -> None:
+    with Scripted(WORDS) as server:
+        worker = running._Worker(lambda: samples(server.url, CASE))
+        worker.cancel()
+        assert list(worker) == []
+        assert server.bodies == []

@@ -1,0 +1,238 @@
+"""The bare engine, and a lab's server over HTTP, with the same tiny model; and what targets say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.bench.case import Case
+from lmx_lab.bench.chunks import Chunk
+from lmx_lab.bench.driving import drive
+from lmx_lab.bench.sample import Sample
+from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
+from lmx_lab.engine import Engine
+from lmx_lab.errors import ConnectionLostError, InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError
+from lmx_lab.lab import Lab
+from lmx_lab.settings import Settings
+from tests.bench.asked import WORDS, collected
+from tests.daemon.scripted import STALL, Scripted, chunk, ending, event, json_answer, token
+from tests.flows.conftest import serving, wait_until_idle
+
+pytestmark = pytest.mark.anyio
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+SLOTS, QUEUE = 2, 2
+
+
+@pytest.fixture(scope="module")
+def lab(tiny_home: Path) -> Iterator[Lab]:
+    with serving(tiny_home, "tiny", slots=SLOTS, queue_limit=QUEUE) as lab:
+        yield lab
+
+
+@pytest.fixture(params=["engine", "http"])
+def target(request: pytest.FixtureRequest, lab: Lab) -> Target:
+    return EngineTarget(lab.engine) if request.param == "engine" else ChatTarget(lab.url)
+
+
+async def asked(target: Target, **changes: Any) -> list[Chunk]:
+    async with aclosing(target.ask({**BODY, **changes})) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def ratio(samples: list[Sample], ours: str, theirs: str) -> float:
+    return float(statistics.median(getattr(sample, ours) / getattr(sample, theirs) for sample in samples))
+
+
+async def test_a_target_of_the_lab_says_what_computes(target: Target, lab: Lab) -> None:
+    facts, blas = await target.describe(), lab.engine.snapshot.blas
+    assert blas is not None
+    assert (facts.model, facts.quantization) == ("tiny", "float32")
+    assert (facts.blas, facts.threads) == (blas.name, blas.threads)
+    assert facts.device == ("gpu" if blas.name == "unused" else "cpu")
+    assert (facts.engine or "").startswith("lmx-lab")
+
+
+async def test_an_answer_of_the_lab_is_as_long_as_asked_and_counted(target: Target) -> None:
+    await target.describe()
+    chunks = await asked(target, max_tokens=100)
+    assert not any((chunks[0].tokens, chunks[0].usage, chunks[0].finish_reason))
+    moments = [chunk.at_s for chunk in chunks]
+    assert moments == sorted(moments)
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
+    (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
+    assert usage.output == 100
+    (server,) = [chunk.server for chunk in chunks if chunk.server]
+    assert server.decode_tok_s
+
+
+async def test_figures_agree_with_the_engines_reports_within_two_percent(target: Target) -> None:
+    """Of the decode rate, which both sides measure; and the medians, since this machine has other things to do."""
+    case = Case(prompt_tokens=64, output_tokens=128, requests=9)
+    samples = [sample async for sample in drive(target, case) if not sample.warm_up]
+    assert {sample.error for sample in samples} == {None}
+    assert {sample.output_tokens for sample in samples} == {128}
+    assert all(abs((sample.prompt_tokens or 0) - 64) <= 2 for sample in samples)
+    assert ratio(samples, "decode_tok_s", "server_decode_tok_s") == pytest.approx(1, abs=0.02)
+
+
+async def test_the_engine_tells_what_http_does_not(lab: Lab) -> None:
+    samples = await collected(drive(EngineTarget(lab.engine), Case(prompt_tokens=64, output_tokens=64, requests=5)))
+    for sample in samples:
+        assert sample.ttft_ms is not None
+        assert sample.server_ttft_ms is not None
+        assert sample.queue_ms is not None
+        assert 0 <= sample.queue_ms < sample.server_ttft_ms < sample.ttft_ms
+        assert sample.peak_memory_gb is not None
+        assert 0 < sample.peak_memory_gb < 1
+
+
+async def test_a_warm_prompt_is_cached_and_a_cold_one_is_not(target: Target) -> None:
+    sizes: dict[str, Any] = {"prompt_tokens": 128, "output_tokens": 4, "requests": 3}
+    cold = [s async for s in drive(target, Case(**sizes, cache="cold")) if not s.warm_up]
+    warm = [s async for s in drive(target, Case(**sizes, cache="warm")) if not s.warm_up]
+    # The chat template's own beginning is in both.
+    assert max(sample.cached_tokens or 0 for sample in cold) < 40
+    assert min(sample.cached_tokens or 0 for sample in warm) > 80
+
+
+async def test_more_users_than_slots_wait_or_are_refused_and_all_have_rows(target: Target) -> None:
+    users = 2 * (SLOTS + QUEUE)
+    case = Case(prompt_tokens=64, output_tokens=32, concurrency=users, requests=users)
+    samples = [sample async for sample in drive(target, case) if not sample.warm_up]
+    assert sorted(sample.request for sample in samples) == list(range(users))
+    refused = [sample for sample in samples if sample.error]
+    assert all((sample.error or "").startswith("queue-full: ") for sample in refused)
+    assert 1 <= len(refused) <= users - SLOTS
+    assert {sample.output_tokens for sample in samples if not sample.error} == {32}
+
+
+async def test_an_answer_that_is_left_ends(target: Target, lab: Lab) -> None:
+    before = lab.engine.snapshot.output_tokens
+    async with aclosing(target.ask({**BODY, "max_tokens": 400})) as chunks:
+        async for piece in chunks:
+            if piece.tokens:
+                break
+    await asyncio.to_thread(wait_until_idle, lab)
+    assert lab.engine.snapshot.output_tokens - before < 400
+
+
+async def test_without_a_model_a_target_says_so(tiny_home: Path) -> None:
+    async with Engine(Settings(home=tiny_home)) as engine:
+        with pytest.raises(NotLoadedError):
+            await EngineTarget(engine).describe()
+        samples = await collected(drive(EngineTarget(engine), Case(prompt_tokens=8, output_tokens=4, requests=1)))
+    assert {(sample.error or "").partition(":")[0] for sample in samples} == {"no-model-loaded"}
+    with serving(tiny_home, None) as empty, pytest.raises(NotLoadedError):
+        await ChatTarget(empty.url).describe()
+
+
+# --- servers of other makes
+
+
+@pytest.mark.parametrize(
+    ("given", "models", "sent"),
+    [
+        (None, ("a", "b"), "a"),
+        ("b", ("a", "b"), "b"),
+        (None, (), "default"),
+        (None, json_answer({"detail": "no such route"}, status=404), "default"),
+        ("b", json_answer({"detail": "no such route"}, status=404), "b"),
+    ],
+)
+async def test_the_model_that_is_asked(given: str | None, models: Any, sent: str) -> None:
+    with Scripted(WORDS, models=models) as server:
+        await asked(ChatTarget(server.url, model=given))
+        assert [body["model"] for body in server.bodies] == [sent]
+
+
+async def test_a_server_that_lists_nothing_wants_a_name() -> None:
+    with Scripted(WORDS, models=()) as server, pytest.raises(ModelNotFoundError, match="model="):
+        await ChatTarget(server.url).describe()
+
+
+async def test_a_server_that_cannot_list_is_described_by_what_was_told() -> None:
+    with Scripted(WORDS, models=json_answer({"error": "no cache"}, status=500)) as server:
+        assert await ChatTarget(server.url, model="b").describe() == TargetFacts(model="b")
+        with pytest.raises(LabError):
+            await ChatTarget(server.url).describe()
+
+
+async def test_what_a_server_does_not_say_can_be_told() -> None:
+    known = TargetFacts(engine="other 1.0", device="gpu")
+    with Scripted(WORDS) as server:
+        target = ChatTarget(server.url, name="other", known=known, extra={"ignore_eos": True})
+        assert await target.describe() == TargetFacts(engine="other 1.0", model="scripted", device="gpu")
+        await asked(target)
+    assert server.bodies[0]["ignore_eos"] is True
+
+
+async def test_a_lab_is_asked_for_the_whole_length_and_the_same_answer_each_time() -> None:
+    with Scripted(WORDS, lab=True) as server:
+        await asked(ChatTarget(server.url))
+    assert (server.bodies[0]["ignore_eos"], server.bodies[0]["temperature"]) == (True, 0)
+
+
+async def test_a_stream_that_stays_open_after_its_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.bench.targets.END_S", 0.05)
+    with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as server:
+        chunks = await asked(ChatTarget(server.url))
+        await server.until(lambda: server.left == 1)
+    assert [piece.finish_reason for piece in chunks] == [None, None, "stop"]
+
+
+async def test_a_stream_without_done_is_whole_if_its_reason_came() -> None:
+    with Scripted([token("a"), chunk({}, finish="stop")]) as server:
+        assert len(await asked(ChatTarget(server.url))) == 3
+
+
+async def test_a_stream_that_ends_without_a_reason_is_lost() -> None:
+    with Scripted([token("a")]) as server, pytest.raises(ConnectionLostError, match="before the answer's end"):
+        await asked(ChatTarget(server.url))
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
+    broken = event({"error": {"code": "oom-unloaded", "message": "no memory", "type": "t"}})
+    with Scripted([token("a"), broken]) as server, pytest.raises(LabError, match="no memory") as raised:
+        await asked(ChatTarget(server.url))
+    assert raised.value.code == "oom-unloaded"
+
+
+async def test_a_document_in_the_place_of_a_stream_counts_as_one_piece() -> None:
+    message = {"role": "assistant", "content": "hello"}
+    document = {
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 5},
+    }
+    with Scripted(json_answer(document)) as server:
+        _, whole = await asked(ChatTarget(server.url))
+    assert whole.usage is not None
+    assert (whole.tokens, whole.finish_reason, whole.usage.output) == (1, "stop", 5)
+
+
+def test_a_key_is_shown_nowhere() -> None:
+    target = ChatTarget("http://127.0.0.1:1", api_key="secret")
+    assert "secret" not in f"{target!r} {target.name}"
+
+
+def test_what_is_no_target_is_refused() -> None:
+    given: Any = 3
+    with pytest.raises(InvalidRequestError, match="address"):
+        as_target(given)
+    with pytest.raises(InvalidRequestError):
+        as_target("ftp://nowhere")
+    assert as_target("127.0.0.1:8400").name == "127.0.0.1:8400"
+
+
+async def test_usage_that_comes_with_the_last_piece_is_read() -> None:
+    """As mlx_lm.server sends it, without a chunk of its own."""
+    last = chunk({"content": "b"}, finish="length", usage={"prompt_tokens": 7, "completion_tokens": 2})
+    with Scripted([token("a"), last, *ending("length", usage=None)[1:]]) as server:
+        chunks = await asked(ChatTarget(server.url))
+    assert sum(piece.tokens for piece in chunks) == 2
+    assert chunks[-1].usage is not None
