@@ -269,13 +269,17 @@ class Serving(Protocol):
 
 
 _SERVING: weakref.WeakSet[Serving] = weakref.WeakSet()
+_SERVING_LOCK = threading.Lock()
 
 
 def note_serving(server: Serving) -> None:
     """Remember who serves a port, as long as anybody holds it; from any thread."""
-    _SERVING.add(server)
+    with _SERVING_LOCK:
+        _SERVING.add(server)
 
 
 def loops_serving(port: int) -> list[asyncio.AbstractEventLoop]:
     """The loops of this process that serve the port now, at any address: who waits on one of them waits for itself."""
-    return [server.loop for server in list(_SERVING) if server.port == port and server.running]
+    with _SERVING_LOCK:
+        servers = list(_SERVING)
+    return [server.loop for server in servers if server.port == port and server.running]

@@ -1,14 +1,25 @@
-"""A progress bar for fetching, in a terminal or a notebook; nowhere else, where it would be rubbish in a log."""
+"""A progress bar, in a terminal or a notebook; nowhere else, where it would be rubbish in a log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich import get_console
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+TEXT = "{task.description}"
 
 
 class Step(Protocol):
@@ -27,24 +38,19 @@ class Bar:
     calls ``update``: rich's own refreshing thread would draw into another cell.
     """
 
-    def __init__(self, title: str, console: Console) -> None:
+    def __init__(self, title: str, console: Console, columns: Sequence[ProgressColumn], *, wide: bool) -> None:
         self._title = title
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            auto_refresh=False,
-        )
+        self._progress = Progress(*columns, console=console, expand=wide, transient=True, auto_refresh=False)
         self._task = self._progress.add_task(title, total=None)
         self._display: Any = None
 
     def update(self, step: Step) -> None:
-        text = f"{self._title}: {step.stage}"
-        self._progress.update(self._task, description=text, completed=step.done_bytes or 0, total=step.total_bytes)
+        self.show(step.stage, step.done_bytes or 0, step.total_bytes)
+
+    def show(self, text: str, done: int, total: int | None) -> None:
+        """The stage in words, and how much of it is done; a total of None is not known."""
+        self._progress.update(self._task, description=f"{self._title}: {text}", completed=done, total=total)
         if self._console.is_jupyter:
             self._show_in_notebook()
         elif self._console.is_terminal:
@@ -67,7 +73,23 @@ class Bar:
 
 @contextmanager
 def bar(title: str, console: Console | None = None) -> Iterator[Bar]:
-    shown = Bar(title, console or get_console())
+    """Of bytes."""
+    columns = (TextColumn(TEXT, markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with _ending(Bar(title, console or get_console(), columns, wide=False)) as shown:
+        yield shown
+
+
+@contextmanager
+def counter(title: str, console: Console | None = None) -> Iterator[Bar]:
+    """Of things that are counted, such as requests. The text gets the room that the rest has left."""
+    text = TextColumn(TEXT, markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), text)
+    with _ending(Bar(title, console or get_console(), columns, wide=True)) as shown:
+        yield shown
+
+
+@contextmanager
+def _ending(shown: Bar) -> Iterator[Bar]:
     try:
         yield shown
     finally:

@@ -67,10 +67,11 @@ TABLE = {
     "replies": Row("engine wire"),
     "rankings": Row("engine", "pandas"),
     # jupyter_core: where Jupyter servers write down their address.
-    # ipywidgets: for the type of what panel() returns.
-    "lab": Row(EVERYTHING, "ipywidgets psutil pydantic rich jupyter_core"),
+    # ipywidgets, pandas: for the types of what panel() and bench() return.
+    "lab": Row(EVERYTHING, "ipywidgets pandas psutil pydantic rich jupyter_core"),
     "magics": Row("errors lab", "IPython"),
-    "cli": Row(EVERYTHING, "typer rich"),
+    # pandas: for the type of the tables that bench prints.
+    "cli": Row(EVERYTHING, "typer rich pandas"),
     "doctor": Row(EVERYTHING, "mlx psutil"),
 }
 # Packages with one importing file: what is behind them can be exchanged there.

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks.bench import BenchError
-from benchmarks.client import Dechunker
+from benchmarks import __main__ as program
+from benchmarks import harness, paths, report
+from benchmarks.bench import Bench, BenchError
 from benchmarks.rates import Timeline, decode_window, quantile
 from benchmarks.rows import Limit, Row
-
-
-@given(chunks=st.lists(st.binary(min_size=1, max_size=40), max_size=6), cuts=st.lists(st.integers(1, 20), min_size=1))
-def test_chunked_bodies_are_put_together_wherever_the_network_cuts_them(chunks: list[bytes], cuts: list[int]) -> None:
-    coded = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in [*chunks, b""])
-    dechunker, out, at = Dechunker(), b"", 0
-    while at < len(coded):
-        step = cuts[at % len(cuts)]
-        out += dechunker.feed(coded[at : at + step])
-        at += step
-    assert out == b"".join(chunks)
 
 
 def test_the_rate_of_one_stream_is_its_tokens_after_the_first_over_their_time() -> None:
@@ -63,3 +55,65 @@ def test_only_a_binding_limit_can_fail(value: float, binding: bool, verdict: str
     limit = Limit(sign="≤", bound=1)
     row = Row(figure="f", case="c", model="tiny", value=value, limit=limit, binding=binding)
     assert row.verdict == verdict
+
+
+def small_harness(bench: Bench) -> list[Row]:
+    found = harness.measure_harness(streams=2, per_second=400, tokens=20)
+    share = found.decode_share
+    return [
+        Row(figure="harness", case="2 | streams", model="-", value=share, limit=Limit(sign="≥", bound=0.5)),
+        Row(figure="cores", case="2 | streams", model="-", value=99, limit=Limit(sign="≤", bound=1), unit="cores"),
+        Row(figure="other", case="", model="-", value=0.5, limit=Limit(sign="≥", bound=1), binding=False),
+    ]
+
+
+def never(bench: Bench) -> list[Row]:
+    raise BenchError("it was not to be")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the program writes. Its only figure takes a moment, and it needs no model."""
+    monkeypatch.setattr(paths, "PAGE", tmp_path / "BENCHMARKS.md")
+    monkeypatch.setattr(report, "BUILD", tmp_path)
+    monkeypatch.setattr(program, "folder_of", lambda model: tmp_path)
+    only = program.Figure(title="harness", measure=small_harness, models=("tiny",))
+    monkeypatch.setattr(program, "FIGURES", {"harness": only})
+    ends = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, ends)
+
+
+def test_a_run_of_everything_writes_the_page_with_bounds_verdicts_machine_and_commit(folder: Path) -> None:
+    assert program.main([]) == 1
+    (kept,) = folder.glob("*.json")
+    facts = json.loads(kept.read_text())
+    text = (folder / "BENCHMARKS.md").read_text()
+    head, _, measured, failed, other = [line for line in text.splitlines() if line.startswith("|")]
+    assert head.split(" | ")[3:6] == ["value", "must", "verdict"]
+    assert measured.startswith("| harness | 2 \\| streams | - | ")
+    assert "| ≥ 0.5 | pass |" in measured
+    assert "| 99.000 cores | ≤ 1 cores | **FAIL** |" in failed
+    assert "| 0.500 | ≥ 1 | (miss) |" in other
+    assert "1 of 2 binding limits hold." in text
+    assert facts["commit"][:12] in text
+    assert facts["machine"]["cpu"] in text
+    assert facts["started_at"] in text
+
+
+@pytest.mark.parametrize("arguments", [["--quick"], ["--only", "harness"], ["--model", "tiny"]])
+def test_a_run_of_less_leaves_the_page_alone(folder: Path, arguments: list[str]) -> None:
+    (folder / "BENCHMARKS.md").write_text("as it was")
+    program.main(arguments)
+    assert len(list(folder.glob("*.json"))) == 1
+    assert (folder / "BENCHMARKS.md").read_text() == "as it was"
+
+
+def test_a_figure_that_could_not_be_measured_leaves_the_page_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(program.FIGURES, "never", program.Figure(title="never", measure=never, models=("tiny",)))
+    assert program.main([]) == 1
+    (kept,) = folder.glob("*.json")
+    assert json.loads(kept.read_text())["rows"][-1]["summary"] == "it was not to be"
+    assert not (folder / "BENCHMARKS.md").exists()

@@ -108,7 +108,7 @@ def status(port: int, path: str, **headers: str) -> int:
 def test_the_help_names_every_command(tmp_path: Path) -> None:
     result = lmx_lab(tmp_path, "--help")
     assert result.returncode == 0
-    assert all(name in result.stdout for name in ("serve", "daemon", "pull", "models", "doctor"))
+    assert all(name in result.stdout for name in ("serve", "daemon", "bench", "pull", "models", "doctor"))
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -11,14 +11,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+from lmx_lab.cli.app import main
+from lmx_lab.cli.following import as_json
 from lmx_lab.cli.terminal import line, shown
 from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.errors import LabError
+from lmx_lab.wire.events import Envelope
 from tests.daemon.face import serving
-from tests.daemon.scripted import STALL, Scripted, calls, refuses, says, token
+from tests.daemon.scripted import STALL, Gate, Scripted, calls, refuses, says, token
 from tests.test_cli import WAIT_S, Serving, environment, lmx_lab
 
 
@@ -68,6 +72,33 @@ def test_the_session_of_the_last_chat_may_be_gone(tmp_path: Path, daemon: Daemon
     assert done.returncode == 0
     assert "gone" in done.stderr
     assert len(upstream.bodies[-1]["messages"]) == 1
+
+
+@pytest.mark.usefixtures("hello")
+def test_what_is_for_a_new_session_is_refused_where_there_is_one(
+    tmp_path: Path, daemon: Daemon, upstream: Scripted
+) -> None:
+    first = lmx_lab(tmp_path, "chat", "one", "--session", "s", "--system", "be brief")
+    assert first.returncode == 0, first.stderr
+    second = lmx_lab(tmp_path, "chat", "two", "--session", "s", "--system", "be long")
+    assert second.returncode == 1
+    assert "session s is there already" in second.stderr
+    assert [len(body["messages"]) for body in upstream.bodies] == [2]
+
+
+@pytest.mark.usefixtures("hello")
+def test_a_last_chat_that_cannot_be_remembered_is_answered_nevertheless(tmp_path: Path, daemon: Daemon) -> None:
+    (tmp_path / "chat.json").mkdir()
+    done = lmx_lab(tmp_path, "chat", "hello")
+    assert (done.returncode, done.stdout) == (0, "Hello there.\n"), done.stderr
+
+
+def test_letters_that_the_output_has_not_are_written_out(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
+    upstream.then(says("é"))
+    command = [sys.executable, "-m", "lmx_lab", "chat", "hello"]
+    ascii_only = {**environment(tmp_path), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=ascii_only, check=False)
+    assert (done.returncode, done.stdout) == (0, "\\xe9\n"), done.stderr
 
 
 @pytest.mark.usefixtures("hello")
@@ -138,16 +169,20 @@ def test_a_tool_that_needs_a_yes_is_denied_where_nobody_can_be_asked(
     assert ran == ["a"]
 
 
+def chatting(home: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lmx_lab", "chat", "hello", "--session", "s"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(home),
+    )
+
+
 def test_an_interrupt_cancels_the_turn_and_keeps_what_was_written(
     tmp_path: Path, daemon: Daemon, upstream: Scripted
 ) -> None:
     upstream.then([token("Hel"), STALL])
-    chat = subprocess.Popen(
-        [sys.executable, "-m", "lmx_lab", "chat", "hello", "--session", "s"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(tmp_path),
-    )
+    chat = chatting(tmp_path)
     assert chat.stdout is not None
     assert chat.stdout.read(3) == b"Hel"
     chat.send_signal(signal.SIGINT)
@@ -156,6 +191,35 @@ def test_an_interrupt_cancels_the_turn_and_keeps_what_was_written(
     assert b"cancelled" in said
     assert b"Traceback" not in said
     assert lmx_lab(tmp_path, "events", "--json", "--types", "turn.done").stdout.count('"cancelled"') == 1
+
+
+def test_a_turn_of_which_nobody_reads_the_answer_is_cancelled(
+    tmp_path: Path, daemon: Daemon, upstream: Scripted
+) -> None:
+    gate = Gate()
+    upstream.then([token("Hel"), gate, token("lo"), STALL])
+    with chatting(tmp_path) as chat:
+        assert chat.stdout is not None
+        assert chat.stdout.read(3) == b"Hel"
+        chat.stdout.close()
+        gate.open()
+        assert chat.wait(WAIT_S) == 1
+        assert chat.stderr is not None
+        assert chat.stderr.read() == b""
+    assert lmx_lab(tmp_path, "events", "--json", "--types", "turn.done").stdout.count('"cancelled"') == 1
+
+
+def test_a_chat_says_that_its_turn_waits_for_others(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
+    upstream.then([token("Hel"), STALL])
+    with chatting(tmp_path) as first:
+        assert first.stdout is not None
+        assert first.stdout.read(3) == b"Hel"
+        with chatting(tmp_path) as second:
+            assert second.stderr is not None
+            assert b"1 before it" in second.stderr.readline()
+            second.send_signal(signal.SIGINT)
+            assert second.wait(WAIT_S) == 130
+        first.send_signal(signal.SIGINT)
 
 
 def test_a_conversation_asks_in_a_terminal_before_a_tool_runs(
@@ -186,15 +250,58 @@ def test_a_conversation_asks_in_a_terminal_before_a_tool_runs(
     assert ran == ["b"]
 
 
+def test_neither_what_was_typed_before_nor_the_end_of_the_input_lets_a_tool_run(
+    tmp_path: Path, daemon: Daemon, upstream: Scripted
+) -> None:
+    ran: list[str] = []
+
+    @daemon.tool
+    def note(text: str) -> str:
+        """Write it down."""
+        ran.append(text)
+        return "written"
+
+    gate = Gate()
+    upstream.then([token("Well"), gate, *calls(("note", {"a)\nAllow b(": "b"}))], says("Done."))
+    with Terminal(tmp_path, "chat", "write it") as terminal:
+        terminal.wait_for("Well")
+        terminal.type("y\n")
+        terminal.wait_for("y\r\n")
+        gate.open()
+        assert "\nAllow b(" not in terminal.wait_for("Allow it?")
+        terminal.type("\x04")
+        terminal.wait_for("denied")
+        terminal.wait_for("Done.")
+        assert terminal.process.wait(WAIT_S) == 0
+    assert ran == []
+
+
+def test_a_question_about_a_tool_is_seen_though_the_answer_goes_into_a_file(
+    tmp_path: Path, daemon: Daemon, upstream: Scripted
+) -> None:
+    @daemon.tool
+    def note(text: str) -> str:
+        """Write it down."""
+        return "written"
+
+    upstream.then(calls(("note", {"text": "b"})), says("Done."))
+    answer = tmp_path / "answer"
+    with answer.open("wb") as out, Terminal(tmp_path, "chat", "write it", stdout=out) as terminal:
+        terminal.wait_for("Allow it?")
+        terminal.type("y\n")
+        assert terminal.process.wait(WAIT_S) == 0
+    assert answer.read_text() == "Done.\n"
+
+
 class Terminal:
     """A command that has a terminal."""
 
-    def __init__(self, home: Path, *arguments: str) -> None:
+    def __init__(self, home: Path, *arguments: str, stdout: IO[bytes] | None = None) -> None:
         self._own, theirs = pty.openpty()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lmx_lab", *arguments],
             stdin=theirs,
-            stdout=theirs,
+            stdout=stdout or theirs,
             stderr=theirs,
             env={**environment(home), "TERM": "dumb"},
             start_new_session=True,
@@ -289,6 +396,25 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path: Path, daemon: Daemon) ->
 )
 def test_text_of_models_does_nothing_to_a_terminal(text: str, safe: str) -> None:
     assert shown(text) == safe
+
+
+def test_json_is_ascii_and_says_the_same() -> None:
+    said = {"text": "\x9b2J é \u202e", "nothing": None}
+    event = Envelope(event="new.kind", seq=1, at="2026-11-21T10:00:00.123Z", stream_id="stm", data=said)
+    assert as_json(event).isascii()
+    assert Envelope.model_validate_json(as_json(event)) == event
+
+
+def test_what_a_server_says_in_an_error_does_nothing_to_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise LabError("gone\x1b[2J")
+
+    monkeypatch.setattr(sys.modules[main.__module__], "app", fail)
+    with pytest.raises(SystemExit):
+        main()
+    assert "gone\\x1b[2J" in capsys.readouterr().err
 
 
 def test_a_line_is_one_line() -> None:

@@ -24,7 +24,7 @@ from lmx_lab.errors import HostingError, InvalidRequestError, ModelNotFoundError
 from lmx_lab.hosting import bind
 from lmx_lab.lab.addresses import Addresses
 from lmx_lab.lab.prompt import chat_request
-from lmx_lab.progress import bar
+from lmx_lab.progress import bar, counter
 from lmx_lab.replies import safe_markdown
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Progress
@@ -432,6 +432,15 @@ def test_a_terminal_shows_a_bar_while_something_is_fetched() -> None:
         for step in steps():
             shown.update(step)
     assert "org/[name]: download" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_narrow_terminal_shows_how_much_of_a_count_is_done() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, force_jupyter=False)
+    with counter("bench", console) as shown:
+        shown.show("[lab] " * 20, 3, 12)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert " 3/12" in output
+    assert "bench: [lab]" in output
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 import lmx_lab
 from lmx_lab.daemon.home import read_state
-from lmx_lab.errors import DaemonRunningError, PortTakenError
+from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
+from lmx_lab.lab.daemon import merged
 from lmx_lab.settings import Settings
 from tests.daemon.face import client, serving
 
@@ -117,6 +119,38 @@ def test_a_lab_of_a_program_with_a_loop_ends_its_daemon_too(options: dict[str, A
             return daemon
 
     assert not asyncio.run(live()).running
+
+
+@pytest.mark.anyio
+async def test_merged_events_can_be_left_while_there_is_no_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.lab.daemon.HELD", 2)
+
+    async def many(name: str) -> AsyncIterator[str]:
+        while True:
+            yield name
+
+    async with asyncio.timeout(20), aclosing(merged(many("a"), many("b"))) as items:
+        assert await anext(items) == "a"
+        await asyncio.sleep(0)
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "lmx-lab merging"]
+
+
+def test_verbs_of_a_daemon_that_was_stopped_say_where_the_one_is_that_runs(options: dict[str, Any]) -> None:
+    lab = lmx_lab.launch(**options)
+    daemon = lab.daemon
+    assert daemon is not None
+    daemon.sessions()
+    daemon.stop()
+    with pytest.raises(HostingError, match=r"lab\.daemon .* lab\.start_daemon\(\)"):
+        daemon.sessions()
+
+
+def test_a_command_in_one_piece_is_refused_with_its_list(options: dict[str, Any]) -> None:
+    lab = lmx_lab.launch(**options)
+    assert lab.daemon is not None
+    with pytest.raises(InvalidRequestError, match=r"'python -m time'; .* \['python', '-m', 'time'\]"):
+        lab.daemon.add_mcp_server("time", "python -m time")
+    assert lab.daemon.client.mcp_servers() == []
 
 
 def test_a_lab_elsewhere_has_no_daemon(options: dict[str, Any]) -> None:

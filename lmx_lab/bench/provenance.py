@@ -13,7 +13,10 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("mlx", "mlx-lm", "scipy-openblas32", "numpy", "pandas", "httpx2", "uvicorn", "llguidance")
+PACKAGES = (
+    *("mlx", "mlx-lm", "scipy-openblas32", "numpy", "llguidance"),
+    *("uvicorn", "fastapi", "starlette", "pydantic", "websockets", "httpx2", "pandas"),
+)
 """scipy-openblas32 is the BLAS that the engine puts behind MLX on Linux; which one a target had is in its rows."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LMX_LAB_THREADS", "LMX_LAB_BLAS")
 COMMAND_LIMIT_S = 10.0

@@ -98,14 +98,21 @@ def run(
 
 
 async def samples(
-    target: Measured | Sequence[Measured], plan: Plan, *, silence_s: float = SILENCE_S
+    target: Measured | Sequence[Measured],
+    plan: Plan,
+    *,
+    silence_s: float = SILENCE_S,
+    shared: Run | None = None,
 ) -> AsyncGenerator[Sample, None]:
     """What ``run`` measures, sample by sample as they end, on this loop. Closing it ends what is under way.
+
+    Args:
+        shared: For those who keep the samples: its ``id`` belongs into their provenance. ``silence_s`` is then its own.
 
     Raises:
         InvalidRequestError: a target or a plan that is none.
     """
-    measured = _samples(_targets(target), _cases(plan), Run(silence_s=silence_s))
+    measured = _samples(_targets(target), _cases(plan), shared or Run(silence_s=silence_s))
     async with aclosing(measured) as ended:
         async for sample in ended:
             yield sample
@@ -275,8 +282,13 @@ def _watching(progress: bool | Watch) -> Iterator[Watch]:
 def progress_line(step: Progress) -> str:
     """Such as ``[######------] 12/48 · tiny p128-o64-c4-cold · 61.2 tok/s``."""
     full = BAR * step.done // max(1, step.total)
+    return f"[{'#' * full}{'-' * (BAR - full)}] {step.done}/{step.total} · {progress_text(step)}"
+
+
+def progress_text(step: Progress) -> str:
+    """What was measured last, on one line and without control characters: some of it is a server's."""
     sample = step.sample
     rate = f"{sample.decode_tok_s:.1f} tok/s" if sample.decode_tok_s else ""
     said = f"failed: {sample.error:.40}" if sample.error else rate
-    counted = f"[{'#' * full}{'-' * (BAR - full)}] {step.done}/{step.total}"
-    return " · ".join(part for part in (counted, f"{sample.target} {sample.case}", said) if part)
+    text = " · ".join(part for part in (f"{sample.target} {sample.case}", said) if part)
+    return "".join(char if char.isprintable() else "?" for char in text)

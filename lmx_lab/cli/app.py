@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from lmx_lab.cli.terminal import shown
 from lmx_lab.errors import LabError
 
 app = typer.Typer(
@@ -24,6 +26,8 @@ app = typer.Typer(
 out = Console(soft_wrap=True)
 err = Console(stderr=True, soft_wrap=True)
 FAILED = 1
+INTERRUPTED = 130
+"""What shells take for Ctrl-C."""
 
 
 def say(text: str, *, style: str | None = None) -> None:
@@ -38,6 +42,9 @@ def note(text: str) -> None:
 
 def main() -> None:
     """Entry point of the ``lmx-lab`` script: a deliberate error is one line, not a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A letter that the terminal's encoding lacks is no reason to end.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except LabError as exc:
@@ -56,7 +63,8 @@ def _leave_downloads() -> None:
 
 
 def _fail(exc: LabError) -> NoReturn:
-    err.print(Text.assemble((exc.code, "bold red"), f": {exc.message}"), highlight=False)
+    # A server may have said it.
+    err.print(Text.assemble((shown(exc.code), "bold red"), f": {shown(exc.message)}"), highlight=False)
     sys.exit(FAILED)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from lmx_lab.cli.app import app, note
 from lmx_lab.cli.reach import Token, Url, daemon_client
+from lmx_lab.cli.terminal import can_be_asked
 from lmx_lab.errors import InvalidRequestError, SessionNotFoundError
 from lmx_lab.settings import Settings
 
@@ -25,7 +27,9 @@ LAST = "chat.json"
 def chat(
     text: Annotated[list[str] | None, typer.Argument(help="The question. Without one, it is a conversation.")] = None,
     *,
-    session: Annotated[str | None, typer.Option(help="Id of a session. By default that of the last chat.")] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Id of a session, made if it is not there. By default the last chat's.")
+    ] = None,
     new: Annotated[bool, typer.Option("--new", help="Begin a new session.")] = False,
     model: Annotated[str | None, typer.Option(help="Of a new session; by default whatever the server has.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
@@ -38,23 +42,45 @@ def chat(
     The answer goes to standard output, everything else to standard error. Where nobody can be asked, tools that need a
     permission are denied.
     """
-    asked = " ".join(text or [])
-    if not text and not sys.stdin.isatty():
-        asked = sys.stdin.read()
-    if not asked.strip() and (text or not sys.stdin.isatty()):
-        raise InvalidRequestError("there is no question; give one as an argument, or on standard input")
+    question = _question(text)
     from lmx_lab.cli.conversation import Conversation
 
     with daemon_client(url, token) as client:
         begins = new or model is not None or system is not None
+        if begins and session is not None:
+            _check_new(client, session)
         last = Settings.read().home / LAST
         session_id = session or (None if begins else _remembered(client, last))
         here = client.session(session_id, model=model, system_prompt=system)
         _remember(here, last)
         conversation = Conversation(here, allow=allow)
-        if asked.strip():
-            sys.exit(conversation.ask(asked))
+        if question is not None:
+            sys.exit(conversation.ask(question))
         conversation.go_on()
+
+
+def _question(text: list[str] | None) -> str | None:
+    """None where somebody sits here to ask."""
+    if not text and can_be_asked():
+        return None
+    question = " ".join(text) if text else sys.stdin.read() if sys.stdin is not None else ""
+    if not question.strip():
+        raise InvalidRequestError("there is no question; give one as an argument, or on standard input")
+    return question
+
+
+def _check_new(client: DaemonClient, session_id: str) -> None:
+    """
+    Raises:
+        InvalidRequestError: it is there, and would go on as it is.
+    """
+    with contextlib.suppress(SessionNotFoundError):
+        client.read_session(session_id)
+        raise InvalidRequestError(
+            f"session {session_id} is there already, and --new, --model and --system are of a new one; "
+            "leave them out, or choose another id",
+            param="session",
+        )
 
 
 def _remembered(client: DaemonClient, last: Path) -> str | None:
@@ -70,5 +96,6 @@ def _remembered(client: DaemonClient, last: Path) -> str | None:
 
 
 def _remember(session: Session, last: Path) -> None:
-    last.parent.mkdir(parents=True, exist_ok=True)
-    last.write_text(json.dumps({"session_id": session.session_id}), encoding="utf-8")
+    with contextlib.suppress(OSError):  # It can be written by nobody, or is full: the answer is worth more.
+        last.parent.mkdir(parents=True, exist_ok=True)
+        last.write_text(json.dumps({"session_id": session.session_id}), encoding="utf-8")

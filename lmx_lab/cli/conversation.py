@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from lmx_lab.cli.app import FAILED, err, note
-from lmx_lab.cli.terminal import line, shown
+from lmx_lab.cli.app import FAILED, INTERRUPTED, err, note
+from lmx_lab.cli.terminal import asked, can_be_asked, forget_typed, line, shown
 from lmx_lab.client import Session
 from lmx_lab.client.daemon_events import (
     DaemonEvent,
@@ -15,13 +15,11 @@ from lmx_lab.client.daemon_events import (
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,
+    TurnQueuedEvent,
     TurnTokenEvent,
 )
 from lmx_lab.errors import LabError
 from lmx_lab.wire.sessions import Decision, PermissionRecord
-
-INTERRUPTED = 130
-"""What shells take for Ctrl-C."""
 
 
 class Conversation:
@@ -38,15 +36,17 @@ class Conversation:
         note(f"session {self._session.session_id}; Ctrl-D ends this, and the next lmx-lab chat goes on with it")
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             while True:
-                if (asked := input("> ")).strip():
-                    self.ask(asked)
+                if (question := asked("> ")).strip():
+                    self.ask(question)
 
     def ask(self, text: str) -> int:
         """Print the answer as it comes; gives the exit code. Ctrl-C cancels the turn."""
         answer = Answer()
         try:
-            for event in self._session.stream(text, on_permission=self._permit):
-                answer.show(event)
+            # Closed: where standard output takes no more, the turn is of no use to anybody.
+            with contextlib.closing(self._session.stream(text, on_permission=self._permit)) as events:
+                for event in events:
+                    answer.show(event)
         except KeyboardInterrupt:
             answer.end_line()
             note("cancelled")
@@ -60,13 +60,18 @@ class Conversation:
     def _permit(self, permission: PermissionRecord) -> Decision:
         if self._allow:
             return Decision(decision="allow")
-        if not sys.stdin.isatty():
+        if not can_be_asked():
             note(f"{shown(permission.tool)} was denied: nobody can be asked here; --allow lets tools run")
             return Decision(decision="deny")
-        # Whole: it is this very call that is decided about.
-        arguments = ", ".join(f"{name}={value!r}" for name, value in permission.arguments.items())
+        # Whole, and in one line: it is this very call that is decided about.
+        arguments = ", ".join(
+            f"{name if name.isidentifier() else repr(name)}={value!r}" for name, value in permission.arguments.items()
+        )
         note(shown(f"the model wants to call {permission.tool}({arguments})"))
-        said = input("Allow it? [y]es, [a]lways in this session, [N]o ").strip().lower()
+        forget_typed()
+        said = ""
+        with contextlib.suppress(EOFError):
+            said = asked("Allow it? [y]es, [a]lways in this session, [N]o ").strip().lower()
         return Decision(
             decision="allow" if said in ("y", "yes", "a", "always") else "deny",
             scope="session" if said in ("a", "always") else "once",
@@ -83,6 +88,8 @@ class Answer:
 
     def show(self, event: DaemonEvent) -> None:
         match event:
+            case TurnQueuedEvent() if event.data.ahead:
+                self._aside(f"it waits: {event.data.ahead} before it in this session")
             case TurnTokenEvent():
                 self._piece(event.data.message_id, event.data.text)
             case MessageDoneEvent():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 from lmx_lab.cli.app import note
 from lmx_lab.cli.terminal import line
 from lmx_lab.client import DaemonClient
-from lmx_lab.client.daemon_events import ResetFrame, SnapshotFrame
+from lmx_lab.client.daemon_events import ResetFrame, SnapshotFrame, TurnThinkingEvent, TurnTokenEvent, daemon_event
+from lmx_lab.panels.event_words import words_of
 from lmx_lab.wire.events import Envelope
 
 FIRST_LOOK = 1000
@@ -74,33 +76,25 @@ def follow_events(client: DaemonClient, chosen: Chosen, *, after: int) -> None:
 
 
 def _print(event: Envelope, chosen: Chosen) -> None:
-    text = event.model_dump_json(exclude_none=True) if chosen.as_json else in_words(event)
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{as_json(event) if chosen.as_json else in_words(event)}\n")
     sys.stdout.flush()
+
+
+def as_json(event: Envelope) -> str:
+    """In ASCII, which every encoding has and no terminal obeys."""
+    return json.dumps(event.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
 
 
 def in_words(event: Envelope) -> str:
     """One line of it."""
     where = " ".join(part for part in (event.session_id, event.turn_id) if part)
     time = event.at.partition("T")[2] or event.at
-    return line(f"{event.seq} {time} {event.event} {where} {_data_in_words(event)}".rstrip(), most=200)
+    return line(f"{event.seq} {time} {event.event} {where} {_said(event)}".rstrip(), most=200)
 
 
-def _data_in_words(event: Envelope) -> str:
-    said = []
-    for value in _inner(event).values():
-        match value:
-            case str() | int() | float():
-                said.append(str(value))
-            case {"message": str(message)} | {"content": str(message)}:
-                said.append(message)
-            case _:
-                pass
-    return " · ".join(said)
-
-
-def _inner(event: Envelope) -> dict[str, object]:
-    """What the data is about: of ``{"permission": {...}}`` the permission."""
-    data: dict[str, object] = event.data
-    (only, *others) = list(data.values()) or [None]
-    return only if isinstance(only, dict) and not others else data
+def _said(event: Envelope) -> str:
+    match typed := daemon_event(event.model_dump_json()):
+        case TurnTokenEvent() | TurnThinkingEvent():
+            return typed.data.text
+        case _:
+            return words_of(typed)

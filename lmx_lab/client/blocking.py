@@ -17,7 +17,8 @@ from lmx_lab.errors import HostingError
 from lmx_lab.loops import LoopThread, loops_serving
 
 T = TypeVar("T")
-CLOSE_S = 2.0
+CLOSE_S = 5.0
+"""For turns that are cancelled before the connections are closed, too."""
 PORTS = {"http": 80, "https": 443}
 REMEDIES = (
     "await the async client, put the cell under %%offload, call this in asyncio.to_thread, or serve from a thread: "
@@ -55,6 +56,11 @@ class _Background:
 _BACKGROUND = _Background()
 atexit.register(_BACKGROUND.stop)
 os.register_at_fork(after_in_child=_BACKGROUND.forget)
+
+
+def is_foreign(thread: LoopThread) -> bool:
+    """Whether it is of the process that this one was forked from: who waits for it waits in vain."""
+    return not _BACKGROUND.is_at(thread)
 
 
 class Line:

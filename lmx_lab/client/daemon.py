@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import httpx2
 from pydantic import JsonValue
@@ -16,6 +17,9 @@ from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.session import AsyncSession
 from lmx_lab.client.subscription import Subscription
 from lmx_lab.wire.sessions import CreateSession, SessionMessage
+
+if TYPE_CHECKING:
+    from lmx_lab.client.turn_run import TurnRun
 
 
 class AsyncDaemonClient(DaemonRoutes):
@@ -32,6 +36,8 @@ class AsyncDaemonClient(DaemonRoutes):
 
     def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         super().__init__(Access(base_url, token), transport=transport)
+        self.followed: set[TurnRun] = set()
+        """Turns that ``run`` and ``stream`` follow to their end."""
 
     @classmethod
     def discover(
@@ -53,6 +59,11 @@ class AsyncDaemonClient(DaemonRoutes):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.url}>"
+
+    async def aclose(self) -> None:
+        """Cancel the turns that are still followed, then close all connections. Idempotent."""
+        await asyncio.gather(*[turn.leave() for turn in list(self.followed)], return_exceptions=True)
+        await super().aclose()
 
     async def session(
         self,

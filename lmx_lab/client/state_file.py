@@ -32,20 +32,26 @@ def believed(path: Path) -> StateFile:
         UnreachableError: there is none, or not one that only this user can have written; it says what to do.
     """
     try:
-        text = _private_text(path)
+        state = _stated(_private_text(path))
     except FileNotFoundError:
         raise UnreachableError(
             f"no daemon of this user runs: there is no {path}; {START}, or set LMX_LAB_HOME to where one runs"
         ) from None
     except OSError as exc:
         raise UnreachableError(f"{path} is not believed: {exc.strerror}; {START}") from exc
+    if state is None:
+        raise UnreachableError(f"{path} is no state file of a daemon; {START}")
+    return state
+
+
+def _stated(text: bytes) -> StateFile | None:
+    # No error leaves this: a traceback with values would show the text, in which the token is.
     try:
         state = StateFile.model_validate_json(text)
         server_address(state.url)
         bearer(state.token)
     except (ValidationError, InvalidRequestError):
-        # Not from it: it has a piece of the file, in which the token is.
-        raise UnreachableError(f"{path} is no state file of a daemon; {START}") from None
+        return None
     return state
 
 

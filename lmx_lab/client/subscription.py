@@ -108,6 +108,9 @@ class Subscription:
         else:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CLOSE_S)
+            if not self._connections.has_ended:
+                # It was cancelled before its first step, or does not end.
+                self._connections.close()
 
     async def __aenter__(self) -> Self:
         self._is_entered = True

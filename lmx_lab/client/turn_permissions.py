@@ -34,11 +34,17 @@ class TurnPermissions:
 
     Args:
         policy: None leaves all of them to others.
+
+    Raises:
+        InvalidRequestError: a policy that could decide nothing.
     """
 
     def __init__(self, routes: DaemonRoutes, turn_id: str, policy: OnPermission | None) -> None:
         self._routes = routes
         self._turn_id = turn_id
+        if not (policy is None or callable(policy) or policy in ("allow", "deny")):
+            said = f"on_permission is {policy!r:.80}; give 'allow', 'deny', or a function of a permission"
+            raise InvalidRequestError(said, param="on_permission")
         self._policy = policy
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -60,19 +66,15 @@ class TurnPermissions:
         if (task := self._tasks.get(permission_id)) is not None:
             task.cancel()
 
-    async def beside(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """What the work gives; it is given up when a decision fails, or after the time.
-
-        Raises:
-            TimeoutError: after the time.
-        """
+    async def beside(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
+        """What the work gives; it is given up when a decision fails, and after the time, which gives None."""
         task = asyncio.ensure_future(work)
         try:
-            until = asyncio.get_running_loop().time() + timeout_s
+            now = asyncio.get_running_loop().time
+            until = now() + timeout_s
             while not task.done():
-                left_s = until - asyncio.get_running_loop().time()
-                if left_s <= 0:
-                    raise TimeoutError
+                if (left_s := until - now()) <= 0:
+                    return None
                 waiting = {asked for asked in self._tasks.values() if not asked.done()}
                 await asyncio.wait({task, *waiting}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 self._check()
@@ -80,12 +82,6 @@ class TurnPermissions:
         finally:
             if task.cancel():
                 await asyncio.wait([task])
-
-    async def settled(self) -> None:
-        """Wait for all decisions."""
-        if self._tasks:
-            await asyncio.wait(self._tasks.values())
-            self._check()
 
     async def aclose(self) -> None:
         """Ask nobody any more. Idempotent."""
@@ -95,7 +91,8 @@ class TurnPermissions:
 
     def _check(self) -> None:
         for task in self._tasks.values():
-            if task.done() and not task.cancelled():
+            # A policy may have been cancelled by itself, too, which nobody else would hear of.
+            if task.done() and not (task.cancelled() and task.cancelling()):
                 task.result()
 
     async def _is_pending(self, permission: PermissionRecord) -> bool:

@@ -80,6 +80,7 @@ class TurnRun:
             LabError: the turn was not accepted, or nothing more can be learned of it.
         """
         subscription = self._client.events(session_ids=[self._session_id])
+        self._client.followed.add(self)
         try:
             opened = await subscription.opened()
             accepted = await self._accepted()
@@ -91,12 +92,17 @@ class TurnRun:
             async for event in self._of_turn(subscription):
                 yield event
         except BaseException:
-            if self._end is None:
-                await self._cancel()
+            await self.leave()
             raise
         finally:
+            self._client.followed.discard(self)
             await self._permissions.aclose()
             await subscription.aclose()
+
+    async def leave(self) -> None:
+        """Cancel the turn, if it has not ended: nobody will follow it."""
+        if self._end is None:
+            await self._cancel()
 
     # Submitting, and taking that back
 
@@ -140,12 +146,12 @@ class TurnRun:
         while self._end is None:
             try:
                 event = await self._permissions.beside(anext(subscription), self._look_at - now())
-            except TimeoutError:
-                await self._look()
-                continue
             except UnavailableError:
                 # Perhaps a proxy lets no WebSocket through.
                 await self._poll()
+                continue
+            if event is None:
+                await self._look()
                 continue
             self._reconnects = subscription.reconnects
             if event.turn_id == self._turn_id or isinstance(event, ResetFrame | SnapshotFrame):
@@ -186,11 +192,12 @@ class TurnRun:
     async def _poll(self) -> None:
         """By the record alone."""
         while self._end is None:
-            record = await self._record(ASKED_S if self._permissions.is_asked else RECORD_S)
+            work = self._record(ASKED_S if self._permissions.is_asked else RECORD_S)
+            if (record := await self._permissions.beside(work, 2 * RECORD_S)) is None:
+                continue
             if record.ended_at is not None:
                 self._end = record
             await self._ask(record)
-            await self._permissions.settled()
 
     async def _ask(self, record: TurnRecord) -> None:
         """For permissions whose events were missed."""

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from lmx_lab.client.blocking import Line
+from lmx_lab.client.blocking import Line, is_foreign
 from lmx_lab.errors import HostingError
 from lmx_lab.loops import LoopThread
 
@@ -113,8 +113,14 @@ class _Errand(Generic[T]):
 
     def end(self) -> None:
         """Ask it to end, and wait until it has, for a while."""
+        self._wait(self._ended())
+
+    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
+        if is_foreign(self._thread):
+            work.close()
+            return
         with suppress(TimeoutError, HostingError):
-            self._thread.run(self._ended(), END_S)
+            self._thread.run(work, END_S)
 
     async def _ended(self) -> None:
         self._cancel()
@@ -201,8 +207,7 @@ class _Pulled(_Errand[None], Generic[Item]):
             if self._task is not None:
                 await asyncio.wait({self._task})
 
-        with suppress(TimeoutError, HostingError):
-            self._thread.run(left(), END_S)
+        self._wait(left())
 
 
 class BlockingStream(Generic[Item]):
@@ -268,6 +273,8 @@ class BlockingStream(Generic[Item]):
 
     def _begun(self) -> _Pulled[Item]:
         if self._pulled is None:
+            if self._over:
+                raise HostingError("this stream was closed; make a new one")
             self._check()
             self._pulled = _Pulled(self._line.thread)
             weakref.finalize(self, self._pulled.drop).atexit = False

@@ -12,15 +12,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.engine import LoadReport, Vectors
 from lmx_lab.errors import HostingError, LabError
 from lmx_lab.lab.attached_source import AttachedSource
 from lmx_lab.lab.launching import current
+from lmx_lab.lab.measuring import Measuring
 from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.remote import RemoteCost, RemoteGeneration, RemoteLoad
 from lmx_lab.lab.showing import Showing
-from lmx_lab.lab.verbs import Verbs
 from lmx_lab.loops import LoopThread
 from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
@@ -66,7 +67,7 @@ def attach(url: str, *, api_key: str | None = None) -> AttachedLab:
     return lab
 
 
-class AttachedLab(Verbs, Showing):
+class AttachedLab(Measuring, Showing):
     """A connection to a server, and the verbs on it. Made by ``attach()``; ``stop()`` ends the connection alone.
 
     Blocking verbs work in scripts, in cells and beside running loops: the connection has a loop of its own. Dropping it
@@ -198,6 +199,12 @@ class AttachedLab(Verbs, Showing):
         return self._displayed(
             RerankResult(body.query, body.texts, order, model=answer.model, method=answer.method, tokens=tokens)
         )
+
+    def _as_target(self) -> ChatTarget:
+        return ChatTarget(self.url, api_key=self._key, name="lab")
+
+    def _bench_folder(self) -> None:
+        """This user's: the server's home may be on another machine."""
 
     # Lifetime
 

@@ -13,7 +13,7 @@ from lmx_lab.client.bodies import shaped
 from lmx_lab.client.daemon_events import DaemonEvent
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.errors import McpServerExistsError
+from lmx_lab.errors import HostingError, InvalidRequestError, McpServerExistsError
 from lmx_lab.loops import run_nested
 from lmx_lab.panels.event_source import EventSource
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
@@ -50,7 +50,15 @@ class LabDaemon(Daemon):
 
     @property
     def client(self) -> DaemonClient:
-        """The typed client of it."""
+        """The typed client of it.
+
+        Raises:
+            HostingError: it does not run.
+        """
+        if not self.running:
+            raise HostingError(
+                "this daemon does not run: lab.daemon is the one that does, and lab.start_daemon() starts one"
+            )
         if self._client is None:
             self._client = _PumpingClient(self)
         return self._client
@@ -123,13 +131,21 @@ class LabDaemon(Daemon):
         Args:
             fields: Of ``McpServerConfig``: ``env``, ``cwd``, ``headers``, ``permission``, ``tool_timeout_s`` and so on.
         """
+        if isinstance(command, str):
+            raise InvalidRequestError(
+                f"command is {command!r:.200}; give the program and its arguments as a list: {command.split()!r:.200}",
+                param="command",
+            )
         if command:
             fields |= {"command": command[0], "args": tuple(command[1:])}
-        config = {"name": name, "transport": "http" if "url" in fields else "stdio", **fields}
+        config = shaped(McpServerConfig, name=name, transport="http" if "url" in fields else "stdio", **fields)
         try:
-            return self.client.add_mcp_server(shaped(McpServerConfig, **config))
+            return self.client.add_mcp_server(config)
         except McpServerExistsError:
-            return self.client.change_mcp_server(name, shaped(ChangeMcpServer, **fields))
+            if self.client.mcp_server(name).transport == config.transport:
+                return self.client.change_mcp_server(name, shaped(ChangeMcpServer, **fields))
+            self.client.remove_mcp_server(name)
+            return self.client.add_mcp_server(config)
 
 
 class _PumpingLine(Line):
@@ -145,7 +161,16 @@ class _PumpingLine(Line):
         loop = self._served_here()
         if loop is None:
             return super().run(work, timeout_s)
-        return run_nested(loop, asyncio.wait_for(asyncio.wrap_future(self.thread.submit(work)), timeout_s))
+
+        async def handed() -> T:
+            return await asyncio.wait_for(asyncio.wrap_future(self.thread.submit(work)), timeout_s)
+
+        try:
+            return run_nested(loop, handed())
+        except HostingError:
+            # It was not begun, or has ended.
+            work.close()
+            raise
 
     def _served_here(self) -> asyncio.AbstractEventLoop | None:
         here = asyncio._get_running_loop()
@@ -202,13 +227,16 @@ class LabEvents(EventSource):
 async def merged(*sources: AsyncIterable[T]) -> AsyncGenerator[T, None]:
     """What all of them give, as it comes, until one ends or raises."""
     items: asyncio.Queue[T | None] = asyncio.Queue(HELD)
+    is_left = False
 
     async def put(source: AsyncIterable[T]) -> None:
         try:
             async for item in source:
                 await items.put(item)
         finally:
-            await items.put(None)
+            # Once it is left nobody takes anything, and there may be no room.
+            if not is_left:
+                await items.put(None)
 
     tasks = [asyncio.create_task(put(source), name="lmx-lab merging") for source in sources]
     try:
@@ -218,6 +246,7 @@ async def merged(*sources: AsyncIterable[T]) -> AsyncGenerator[T, None]:
             if task.done():
                 task.result()
     finally:
+        is_left = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

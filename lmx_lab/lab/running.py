@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import os
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.engine import GenerationReport, LoadReport, Vectors
 from lmx_lab.lab.inprocess import InProcess
 from lmx_lab.lab.loading import Loading, Work
+from lmx_lab.lab.measuring import Measuring
 from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.serving import Serving
 from lmx_lab.lab.showing import Showing
-from lmx_lab.lab.verbs import Verbs
 from lmx_lab.rankings import RerankResult
 from lmx_lab.replies import ModelList, Reply, ReplyStream
 from lmx_lab.server.admin import records
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from lmx_lab.lab.daemon import LabDaemon
 
 
-class Lab(Serving, Verbs, Showing):
+class Lab(Serving, Measuring, Showing):
     """A running inference server and the verbs on it. Made by ``launch()``; ``stop()`` ends it.
 
     Programs with a loop of their own use it directly: ``async with Lab(settings) as lab``.
@@ -233,6 +235,12 @@ class Lab(Serving, Verbs, Showing):
     async def _rerank(self, body: RerankBody) -> RerankResult:
         ranking = await self._server.encoding.rerank(rerank_request(body), local=True)
         return self._displayed(RerankResult.by_engine(body.query, body.texts, ranking, top_n=body.top_n))
+
+    def _as_target(self) -> ChatTarget:
+        return ChatTarget(self.url, api_key=self.settings.api_key, name="lab")
+
+    def _bench_folder(self) -> Path:
+        return self.settings.home / "bench"
 
     # Looks
 

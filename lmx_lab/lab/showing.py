@@ -60,7 +60,7 @@ class Showing(ABC):
             self._workbench.rest()
 
     def panel(self, *names: str) -> ipywidgets.DOMWidget:
-        """The panels, as one widget: ``models``, ``metrics``, ``chat``, ``rerank``, ``events`` where there is a daemon; or
+        """The panels, as one widget: ``models``, ``metrics``, ``chat``, ``rerank``, ``events`` if there is a daemon; or
         those that are named.
 
         There is one instance of each; shown again, it is the same one in another place.

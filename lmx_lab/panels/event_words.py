@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lmx_lab.client.daemon_events import (
+    ControlFrame,
     DaemonEvent,
     DaemonStartedEvent,
     DaemonStoppingEvent,
@@ -62,8 +63,8 @@ def group_of(kind: str) -> str:
     return "text" if kind in OF_TEXT else _BY_PREFIX.get(kind.partition(".")[0], "other")
 
 
-def words_of(event: DaemonEvent) -> str:
-    """What the event says, in at most ``CHARACTERS`` characters."""
+def words_of(event: DaemonEvent | ControlFrame) -> str:
+    """What the event says, in at most ``CHARACTERS`` characters; nothing of what is a piece of a text."""
     words = _WORDS.get(type(event))
     return words(event)[:CHARACTERS] if words is not None else ""
 

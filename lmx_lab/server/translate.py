@@ -267,6 +267,9 @@ def total_timings(prompts: Iterable[Sequence[GenerationReport]]) -> Timings:
         predicted_ms=predicted_s * 1e3,
         predicted_per_token_ms=predicted_s * 1e3 / predicted if predicted else 0.0,
         predicted_per_second=predicted / predicted_s if predicted_s > 0 else 0.0,
+        queue_ms=max(report.queue_s for report in reports) * 1e3,
+        ttft_ms=max(report.ttft_s for report in reports) * 1e3,
+        peak_memory_gb=max(report.peak_memory_bytes for report in reports) / 1e9,
     )
 
 

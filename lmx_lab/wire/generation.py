@@ -104,7 +104,10 @@ class Usage(BaseModel):
 
 
 class Timings(BaseModel):
-    """llama.cpp's ``timings``: milliseconds, tokens per second; ``prompt_n`` counts the tokens that were computed."""
+    """llama.cpp's ``timings``: milliseconds, tokens per second; ``prompt_n`` counts the tokens that were computed.
+
+    The last three are the lab's own, and None where somebody else made the answer.
+    """
 
     cache_n: int
     prompt_n: int
@@ -115,3 +118,9 @@ class Timings(BaseModel):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+    queue_ms: float | None = None
+    """From arrival until the prompt was begun."""
+    ttft_ms: float | None = None
+    """From arrival to the first token."""
+    peak_memory_gb: float | None = None
+    """The most memory that MLX had while the request ran, models included; GB are 10^9 bytes."""

@@ -85,8 +85,12 @@ def test_what_is_no_state_is_not_shown(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("changes", [{"token": f"{TOKEN} two"}, {"host": ""}, {"port": 99_999}])
 def test_a_state_that_could_never_do_is_not_believed(tmp_path: Path, changes: dict[str, Any]) -> None:
     write(tmp_path, **changes)
-    with pytest.raises(UnreachableError, match="no state file"):
+    with pytest.raises(UnreachableError, match="no state file") as caught:
         Access.from_home(tmp_path)
+    assert caught.value.__traceback__ is not None
+    frames = caught.value.__traceback__.tb_next  # this test's own variables have it
+    shown = traceback.TracebackException(type(caught.value), caught.value, frames, capture_locals=True)
+    assert TOKEN not in "".join(shown.format())
 
 
 # --- again

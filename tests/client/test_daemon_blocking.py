@@ -28,7 +28,7 @@ from lmx_lab.wire.sessions import (
     SubmitTurn,
     TurnOverrides,
 )
-from tests.client.test_blocking import app
+from tests.client.test_blocking import app, run_script
 from tests.daemon.face import serving
 from tests.daemon.scripted import STALL, Scripted, calls, says, token
 from tests.flows.conftest import wait_until
@@ -180,6 +180,22 @@ def test_a_stream_that_is_left_cancels_its_turn(session: Session) -> None:
 # --- sessions, permissions, MCP servers: each verb once
 
 
+def test_closing_the_client_cancels_a_turn_whose_stream_was_dropped(daemon: Daemon, session: Session) -> None:
+    with DaemonClient.discover(daemon.folder.parent) as other:
+        for event in other.session(session.session_id).stream("stall"):
+            if event.event == "turn.token":
+                break
+    turn_id = session.snapshot().active_turn_id or event.turn_id
+    assert turn_id is not None
+    assert session.turn(turn_id, wait_s=20).stop_reason == "cancelled"
+
+
+def test_a_policy_that_could_decide_nothing_is_refused_before_anything_is_asked(session: Session) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="maybe"):
+        session.run("hello", on_permission="maybe")  # type: ignore[arg-type]
+    assert session.snapshot().messages == []
+
+
 def test_sessions_are_made_read_changed_forked_and_deleted(client: DaemonClient) -> None:
     session = client.session("mine", title="one", tools=[])
     assert session.session_id == client.session("mine").session_id == "mine"
@@ -276,6 +292,36 @@ def test_an_interrupt_ends_the_waiting_for_events(client: DaemonClient, session:
             list(events)
         thread.join()
         assert list(events) == []
+
+
+def test_a_subscription_that_was_closed_does_not_connect(client: DaemonClient) -> None:
+    events = client.events()
+    events.close()
+    with pytest.raises(errors.HostingError, match="closed"):
+        events.opened()
+    assert events.state.state == "connecting"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_leaves_its_parents_streams_alone(daemon: Daemon) -> None:
+    said = run_script(f"""
+import os
+from lmx_lab.client import waiting
+from lmx_lab.client.daemon_blocking import DaemonClient
+waiting.END_S = 3600.0
+client = DaemonClient.discover({str(daemon.folder.parent)!r})
+events = client.events(after=0)
+first = next(events).seq
+child = os.fork()
+if not child:
+    events.close()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+client.session()
+assert next(events).seq > first
+print("more")
+""")
+    assert said == "more\n"
 
 
 # --- who would wait for itself

@@ -487,6 +487,18 @@ async def test_closing_ends_the_loop_of_whoever_reads() -> None:
     assert read == [4]
 
 
+async def test_one_that_is_closed_before_it_has_begun_is_closed() -> None:
+    async with AsyncDaemonClient("http://127.0.0.1:9", token=None) as client, asyncio.timeout(WAIT_S):
+        events = Subscription(client)
+        told = asyncio.create_task(until(events, "closed"))
+        opened = asyncio.create_task(events.opened())
+        await asyncio.sleep(0)
+        async with events:
+            pass
+        assert (await told).state == events.state.state == "closed"
+        assert await opened is None
+
+
 # Cursors
 
 

@@ -372,6 +372,20 @@ async def test_a_policy_that_says_neither_is_an_error(place: Place) -> None:
         assert at.written == []
 
 
+@pytest.mark.parametrize("kind", [TimeoutError, asyncio.CancelledError, UnreachableError])
+async def test_what_a_policy_raises_is_not_taken_for_a_silence_of_the_daemon(
+    place: Place, kind: type[BaseException]
+) -> None:
+    async def ask(permission: PermissionRecord) -> bool:
+        raise kind("nobody said anything")
+
+    async with here(place, WRITES) as at:
+        with pytest.raises(kind, match="nobody said anything"):
+            await at.session.run("go", turn_id="t1", on_permission=ask)
+        assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
+        assert at.written == []
+
+
 async def test_nobody_is_asked_what_was_decided_long_ago(place: Place) -> None:
     asked: list[str] = []
 
@@ -480,6 +494,24 @@ async def test_without_websockets_the_record_tells_the_end(place: Place, monkeyp
         assert result.stats is not None
         with pytest.raises(ContextLengthError, match="turn t2"):
             await at.session.run("go", turn_id="t2")
+
+
+async def test_without_websockets_a_turn_ends_although_somebody_is_still_asked(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmx_lab.client.resuming.REFUSED_S", 0.001)
+    asked = asyncio.Event()
+
+    async def never(permission: PermissionRecord) -> bool:
+        asked.set()
+        await asyncio.Event().wait()
+        return True
+
+    async with here(place, WRITES, transport=Old()) as at:
+        running = asyncio.create_task(at.session.run("go", turn_id="t1", on_permission=never))
+        await asked.wait()
+        await at.session.cancel("t1")
+        assert (await running).stop_reason == "cancelled"
 
 
 @pytest.mark.parametrize("has_ended", [True, False])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -15,6 +16,24 @@ from lmx_lab.panels.standin import WIDGET_VIEW
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+# Instead of what the parameters cell says, as papermill would.
+SMALL = {
+    "10_bench_decode": {"prompt_tokens": [48, 96], "output_tokens": 8, "requests": 2, "repeats": 1},
+    "11_bench_concurrency": {"prompt_tokens": 48, "output_tokens": 8, "concurrency": [1, 2], "repeats": 1},
+    "12_compare_servers": {
+        "gguf": "",
+        "prompt_tokens": 48,
+        "output_tokens": 8,
+        "concurrency": [1, 2],
+        "requests": 2,
+        "repeats": 1,
+    },
+}
+ANSWERS = {
+    "10_bench_decode": "the longer prompt: ",
+    "11_bench_concurrency": "2 users together: ",
+    "12_compare_servers": "2 at once: this lab has ",
+}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -37,16 +56,49 @@ def test_the_demo_ends_with_a_sensible_answer_its_speed_and_the_addresses(starte
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in NOTEBOOKS if not path.stem.startswith("00")], ids=lambda path: path.stem
+    "path", [path for path in NOTEBOOKS if path.stem[:2] != "00" and path.stem not in SMALL], ids=lambda path: path.stem
 )
 def test_a_notebook_runs_from_top_to_bottom(path: Path, starter_home: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env={**os.environ, "LMX_LAB_HOME": str(starter_home)})
-    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    assert not [output for output in shown if output["output_type"] == "error" or output.get("name") == "stderr"]
+    shown = outputs_of(notebook, starter_home, tmp_path)
     assert any(WIDGET_VIEW in output.get("data", ()) for output in shown)
     assert (tmp_path / "run.html").exists() == (path.stem == "02_metrics")
+
+
+@pytest.mark.parametrize("stem", SMALL)
+def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(
+    stem: str, tiny_home: Path, tmp_path: Path
+) -> None:
+    notebook = nbformat.read(FOLDER / f"{stem}.ipynb", as_version=4)
+    replace_parameters(notebook, {"model": "tiny", **SMALL[stem]})
+    shown = outputs_of(notebook, tiny_home, tmp_path)
+    assert any("image/png" in output.get("data", ()) for output in shown)
+    last = [output["text"] for output in shown if output["output_type"] == "stream"][-1]
+    assert ANSWERS[stem] in last
+    assert "nan" not in last
+
+
+@pytest.mark.parametrize("stem", SMALL)
+def test_a_cell_of_a_notebook_that_measures_has_ten_lines_at_most(stem: str) -> None:
+    cells = nbformat.read(FOLDER / f"{stem}.ipynb", as_version=4).cells
+    assert max(len(cell.source.splitlines()) for cell in cells) <= 10
+
+
+def replace_parameters(notebook: Any, values: dict[str, Any]) -> None:
+    """All of those that its cell has."""
+    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    named = {line.partition(" = ")[0] for line in cell.source.splitlines()}
+    assert named == set(values)
+    cell.source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+
+
+def outputs_of(notebook: Any, home: Path, folder: Path) -> list[Any]:
+    """After it has run without an error or a word on standard error."""
+    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}})
+    client.execute(env={**os.environ, "LMX_LAB_HOME": str(home)})
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert not [output for output in shown if output["output_type"] == "error" or output.get("name") == "stderr"]
+    return shown
 
 
 def test_the_demo_fails_when_a_cell_does(tmp_path: Path) -> None:

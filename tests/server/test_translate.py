@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -232,6 +233,13 @@ def test_timings_of_several_choices_sum_tokens_and_take_the_longest_time() -> No
     assert (total.prompt_ms, total.predicted_ms) == (1000, 3000)
     assert (total.prompt_per_second, total.predicted_per_second) == (26, 17 / 3)
     assert total_timings([[both[0]]]) == timings(both[0])
+
+
+def test_timings_tell_the_longest_wait_the_latest_first_token_and_the_highest_memory() -> None:
+    early = replace(report(), queue_s=0.25, ttft_s=0.5, peak_memory_bytes=3_000_000_000)
+    late = replace(report(), queue_s=0.125, ttft_s=2.0, peak_memory_bytes=1_000_000_000)
+    total = total_timings([[early], [late]])
+    assert (total.queue_ms, total.ttft_ms, total.peak_memory_gb) == (250, 2000, 3)
 
 
 def test_the_timings_of_no_tokens_divide_by_nothing() -> None:

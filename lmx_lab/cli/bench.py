@@ -1,0 +1,177 @@
+"""``lmx-lab bench``: tokens per second of a model here, or of a server of any make."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmx_lab.cli.app import FAILED, INTERRUPTED, app, err, keep_what_is_made, note
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lmx_lab.bench import Sweep, Target
+    from lmx_lab.bench.running import Progress
+
+
+HELP = """Measure tokens per second, with intervals.
+
+Without --url the model is loaded in this process and measured without HTTP, as llama-bench and mlx_lm.benchmark do. \
+With --compare it is served from here on a free port, so that both sides go over HTTP. With --url a server that runs \
+is measured as its clients see it.
+
+No prompt begins like another one, so that no cache helps. Ctrl-C prints what is there.
+
+Exit status: 0 if every request ended well, 1 if one failed, 130 after Ctrl-C.
+"""
+
+
+@app.command(help=HELP)
+def bench(
+    *,
+    url: Annotated[str | None, typer.Option(help="A chat-format server that runs, of any make.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="An id (fetched if needed) or a path; with --url, its name.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option("--prompt-tokens", "-p", help="One number, or several: 128,512.")
+    ] = "512",
+    output_tokens: Annotated[str, typer.Option("--output-tokens", "-n", help="The same of the answers.")] = "128",
+    concurrency: Annotated[str, typer.Option("--concurrency", "-c", help="Requests at once, such as 1,4,8.")] = "1",
+    requests: Annotated[
+        int | None, typer.Option(help="Of each case. By default 8, and twice its concurrency at least.")
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option("--repeats", "-r", help="Of the whole; from 2 on total_tok_s has an interval.")
+    ] = 1,
+    compare: Annotated[
+        list[str] | None, typer.Option(help="Another server, which takes turns with the first. Repeatable.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key of --url.")
+    ] = None,
+    compare_model: Annotated[str | None, typer.Option(help="By default the first that --compare lists.")] = None,
+    compare_api_key: Annotated[
+        str | None, typer.Option(envvar="LMX_LAB_COMPARE_API_KEY", show_envvar=True, help="Key of --compare.")
+    ] = None,
+    record: Annotated[bool, typer.Option(help="Keep the run in the lab's home, for lmx_lab.bench.load().")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document in the place of tables.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this file, such as bench.png.")] = None,
+) -> None:
+    """Measure tokens per second."""
+    if url is None and model is None:
+        raise InvalidRequestError(
+            "there is nothing to measure; give --model for one to load here, or --url of a server"
+        )
+    from lmx_lab.bench import ChatTarget, Sweep
+
+    plan = Sweep(
+        prompt_tokens=_numbers("--prompt-tokens", prompt_tokens),
+        output_tokens=_numbers("--output-tokens", output_tokens),
+        concurrency=_numbers("--concurrency", concurrency),
+        requests=requests,
+        repeats=repeats,
+    )
+    _check_extras(plot)
+    others = [ChatTarget(one, model=compare_model, api_key=compare_api_key) for one in compare or ()]
+    with _first(url, model, api_key, plan, served=bool(others)) as first:
+        rows = _measured([first, *others], plan, record=record)
+    _say_all(rows, as_json=as_json, plot=plot)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidRequestError(f"{option} is {text!r:.80}; give whole numbers, as in 1,4,8", param=option) from None
+
+
+def _check_extras(plot: Path | None) -> None:
+    """Before anything is measured for minutes.
+
+    Raises:
+        InvalidRequestError: what tables or plots need is missing, or the plot could not be written.
+    """
+    from lmx_lab.bench.sample import frame
+
+    try:
+        frame(())
+        if plot is not None:
+            from lmx_lab.bench.plots import Chart
+
+            kinds = sorted(Chart().canvas.get_supported_filetypes())
+    except ImportError as exc:
+        raise InvalidRequestError(str(exc)) from exc
+    if plot is not None and plot.suffix.lstrip(".").lower() not in kinds:
+        raise InvalidRequestError(f"--plot is {str(plot)!r}; its end can be .{', .'.join(kinds)}", param="--plot")
+    if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
+        raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in a folder that is there", param="--plot")
+
+
+@contextmanager
+def _first(url: str | None, model: str | None, api_key: str | None, plan: Sweep, *, served: bool) -> Iterator[Target]:
+    """What is measured; a model of this process is there as long as the block."""
+    from lmx_lab.bench import ChatTarget, EngineTarget
+
+    if url is not None:
+        yield ChatTarget(url, model=model, api_key=api_key)
+        return
+    from lmx_lab.lab import Lab
+
+    assert model is not None
+    settings = Settings.read(host="127.0.0.1", port=0)
+    most = max(case.concurrency for case in plan.cases())
+    if most > settings.slots:
+        note(f"{most} at once are more than {settings.slots} slots: some will wait. LMX_LAB_SLOTS={most} makes room")
+    with Lab(settings, loop="thread") as lab:
+        note(f"loading {model}")
+        lab.load(model)
+        keep_what_is_made()
+        yield ChatTarget(lab.url, api_key=settings.api_key, name="lab") if served else EngineTarget(lab.engine)
+
+
+def _measured(targets: Sequence[Target], plan: Sweep, *, record: bool) -> pd.DataFrame:
+    from lmx_lab.bench import run
+    from lmx_lab.bench.running import progress_text
+    from lmx_lab.progress import counter
+
+    with counter("bench", err) as shown:
+
+        def show(step: Progress) -> None:
+            shown.show(progress_text(step), step.done, step.total)
+
+        return run(targets, plan, progress=show, record=record)
+
+
+def _say_all(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
+    """Print it, draw it, and exit."""
+    from lmx_lab.cli.bench_tables import print_document, print_tables
+
+    if as_json:
+        print_document(rows)
+    else:
+        print_tables(rows)
+    if rows.attrs["path"]:
+        note(f"kept in {rows.attrs['path']}")
+    if plot is not None and (~rows["warm_up"]).any():
+        _chart(rows).savefig(plot)
+        note(f"drawn into {plot}")
+    if rows.attrs["interrupted"]:
+        note("interrupted: this is what was there")
+        sys.exit(INTERRUPTED)
+    if rows["error"].notna().any():
+        sys.exit(FAILED)
+
+
+def _chart(rows: pd.DataFrame):  # type: ignore[no-untyped-def]
+    from lmx_lab.bench import by_concurrency, by_prompt_length
+
+    lengths_alone = rows["concurrency"].nunique() == 1 and rows["prompt_tokens_wanted"].nunique() > 1
+    return by_prompt_length(rows) if lengths_alone else by_concurrency(rows)

@@ -1,0 +1,249 @@
+"""``lmx-lab bench``, as a shell sees it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.bench import load
+from lmx_lab.bench.sample import COLUMNS, frame
+from lmx_lab.cli import bench_tables
+from lmx_lab.cli.app import main
+from tests.bench.asked import WORDS, after_calibration
+from tests.bench.rows import run_of, sample
+from tests.daemon.scripted import STALL, Scripted, refuses, token
+from tests.flows.conftest import wait_until
+from tests.test_cli import lmx_lab, serving
+
+SMALL = ("-p", "48", "-n", "8", "--requests", "3")
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    with Scripted(WORDS) as server:
+        yield server
+
+
+def bench(*arguments: str) -> int:
+    """The exit status of the command in this process, where nothing has to be imported again."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["lmx-lab", "bench", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+    return int(left.value.code or 0)
+
+
+def figures(output: str) -> list[list[str]]:
+    """The cells of the lines with medians."""
+    return [line.split() for line in output.splitlines() if re.match(r" *\d+ +\d+ ", line)]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def at_tiny(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LMX_LAB_HOME", str(tiny_home))
+    yield
+    gc.unfreeze()  # what the command has frozen, other tests may want to see collected
+
+
+# --- a model of this process
+
+
+def test_a_model_is_measured_in_this_process_without_http(tiny_home: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "bench.svg"
+    result = lmx_lab(tiny_home, "bench", "--model", "tiny", *SMALL, "-c", "1,2", "-r", "2", "--plot", str(plot))
+    assert result.returncode == 0, result.stderr
+    heading = result.stdout.splitlines()[0]
+    assert heading.startswith("engine · lmx-lab, bare · tiny · float32")
+    rows = figures(result.stdout)
+    assert [row[:5] for row in rows] == [["1", "48", "8", "6", "0"], ["2", "48", "8", "6", "0"]]
+    assert all(float(cell) > 0 for row in rows for cell in row[5:])
+    assert len(re.findall(r"\d-\d", result.stdout)) == 2 * 4
+    assert b"<svg" in plot.read_bytes()
+    found = re.search(r"kept in (\S+)", result.stderr)
+    assert found
+    assert len(load(found[1])) == 2 * 2 * (1 + 3)
+
+
+def test_beside_another_server_it_is_served_and_both_go_over_http(
+    at_tiny: None, server: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--model", "tiny", *SMALL, "--compare", server.url, "--no-record", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    name = server.url.partition("://")[2]
+    assert [(row["target"], row["requests"]) for row in said["summary"]] == [("lab", 3), (name, 3)]
+    assert re.fullmatch(r"lmx-lab [\d.]+", said["summary"][0]["engine"])
+    assert [(part["a"], part["b"], len(part["ratios"])) for part in said["comparison"]] == [("lab", name, 4)]
+    assert len(said["requests"]) == 2 * (1 + 3)
+    assert set(said["requests"][0]) == set(COLUMNS)
+    assert all(row["queue_ms"] is not None for row in said["requests"] if row["target"] == "lab")
+    assert (said["interrupted"], said["path"]) == (False, None)
+    assert said["provenance"]["seeds"] == [0]
+
+
+# --- servers that run
+
+
+def test_a_server_that_runs_is_measured_by_its_address(
+    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LMX_LAB_API_KEY", "secret")
+        assert bench("--url", server.url, "--model", "theirs", *SMALL) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{server.url.partition('://')[2]} · theirs\n")
+    assert [row[:5] for row in figures(said.out)] == [["1", "48", "8", "3", "0"]]
+    assert {body["model"] for body in server.bodies} == {"theirs"}
+    assert {head["authorization"] for head in server.headers} == {"Bearer secret"}
+    assert len(list((home / "bench").iterdir())) == 1
+
+
+def test_the_other_server_does_not_get_the_first_ones_key(
+    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Scripted(WORDS) as other:
+        keys = ("--api-key", "first", "--compare-api-key", "second")
+        compared = ("--compare", other.url, "--compare-model", "another")
+        assert bench("--url", server.url, *SMALL, *keys, *compared) == 0
+        assert bench("--url", server.url, *SMALL, "--api-key", "first", "--compare", other.url) == 0
+        assert {head["authorization"] for head in server.headers} == {"Bearer first"}
+        assert {head.get("authorization") for head in other.headers} == {"Bearer second", None}
+        assert other.bodies[0]["model"] == "another"
+    said = capsys.readouterr().out
+    assert " beside " in said
+    assert "each, tok/s" in said
+
+
+def test_requests_that_failed_are_counted_and_named_and_the_exit_status_is_one(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = refuses(429, "queue-full", "no \x1b[31mplace")
+    with Scripted(after_calibration(WORDS, WORDS, refused, WORDS)) as server:
+        assert bench("--url", server.url, *SMALL, "--no-record") == 1
+    said = capsys.readouterr()
+    assert [row[:5] for row in figures(said.out)] == [["1", "48", "8", "3", "1"]]
+    assert "1 times queue-full: no \\x1b[31mplace" in said.err
+    assert "\x1b[31m" not in said.err
+
+
+def test_a_server_that_is_down_is_a_table_of_failures(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--url", "127.0.0.1:1", *SMALL, "--compare", "127.0.0.1:2", "--no-record") == 1
+    said = capsys.readouterr()
+    assert [row[3:] for row in figures(said.out)[:2]] == [["3", "3", "-", "-", "-", "-"]] * 2
+    assert "nothing answers at http://127.0.0.1:1" in " ".join(said.err.split())
+
+
+def test_ctrl_c_prints_what_is_there(tmp_path: Path) -> None:
+    with (
+        Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server,
+        serving(tmp_path, "--url", server.url, *SMALL, command="bench") as command,
+    ):
+        wait_until(lambda: len(server.bodies) == 5)
+        code, said = command.end(signal.SIGINT)
+        output = command.wait_for("   1 ")
+    assert code == 130
+    assert "interrupted" in said
+    assert "Traceback" not in said
+    assert [row[:5] for row in figures(output)] == [["1", "48", "8", "1", "0"]]
+    (run,) = (tmp_path / "bench").iterdir()
+    assert len(load(run)) == 2
+
+
+# --- tables
+
+
+def table(*samples: Any, **attrs: Any) -> Any:
+    rows = frame(samples, {})
+    rows.attrs.update(interrupted=False, path=None, **attrs)
+    return rows
+
+
+def test_a_table_fits_into_eighty_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    many = {"concurrency": 4096, "prompt_tokens_wanted": 100_000, "output_tokens_wanted": 10_000}
+    slow = [12_345.6, 13_456.7, 14_567.8, 15_678.9]
+    bench_tables.print_tables(table(*run_of(slow * 2, per_repeat=4, itl_ms_p50=123.4, **many)))
+    output = capsys.readouterr().out
+    assert re.search(r" \d{5}-\d{5} ", output)
+    assert max(map(len, map(str.rstrip, output.splitlines()))) <= 80
+
+
+def test_of_a_run_that_was_interrupted_at_once_there_is_nothing_to_print(capsys: pytest.CaptureFixture[str]) -> None:
+    for rows in (table(), table(sample(warm_up=True))):
+        bench_tables.print_tables(rows)
+        said = capsys.readouterr()
+        assert (said.out, said.err) == ("", "no request was measured\n")
+        bench_tables.print_document(rows)
+        assert json.loads(capsys.readouterr().out)["summary"] == []
+
+
+def test_targets_without_a_case_in_common_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_tables.print_tables(table(sample(target="a"), sample(target="b", concurrency=2)))
+    said = capsys.readouterr()
+    assert "beside" not in said.out
+    assert "a and b cannot be compared" in said.err
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "--model"),
+        (["--url", "127.0.0.1:1", "--concurrency", "1,x"], "--concurrency"),
+        (["--url", "127.0.0.1:1", "-p", ""], "--prompt-tokens"),
+        (["--url", "127.0.0.1:1", "-c", "0"], "concurrency is 0"),
+        (["--url", "127.0.0.1:1", "--requests", "1", "-c", "4"], "requests is 1"),
+        (["--url", "ftp://nowhere"], "ftp://nowhere"),
+        (["--url", "127.0.0.1:1", "--compare", "127.0.0.1:1"], "one name"),
+        (["--url", "127.0.0.1:1", "--plot", "bench.txt"], ".png"),
+        (["--url", "127.0.0.1:1", "--plot", "/no/such/bench.png"], "folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_found_before_anything_is_measured(
+    home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+) -> None:
+    assert bench(*arguments) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("invalid-request: ")
+    assert word in said.err
+    assert not (home / "bench").exists()
+
+
+def test_a_model_that_is_not_there_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--model", "no-such") == 1
+    assert "model-not-found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("missing", "arguments"), [("pandas", []), ("matplotlib.figure", ["--plot", "bench.png"])])
+def test_what_is_not_installed_is_said_with_what_installs_it(
+    home: Path, capsys: pytest.CaptureFixture[str], missing: str, arguments: list[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        for module in [name for name in sys.modules if name.startswith("lmx_lab.bench.plots")]:
+            patched.delitem(sys.modules, module)
+        patched.setitem(sys.modules, missing, None)
+        assert bench("--url", "127.0.0.1:1", *arguments) == 1
+    assert "pip install 'lmx-lab[lab]'" in capsys.readouterr().err
+
+
+def test_more_requests_at_once_than_slots_are_remarked(
+    at_tiny: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMX_LAB_SLOTS", "2")
+    assert bench("--model", "tiny", "-p", "32", "-n", "4", "-c", "4", "--requests", "4", "--no-record") == 0
+    assert "LMX_LAB_SLOTS=4" in capsys.readouterr().err
