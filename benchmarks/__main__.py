@@ -23,6 +23,7 @@ Server, bare generator and clients are processes of their own; the clients only 
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay beside stuck readers; list of | tiny, smollm2 |
 |            | 2,000 sessions; memory of an idle subscriber; replay of 100,000 events     |               |
+| harness    | ``lmx_lab.bench`` against 64 streams at a known rate: how far off; cores of its own | -            |
 | flood      | seconds to a whole answer after 200 requests with a client timeout of 0.5 s | tiny          |
 
 ``tiny`` is a two-layer llama of random weights with SmolLM2's tokenizer, where a token takes a millisecond and
@@ -34,7 +35,8 @@ The exit status is 1 if a binding limit does not hold. "Others' cores" says how 
 with more than about half a core the figures are not to be trusted, those of decode least.
 
 The table is printed, and everything, every sample and what it was measured with, is kept in
-``build/bench/<time>.json``. Models made for it are kept in ``build/bench/models``, what the servers said in
+``build/bench/<time>.json``. Where all of it was measured, and nothing left out, ``BENCHMARKS.md`` is written anew.
+Models made for it are kept in ``build/bench/models``, what the servers said in
 ``build/bench/logs``.
 """
 
@@ -49,13 +51,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+import mlx.core as mx
+
 from benchmarks import (
     against_mlx_lm,
     daemon,
     disconnect,
     embeddings,
     flood,
+    harness,
     leak,
+    page,
+    paths,
     prefill,
     product,
     report,
@@ -67,8 +74,9 @@ from benchmarks import (
 from benchmarks.bench import Bench, BenchError, Model
 from benchmarks.load import Load
 from benchmarks.models import folder_of
-from benchmarks.provenance import provenance
 from benchmarks.rows import Row
+from lmx_lab.bench.provenance import provenance
+from lmx_lab.errors import LabError
 
 MODELS: tuple[Model, ...] = get_args(Model)
 
@@ -92,6 +100,7 @@ FIGURES = {
     "disconnect": Figure(title=disconnect.FIGURE, measure=disconnect.measure),
     "leak": Figure(title=leak.FIGURE, measure=leak.measure, models=("tiny",)),
     "daemon": Figure(title=daemon.FIGURE, measure=daemon.measure),
+    "harness": Figure(title=harness.FIGURE, measure=harness.measure, models=("tiny",)),
     "flood": Figure(title=flood.FIGURE, measure=flood.measure, models=("tiny",)),
 }
 
@@ -100,11 +109,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     # Leave by way of the contexts that end the servers.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    facts = provenance() | {"settings": {"quick": chosen.quick, "only": chosen.only, "models": chosen.model}}
+    settings = {"quick": chosen.quick, "only": chosen.only, "models": chosen.model}
+    facts = provenance(mlx_device=str(mx.default_device()), settings=settings)
     rows = list(_measure(chosen.only or list(FIGURES), chosen.model or list(MODELS), quick=chosen.quick))
     report.show(rows)
     report.say(f"kept in {report.keep(rows, facts).name} under build/bench")
-    return int(any(row.verdict in {"FAIL", "ERROR"} for row in rows))
+    if not any(settings.values()) and all(row.verdict != "ERROR" for row in rows):
+        page.write(rows, facts, paths.PAGE)
+        report.say(f"written: {paths.PAGE.name}")
+    return int(any(row.verdict in report.BAD for row in rows))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,7 +141,7 @@ def _rows(name: str, bench: Bench) -> list[Row]:
     started, load = time.perf_counter(), Load()
     try:
         rows = FIGURES[name].measure(bench)
-    except (BenchError, OSError, EOFError) as exc:
+    except (BenchError, LabError, OSError, EOFError) as exc:
         rows = [_failed(FIGURES[name].title, bench, exc)]
     rows = [replace(row, others_cores=load.others_cores()) for row in rows]
     values = ", ".join(report.value_of(row) for row in rows)

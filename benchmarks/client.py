@@ -1,109 +1,54 @@
-"""A light HTTP client on bare asyncio streams: it notes when bytes come and looks at them afterwards.
+"""What came of a request, and when: on the lab's own light reader, which shares two cores with what it measures.
 
-Light, because it shares two cores with the server that it measures.
+It notes when bytes come; they are looked at afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from benchmarks.bench import BenchError
+from lmx_lab.bench import exchange
 
-CHAT = "/v1/chat/completions"
-
-
-class Dechunker:
-    """HTTP/1.1 chunked transfer coding, undone piece by piece (RFC 9112, 7.1)."""
-
-    def __init__(self) -> None:
-        self._buffer = b""
-        self._data_left = 0
-        self._end_left = 0
-        """Bytes of the chunk's closing CRLF still to come."""
-
-    def feed(self, data: bytes) -> bytes:
-        self._buffer += data
-        out: list[bytes] = []
-        while self._buffer:
-            if self._data_left:
-                piece = self._take(self._data_left)
-                self._data_left -= len(piece)
-                out.append(piece)
-            elif self._end_left:
-                self._end_left -= len(self._take(self._end_left))
-            else:
-                size, found, rest = self._buffer.partition(b"\r\n")
-                if not found:
-                    break
-                self._data_left, self._end_left, self._buffer = int(size.partition(b";")[0], 16), 2, rest
-        return b"".join(out)
-
-    def _take(self, count: int) -> bytes:
-        piece, self._buffer = self._buffer[:count], self._buffer[count:]
-        return piece
+DONE = b"[DONE]"
 
 
-class Exchange:
-    """One request on a connection of its own, as a context: leaving it closes the connection."""
+class Exchange(exchange.Exchange):
+    """One request on a connection of its own, as a context: it has been sent on the way in, and leaving closes it.
 
-    def __init__(self, url: str, body: dict[str, Any], path: str = CHAT) -> None:
-        parts = urlsplit(url)
-        self._host, self._port, self._path = parts.hostname or "", parts.port or 80, path
-        self._body = json.dumps(body).encode()
-        self.status = 0
+    Raises:
+        LabError: nobody is there.
+    """
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        super().__init__(exchange.Address(url), json.dumps(body).encode())
         self.sent_at = 0.0
 
     async def __aenter__(self) -> Self:
-        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
-        self.sent_at = time.perf_counter()
-        self._writer.write(
-            f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(self._body)}\r\n\r\n".encode()
-            + self._body
-        )
-        await self._writer.drain()
+        await super().__aenter__()
+        self.sent_at = self.send()
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abandon()
 
     def abandon(self) -> None:
         """Close the connection now, whatever is on its way."""
-        self._writer.transport.abort()
+        self._inbox.transport.abort()
 
-    async def pieces(self) -> AsyncIterator[tuple[float, bytes]]:
-        """The body's bytes and when they came, until the server closes."""
-        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
-        self.status = int(head.split(b" ", 2)[1])
-        dechunker = Dechunker() if b"\r\ntransfer-encoding: chunked" in head else None
-        while data := await self._reader.read(2**16):
-            now = time.perf_counter()
-            yield now, dechunker.feed(data) if dechunker else data
-
-    async def events(self) -> AsyncIterator[tuple[float, bytes]]:
-        """The ``data:`` lines of an event stream and when each was complete.
+    async def data(self) -> AsyncGenerator[tuple[float, bytes], None]:
+        """The ``data:`` lines of an event stream and when each was complete; or the document in its place.
 
         Raises:
-            BenchError: it was answered by an error.
+            LabError: it was answered by an error, or broke off.
         """
-        rest = b""
-        async for at, piece in self.pieces():
-            *lines, rest = (rest + piece).split(b"\n")
-            if self.status != 200:
-                raise BenchError(f"HTTP {self.status}: {piece.decode(errors='replace')[:300]}")
-            for line in lines:
-                if line.startswith(b"data:"):
-                    yield at, line[5:].strip()
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                if event.data is not None:
+                    yield event.at_s, event.data
 
 
 @dataclass(kw_only=True)
@@ -115,7 +60,7 @@ class Answer:
 
     @cached_property
     def chunks(self) -> list[tuple[float, dict[str, Any]]]:
-        return [(at, json.loads(line)) for at, line in self.lines if line != b"[DONE]"]
+        return [(at, json.loads(line)) for at, line in self.lines if line != DONE]
 
     @cached_property
     def pieces(self) -> list[tuple[float, str]]:
@@ -160,15 +105,19 @@ def _texts(chunk: dict[str, Any]) -> Iterator[str]:
 
 
 def has_text(line: bytes) -> bool:
-    return line != b"[DONE]" and any(_texts(json.loads(line)))
+    return line != DONE and any(_texts(json.loads(line)))
 
 
 async def stream(url: str, body: dict[str, Any]) -> Answer:
-    """A streamed answer, to its end."""
-    async with Exchange(url, body) as exchange:
+    """A streamed answer, to its end.
+
+    Raises:
+        LabError: the server's error, or that it went away.
+    """
+    async with Exchange(url, body) as exchange, aclosing(exchange.data()) as lines:
         answer = Answer(sent_at=exchange.sent_at)
-        async for event in exchange.events():
-            answer.lines.append(event)
+        async for line in lines:
+            answer.lines.append(line)
     if not answer.pieces:
         raise BenchError(f"an answer without text: {answer.lines[:3]}")
     return answer
@@ -179,8 +128,12 @@ async def streams(url: str, bodies: list[dict[str, Any]]) -> list[Answer]:
     return list(await asyncio.gather(*(stream(url, body) for body in bodies)))
 
 
-async def whole(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of an answer that is not streamed."""
+async def whole(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of an answer that is not streamed.
+
+    Raises:
+        LabError: as ``stream``.
+    """
     async with Exchange(url, body | {"stream": False, "stream_options": None}) as exchange:
-        data = b"".join([piece async for _, piece in exchange.pieces()])
-    return exchange.status, json.loads(data)
+        document: dict[str, Any] = json.loads(b"".join([data async for _, data in exchange.data()]))
+    return document

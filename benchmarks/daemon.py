@@ -138,7 +138,7 @@ def _paced(bench: Bench) -> Row:
     """What a turn costs, in front of a model whose every token takes the same time."""
     with (
         tempfile.TemporaryDirectory() as home,
-        Worker("benchmarks.paced_process", tokens=TURN_TOKENS, pace_s=PACE_S) as upstream,
+        Worker("benchmarks.paced_process", pace_s=PACE_S) as upstream,
         Worker("benchmarks.daemon_process", home=home, upstream=upstream.ready["url"]) as worker,
     ):
         row = asyncio.run(_turns(bench, upstream.ready["url"], worker, {}))

@@ -12,6 +12,7 @@ from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.rows import Limit, Row
 from benchmarks.servers import LabServer, lab_server
+from lmx_lab.errors import LabError, QueueFullError
 
 FIGURE = "whole answer after a flood"
 CLIENTS = 200
@@ -56,14 +57,12 @@ async def _impatient(ours: LabServer, seed: int) -> str:
     ask = client.stream if seed % 2 else client.whole
     try:
         async with asyncio.timeout(PATIENCE_S):
-            answer = await ask(ours.url, body)
+            await ask(ours.url, body)
     except TimeoutError:
         return "left"
-    except BenchError as exc:
-        return str(exc)[:8]
-    except (OSError, asyncio.IncompleteReadError) as exc:
-        return type(exc).__name__
-    return f"HTTP {answer[0]}" if isinstance(answer, tuple) else "answered"
+    except LabError as exc:
+        return exc.code
+    return "answered"
 
 
 async def _patient(ours: LabServer, number: int) -> int:
@@ -72,11 +71,11 @@ async def _patient(ours: LabServer, number: int) -> int:
     deadline = time.perf_counter() + GIVE_UP_S
     refusals = 0
     while time.perf_counter() < deadline:
-        status, answer = await client.whole(ours.url, body)
-        if status == 200:
+        try:
+            await client.whole(ours.url, body)
+        except QueueFullError:
+            refusals += 1
+            await asyncio.sleep(RETRY_S)
+        else:
             return refusals
-        if status != 429:
-            raise BenchError(f"HTTP {status}: {answer}")
-        refusals += 1
-        await asyncio.sleep(RETRY_S)
     raise BenchError(f"no answer within {GIVE_UP_S:g} s")

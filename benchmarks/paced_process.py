@@ -1,73 +1,102 @@
-"""Child process: a chat-format server whose model takes the same time for every token, to the clock's precision.
+"""Child process: a chat-format server that emits tokens at an exact rate, to each stream by the clock.
 
-What a real model takes varies by more than a turn costs.
+What a real model takes varies by more than what is measured with it. What is emitted late makes nothing else late: each
+token has its moment from its stream's beginning. Settings: ``pace_s``, the seconds between two tokens of a stream, and
+``streams``, how many begin together. These do not speak together, which would be easy to read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import re
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.processes import child_settings, serve_lines, take_channel
 
-HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 MODELS = b'{"object":"list","data":[{"id":"paced","object":"model"}]}'
+LISTED = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(MODELS), MODELS)
+DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
+CLOSE = re.compile(rb"(?i)\r\nconnection: *close")
+
+
+def _event(delta: dict[str, str], *, finish_reason: str | None = None, **fields: Any) -> bytes:
+    head = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1, "model": "paced"}
+    choices = [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
+    data = f"data: {json.dumps({**head, 'choices': choices, **fields})}\n\n".encode()
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+TOKEN = _event({"content": " word"})
 
 
 def main() -> None:
     channel = take_channel()
     settings = child_settings()
+    pace_s, streams = settings["pace_s"], settings.get("streams", 1)
+    delays_s = itertools.cycle([pace_s * number / streams for number in range(streams)])
     loop = asyncio.new_event_loop()
-    serving = asyncio.start_server(_Paced(settings["tokens"], settings["pace_s"]).handle, "127.0.0.1", 0)
-    server = loop.run_until_complete(serving)
+    server = loop.run_until_complete(loop.create_server(lambda: _Connection(pace_s, delays_s), "127.0.0.1", 0))
     threading.Thread(target=loop.run_forever, daemon=True).start()
     port = server.sockets[0].getsockname()[1]
     serve_lines(channel, {"url": f"http://127.0.0.1:{port}"}, lambda question: {})
 
 
-class _Paced:
-    def __init__(self, tokens: int, pace_s: float) -> None:
-        self._tokens = tokens
+class _Connection(asyncio.Protocol):
+    """One request after the other."""
+
+    def __init__(self, pace_s: float, delays_s: Iterator[float]) -> None:
         self._pace_s = pace_s
+        self._delays_s = delays_s
+        self._received = b""
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        closes = False
-        while not closes and (head := await _head(reader)):
-            fields = dict(line.partition(b": ")[::2] for line in head.lower().splitlines())
-            closes = fields.get(b"connection") == b"close"
-            await reader.readexactly(int(fields.get(b"content-length", 0)))
-            if head.startswith(b"GET"):
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
-                writer.write(b"Content-Length: %d\r\n\r\n" % len(MODELS) + MODELS)
-            else:
-                await self._answer(writer)
-        writer.close()
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
 
-    async def _answer(self, writer: asyncio.StreamWriter) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        writer.write(HEAD.encode())
-        for number in range(1, self._tokens + 1):
-            await asyncio.sleep(began + number * self._pace_s - loop.time())
-            writer.write(_chunk({"content": " word"}))
-        usage = {"prompt_tokens": 10, "completion_tokens": self._tokens, "total_tokens": 10 + self._tokens}
-        writer.write(_chunk({}, finish_reason="length", usage=usage) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, whole, body = self._received.partition(b"\r\n\r\n")
+        length = LENGTH.search(head)
+        if not whole or len(body) < int(length[1] if length else 0):
+            return
+        self._received, self._closes = b"", bool(CLOSE.search(head))
+        if head.startswith(b"GET"):
+            self._transport.write(LISTED)
+            self._end()
+            return
+        asked = json.loads(body)
+        self._tokens, self._sent = asked["max_tokens"], 0
+        self._prompt_tokens = len(asked["messages"][-1]["content"].split())
+        self._began = self._loop.time() + next(self._delays_s)
+        self._transport.write(HEAD)
+        self._wait()
 
+    def _wait(self) -> None:
+        self._loop.call_at(self._began + (self._sent + 1) * self._pace_s, self._emit)
 
-async def _head(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.readuntil(b"\r\n\r\n")
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return b""
+    def _emit(self) -> None:
+        if self._transport.is_closing():
+            return
+        self._transport.write(TOKEN)
+        self._sent += 1
+        if self._sent < self._tokens:
+            self._wait()
+            return
+        counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens}
+        usage = counts | {"total_tokens": self._prompt_tokens + self._tokens}
+        self._transport.write(_event({}, finish_reason="length", usage=usage) + DONE)
+        self._end()
 
-
-def _chunk(delta: dict[str, Any], *, finish_reason: str | None = None, **fields: Any) -> bytes:
-    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "paced"}
-    choices = [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
-    data = f"data: {json.dumps({**head, 'choices': choices, **fields})}\n\n".encode()
-    return b"%x\r\n%b\r\n" % (len(data), data)
+    def _end(self) -> None:
+        if self._closes:
+            self._transport.close()
 
 
 if __name__ == "__main__":

@@ -5,14 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from lmx_lab.bench.prompts import WORDS
+
 Message = dict[str, str]
-# Each is one token of SmolLM2's vocabulary when a space precedes it.
-_LINE = (
-    "apple river stone cloud garden winter letter market bridge forest silver window morning shadow summer kitchen "
-    "music ocean paper mountain bread circle island horse travel doctor picture engine school valley yellow camera "
-    "castle dinner farmer glass hammer jungle ladder mirror needle orange pencil rabbit saddle table uncle village"
-)
-WORDS = _LINE.split()
 
 
 def words(seed: int, count: int) -> str:

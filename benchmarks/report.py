@@ -18,7 +18,8 @@ from rich.table import Table
 from benchmarks.paths import BUILD
 from benchmarks.rows import Row
 
-STYLES = {"pass": "green", "FAIL": "bold red", "ERROR": "bold red"}
+BAD = frozenset({"FAIL", "ERROR"})
+STYLES = {"pass": "green"} | dict.fromkeys(BAD, "bold red")
 # Whole lines for files; a terminal's are wrapped to fit.
 console = Console(width=None if sys.stdout.isatty() else 220)
 
@@ -30,8 +31,7 @@ def say(text: str) -> None:
 def show(rows: Iterable[Row]) -> None:
     table = Table("figure", "case", "model", "value", "must", "verdict", "others' cores", "of which", box=None)
     for row in rows:
-        must = f"{row.limit or ''} {row.unit}".strip()
-        cells = (row.figure, row.case, row.model, value_of(row), must)
+        cells = (row.figure, row.case, row.model, value_of(row), limit_of(row))
         style = STYLES.get(row.verdict)
         verdict = f"[{style}]{row.verdict}[/]" if style else row.verdict
         table.add_row(*cells, verdict, f"{row.others_cores:.1f}", escape(row.summary))
@@ -40,6 +40,10 @@ def show(rows: Iterable[Row]) -> None:
 
 def value_of(row: Row) -> str:
     return "-" if math.isnan(row.value) else f"{row.value:.3f}{f' {row.unit}' if row.unit else ''}"
+
+
+def limit_of(row: Row) -> str:
+    return f"{row.limit or ''} {row.unit}".strip()
 
 
 def keep(rows: Iterable[Row], facts: dict[str, Any]) -> Path:

@@ -39,7 +39,7 @@ class Watch:
             messages = prompts.story(7000 + self._asked)
             body = prompts.chat_body(messages, max_tokens=ANSWER_TOKENS, **self._ours.extras)
             async with client.Exchange(self._ours.url, body) as exchange:
-                async for at, line in exchange.events():
+                async for at, line in exchange.data():
                     if client.has_text(line):
                         self.times.append(at)
                         self._came.set()
