@@ -177,7 +177,7 @@ async def test_a_turn_that_waits_runs_after_a_restart_and_its_caller_gets_it(pro
 
 async def test_a_proxy_that_closes_idle_connections_costs_no_event(program: Program) -> None:
     async with (
-        Proxy(lambda: program.state.port, idle_s=0.05) as proxy,
+        Proxy(lambda: program.state.port, idle_s=0.5) as proxy,
         AsyncDaemonClient.discover(program.home, transport=Through(proxy)) as client,
     ):
         seen = Seen(client)
