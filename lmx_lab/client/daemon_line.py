@@ -105,8 +105,15 @@ class DaemonLine:
         except (UnauthorizedError, UnreachableError) as exc:
             if not self._is_worth_another(exc, place, repeatable=request.repeatable):
                 raise
-        connection, _ = await self._reach()
-        return await _send(connection, request, read)
+            first = exc
+        try:
+            connection, _ = await self._reach()
+            return await _send(connection, request, read)
+        except UnreachableError as exc:
+            if isinstance(first, UnreachableError) and was_sent(first) and not was_sent(exc):
+                # What may have arrived must not look as if it had not.
+                raise first from first.__cause__
+            raise
 
     def _is_worth_another(self, error: LabError, place: Place, *, repeatable: bool) -> bool:
         if isinstance(error, UnauthorizedError):
