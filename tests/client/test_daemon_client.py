@@ -500,6 +500,23 @@ async def test_a_submit_is_repeated_under_the_id_that_it_had() -> None:
     assert first["turn_id"].startswith("trn_")
 
 
+async def test_what_may_have_arrived_at_a_server_that_is_gone_does_not_look_as_if_it_had_not() -> None:
+    gone = asyncio.Event()
+
+    async def take_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        listener.close()
+        writer.transport.abort()
+        gone.set()
+
+    listener = await asyncio.start_server(take_one, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    async with AsyncDaemonClient(f"http://127.0.0.1:{port}", token=TOKEN) as client:
+        with pytest.raises(errors.ConnectionLostError):
+            await client.submit_turn("s", SubmitTurn(content="hi"))
+    assert gone.is_set()
+
+
 async def test_what_would_be_done_twice_is_not_repeated() -> None:
     with answering(b"") as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
