@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Self, overload
 
 from lmx_lab.engine import EncodeReport, Ranking, RerankMethod
+from lmx_lab.frames import pandas_for
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,10 +89,7 @@ class RerankResult(Sequence[RankedDocument]):
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            pandas: Any = importlib.import_module("pandas")
-        except ImportError as exc:
-            raise ImportError("df needs pandas, which is not installed: pip install 'lmx-lab[lab]'") from exc
+        pandas = pandas_for("df")
         return pandas.DataFrame([vars(row) for row in self._rows], columns=list(COLUMNS))
 
     def _ipython_display_(self) -> None:

@@ -60,12 +60,14 @@ TABLE = {
     # ``Source``. client: events of the daemon are shown as they come, by their classes.
     # links: which frontend shows them. IPython: a panel is two outputs, for notebooks without a kernel. minify: of
     # developers, for what widgets carry.
-    "panels": Row("errors links loops wire client", "anywidget ipywidgets IPython traitlets pandas minify"),
+    "panels": Row("errors links loops frames wire client", "anywidget ipywidgets IPython traitlets pandas minify"),
     # settings: where kept runs live. psutil: cores and memory, which the provenance of a run has.
-    "bench": Row("errors settings wire client engine", "httpx2 pandas numpy matplotlib psutil"),
+    "bench": Row("errors settings frames wire client engine", "httpx2 pandas numpy matplotlib psutil"),
+    # pandas, when somebody asks for a table: it takes half a second to import, and not everybody has it.
+    "frames": Row("", "pandas"),
     "progress": Row("", "rich IPython"),
     "replies": Row("engine wire"),
-    "rankings": Row("engine", "pandas"),
+    "rankings": Row("engine frames", "pandas"),
     # jupyter_core: where Jupyter servers write down their address.
     # ipywidgets, pandas: for the types of what panel() and bench() return.
     "lab": Row(EVERYTHING, "ipywidgets pandas psutil pydantic rich jupyter_core"),

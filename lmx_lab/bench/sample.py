@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
+
+from lmx_lab.frames import pandas_for
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -142,7 +143,7 @@ def table_of(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame
     Raises:
         ImportError: pandas is not installed.
     """
-    pandas = _pandas()
+    pandas = pandas_for("a table of requests")
     table = pandas.DataFrame(rows, columns=list(columns))
     table = table.astype({name: _KINDS[kind] for name, kind in _TYPES.items()})
     table["started_at"] = pandas.to_datetime(table["started_at"], utc=True, format="ISO8601").dt.as_unit("us")
@@ -170,10 +171,3 @@ def _is_time(text: Any) -> bool:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _pandas() -> Any:
-    try:
-        return importlib.import_module("pandas")
-    except ImportError as exc:
-        raise ImportError("tables need pandas, which is not installed: pip install 'lmx-lab[lab]'") from exc

@@ -46,17 +46,22 @@ async def _read(
     handed: asyncio.Queue[str | Exception],
 ) -> None:
     """All messages, and at last why there are no more."""
-    end: Exception
+    end: Exception | None = None
     try:
         async with connection.websocket(path) as socket:
-            await socket.send_text(first)
-            while True:
-                async with asyncio.timeout(silence_s):
-                    message = await socket.receive_text()
-                await handed.put(message)
+            try:
+                await socket.send_text(first)
+                while True:
+                    async with asyncio.timeout(silence_s):
+                        message = await socket.receive_text()
+                    await handed.put(message)
+            except Exception as exc:
+                end = exc
     except Exception as exc:
-        end = _in_plain_words(exc, connection.url)
-    await handed.put(end)
+        # Where there is a reason already, this is about the close, and no news.
+        end = end or exc
+    assert end is not None
+    await handed.put(_in_plain_words(end, connection.url))
 
 
 def _in_plain_words(exc: Exception, url: str) -> Exception:

@@ -134,7 +134,7 @@ class Life:
         upstream = Upstream(plan.upstream_url, api_key=plan.upstream_key)
         self._ends["upstream"] = upstream.aclose
         toolbox = AllTools(plan.tools, servers, limits)
-        turns = Turns(store=store, log=events, upstream=upstream, toolbox=toolbox, limits=limits)
+        turns = Turns(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
         self._ends["turns"] = lambda: turns.stop(mode="now", grace_s=0)
         await turns.start()
         keeping = asyncio.create_task(keep(store, events, limits), name="lmx-lab retention")

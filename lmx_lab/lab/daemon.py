@@ -63,6 +63,19 @@ class LabDaemon(Daemon):
             self._client = _PumpingClient(self)
         return self._client
 
+    # Life
+
+    def start(self) -> None:
+        super().start()
+        self._workbench.follow_events(self._seen_as)
+
+    def _close(self) -> None:
+        super()._close()
+        if self._workbench.events is self._seen_as:
+            self._workbench.follow_events(None)
+        if self._client is not None:
+            self._client.close()
+
     # Sessions
 
     def session(
@@ -111,17 +124,6 @@ class LabDaemon(Daemon):
         assert isinstance(panel, EventsPanel)
         return panel
 
-    def start(self) -> None:
-        super().start()
-        self._workbench.follow_events(self._seen_as)
-
-    def _close(self) -> None:
-        super()._close()
-        if self._workbench.events is self._seen_as:
-            self._workbench.follow_events(None)
-        if self._client is not None:
-            self._client.close()
-
     # MCP servers
 
     def add_mcp_server(self, name: str, command: Sequence[str] = (), **fields: Any) -> McpServerRecord:
@@ -151,7 +153,9 @@ class LabDaemon(Daemon):
 class _PumpingLine(Line):
     """Waits as the lab's own verbs do: the kernel's loop, where that serves the model, goes on meanwhile."""
 
-    upstream_url: str
+    def __init__(self, client: AsyncDaemonClient, upstream_url: str) -> None:
+        super().__init__(lambda: client.url, client.aclose)
+        self._upstream_url = upstream_url
 
     def check(self, *, also: str | None = None) -> None:
         if self._served_here() is None:
@@ -174,7 +178,7 @@ class _PumpingLine(Line):
 
     def _served_here(self) -> asyncio.AbstractEventLoop | None:
         here = asyncio._get_running_loop()
-        return here if here is not None and serves(here, self.upstream_url) else None
+        return here if here is not None and serves(here, self._upstream_url) else None
 
 
 class _PumpingClient(DaemonClient):
@@ -186,8 +190,7 @@ class _PumpingClient(DaemonClient):
 
     def _begin(self, client: AsyncDaemonClient) -> None:
         self._client = client
-        self._line = _PumpingLine(lambda: client.url, client.aclose)
-        self._line.upstream_url = self._upstream_url
+        self._line = _PumpingLine(client, self._upstream_url)
 
 
 class LabEvents(EventSource):
@@ -197,7 +200,7 @@ class LabEvents(EventSource):
         self._daemon = daemon
 
     @property
-    def place(self) -> str:  # type: ignore[override]
+    def place(self) -> str:
         return self._daemon.url
 
     def _client(self) -> AsyncDaemonClient:
@@ -211,13 +214,11 @@ class LabEvents(EventSource):
                 async for item in items:
                     yield item
 
-    async def decide(self, permission_id: str, decision: str, scope: str) -> None:
+    async def decide(
+        self, permission_id: str, decision: Literal["allow", "deny"], scope: Literal["once", "session"]
+    ) -> None:
         async with self._client() as client:
-            await client.decide(
-                permission_id,
-                "allow" if decision == "allow" else "deny",
-                scope="session" if scope == "session" else "once",
-            )
+            await client.decide(permission_id, decision, scope=scope)
 
     async def cancel(self, session_id: str) -> None:
         async with self._client() as client:

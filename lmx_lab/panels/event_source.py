@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     # For the types alone: every lab has a workbench, and not every one a daemon.
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class EventSource(Protocol):
     """A daemon as the events panel needs it. All of it runs on the panels' own loop, and fails with a ``LabError``."""
 
-    place: str
-    """The daemon's address, for the eye."""
+    @property
+    def place(self) -> str:
+        """The daemon's address, for the eye."""
 
     def events(self) -> AsyncGenerator[DaemonEvent | ConnectionState, None]:
         """Events and what becomes of the connection, in the order in which it happens; for ever.
@@ -23,8 +24,10 @@ class EventSource(Protocol):
         It ends, or raises, where no further attempt can help.
         """
 
-    async def decide(self, permission_id: str, decision: str, scope: str) -> None:
-        """``allow`` or ``deny``, ``once`` or for the ``session``."""
+    async def decide(
+        self, permission_id: str, decision: Literal["allow", "deny"], scope: Literal["once", "session"]
+    ) -> None:
+        """Let a call run or not; ``session`` is about all later ones of the tool, too."""
 
     async def cancel(self, session_id: str) -> None:
         """Stop the session's running turn; nothing happens if there is none."""

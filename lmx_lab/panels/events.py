@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import html
-import importlib
 import logging
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ import traitlets
 from lmx_lab.client.daemon_events import DaemonEvent, ResetFrame
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
+from lmx_lab.frames import pandas_for
 from lmx_lab.panels.event_log import COLUMNS, MOST_ROWS, EventLog, Filter, Row
 from lmx_lab.panels.event_sessions import Sessions
 from lmx_lab.panels.event_source import EventSource
@@ -256,12 +256,15 @@ class EventsPanel(Panel):
         """``decision`` allow or deny of a permission, with the ``scope`` once or session."""
         permission_id = text_field(fields, "permission", most=SEARCH_CHARACTERS)
         decision, scope = fields.get("decision"), fields.get("scope", "once")
-        if decision not in {"allow", "deny"} or scope not in {"once", "session"}:
-            raise InvalidRequestError(
-                f"decision is {decision!r:.40} and scope {scope!r:.40}; they are allow or deny, and once or session",
-                param="decision",
-            )
-        await self._daemon().decide(permission_id, decision, scope)
+        match decision, scope:
+            case (("allow" | "deny"), ("once" | "session")):
+                await self._daemon().decide(permission_id, decision, scope)
+            case _:
+                raise InvalidRequestError(
+                    f"decision is {decision!r:.40} and scope {scope!r:.40}; "
+                    "they are allow or deny, and once or session",
+                    param="decision",
+                )
         self._sessions.decided(permission_id)
         self._redraw()
 
@@ -299,10 +302,7 @@ class EventsPanel(Panel):
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            pandas: Any = importlib.import_module("pandas")
-        except ImportError as exc:
-            raise ImportError("df needs pandas, which is not installed: pip install 'lmx-lab[lab]'") from exc
+        pandas = pandas_for("df")
         frame = pandas.DataFrame(self._log.cells(), columns=list(COLUMNS))
         frame["time"] = pandas.to_datetime(frame["time"], utc=True, format="ISO8601")
         frame["seq"] = frame["seq"].astype("Int64")

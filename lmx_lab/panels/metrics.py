@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib
 import math
 import sys
 from array import array
@@ -15,6 +14,7 @@ from typing import Any
 import traitlets
 
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.frames import pandas_for
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
@@ -129,10 +129,7 @@ class MetricsPanel(Panel):
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            pandas: Any = importlib.import_module("pandas")
-        except ImportError as exc:
-            raise ImportError("df needs pandas, which is not installed: pip install 'lmx-lab[lab]'") from exc
+        pandas = pandas_for("df")
         samples = self.samples
         frame = pandas.DataFrame([figures(sample) for sample in samples], columns=list(FIELDS))
         times = array("d", (sample.at for sample in samples))

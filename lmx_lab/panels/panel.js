@@ -45,6 +45,7 @@ const copyButton = (text, label, name = "copy") =>
     },
   }, name);
 
+const COMPARE_MS = 10000;
 let asked = 0;
 const session = Math.random().toString(36).slice(2);
 
@@ -98,6 +99,15 @@ const panel = (label, build) => ({
       model.set("server", { ...model.get("server"), state: "gone", note: "The kernel is gone; run its cells." });
     model.on("comm_live_update", gone);
     listeners.push(["comm_live_update", gone]);
+    // Messages of state that a breaking connection has swallowed.
+    let seen = model.get("revision") - 1;
+    watch(["revision"], () => {
+      const now = model.get("revision");
+      seen = now === seen + 1 ? now : -1;
+    });
+    const comparing = setInterval(() => {
+      if (!document.hidden) ask(model, "compare", { revision: seen }).then((now) => (seen = now), () => 0);
+    }, COMPARE_MS);
     el.append(root);
     const left = build({ model, root, watch });
     root.append(note);
@@ -107,6 +117,7 @@ const panel = (label, build) => ({
       note.hidden = !text;
     });
     return () => {
+      clearInterval(comparing);
       for (const [name, f] of listeners) model.off(name, f);
       left?.();
     };

@@ -42,6 +42,8 @@ class Panel(anywidget.AnyWidget):
 
     server = traitlets.Dict().tag(sync=True)
     """``ServerState`` as a dict."""
+    revision = traitlets.Int().tag(sync=True)
+    """Counts the messages of state; a view that has missed one sees a gap, or learns of it with ``compare``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Not in the classes that traitlets derives for each instance: there these are traits.
@@ -81,6 +83,7 @@ class Panel(anywidget.AnyWidget):
         values, self._waiting = self._waiting, {}
         self._shown_at = time.monotonic()
         with self.hold_sync():
+            self.revision += 1
             for name, value in values.items():
                 setattr(self, name, value)
 
@@ -103,6 +106,15 @@ class Panel(anywidget.AnyWidget):
 
     # Up
 
+    async def do_compare(self, fields: Mapping[str, Any]) -> int:
+        """The revision that a view has against the panel's, which it gets, with all of the state where they differ.
+
+        What a kernel says while its connection breaks is lost, and nothing in the widgets' protocol tells of it.
+        """
+        if fields.get("revision") != self.revision:
+            self.send_state([name for name in self.keys if not name.startswith("_")])
+        return self.revision
+
     def _received(self, _widget: Any, content: Any, _buffers: Any) -> None:
         self.workbench.submit(self._accept(content))
 
@@ -121,8 +133,9 @@ class Panel(anywidget.AnyWidget):
     async def _answer(self, number: str, content: Mapping[str, Any]) -> None:
         what = content.get("do")
         try:
-            if not isinstance(what, str) or what not in self.REQUESTS:
-                raise InvalidRequestError(f"this panel cannot {what!r:.40}; it can {', '.join(sorted(self.REQUESTS))}")
+            known = self.REQUESTS | {"compare"}
+            if not isinstance(what, str) or what not in known:
+                raise InvalidRequestError(f"this panel cannot {what!r:.40}; it can {', '.join(sorted(known))}")
             result = await getattr(self, f"do_{what}")(content)
         except LabError as exc:
             self._refuse(number, exc.code, exc.message)

@@ -266,6 +266,14 @@ class Tab:
     def reconnect(self) -> None:
         self.page.evaluate(f"async () => {{ {CURRENT} await panel.sessionContext.session.kernel.reconnect(); }}")
 
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """What the kernel says during the block is lost, as it is in a connection that breaks."""
+        socket = f"{CURRENT} const socket = panel.sessionContext.session.kernel._ws;"
+        self.page.evaluate(f"() => {{ {socket} socket.heard = socket.onmessage; socket.onmessage = () => 0; }}")
+        yield
+        self.page.evaluate(f"() => {{ {socket} socket.onmessage = socket.heard; }}")
+
     def forgive(self, text: str) -> None:
         """Forget complaints with this text; for what JupyterLab itself says where a test leads it into trouble."""
         self.page.evaluate("0")

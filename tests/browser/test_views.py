@@ -83,6 +83,17 @@ def test_a_browser_that_was_asleep_wakes_up_to_the_right_state(panels: Tab) -> N
     expect(row(panels, "tiny")).to_contain_text("on disk")
 
 
+def test_what_the_kernel_said_to_nobody_is_asked_for(panels: Tab) -> None:
+    url = panels.kernel("print(lab.url)")
+    expect(row(panels, "tiny")).to_contain_text("loaded")
+    with panels.deaf():
+        assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
+        panels.page.wait_for_timeout(1000)
+        expect(row(panels, "tiny")).to_contain_text("loaded")
+    expect(row(panels, "tiny-two")).to_contain_text("loaded")
+    expect(row(panels, "tiny")).to_contain_text("on disk")
+
+
 def test_a_browser_that_has_lost_its_connection_finds_the_right_state(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
     panels.disconnect()

@@ -98,6 +98,17 @@ def says(*tokens: str, thinks: Sequence[str] = (), finish: str = "stop") -> list
     return [*steps, *ending(finish, usage=(5, len(tokens) + len(thinks)))]
 
 
+def counted(tokens: int, *, pause_s: float, every: int, gate: Gate | None = None, after: int = 0) -> list[Step]:
+    """An answer "w0 w1 …" that takes its time: a pause behind ``every`` so many tokens, a gate ``after`` so many."""
+    head, *rest = says(*(f"w{at} " for at in range(tokens)))
+    steps = [head]
+    for number, step in enumerate(rest):
+        if gate is not None and number == after:
+            steps.append(gate)
+        steps += [step, pause_s] if number % every == 0 else [step]
+    return steps
+
+
 def call(name: str, arguments: Mapping[str, Any] | str, *, index: int = 0, id: str | None = None) -> list[Step]:
     """A call in deltas, as the lab and OpenAI send it: its name, then its arguments in two halves."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)

@@ -7,7 +7,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from lmx_lab.client.daemon_events import DaemonEvent, TurnDoneEvent, TurnErrorEv
 from lmx_lab.errors import DaemonRestartedError
 from tests.daemon.cutting import Proxy, Through
 from tests.daemon.program import Program
-from tests.daemon.scripted import Scripted, says
+from tests.daemon.scripted import Scripted, counted
 
 pytestmark = pytest.mark.anyio
 TOKENS = 60
@@ -26,17 +25,10 @@ WAIT_S = 60.0
 EXPECTED = "".join(f"w{at} " for at in range(TOKENS))
 
 
-def script(body: dict[str, Any]) -> list[Any]:
-    """Sixty tokens in a second or so: twenty batches and more."""
-    steps: list[Any] = []
-    for number, step in enumerate(says(*(f"w{at} " for at in range(TOKENS)))):
-        steps += [step, 0.03] if number % 2 == 0 else [step]
-    return steps
-
-
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
-    with Scripted(script) as upstream:
+    # A second or so: twenty batches and more.
+    with Scripted(counted(TOKENS, pause_s=0.03, every=2)) as upstream:
         program = Program(tmp_path, upstream.url).start()
         yield program
         assert program.stop() == 0

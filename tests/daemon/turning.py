@@ -72,7 +72,7 @@ class Daemon:
 
     def __init__(self, store: Store, log: EventLog, upstream: Upstream, workshop: Workshop, limits: Limits) -> None:
         self.store, self.log, self.upstream, self.workshop = store, log, upstream, workshop
-        self.turns = Turns(store=store, log=log, upstream=upstream, toolbox=workshop, limits=limits)
+        self.turns = Turns(store=store, upstream=upstream, toolbox=workshop, limits=limits)
 
     async def session(self, **fields: Any) -> str:
         body = CreateSession(**fields)

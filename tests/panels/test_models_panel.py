@@ -178,6 +178,23 @@ def test_a_load_of_the_lab_before_is_forgotten(reader: Reader, source: ScriptedS
     reader.ask("load", model="tiny-two")
 
 
+def test_a_view_that_missed_something_gets_all_of_the_state(
+    reader: Reader, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.rows) == 2)
+    sent: list[set[str]] = []
+    monkeypatch.setattr(reader.panel, "send_state", lambda names: sent.append(set(names)))
+    revision = reader.ask("compare", revision=-1)
+    assert revision == reader.panel.revision > 0
+    assert sent
+    assert {"rows", "jobs", "server", "revision"} <= sent[0]
+    assert not {"_esm", "_css"} & sent[0], "the code has not changed"
+    sent.clear()
+    assert reader.ask("compare", revision=revision) == revision
+    assert sent == []
+
+
 def test_a_thousand_models_are_a_bounded_list(reader: Reader, source: ScriptedSource) -> None:
     source.records = [record(f"model-{number}") for number in range(1000)]
     reader.ask("refresh")

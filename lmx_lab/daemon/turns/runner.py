@@ -10,7 +10,6 @@ from typing import Literal
 
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.log import EventLog
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import Toolbox
 from lmx_lab.daemon.turns import permissions, queue, records
@@ -52,7 +51,7 @@ STOP_S = 2.0
 class Turns:
     """On the daemon's loop; ``start()`` it, and ``stop()`` it in the end."""
 
-    def __init__(self, *, store: Store, log: EventLog, upstream: Upstream, toolbox: Toolbox, limits: Limits) -> None:
+    def __init__(self, *, store: Store, upstream: Upstream, toolbox: Toolbox, limits: Limits) -> None:
         self._store = store
         self._upstream = upstream
         self._limits = limits
