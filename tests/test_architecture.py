@@ -72,8 +72,8 @@ TABLE = {
     # ipywidgets, pandas: for the types of what panel() and bench() return.
     "lab": Row(EVERYTHING, "ipywidgets pandas psutil pydantic rich jupyter_core"),
     "magics": Row("errors lab", "IPython"),
-    # pandas: for the type of the tables that bench prints.
-    "cli": Row(EVERYTHING, "typer rich pandas"),
+    # pandas, matplotlib: for the types of the tables that bench prints and of what it draws.
+    "cli": Row(EVERYTHING, "typer rich pandas matplotlib"),
     "doctor": Row(EVERYTHING, "mlx psutil"),
 }
 # Packages with one importing file: what is behind them can be exchanged there.

@@ -44,6 +44,20 @@ def hello(upstream: Scripted) -> None:
     upstream.then(says("Hello", " there."))
 
 
+@pytest.fixture
+def ran(daemon: Daemon) -> list[str]:
+    """What a tool was called with that needs somebody's yes."""
+    ran: list[str] = []
+
+    @daemon.tool
+    def note(text: str) -> str:
+        """Write it down."""
+        ran.append(text)
+        return "written"
+
+    return ran
+
+
 # --- chat
 
 
@@ -151,16 +165,8 @@ def test_what_fails_ends_with_its_code(tmp_path: Path, daemon: Daemon, upstream:
 
 
 def test_a_tool_that_needs_a_yes_is_denied_where_nobody_can_be_asked(
-    tmp_path: Path, daemon: Daemon, upstream: Scripted
+    tmp_path: Path, ran: list[str], upstream: Scripted
 ) -> None:
-    ran: list[str] = []
-
-    @daemon.tool
-    def note(text: str) -> str:
-        """Write it down."""
-        ran.append(text)
-        return "written"
-
     for allow, status in (([], "denied"), (["--allow"], "ok")):
         upstream.then(calls(("note", {"text": "a"})), says("Done."))
         done = lmx_lab(tmp_path, "chat", "write", "--new", *allow)
@@ -223,16 +229,8 @@ def test_a_chat_says_that_its_turn_waits_for_others(tmp_path: Path, daemon: Daem
 
 
 def test_a_conversation_asks_in_a_terminal_before_a_tool_runs(
-    tmp_path: Path, daemon: Daemon, upstream: Scripted
+    tmp_path: Path, ran: list[str], upstream: Scripted
 ) -> None:
-    ran: list[str] = []
-
-    @daemon.tool
-    def note(text: str) -> str:
-        """Write it down."""
-        ran.append(text)
-        return "written"
-
     upstream.then(calls(("note", {"text": "b"})), says("Done."), says("Bye."))
     with Terminal(tmp_path, "chat") as terminal:
         terminal.wait_for("> ")
@@ -251,16 +249,8 @@ def test_a_conversation_asks_in_a_terminal_before_a_tool_runs(
 
 
 def test_neither_what_was_typed_before_nor_the_end_of_the_input_lets_a_tool_run(
-    tmp_path: Path, daemon: Daemon, upstream: Scripted
+    tmp_path: Path, ran: list[str], upstream: Scripted
 ) -> None:
-    ran: list[str] = []
-
-    @daemon.tool
-    def note(text: str) -> str:
-        """Write it down."""
-        ran.append(text)
-        return "written"
-
     gate = Gate()
     upstream.then([token("Well"), gate, *calls(("note", {"a)\nAllow b(": "b"}))], says("Done."))
     with Terminal(tmp_path, "chat", "write it") as terminal:
@@ -277,13 +267,8 @@ def test_neither_what_was_typed_before_nor_the_end_of_the_input_lets_a_tool_run(
 
 
 def test_a_question_about_a_tool_is_seen_though_the_answer_goes_into_a_file(
-    tmp_path: Path, daemon: Daemon, upstream: Scripted
+    tmp_path: Path, ran: list[str], upstream: Scripted
 ) -> None:
-    @daemon.tool
-    def note(text: str) -> str:
-        """Write it down."""
-        return "written"
-
     upstream.then(calls(("note", {"text": "b"})), says("Done."))
     answer = tmp_path / "answer"
     with answer.open("wb") as out, Terminal(tmp_path, "chat", "write it", stdout=out) as terminal:

@@ -16,6 +16,7 @@ from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
     from lmx_lab.bench import Sweep, Target
     from lmx_lab.bench.running import Progress
@@ -170,7 +171,7 @@ def _say_all(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
         sys.exit(FAILED)
 
 
-def _chart(rows: pd.DataFrame):  # type: ignore[no-untyped-def]
+def _chart(rows: pd.DataFrame) -> Figure:
     from lmx_lab.bench import by_concurrency, by_prompt_length
 
     lengths_alone = rows["concurrency"].nunique() == 1 and rows["prompt_tokens_wanted"].nunique() > 1

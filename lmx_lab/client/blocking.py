@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
 from lmx_lab.errors import HostingError
@@ -132,6 +133,47 @@ class Line:
         if self._end.detach() is not None and self._held and _BACKGROUND.is_at(self._held[0]):
             with suppress(TimeoutError, HostingError):
                 self._held[0].run(self._close(), CLOSE_S)
+
+
+class _Client(Protocol):
+    @property
+    def url(self) -> str: ...
+
+    async def aclose(self) -> None: ...
+
+
+Client = TypeVar("Client", bound=_Client)
+
+
+class BlockingClient(Generic[Client]):
+    """What the blocking clients have in common: an async one, and the line to it."""
+
+    def __init__(self, client: Client) -> None:
+        self._begin(client)
+
+    def _begin(self, client: Client) -> None:
+        self._client = client
+        self._line = Line(lambda: client.url, client.aclose)
+
+    @property
+    def url(self) -> str:
+        """The server's address, as far as it is known."""
+        return self._client.url
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.url}>"
+
+    def close(self) -> None:
+        """Close all connections, which ends what the server computes for them. Idempotent."""
+        self._line.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 _CLOSING: set[asyncio.Task[None]] = set()

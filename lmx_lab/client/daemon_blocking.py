@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Literal, Self
 
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.client.blocking import Line
+from lmx_lab.client.blocking import BlockingClient
 from lmx_lab.client.cursors import CursorStore
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.events_blocking import BlockingSubscription, check_upstream
@@ -42,7 +41,7 @@ from lmx_lab.wire.sessions import (
 )
 
 
-class DaemonClient:
+class DaemonClient(BlockingClient[AsyncDaemonClient]):
     """``AsyncDaemonClient`` without ``await``, for any thread: ``with DaemonClient.discover() as client``.
 
     Every verb waits, and an interrupt (Ctrl-C) cancels what it waits for. What each does, takes and raises is said
@@ -55,7 +54,7 @@ class DaemonClient:
     """
 
     def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
-        self._begin(AsyncDaemonClient(base_url, token=token, transport=transport))
+        super().__init__(AsyncDaemonClient(base_url, token=token, transport=transport))
 
     @classmethod
     def discover(
@@ -73,30 +72,6 @@ class DaemonClient:
         client = cls.__new__(cls)
         client._begin(AsyncDaemonClient.discover(home, transport=transport))
         return client
-
-    def _begin(self, client: AsyncDaemonClient) -> None:
-        self._client = client
-        self._line = Line(lambda: client.url, client.aclose)
-
-    @property
-    def url(self) -> str:
-        """Where the daemon is, as far as is known."""
-        return self._client.url
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.url}>"
-
-    def close(self) -> None:
-        """Close all connections. Idempotent."""
-        self._line.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # The daemon
 

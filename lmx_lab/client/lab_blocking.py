@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import httpx2
 
-from lmx_lab.client.blocking import Line
+from lmx_lab.client.blocking import BlockingClient
 from lmx_lab.client.events import Include, LabEvent
 from lmx_lab.client.inference import AsyncLabClient, Over
 from lmx_lab.client.sse import Remark
@@ -23,7 +22,7 @@ from lmx_lab.wire.rerank import RerankBody, RerankResults
 Item = TypeVar("Item")
 
 
-class LabClient:
+class LabClient(BlockingClient[AsyncLabClient]):
     """``AsyncLabClient`` without ``await``, for any thread: ``with LabClient("http://host:8400") as client``.
 
     Every verb waits, and an interrupt (Ctrl-C) cancels what it waits for. Streams are for ``for`` loops.
@@ -41,29 +40,7 @@ class LabClient:
         transport: httpx2.AsyncBaseTransport | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        client = AsyncLabClient(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s)
-        self._client = client
-        self._line = Line(lambda: client.url, client.aclose)
-
-    @property
-    def url(self) -> str:
-        """The server's address."""
-        return self._client.url
-
-    def __repr__(self) -> str:
-        return f"<LabClient of {self.url}>"
-
-    def close(self) -> None:
-        """Close all connections, which ends what the server computes for them. Idempotent."""
-        self._line.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__(AsyncLabClient(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s))
 
     # Chat
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from lmx_lab.daemon.storage.store import Store
+from tests.daemon.scripted import Scripted
+from tests.daemon.turning import Daemon, check_invariants, daemon
 
 
 @pytest.fixture
@@ -15,3 +17,17 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     store = await Store.open(tmp_path / "daemon.db")
     yield store
     await store.close()
+
+
+@pytest.fixture
+def upstream() -> Iterator[Scripted]:
+    with Scripted() as upstream:
+        yield upstream
+
+
+@pytest.fixture
+async def here(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Daemon]:
+    """Turns over this upstream; whatever a test did, its log is in order in the end."""
+    async with daemon(tmp_path, upstream) as here:
+        yield here
+        check_invariants(await here.events())

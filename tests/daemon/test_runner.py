@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,6 @@ from tests.flows.conftest import serving
 
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
-
-
-@pytest.fixture
-def upstream() -> Any:
-    with Scripted() as upstream:
-        yield upstream
-
-
-@pytest.fixture
-async def here(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Daemon]:
-    async with daemon(tmp_path, upstream) as here:
-        yield here
-        check_invariants(await here.events())
 
 
 # --- answers

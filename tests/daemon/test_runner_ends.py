@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,6 @@ from tests.daemon.turning import ASKS, FREE, WAIT_S, Daemon, Workshop, check_inv
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
 ALWAYS = Decision(decision="allow", scope="session")
-
-
-@pytest.fixture
-def upstream() -> Any:
-    with Scripted() as upstream:
-        yield upstream
-
-
-@pytest.fixture
-async def here(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Daemon]:
-    async with daemon(tmp_path, upstream) as here:
-        yield here
-        check_invariants(await here.events())
 
 
 @pytest.fixture(autouse=True)

@@ -24,19 +24,6 @@ pytestmark = pytest.mark.anyio
 ALLOW = Decision(decision="allow")
 
 
-@pytest.fixture
-def upstream() -> Any:
-    with Scripted() as upstream:
-        yield upstream
-
-
-@pytest.fixture
-async def here(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Daemon]:
-    async with daemon(tmp_path, upstream) as here:
-        yield here
-        check_invariants(await here.events())
-
-
 async def leave_in(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, work: Any) -> None:
     """Cancel the caller of work while this change of the database is being made."""
     began, go, change = threading.Event(), threading.Event(), getattr(module, name)
