@@ -1,4 +1,4 @@
-"""A progress bar, in a terminal or a notebook; nowhere else, where it would be rubbish in a log."""
+"""A progress bar, in a terminal (on standard error) or a notebook; nowhere else, where it would be rubbish in a log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rich import get_console
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -75,7 +74,7 @@ class Bar:
 def bar(title: str, console: Console | None = None) -> Iterator[Bar]:
     """Of bytes."""
     columns = (TextColumn(TEXT, markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with _ending(Bar(title, console or get_console(), columns, wide=False)) as shown:
+    with _ending(Bar(title, console or Console(stderr=True), columns, wide=False)) as shown:
         yield shown
 
 
@@ -84,7 +83,7 @@ def counter(title: str, console: Console | None = None) -> Iterator[Bar]:
     """Of things that are counted, such as requests. The text gets the room that the rest has left."""
     text = TextColumn(TEXT, markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), text)
-    with _ending(Bar(title, console or get_console(), columns, wide=True)) as shown:
+    with _ending(Bar(title, console or Console(stderr=True), columns, wide=True)) as shown:
         yield shown
 
 

@@ -62,7 +62,7 @@ TABLE = {
     # developers, for what widgets carry.
     "panels": Row("errors links loops frames wire client", "anywidget ipywidgets IPython traitlets pandas minify"),
     # settings: where kept runs live. psutil: cores and memory, which the provenance of a run has.
-    "bench": Row("errors settings frames wire client engine", "httpx2 pandas numpy matplotlib psutil"),
+    "bench": Row("errors settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"),
     # pandas, when somebody asks for a table: it takes half a second to import, and not everybody has it.
     "frames": Row("", "pandas"),
     "progress": Row("", "rich IPython"),

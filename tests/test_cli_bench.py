@@ -111,6 +111,18 @@ def test_a_server_that_runs_is_measured_by_its_address(
     assert len(list((home / "bench").iterdir())) == 1
 
 
+def test_arrivals_the_cache_and_the_seed_can_be_chosen(
+    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ("--rate", "50", "--warm", "--seed", "7", "--json")
+    assert bench("--url", server.url, *SMALL, *chosen) == 0
+    said = json.loads(capsys.readouterr().out)
+    ways = {(row["arrival"], row["cache"], row["seed"]) for row in said["requests"]}
+    assert ways == {("poisson(50/s)", "warm", 7)}
+    assert bench("--url", server.url, *SMALL, "--rate", "0") == 1
+    assert "above 0 and up to 10000" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_other_server_does_not_get_the_first_ones_key(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lmx_lab.bench.running import run, samples
     from lmx_lab.bench.sample import Sample, frame
     from lmx_lab.bench.statistics import Interval, median_interval, ratio_interval, summary
-    from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target
+    from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts
 
 _HOME = {
     "case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
@@ -33,7 +33,7 @@ _HOME = {
     "running": ("run", "samples"),
     "sample": ("Sample", "frame"),
     "statistics": ("Interval", "median_interval", "ratio_interval", "summary"),
-    "targets": ("ChatTarget", "EngineTarget", "Target"),
+    "targets": ("ChatTarget", "EngineTarget", "Target", "TargetFacts"),
 }
 _PLACES = {name: f"{__name__}.{module}" for module, names in _HOME.items() for name in names}
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "Sample",
     "Sweep",
     "Target",
+    "TargetFacts",
     "by_concurrency",
     "by_prompt_length",
     "compare",

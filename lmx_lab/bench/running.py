@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import signal
-import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
@@ -20,6 +19,7 @@ from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.sample import Sample, frame
 from lmx_lab.bench.targets import Target, as_target
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.progress import counter
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +32,6 @@ LOOK_S = 0.25
 """How often one who waits looks up: an interrupt that comes at the very moment a wait begins does not wake it."""
 END_S = 5.0
 """How long requests that were cancelled may take to end."""
-BAR = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ def run(
     Args:
         target: An address, an engine or a ``Target``; or several, which take turns, so that what drifts hits all alike.
         plan: A sweep, a case or several.
-        progress: A line on standard error where that is a terminal or a notebook; or a function, called on this thread.
+        progress: A bar, in a terminal (on standard error) or a notebook; or a function, called on this thread.
         record: Keep the run: in ``bench`` in the lab's home, or in a folder.
         silence_s: A target that says nothing for so long has failed that request.
 
@@ -262,27 +261,11 @@ def _interruptible(worker: _Worker) -> Iterator[None]:
 def _watching(progress: bool | Watch) -> Iterator[Watch]:
     if callable(progress):
         yield progress
-    elif progress and sys.stderr.isatty():
-        width = 0
-
-        def show(step: Progress) -> None:
-            nonlocal width
-            line = progress_line(step)
-            width = max(width, len(line))
-            sys.stderr.write(f"\r{line:{width}}")
-            sys.stderr.flush()
-
-        yield show
-        sys.stderr.write(f"\r{'':{width}}\r")
-        sys.stderr.flush()
+    elif progress:
+        with counter("bench") as shown:
+            yield lambda step: shown.show(progress_text(step), step.done, step.total)
     else:
         yield lambda step: None
-
-
-def progress_line(step: Progress) -> str:
-    """Such as ``[######------] 12/48 · tiny p128-o64-c4-cold · 61.2 tok/s``."""
-    full = BAR * step.done // max(1, step.total)
-    return f"[{'#' * full}{'-' * (BAR - full)}] {step.done}/{step.total} · {progress_text(step)}"
 
 
 def progress_text(step: Progress) -> str:

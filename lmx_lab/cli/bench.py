@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmx_lab.cli.app import FAILED, INTERRUPTED, app, err, keep_what_is_made, note
+from lmx_lab.cli.app import FAILED, INTERRUPTED, app, keep_what_is_made, note
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from lmx_lab.bench import Sweep, Target
-    from lmx_lab.bench.running import Progress
 
 
 HELP = """Measure tokens per second, with intervals.
@@ -28,7 +27,7 @@ Without --url the model is loaded in this process and measured without HTTP, as 
 With --compare it is served from here on a free port, so that both sides go over HTTP. With --url a server that runs \
 is measured as its clients see it.
 
-No prompt begins like another one, so that no cache helps. Ctrl-C prints what is there.
+No prompt begins like another one, so that no cache helps, unless --warm is given. Ctrl-C prints what is there.
 
 Exit status: 0 if every request ended well, 1 if one failed, 130 after Ctrl-C.
 """
@@ -52,6 +51,12 @@ def bench(
     repeats: Annotated[
         int, typer.Option("--repeats", "-r", help="Of the whole; from 2 on total_tok_s has an interval.")
     ] = 1,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests come at random times, so many a second; --concurrency is the most at once."),
+    ] = None,
+    warm: Annotated[bool, typer.Option(help="Prompts share their beginning, which a warm-up has left cached.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the prompts and the times.")] = 0,
     compare: Annotated[
         list[str] | None, typer.Option(help="Another server, which takes turns with the first. Repeatable.")
     ] = None,
@@ -71,7 +76,7 @@ def bench(
         raise InvalidRequestError(
             "there is nothing to measure; give --model for one to load here, or --url of a server"
         )
-    from lmx_lab.bench import ChatTarget, Sweep
+    from lmx_lab.bench import ChatTarget, Closed, Poisson, Sweep, run
 
     plan = Sweep(
         prompt_tokens=_numbers("--prompt-tokens", prompt_tokens),
@@ -79,11 +84,14 @@ def bench(
         concurrency=_numbers("--concurrency", concurrency),
         requests=requests,
         repeats=repeats,
+        arrival=Closed() if rate is None else Poisson(per_second=rate),
+        cache="warm" if warm else "cold",
+        seed=seed,
     )
     _check_extras(plot)
     others = [ChatTarget(one, model=compare_model, api_key=compare_api_key) for one in compare or ()]
     with _first(url, model, api_key, plan, served=bool(others)) as first:
-        rows = _measured([first, *others], plan, record=record)
+        rows = run([first, *others], plan, record=record)
     _say_all(rows, as_json=as_json, plot=plot)
 
 
@@ -136,19 +144,6 @@ def _first(url: str | None, model: str | None, api_key: str | None, plan: Sweep,
         lab.load(model)
         keep_what_is_made()
         yield ChatTarget(lab.url, api_key=settings.api_key, name="lab") if served else EngineTarget(lab.engine)
-
-
-def _measured(targets: Sequence[Target], plan: Sweep, *, record: bool) -> pd.DataFrame:
-    from lmx_lab.bench import run
-    from lmx_lab.bench.running import progress_text
-    from lmx_lab.progress import counter
-
-    with counter("bench", err) as shown:
-
-        def show(step: Progress) -> None:
-            shown.show(progress_text(step), step.done, step.total)
-
-        return run(targets, plan, progress=show, record=record)
 
 
 def _say_all(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:

@@ -102,6 +102,7 @@ def _timings(stats: SocketStats) -> Timings:
         predicted_ms=predicted_ms,
         predicted_per_token_ms=predicted_ms / predicted if predicted else 0.0,
         predicted_per_second=speed,
+        ttft_ms=stats.ttft_ms,
     )
 
 

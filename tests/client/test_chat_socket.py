@@ -69,7 +69,7 @@ def merged(chunks: list[ChatChunk]) -> dict[str, Any]:
         "role": choices[0].delta.role,
         "finish_reason": [choice.finish_reason for choice in choices if choice.finish_reason],
         "usage": [chunk.usage.completion_tokens for chunk in chunks if chunk.usage],
-        "timed": [chunk.timings.predicted_n for chunk in chunks if chunk.timings],
+        "timed": [(chunk.timings.predicted_n, (chunk.timings.ttft_ms or 0) > 0) for chunk in chunks if chunk.timings],
     }
 
 
