@@ -71,7 +71,8 @@ def test_a_model_is_measured_in_this_process_without_http(tiny_home: Path, tmp_p
     rows = figures(result.stdout)
     assert [row[:5] for row in rows] == [["1", "48", "8", "6", "0"], ["2", "48", "8", "6", "0"]]
     assert all(float(cell) > 0 for row in rows for cell in row[5:])
-    assert len(re.findall(r"\d-\d", result.stdout)) == 2 * 4
+    # 6 requests are enough for an interval, and 2 repeats are not.
+    assert len(re.findall(r"\d-\d", result.stdout)) == 2 * 3
     assert b"<svg" in plot.read_bytes()
     found = re.search(r"kept in (\S+)", result.stderr)
     assert found
@@ -151,6 +152,16 @@ def test_requests_that_failed_are_counted_and_named_and_the_exit_status_is_one(
     assert "\x1b[31m" not in said.err
 
 
+def test_a_warm_up_that_failed_is_said_beside_a_table_without_errors(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Scripted(after_calibration(refuses(429, "queue-full", "no place"), WORDS)) as server:
+        assert bench("--url", server.url, *SMALL, "--no-record") == 1
+    said = capsys.readouterr()
+    assert [row[:5] for row in figures(said.out)] == [["1", "48", "8", "3", "0"]]
+    assert "1 times queue-full: no place (1 of them in warm-up" in said.err
+
+
 def test_a_server_that_is_down_is_a_table_of_failures(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--url", "127.0.0.1:1", *SMALL, "--compare", "127.0.0.1:2", "--no-record") == 1
     said = capsys.readouterr()
@@ -208,6 +219,60 @@ def test_targets_without_a_case_in_common_are_not_compared(capsys: pytest.Captur
     assert "a and b cannot be compared" in said.err
 
 
+def test_which_side_is_better_is_said_from_three_repeats_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for repeats, better in ((2, "-"), (3, "a")):
+        quick, slow = ([at * factor for at in range(100, 112)] for factor in (1, 2))
+        sides = (("quick", quick), ("slow", slow))
+        size = 12 // repeats
+        samples = [one for name, values in sides for one in run_of(values, per_repeat=size, target=name)]
+        bench_tables.print_tables(table(*samples))
+        said = capsys.readouterr()
+        (shown,) = re.findall(r"first token, ms .* (\S+)\n", said.out)
+        assert shown == better
+        assert "--repeats 3 or more" in said.err
+
+
+def test_answers_of_other_lengths_are_not_compared_as_a_whole_and_it_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    long, short = (run_of([1.0] * 9, per_repeat=3, target=str(tokens), tokens=tokens) for tokens in (8, 5))
+    bench_tables.print_tables(table(*long, *short))
+    said = capsys.readouterr()
+    assert re.search(r"together, tok/s +8 +5 +- +-", said.out)
+    assert "answers of a have 8 tokens, of b 5" in said.err
+
+
+def test_tokens_that_were_not_as_many_as_wanted_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    met = run_of([1.0], prompt_tokens=16)
+    bench_tables.print_tables(table(*met))
+    said = capsys.readouterr()
+    assert ("(" in said.out, "in brackets" in said.err) == (False, False)
+    for prompt_tokens, shown in ((12, "(12)"), (None, "(?)")):
+        bench_tables.print_tables(table(*run_of([1.0], tokens=5, prompt_tokens=prompt_tokens)))
+        said = capsys.readouterr()
+        assert re.search(rf"^ +{re.escape(shown)} +\(5\)", said.out, re.MULTILINE)
+        assert "in brackets" in said.err
+
+
+def test_how_late_the_client_was_is_shown_where_requests_were_due(capsys: pytest.CaptureFixture[str]) -> None:
+    late = [sample(at_s=at, request=at, late_ms=100.0 * at, e2e_ms=500.0, output_tokens=8) for at in range(3)]
+    bench_tables.print_tables(table(*late))
+    said = capsys.readouterr()
+    assert re.search(r" 100\.0\n.* to 200\.0\n", said.out)
+    assert "late: " in said.err
+    bench_tables.print_tables(table(*run_of([1.0])))
+    assert "late" not in "".join(capsys.readouterr())
+
+
+def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    failures = ["z: most", "z: most", *(f"e{at}: once" for at in range(6))]
+    bench_tables.print_tables(table(*(sample(request=at, error=error) for at, error in enumerate(failures))))
+    said = capsys.readouterr().err
+    assert said.index("lab: 2 times z: most") < said.index("1 times e0")
+    assert said.count("1 times e") == 4
+    assert "and 2 other errors, 2 times in all" in said
+
+
 # --- mistakes
 
 
@@ -234,6 +299,17 @@ def test_a_mistake_is_one_line_and_found_before_anything_is_measured(
     assert said.err.startswith("invalid-request: ")
     assert word in said.err
     assert not (home / "bench").exists()
+
+
+def test_a_place_where_no_run_can_be_kept_is_said_before_anything_is_measured(
+    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "bench").write_text("a file")
+    assert bench("--url", server.url, *SMALL) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert "no run can be kept in" in said.err
+    assert server.bodies == []
 
 
 def test_a_model_that_is_not_there_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

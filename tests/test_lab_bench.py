@@ -86,7 +86,7 @@ def test_the_servers_own_figures_come_over_http(lab: lmx_lab.Lab) -> None:
 
 def test_requests_that_wait_for_a_slot_are_seen_to_wait(home: Path) -> None:
     with serving(home, "tiny", slots=1) as lab:
-        rows = lab.bench(prompt_tokens=32, output_tokens=64, concurrency=2, requests=4, record=False)
+        rows = lab.bench(prompt_tokens=32, output_tokens=300, concurrency=2, requests=4, record=False)
     assert rows["error"].isna().all()
     measured = rows[~rows["warm_up"]]
     # Whoever waits, waits for the other one's whole answer.

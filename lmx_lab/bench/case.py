@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
@@ -26,6 +27,8 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "seed": (0, 2**63 - 1),
     "repeats": (1, 1000),
 }
+SINGLE = ("requests", "warm_up", "repeats")
+"""Fields of a sweep that have one value: cases that differ in nothing else are one case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ class Case:
     """
 
     prompt_tokens: int
-    """Of each prompt, the chat template's included; met within a few percent."""
+    """Of each prompt, the chat template's included; met within a few percent, where that leaves it four words."""
     output_tokens: int
     """Of each answer; fewer where a server knows no ``ignore_eos`` and the model has said all."""
     concurrency: int = 1
@@ -122,7 +125,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Every combination of what is given; each field is one value or several.
+    """Every combination of what is given; but for ``requests``, ``warm_up`` and ``repeats``, one value or several each.
 
     Raises:
         InvalidRequestError: a value that is none, none at all where one is needed, or too many cases.
@@ -131,9 +134,9 @@ class Sweep:
     prompt_tokens: int | Sequence[int]
     output_tokens: int | Sequence[int]
     concurrency: int | Sequence[int] = 1
-    requests: int | Sequence[int] | None = None
-    """By default 8, and at least two for each user of the case."""
-    warm_up: int | Sequence[int] = 1
+    requests: int | None = None
+    """Of each case; by default 8, and at least two for each user."""
+    warm_up: int = 1
     arrival: Arrival | Sequence[Arrival] = Closed()
     cache: Cache | Sequence[Cache] = "cold"
     seed: int | Sequence[int] = 0
@@ -141,10 +144,9 @@ class Sweep:
     """How often each combination is measured; at different times, so that intervals know of drift."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "repeats", _whole("repeats", self.repeats))
         for field in fields(self):
-            if field.name != "repeats":
-                object.__setattr__(self, field.name, _several(field.name, getattr(self, field.name)))
+            read = _checked if field.name in SINGLE else _several
+            object.__setattr__(self, field.name, read(field.name, getattr(self, field.name)))
         count = self.repeats * math.prod(len(values) for values in self._axes().values())
         if count > CASE_LIMIT:
             raise InvalidRequestError(
@@ -157,26 +159,26 @@ class Sweep:
         return self._combinations() * self.repeats
 
     def _axes(self) -> dict[str, tuple[Any, ...]]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "repeats"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SINGLE}
 
     def _combinations(self) -> tuple[Case, ...]:
         axes = self._axes()
-        return tuple(_case(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
+        combinations = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+        return tuple(
+            Case(**values, requests=self._requests(values["concurrency"]), warm_up=self.warm_up)
+            for values in combinations
+        )
+
+    def _requests(self, concurrency: int) -> int:
+        return max(REQUESTS, 2 * concurrency) if self.requests is None else self.requests
 
 
 def planned(cases: Iterable[Case]) -> Iterator[tuple[int, Case]]:
-    """Each case with its repeat: how often it was there before, from 0."""
-    seen: dict[Case, int] = {}
+    """Each case with its repeat: how often one of its name and seed was there before, from 0. So no prompt is twice."""
+    seen: Counter[tuple[str, int]] = Counter()
     for case in cases:
-        repeat = seen.get(case, 0)
-        seen[case] = repeat + 1
-        yield repeat, case
-
-
-def _case(values: dict[str, Any]) -> Case:
-    if values["requests"] is None:
-        values["requests"] = max(REQUESTS, 2 * values["concurrency"])
-    return Case(**values)
+        yield seen[case.name, case.seed], case
+        seen[case.name, case.seed] += 1
 
 
 def _several(name: str, value: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lmx_lab.client.failures import CHECK
 from lmx_lab.client.foreign import ANY_MAKE, foreign_error
-from lmx_lab.errors import UnreachableError
+from lmx_lab.errors import WrongServerError
 
 SPOKEN = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call")
 """A delta with one of these has something of the answer in it."""
@@ -70,7 +70,7 @@ class ChunkReader:
         # Of dict and not of Mapping: this runs at every token.
         chunk = _document(data)
         if not isinstance(chunk, dict):
-            raise UnreachableError(f"{self._url} sent {data[:80]!r} in a stream, unlike {ANY_MAKE.kind}; {CHECK}")
+            raise WrongServerError(f"{self._url} sent {data[:80]!r} in a stream, unlike {ANY_MAKE.kind}; {CHECK}")
         choices = chunk.get("choices")
         # Some servers have "error": null in every chunk.
         if chunk.get("error") or not choices:

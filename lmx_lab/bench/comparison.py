@@ -1,7 +1,12 @@
-"""Two measurements of the same cases, side by side: how many times as much, and how sure that is."""
+"""Two measurements of the same cases, side by side: how many times as much, and how sure that is.
+
+What a machine does drifts, and all requests of a repeat with it. So only repeats count as independent: each gives one
+ratio, and from three of them on there is an interval, however many requests they have.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +18,16 @@ from lmx_lab.bench.statistics import (
     TOTAL,
     Interval,
     Samples,
+    apart,
+    by_repeat,
+    ended,
     measured,
+    median,
     median_interval,
     numbers,
     ratio_interval,
     repeats,
     total_interval,
-    total_ratio_interval,
 )
 from lmx_lab.errors import InvalidRequestError
 
@@ -28,10 +36,8 @@ if TYPE_CHECKING:
 
 Better = Literal["a", "b", "-"]
 COMPARED = (*CLIENT_METRICS, TOTAL)
-PAIR = ("repeat", "request")
-ENOUGH_REQUESTS = 6
-"""From here on 95 % of such intervals can hold the median: of 5 values, least to greatest, 94 % do."""
-ENOUGH_REPEATS = 3
+OF_WHOLE_ANSWERS = ("e2e_ms", TOTAL)
+"""What a longer answer changes, whoever gives it."""
 
 
 def compare(
@@ -39,10 +45,16 @@ def compare(
 ) -> pd.DataFrame:
     """For each case that both sides have, and each figure: both medians, the ratio of a's to b's, its interval.
 
-    Requests are paired by repeat and number where at least half of each side's have a partner: two targets of one run
-    met the same minutes. ``better`` names the side of which the interval says so, by more tokens a second or less time;
-    ``-`` means that these samples do not tell them apart, or are fewer than 6. ``total_tok_s`` is known once a repeat:
-    it has an interval from two on, and a better side from three on.
+    ``ratio`` is of the repeats' medians (of ``total_tok_s``, totals): their geometric mean, from ``low`` to ``high``.
+    These are missing below 3 repeats of each side, and then ``better`` names none: measure with ``repeats=3`` or more.
+    Repeats that both sides have of the same run are ``paired``, as they met the same minutes, and no others count then;
+    different runs are not paired. ``repeats`` counts the pairs, or the repeats of the side that has fewer.
+
+    ``better`` names the side of which the whole interval says so, by more tokens a second or less time; ``-`` means
+    that these repeats do not tell them apart. Of equal sides 95 % of such intervals name none, one figure at a time.
+
+    Where the answers' lengths differ by more than 5 % (``output_tokens_a``, ``output_tokens_b``: medians), ``e2e_ms``
+    and ``total_tok_s`` have no ratio. ``a`` and ``b`` have medians over all requests, with intervals as in ``summary``.
 
     Args:
         a, b: Samples or tables, each of one target; several runs of it are taken together.
@@ -89,9 +101,9 @@ def _check(side: str, table: pd.DataFrame, columns: Sequence[str]) -> None:
     if missing := [name for name in columns if name not in table and name != TOTAL]:
         raise InvalidRequestError(f"no column {', '.join(missing)}; there are {', '.join(table.columns)}, {TOTAL}")
     # A request that never reached its target knows no more than the target's name.
-    ended = table[table["error"].isna()]
+    good = ended(table)
     for name in MEASURED:
-        if len(several := ended[name].dropna().unique()) > 1:
+        if len(several := good[name].dropna().unique()) > 1:
             raise InvalidRequestError(
                 f"{side} has several of {name}: {', '.join(map(str, several))}; choose the rows of one, such as "
                 f"{side}[{side}.{name} == {several[0]!r}]"
@@ -99,10 +111,11 @@ def _check(side: str, table: pd.DataFrame, columns: Sequence[str]) -> None:
 
 
 def _compared(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> dict[str, Any]:
-    if metric == TOTAL:
-        left, right, ratio, paired = _totals(a, b, level)
-    else:
-        left, right, ratio, paired = _medians(metric, _ended(a), _ended(b), level)
+    left, right = _figure(metric, a, level), _figure(metric, b, level)
+    answer_a, answer_b = median(ended(a)["output_tokens"]), median(ended(b)["output_tokens"])
+    ratio, paired = _ratio(metric, a, b, level)
+    if metric in OF_WHOLE_ANSWERS and apart(answer_a, answer_b):
+        ratio = Interval(median=math.nan, low=math.nan, high=math.nan, n=ratio.n)
     return {
         "a": left.median,
         "a_low": left.low,
@@ -115,51 +128,37 @@ def _compared(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> di
         "high": ratio.high,
         "n_a": left.n,
         "n_b": right.n,
+        "repeats": ratio.n,
         "paired": paired,
+        "output_tokens_a": answer_a,
+        "output_tokens_b": answer_b,
         "better": _better(metric, ratio),
     }
 
 
-def _medians(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> tuple[Interval, Interval, Interval, bool]:
-    left = median_interval(numbers(a[metric]), groups=repeats(a), level=level)
-    right = median_interval(numbers(b[metric]), groups=repeats(b), level=level)
-    pairs = _pairs(metric, a, b)
-    if pairs is not None:
-        one, other = numbers(pairs[f"{metric}_a"]), numbers(pairs[f"{metric}_b"])
-        return left, right, ratio_interval(one, other, True, groups=pairs["repeat"], level=level), True
-    ratio = ratio_interval(
-        numbers(a[metric]), numbers(b[metric]), False, groups=repeats(a), groups_b=repeats(b), level=level
-    )
-    return left, right, ratio, False
+def _figure(metric: str, side: pd.DataFrame, level: float) -> Interval:
+    if metric == TOTAL:
+        return total_interval(side, level=level)
+    good = ended(side)
+    return median_interval(numbers(good[metric]), groups=repeats(good), level=level)
 
 
-def _pairs(metric: str, a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame | None:
-    """The requests that ended on both sides; None where they are too few, or a number stands for several."""
-    one, other = (side[side[metric].notna()][[*PAIR, metric]] for side in (a, b))
-    if one.duplicated(list(PAIR)).any() or other.duplicated(list(PAIR)).any():
-        return None
-    pairs = one.merge(other, on=list(PAIR), suffixes=("_a", "_b"))
-    return pairs if len(pairs) >= 2 and 2 * len(pairs) >= max(len(one), len(other)) else None
-
-
-def _totals(a: pd.DataFrame, b: pd.DataFrame, level: float) -> tuple[Interval, Interval, Interval, bool]:
-    left, right = total_interval(a, level=level), total_interval(b, level=level)
-    return left, right, total_ratio_interval(a, b, level=level), False
+def _ratio(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> tuple[Interval, bool]:
+    """And whether it is of pairs."""
+    left, right = by_repeat(metric, a), by_repeat(metric, b)
+    if common := [repeat for repeat in left if repeat in right]:
+        pairs = [left[repeat] for repeat in common], [right[repeat] for repeat in common]
+        return ratio_interval(*pairs, True, level=level), True
+    return ratio_interval(left.values(), right.values(), False, level=level), False
 
 
 def _better(metric: str, ratio: Interval) -> Better:
-    if ratio.n < (ENOUGH_REPEATS if metric == TOTAL else ENOUGH_REQUESTS):
-        return "-"
     more_is_better = metric.endswith("_tok_s")
     if ratio.low > 1:
         return "a" if more_is_better else "b"
     if ratio.high < 1:
         return "b" if more_is_better else "a"
     return "-"
-
-
-def _ended(table: pd.DataFrame) -> pd.DataFrame:
-    return table[table["error"].isna()]
 
 
 def _names(cases: dict[tuple[Any, ...], Any]) -> str:

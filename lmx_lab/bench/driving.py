@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +16,16 @@ from lmx_lab.bench.case import Case, Closed, Poisson
 from lmx_lab.bench.figures import Trace
 from lmx_lab.bench.prompts import prompt, prompt_hash
 from lmx_lab.bench.sample import RunClock, Sample
-from lmx_lab.bench.targets import Target, TargetFacts
-from lmx_lab.errors import LabError, UnreachableError
+from lmx_lab.bench.targets import Target, TargetFacts, UnclearModelError
+from lmx_lab.errors import InvalidRequestError, LabError, UnreachableError
 
+log = logging.getLogger(__name__)
 SILENCE_S = 60.0
+DAY_S = 86400
+PATIENCE = 10
+"""So many times as long one waits for a token of a server that only says that it works."""
 DOWN = 3
-"""Failures to connect, one after the other: then nobody is asked any more in this case."""
+"""Requests that nobody took or answered, one after the other: then nobody is asked any more in this case."""
 ADVICE_S = 5.0
 """A user who is refused waits as long as the server advises, but no longer than this."""
 Took = Callable[[Sample], None]
@@ -33,10 +38,17 @@ class Run:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Makes its prompts unlike those of any other run, which a server may have kept."""
     silence_s: float = SILENCE_S
-    """A target that says nothing for so long has failed that request."""
+    """A target that says nothing for so long has failed that request. Above 0, and up to a day."""
     clock: RunClock = field(default_factory=RunClock)
     calibrations: dict[tuple[int, int], Calibration] = field(default_factory=dict)
     """By target and length of prompt."""
+
+    def __post_init__(self) -> None:
+        seconds = self.silence_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= DAY_S:
+            raise InvalidRequestError(
+                f"silence_s is {seconds!r:.40}; give seconds above 0 and up to {DAY_S:,}", param="silence_s"
+            )
 
 
 async def drive(
@@ -44,7 +56,7 @@ async def drive(
 ) -> AsyncGenerator[Sample, None]:
     """Measure one case: its warm-up, then its requests; gives each sample as its request ends.
 
-    A request that fails is a sample with its error. After three failures to connect in a row the rest of the case is
+    A request that fails is a sample with its error. After three without an answer in a row the rest of the case is
     not asked, and has rows that say so. Closing the generator ends what is under way.
     """
     session = Session(target, case, repeat=repeat, run=Run(silence_s=silence_s))
@@ -66,18 +78,33 @@ class Session:
         self._facts = TargetFacts()
         self._calibration = Calibration()
         self._failures = 0
-        """To connect, one after the other."""
+        """To get any answer, one after the other."""
 
     async def prepare(self) -> None:
-        """Find out what answers, and how many tokens a word has there. What fails here, the requests will tell."""
+        """Find out what answers, and how many tokens a word has there. What fails here, the requests will tell.
+
+        Raises:
+            UnclearModelError: nobody said what is to be measured.
+        """
         known, key = self._run.calibrations, (id(self._target), self._case.prompt_tokens)
-        with suppress(LabError, OSError, TimeoutError):
+        try:
             async with asyncio.timeout(self._run.silence_s):
-                with suppress(LabError, OSError):
-                    self._facts = await self._target.describe()
+                await self._describe()
                 if key not in known:
                     known[key] = await calibrated(self._target, self._case.prompt_tokens)
+        except UnclearModelError:
+            raise
+        except (LabError, OSError, TimeoutError) as exc:
+            log.info("%s was not asked before the measurement: %r", self._target.name, exc)
         self._calibration = known.get(key, self._calibration)
+
+    async def _describe(self) -> None:
+        try:
+            self._facts = await self._target.describe()
+        except UnclearModelError:
+            raise
+        except (LabError, OSError) as exc:
+            log.info("%s does not say what it is: %s", self._target.name, exc)
 
     async def warm_up(self) -> AsyncGenerator[Sample, None]:
         """Requests that are not counted. By what the target counts in them, those after them get their length."""
@@ -140,12 +167,14 @@ class Session:
         """Its sample, and how long a refused user is advised to wait."""
         text = self._prompt(number, warm_up=warm_up)
         now_s = time.perf_counter()
-        trace = Trace(sent_at_s=now_s, ended_at_s=now_s)
+        trace = Trace(sent_at_s=now_s, due_at_s=due_s, ended_at_s=now_s)
         error, advised_s = self._gone, None
         if error is None:
             try:
                 await self._read(text, trace)
                 self._failures = 0
+                if not trace.counts:
+                    error = f"empty: {self._target.name} ended its answer without a token"
             except (LabError, OSError, TimeoutError) as exc:
                 trace.ended_at_s = time.perf_counter()
                 error, advised_s = self._failed(exc)
@@ -159,6 +188,9 @@ class Session:
             "error": error,
             "prompt_hash": prompt_hash(text),
         }
+        if self._case.cache == "warm" and fields["cached_tokens"] is None:
+            # Most of the prompt was cached, and the server has not said how much.
+            fields["prefill_tok_s"] = None
         return Sample(**fields), advised_s
 
     async def _read(self, text: str, trace: Trace) -> None:
@@ -172,18 +204,25 @@ class Session:
         sent = False
         # Ten times within it, and not at every token: moving it takes as long as a token does.
         moved_s, step_s = loop.time(), silence_s / 10
-        async with asyncio.timeout_at(moved_s + silence_s) as limit, aclosing(self._target.ask(body)) as chunks:
+        last_s = moved_s
+        async with (
+            asyncio.timeout_at(moved_s + silence_s + step_s) as limit,
+            aclosing(self._target.ask(body)) as chunks,
+        ):
             async for chunk in chunks:
                 if not sent:
                     trace.sent_at_s, sent = chunk.at_s, True
                 trace.add(chunk)
-                if (now_s := loop.time()) > moved_s + step_s:
+                now_s = loop.time()
+                last_s = now_s if chunk.tokens else last_s
+                if now_s > moved_s + step_s:
                     moved_s = now_s
-                    limit.reschedule(now_s + silence_s + step_s)
+                    limit.reschedule(min(now_s + silence_s + step_s, last_s + PATIENCE * silence_s))
 
     def _failed(self, exc: Exception) -> tuple[str, float | None]:
-        # Its subclass says that somebody was there.
-        self._failures = self._failures + 1 if type(exc) is UnreachableError else 0
+        # Subclasses of the first say that somebody was there.
+        nobody = type(exc) is UnreachableError or isinstance(exc, TimeoutError)
+        self._failures = self._failures + 1 if nobody else 0
         if isinstance(exc, LabError):
             return f"{exc.code}: {exc.message}", exc.retry_after_s
         if isinstance(exc, TimeoutError):
@@ -195,7 +234,7 @@ class Session:
         """The error of a request that is not sent any more."""
         if self._failures < DOWN:
             return None
-        return f"unreachable: not asked, since {self._target.name} could not be reached {DOWN} times in a row"
+        return f"unreachable: not asked, since {self._target.name} did not answer {DOWN} times in a row"
 
     def _prompt(self, number: int, *, warm_up: bool) -> str:
         return prompt(

@@ -19,7 +19,7 @@ from lmx_lab.client.failures import CHECK, Answer
 from lmx_lab.client.foreign import ANY_MAKE, foreign_refusal
 from lmx_lab.client.limits import LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.sse import EVENT_STREAM
-from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError
+from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 
 HELD_BYTES = 1_000_000
 """Of one connection that were not read yet; from there on the server waits."""
@@ -204,11 +204,11 @@ class Exchange:
             LabError: the server's own, or that this is no chat-format server.
         """
         try:
-            head, at_s, rest = await self._head()
+            head, arrived = await self._head()
             if not (head.status == 200 and head.kind == EVENT_STREAM):
-                yield await self._document(head, rest)
+                yield await self._document(head, b"".join(data for _, data in arrived))
                 return
-            lines, arrived = EventLines(), [(at_s, rest)]
+            lines = EventLines()
             while arrived:
                 for at_s, data in arrived:
                     for line in lines.feed(head.decoded(data)):
@@ -223,7 +223,7 @@ class Exchange:
                 f"{self._address.url} went away in the middle of its answer ({exc!s:.200}); ask again once it is back"
             ) from exc
         except ValueError as exc:
-            raise UnreachableError(
+            raise WrongServerError(
                 f"the answer of {self._address.url} cannot be read ({exc!s:.200}), unlike {ANY_MAKE.kind}; {CHECK}"
             ) from exc
 
@@ -238,19 +238,22 @@ class Exchange:
             raise self._refused(head, body)
         return Event(at_s=time.perf_counter(), data=body)
 
-    async def _head(self) -> tuple[_Head, float, bytes]:
-        data, at_s = b"", 0.0
-        while BLANK not in data:
+    async def _head(self) -> tuple[_Head, list[tuple[float, bytes]]]:
+        """And what came behind it, each piece with its moment."""
+        data = b""
+        while True:
             arrived = await self._inbox.take()
             if not arrived:
                 raise ConnectionLostError(
                     f"{self._address.url} went away before it answered; ask again once it is back"
                 )
-            at_s, data = arrived[-1][0], data + b"".join(piece for _, piece in arrived)
-            if len(data) > HEAD_BYTES and BLANK not in data:
+            for number, (at_s, piece) in enumerate(arrived):
+                data += piece
+                head, blank, rest = data.partition(BLANK)
+                if blank:
+                    return _Head(head), [(at_s, rest), *arrived[number + 1 :]]
+            if len(data) > HEAD_BYTES:
                 raise ValueError("its head has no end")
-        head, _, rest = data.partition(BLANK)
-        return _Head(head), at_s, rest
 
     async def _whole(self, head: _Head, rest: bytes) -> bytes:
         limit = LONG_BYTES if head.status == 200 else SHORT_BYTES
@@ -276,7 +279,7 @@ class _Head:
     """Status and fields of an answer, and the state of its body.
 
     Raises:
-        ValueError: that is no HTTP.
+        ValueError: that is no HTTP, or nothing that can be timed.
     """
 
     def __init__(self, head: bytes) -> None:
@@ -288,6 +291,8 @@ class _Head:
         self.fields = {
             name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
         }
+        if self.fields.get("content-encoding", "identity") != "identity":
+            raise ValueError(f"it is compressed ({self.fields['content-encoding'][:40]}), which it was asked not to be")
         self.kind = self.fields.get("content-type", "").partition(";")[0].strip().lower()
         self._dechunker = Dechunker() if self.fields.get("transfer-encoding", "").lower() == "chunked" else None
         length = self.fields.get("content-length")

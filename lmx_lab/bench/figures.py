@@ -9,6 +9,9 @@ import numpy as np
 
 from lmx_lab.bench.chunks import Chunk, ServerFigures, Usage
 
+COARSE = 2
+"""So many tokens in a piece, on average, and the first piece would no longer stand for one token."""
+
 
 @dataclass(kw_only=True)
 class Trace:
@@ -16,6 +19,8 @@ class Trace:
 
     sent_at_s: float
     """By ``time.perf_counter``, like all of these."""
+    due_at_s: float | None = None
+    """When its user wanted it sent, where that is not when it was."""
     ended_at_s: float
     """When the last of it came, or when it failed."""
     finished_at_s: float | None = None
@@ -42,7 +47,9 @@ class Trace:
         """The fields of a ``Sample`` that come from here."""
         tokens, cached = self._output_tokens, self._cached
         prompt = self.usage.prompt if self.usage else None
-        ttft_s = self.times_s[0] - self.sent_at_s if self.times_s else None
+        began_s = self.sent_at_s if self.due_at_s is None else self.due_at_s
+        first_s = self.times_s[0] if self.times_s else None
+        prefill_s = None if first_s is None else first_s - self.sent_at_s
         computed = None if prompt is None else max(0, prompt - (cached or 0))
         server = self.server
         return {
@@ -50,11 +57,12 @@ class Trace:
             "cached_tokens": cached,
             "output_tokens": tokens,
             "counted_by": "usage" if self._counted is not None else "chunks",
-            "ttft_ms": _ms(ttft_s),
-            **self._gaps_ms(),
-            "prefill_tok_s": computed / ttft_s if computed and ttft_s else None,
-            "decode_tok_s": self._decode_rate(tokens),
-            "e2e_ms": _ms(self.ended_at_s - self.sent_at_s),
+            "pieces": len(self.counts),
+            "ttft_ms": None if first_s is None else (first_s - began_s) * 1e3,
+            **(self._gaps_ms() if self._is_fine(tokens) else {}),
+            "prefill_tok_s": computed / prefill_s if computed and prefill_s else None,
+            "decode_tok_s": self._decode_rate(tokens) if self._is_fine(tokens) else None,
+            "e2e_ms": (self.ended_at_s - began_s) * 1e3,
             "queue_ms": server.queue_ms,
             "server_ttft_ms": server.ttft_ms,
             "server_prefill_tok_s": server.prefill_tok_s,
@@ -78,6 +86,10 @@ class Trace:
         told = self.usage.cached if self.usage else None
         return self.server.cached_tokens if told is None else told
 
+    def _is_fine(self, tokens: int) -> bool:
+        """Whether what was seen came in pieces small enough to say when each token came."""
+        return tokens <= COARSE * sum(self.counts)
+
     def _decode_rate(self, tokens: int) -> float | None:
         """Tokens after those of the first chunk, over the time from there to the last one."""
         if not self.times_s or tokens <= self.counts[0]:
@@ -87,14 +99,10 @@ class Trace:
         return (tokens - self.counts[0]) / elapsed_s if elapsed_s > 0 else None
 
     def _gaps_ms(self) -> dict[str, float]:
-        """Percentiles of the time between two tokens; those that came together share the time before them."""
+        """Percentiles of the time between two pieces; tokens that came together share the time before them."""
         if len(self.times_s) < 2:
             return {}
         counts = np.asarray(self.counts[1:])
         gaps_ms = np.repeat(np.diff(self.times_s) / counts, counts) * 1e3
         found = np.percentile(gaps_ms, (50, 95, 99))
         return {f"itl_ms_p{level}": float(value) for level, value in zip((50, 95, 99), found, strict=True)}
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3

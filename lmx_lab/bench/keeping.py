@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -43,15 +44,15 @@ class Recorder:
         with Recorder() as kept:
             kept.add(sample)
 
-    Each sample is on its way to the disk when ``add`` returns: a crash of this process loses none.
+    Each sample is on its way to the disk when ``add`` returns: a crash of this process loses none. A run that
+    fails before its first sample leaves no file.
 
     Args:
         folder: Made if need be, for its owner alone; by default ``bench`` in the lab's home.
         provenance: Of the run; by default found out here.
 
     Raises:
-        InvalidRequestError: a provenance that JSON cannot write.
-        OSError: the file cannot be written.
+        InvalidRequestError: a provenance that JSON cannot write, or a place where no file can be made.
     """
 
     def __init__(self, folder: Path | str | None = None, *, provenance: Mapping[str, Any] | None = None) -> None:
@@ -59,16 +60,26 @@ class Recorder:
         self.provenance: dict[str, Any] = dict(present() if provenance is None else provenance)
         self.path: Path | None = None
         """Once entered."""
+        self.failure: OSError | None = None
+        """Why ``keep`` has given up."""
         self._file: IO[str] | None = None
+        self._is_empty = True
 
     def __enter__(self) -> Self:
         head = _line({"lmx_lab_bench": FORMAT, "provenance": self.provenance})
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.path = self.folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}{SUFFIX}"
-        made = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        # Line-buffered: a line is one write.
-        self._file = os.fdopen(made, "w", encoding="utf-8", buffering=1)
-        self._file.write(head)
+        path = self.folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}{SUFFIX}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            # Line-buffered: a line is one write.
+            self._file, self.path = os.fdopen(made, "w", encoding="utf-8", buffering=1), path
+            self._file.write(head)
+        except OSError as exc:
+            raise InvalidRequestError(
+                f"no run can be kept in {self.folder} ({exc.strerror or exc}); give a folder that can be written, or "
+                "do not keep it",
+                param="record",
+            ) from exc
         return self
 
     def add(self, sample: Sample) -> None:
@@ -81,13 +92,27 @@ class Recorder:
         if self._file is None:
             raise RuntimeError("this recorder is not open; use it as `with Recorder() as kept:`")
         self._file.write(_line(row(sample)))
+        self._is_empty = False
+
+    def keep(self, sample: Sample) -> None:
+        """``add``, until the disk is full: that ends the keeping, and not what is measured for minutes."""
+        if self.failure is None:
+            try:
+                self.add(sample)
+            except OSError as exc:
+                self.failure = exc
+                log.warning("%s is not written any more, since %s; what is measured goes on", self.path, exc)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
             file, self._file = self._file, None
-            file.close()
+            with suppress(OSError):  # a full disk, again
+                file.close()
+        if kind is not None and self._is_empty and self.path is not None:
+            self.path.unlink(missing_ok=True)
+            self.path = None
 
 
 def save(
@@ -117,10 +142,11 @@ def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataF
 
     Raises:
         InvalidRequestError: nothing is there, or the file is no run.
+        OSError: the file cannot be read.
         ImportError: pandas is not installed.
     """
     place = default_folder() if path is None else Path(path)
-    if last is not None and last < 1:
+    if last is not None and not (isinstance(last, int) and last >= 1):
         raise InvalidRequestError(f"last is {last!r}; give 1 or more, or leave it out for all runs", param="last")
     rows: list[dict[str, Any]] = []
     known: dict[str, Any] = {}
@@ -128,11 +154,11 @@ def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataF
     for file in _files(place, last, named=path is not None):
         try:
             known[file.stem], found = _read(file)
-        except InvalidRequestError as exc:
+        except (InvalidRequestError, OSError) as exc:
             if file == place:
                 raise
-            skipped[file.name] = exc.message
-            log.warning("%s", exc.message)
+            skipped[file.name] = str(exc)
+            log.warning("%s", exc)
         else:
             rows += ({"run": file.stem, **one} for one in found)
     table = table_of(rows, LOADED_COLUMNS).astype({"run": "str"})

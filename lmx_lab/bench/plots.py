@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 LABELS = {
     TOTAL: "all together, tokens/s",
     "ttft_ms": "first token, ms",
-    "itl_ms_p50": "between tokens, ms (median)",
-    "itl_ms_p95": "between tokens, ms (95 %)",
-    "itl_ms_p99": "between tokens, ms (99 %)",
+    "itl_ms_p50": "between pieces, ms (each answer's median)",
+    "itl_ms_p95": "between pieces, ms (each answer's 95 %)",
+    "itl_ms_p99": "between pieces, ms (each answer's 99 %)",
     "prefill_tok_s": "prefill, tokens/s",
     "decode_tok_s": "decode of each, tokens/s",
     "e2e_ms": "whole answer, ms",
@@ -33,6 +33,7 @@ LABELS = {
     "server_ttft_ms": "first token by the server, ms",
     "server_prefill_tok_s": "prefill by the server, tokens/s",
     "server_decode_tok_s": "decode by the server, tokens/s",
+    "late_ms": "sent later than due, ms",
     "concurrency": "requests at once",
     "prompt_tokens_wanted": "tokens of the prompt",
 }
@@ -57,9 +58,10 @@ class Chart(Figure):
 
 
 def by_concurrency(samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY, level: float = LEVEL) -> Chart:
-    """Each figure over the number of requests at once: medians, and bars for their intervals.
+    """Each figure over the number of requests at once: medians, and bars for their intervals, where they have one.
 
-    A line for everything else that differs, such as the target.
+    A line for everything else that differs, such as the target. Times between pieces of the stream, which may hold
+    several tokens, are of each answer first: of ``itl_ms_p99``, the median of the answers' 99th percentiles.
 
     Raises:
         InvalidRequestError: an unknown figure, nothing that was measured, or more than 20 lines.
@@ -163,9 +165,8 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
     for name, rows in lines.items():
         ordered = rows.sort_values(over)
         middle = ordered[metric].to_numpy(dtype=float)
-        # Without an interval the bar has no length.
+        # A length that is NaN draws no bar.
         bars = [abs(ordered[f"{metric}_{end}"].to_numpy(dtype=float) - middle) for end in ("low", "high")]
-        bars = [[0.0 if math.isnan(length) else length for length in side] for side in bars]
         panel.errorbar(
             ordered[over].to_numpy(dtype=float), middle, yerr=bars, label=name, marker="o", markersize=4, capsize=3
         )

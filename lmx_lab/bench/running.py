@@ -6,7 +6,7 @@ import asyncio
 import queue
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +88,11 @@ def run(
         for sample in worker:
             taken.append(sample)
             if recorder is not None:
-                recorder.add(sample)
+                recorder.keep(sample)
             watch(Progress(done=len(taken), total=total, sample=sample))
     table = frame(taken, known)
     table.attrs["interrupted"] = worker.cancelled
-    table.attrs["path"] = str(recorder.path) if recorder is not None else None
+    table.attrs["path"] = str(recorder.path) if recorder is not None and recorder.path is not None else None
     return table
 
 
@@ -122,22 +122,22 @@ async def _samples(targets: list[Target], cases: tuple[Case, ...], shared: Run) 
         sessions = [Session(target, case, repeat=repeat, run=shared) for target in targets]
         for session in sessions:
             await session.prepare()
-        for part in _parts(sessions, case):
+        for part in _parts(sessions, case, repeat):
             async with aclosing(part) as ended:
                 async for sample in ended:
                     yield sample
 
 
-def _parts(sessions: list[Session], case: Case) -> Iterator[AsyncGenerator[Sample, None]]:
-    """All warm-ups, then the requests, so many at a time as there are users; who begins changes each time.
+def _parts(sessions: list[Session], case: Case, repeat: int) -> Iterator[AsyncGenerator[Sample, None]]:
+    """All warm-ups, then the requests, target by target; who begins changes with each repeat and turn.
 
-    Arrivals cannot be cut into pieces, and come target by target.
+    A single user's targets take turns request by request. Several users would wait for each other at each turn.
     """
     for session in sessions:
         yield session.warm_up()
-    cut = len(sessions) > 1 and isinstance(case.arrival, Closed)
-    step = case.concurrency if cut else case.requests
-    for turn, first in enumerate(range(0, case.requests, step)):
+    alone = case.concurrency == 1 and isinstance(case.arrival, Closed)
+    step = 1 if alone and len(sessions) > 1 else case.requests
+    for turn, first in enumerate(range(0, case.requests, step), repeat):
         numbers = range(first, min(first + step, case.requests))
         for session in sessions if turn % 2 == 0 else reversed(sessions):
             yield session.measure(numbers)
@@ -158,7 +158,8 @@ def _targets(given: Measured | Sequence[Measured]) -> list[Target]:
 
 
 def _cases(plan: Plan) -> tuple[Case, ...]:
-    cases = plan.cases() if isinstance(plan, Sweep) else (plan,) if isinstance(plan, Case) else tuple(plan)
+    given: Any = plan.cases() if isinstance(plan, Sweep) else (plan,) if isinstance(plan, Case) else plan
+    cases = tuple(given) if isinstance(given, Iterable) else ()
     if not cases or not all(isinstance(case, Case) for case in cases):
         raise InvalidRequestError(
             f"{plan!r:.80} is no plan; give a Sweep, a Case or a list of cases, such as "

@@ -56,18 +56,20 @@ class Sample:
     counted_by: CountedBy | None = None
     """Where ``output_tokens`` is from: the server's usage, or chunks that had text, which may hold several tokens."""
 
+    pieces: int | None = None
+    """In how many the answer came: chunks that had text, or the bare engine's steps."""
     ttft_ms: float | None = None
-    """From sending to the first token."""
+    """To the first token, from sending; of Poisson arrivals from when the request was due, as its user would wait."""
     itl_ms_p50: float | None = None
-    """Between two tokens."""
+    """Between two pieces, where they have two tokens at most on average; so with ``decode_tok_s``."""
     itl_ms_p95: float | None = None
     itl_ms_p99: float | None = None
     prefill_tok_s: float | None = None
-    """Tokens of the prompt that were not cached, over the time to the first token."""
+    """Tokens of the prompt that were not cached, over the time from sending to the first token, queue and all."""
     decode_tok_s: float | None = None
     """Tokens after the first, over the time from the first to the last."""
     e2e_ms: float | None = None
-    """From sending to the end of the answer, or of the failure."""
+    """To the end of the answer, or of the failure; from where ``ttft_ms`` counts."""
     queue_ms: float | None = None
     """Waiting in the server; by the server."""
     late_ms: float | None = None
@@ -80,6 +82,7 @@ class Sample:
     error: str | None = None
     """``code: message``; then nothing of the request counts but that it failed, and how long that took."""
     prompt_hash: str | None = None
+    """Of the prompt without its first words, which are each request's own."""
 
 
 COLUMNS = tuple(field.name for field in fields(Sample))

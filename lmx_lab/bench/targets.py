@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +27,14 @@ END_S = 2.0
 """So long after the reason of its end, an answer whose connection stays open is taken to be whole."""
 TO_THE_END = {"temperature": 0, "ignore_eos": True}
 """What the lab is asked besides: every answer as long as wanted, and the same each time."""
+
+
+FEW = 5
+"""Names in an error."""
+
+
+class UnclearModelError(InvalidRequestError):
+    """A server has several models, and nobody said which one is to be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +71,6 @@ class Target(Protocol):
             LabError: before the first chunk or after any. ``UnreachableError`` itself says that nobody is there.
         """
 
-    async def aclose(self) -> None:
-        """Let go of what is held. Idempotent."""
-
 
 class ChatTarget:
     """A server that speaks the chat-completions format, of any make, over HTTP.
@@ -75,7 +80,7 @@ class ChatTarget:
 
     Args:
         url: With or without ``/v1`` at its end.
-        model: By default the loaded one of a lab, and the first that another server lists.
+        model: By default the loaded one of a lab, and the only one that another server lists.
         name: For tables; by default the address.
         known: What the server does not say of itself, such as ``TargetFacts(engine="llama.cpp", device="cpu")``.
         extra: Fields that are sent besides; ``{"ignore_eos": True}`` is known to llama.cpp and vLLM.
@@ -117,20 +122,30 @@ class ChatTarget:
                 if self._model is None:
                     raise
         if not self._is_lab and not self._model:
-            if not names:
-                raise ModelNotFoundError(f"{self.url} lists no model; give the name of one as model=")
-            self._model = names[0]
+            self._model = self._only(names)
         found = await self._of_lab() if self._is_lab else TargetFacts(model=self._model)
         given = {name: value for name, value in vars(self._known).items() if value is not None}
         return replace(found, **given)
 
+    def _only(self, names: list[str]) -> str:
+        """Some servers load what is asked for, and list all that could be: the first need not be what they serve."""
+        if not names:
+            raise ModelNotFoundError(f"{self.url} lists no model; give the name of one as model=")
+        if len(names) > 1:
+            listed = ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+            raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); name one as model=")
+        return names[0]
+
     async def _of_lab(self) -> TargetFacts:
         async with AsyncLabClient(self.url, api_key=self._api_key) as client:
             version, listed = await client.version(), await client.models()
-        wanted = [record for record in listed.models if record.id == self._model]
-        loaded = [record for record in listed.models if record.loaded and record.kind == "chat"]
-        if not (chosen := wanted or loaded):
-            raise NotLoadedError(f"{self.url} has no chat model in memory; load one first")
+        if self._model is None:
+            chosen = [record for record in listed.models if record.loaded and record.kind == "chat"]
+        else:
+            chosen = [record for record in listed.models if record.id == self._model]
+        if not chosen:
+            missing = "chat model in memory" if self._model is None else f"model {self._model!r:.80}"
+            raise NotLoadedError(f"{self.url} has no {missing}; load one first")
         compute = listed.compute
         return TargetFacts(
             engine=f"lmx-lab {version}",
@@ -144,8 +159,12 @@ class ChatTarget:
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         if self._is_lab is None:
             # Not every server lists its models. What else is amiss, the answer will tell.
-            with suppress(LabError):
+            try:
                 await self.describe()
+            except UnclearModelError:
+                raise
+            except LabError:
+                pass
         own = TO_THE_END if self._is_lab else {}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         asked = {"model": self._model or "default", **body, **stream, **own, **self._extra}
@@ -164,9 +183,6 @@ class ChatTarget:
                     until_s = asyncio.get_running_loop().time() + END_S
         if not reader.finished:
             raise ConnectionLostError(f"{self.url} ended the stream before the answer's end; ask again")
-
-    async def aclose(self) -> None:
-        """Nothing is held between requests."""
 
 
 class EngineTarget:
@@ -209,9 +225,6 @@ class EngineTarget:
             if stream.report is not None:
                 yield _last(stream.report)
 
-    async def aclose(self) -> None:
-        """The engine is its owner's."""
-
 
 def as_target(target: Target | str | Engine) -> Target:
     """An address as a ``ChatTarget``, an engine as an ``EngineTarget``.
@@ -224,7 +237,10 @@ def as_target(target: Target | str | Engine) -> Target:
     if _is_engine(target):
         return EngineTarget(target)
     if not callable(getattr(target, "ask", None)):
-        said = f"{target!r:.80} cannot be measured; give an address such as http://127.0.0.1:8400, or a target"
+        said = f"{type(target).__name__} cannot be measured; give an address such as http://127.0.0.1:8400, or a target"
+        if hasattr(target, "bench"):
+            # Blocking for a lab of this process takes its own kind of waiting.
+            said = "a lab is measured by its own bench(...), which takes the fields of a Sweep and compare="
         raise InvalidRequestError(said, param="target")
     return target
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lmx_lab.bench import Sweep, Target
 
 
+PICTURES = (".pdf", ".png", ".svg")
 HELP = """Measure tokens per second, with intervals.
 
 Without --url the model is loaded in this process and measured without HTTP, as llama-bench and mlx_lm.benchmark do. \
@@ -29,7 +31,7 @@ is measured as its clients see it.
 
 No prompt begins like another one, so that no cache helps, unless --warm is given. Ctrl-C prints what is there.
 
-Exit status: 0 if every request ended well, 1 if one failed, 130 after Ctrl-C.
+Exit status: 0 if every request ended well, 1 if one failed (in warm-up, too), 130 after Ctrl-C.
 """
 
 
@@ -49,7 +51,8 @@ def bench(
         int | None, typer.Option(help="Of each case. By default 8, and twice its concurrency at least.")
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", "-r", help="Of the whole; from 2 on total_tok_s has an interval.")
+        int,
+        typer.Option("--repeats", "-r", help="Of the whole; from 3 on there are intervals of ratios and total_tok_s."),
     ] = 1,
     rate: Annotated[
         float | None,
@@ -113,13 +116,11 @@ def _check_extras(plot: Path | None) -> None:
     try:
         frame(())
         if plot is not None:
-            from lmx_lab.bench.plots import Chart
-
-            kinds = sorted(Chart().canvas.get_supported_filetypes())
+            import_module("lmx_lab.bench.plots")
     except ImportError as exc:
         raise InvalidRequestError(str(exc)) from exc
-    if plot is not None and plot.suffix.lstrip(".").lower() not in kinds:
-        raise InvalidRequestError(f"--plot is {str(plot)!r}; its end can be .{', .'.join(kinds)}", param="--plot")
+    if plot is not None and plot.suffix.lower() not in PICTURES:
+        raise InvalidRequestError(f"--plot is {str(plot)!r}; its end can be {', '.join(PICTURES)}", param="--plot")
     if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
         raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in a folder that is there", param="--plot")
 

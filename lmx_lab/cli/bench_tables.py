@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmx_lab.bench.comparison import compare
-from lmx_lab.bench.statistics import CASE, MEASURED, TOTAL, summary
+from lmx_lab.bench.statistics import CASE, MEASURED, TOTAL, apart, summary
 from lmx_lab.cli.app import err, note, out, say
 from lmx_lab.cli.terminal import line
 from lmx_lab.errors import InvalidRequestError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 FIGURES = ("ttft_ms", "itl_ms_p50", "decode_tok_s", TOTAL)
 SIZES = ("concurrency", "prompt_tokens_wanted", "output_tokens_wanted")
+TOKENS = {"prompt_tokens_wanted": "prompt_tokens", "output_tokens_wanted": "output_tokens"}
+"""What was wanted, and where it says what there was."""
 COUNTS = ("requests", "errors")
 HEADS = {
     "concurrency": "at\nonce",
@@ -29,16 +31,30 @@ HEADS = {
     "output_tokens_wanted": "output\ntokens",
     "requests": "re-\nquests",
     "ttft_ms": "first token\nms",
-    "itl_ms_p50": "next token\nms",
+    "itl_ms_p50": "next piece\nms",
     "decode_tok_s": "each\ntok/s",
     TOTAL: "together\ntok/s",
+    "late_ms": "late\nms",
     "ratio": "a / b",
 }
 FILE_WIDTH = 160
 """Of what is no terminal."""
 ERRORS_SHOWN = 5
 LEGEND = (
-    "medians of ttft_ms, itl_ms_p50 and decode_tok_s, then total_tok_s; below each, where it may as well lie (95 %)"
+    "medians of ttft_ms, itl_ms_p50 (between two pieces of the stream, which may hold several tokens) and "
+    "decode_tok_s, then total_tok_s; below each, where it may as well lie (95 %): of 6 requests or more, of "
+    "total_tok_s with --repeats 3 or more"
+)
+MET_LEGEND = (
+    "in brackets: how many tokens there were (median), where that differs by more than 5 %; ? where the server has not "
+    "said"
+)
+LATE_LEGEND = (
+    "late: sent so much later than due (median, most), as --concurrency were under way or this client was busy; first "
+    "token counts it in"
+)
+RATIO_LEGEND = (
+    "a / b is of the repeats' medians; how sure it is, and which side is better, can be said with --repeats 3 or more"
 )
 
 
@@ -50,11 +66,19 @@ def print_tables(rows: pd.DataFrame) -> None:
     for target in table["target"].unique():
         say(_heading(rows[rows["target"] == target]), style="bold")
         _print(_cases(table[table["target"] == target]))
-    for a, b, ratios in _comparisons(rows):
+    comparisons = _comparisons(rows)
+    for a, b, ratios in comparisons:
         say(f"{line(a)} (a) beside {line(b)} (b)", style="bold")
         _print(_ratios(ratios))
+        _print_unlike(ratios)
     if len(table):
         note(LEGEND)
+    if any(_met(row, name) for _, row in table.iterrows() for name in TOKENS):
+        note(MET_LEGEND)
+    if table["late_ms"].notna().any():
+        note(LATE_LEGEND)
+    if comparisons:
+        note(RATIO_LEGEND)
     _print_errors(rows)
 
 
@@ -101,11 +125,24 @@ def _heading(rows: pd.DataFrame) -> str:
 
 
 def _cases(table: pd.DataFrame) -> Table:
-    shown = _table(*SIZES, *COUNTS, *FIGURES)
+    late = ["late_ms"] if table["late_ms"].notna().any() else []
+    shown = _table(*SIZES, *COUNTS, *FIGURES, *late)
     for _, row in table.iterrows():
-        sizes = [str(row[name]) for name in (*SIZES, *COUNTS)]
-        shown.add_row(*sizes, *(_cell(row[name], row[f"{name}_low"], row[f"{name}_high"]) for name in FIGURES))
+        sizes = [Text(f"{row[name]}{_met(row, name)}") for name in SIZES]
+        figures = [_cell(row[name], row[f"{name}_low"], row[f"{name}_high"]) for name in FIGURES]
+        lateness = [f"{_number(row[name])}\nto {_number(row[f'{name}_max'])}" for name in late]
+        shown.add_row(*sizes, *(str(row[name]) for name in COUNTS), *figures, *lateness)
     return shown
+
+
+def _met(row: pd.Series[Any], wanted: str) -> str:
+    """A second line of the cell, if there were other numbers of tokens than wanted, or nobody knows."""
+    if wanted not in TOKENS or row["requests"] == row["errors"]:
+        return ""
+    met = row[TOKENS[wanted]]
+    if math.isnan(met):
+        return "\n(?)"
+    return f"\n({met:.0f})" if apart(met, row[wanted]) else ""
 
 
 def _ratios(table: pd.DataFrame) -> Table:
@@ -126,9 +163,11 @@ def _table(*columns: str) -> Table:
     return shown
 
 
-def _cell(median: float, low: float, high: float) -> Text:
-    interval = "" if math.isnan(low) else f"\n{_number(low)}-{_number(high)}"
-    return Text.assemble(_number(median), (interval, "dim"))
+def _cell(value: float, low: float, high: float) -> Text:
+    if math.isnan(value):
+        return Text("-")
+    interval = "-" if math.isnan(low) else f"{_number(low)}-{_number(high)}"
+    return Text.assemble(_number(value), (f"\n{interval}", "dim"))
 
 
 def _number(value: float) -> str:
@@ -142,7 +181,25 @@ def _print(table: Table) -> None:
     console.print(table)
 
 
+def _print_unlike(ratios: pd.DataFrame) -> None:
+    for _, row in ratios.drop_duplicates(list(CASE)).iterrows():
+        if apart(row["output_tokens_a"], row["output_tokens_b"]):
+            note(
+                f"{row['concurrency']} at once, prompts of {row['prompt_tokens_wanted']}: answers of a have "
+                f"{row['output_tokens_a']:g} tokens, of b {row['output_tokens_b']:g} (medians): more than 5 % "
+                f"apart, so {TOTAL} is not compared"
+            )
+
+
 def _print_errors(rows: pd.DataFrame) -> None:
-    for (target, error), count in rows.groupby(["target", "error"]).size().head(ERRORS_SHOWN).items():
-        text = f"{line(str(target))}: {count} times {line(str(error), 300)}"
-        err.print(text, style="red", markup=False, highlight=False)
+    """The most frequent first."""
+    failed = rows.groupby(["target", "error"])["warm_up"].agg(["size", "sum"]).sort_values("size", ascending=False)
+    for (target, error), (count, warm_up) in failed.head(ERRORS_SHOWN).iterrows():
+        uncounted = f" ({warm_up} of them in warm-up, which the table does not count)" if warm_up else ""
+        _print_error(f"{line(str(target))}: {count} times {line(str(error), 300)}{uncounted}")
+    if len(rest := failed.iloc[ERRORS_SHOWN:]):
+        _print_error(f"and {len(rest)} other errors, {rest['size'].sum()} times in all; --json has every one")
+
+
+def _print_error(text: str) -> None:
+    err.print(text, style="red", markup=False, highlight=False)

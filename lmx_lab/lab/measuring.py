@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -67,7 +67,7 @@ class Measurement:
         Raises:
             NotLoadedError: the first target has no model in memory.
             LabError: it does not answer, or a target is none.
-            OSError: the run cannot be kept.
+            OSError: the run cannot be kept anywhere.
         """
         step = await asyncio.wrap_future(self._thread.submit(self._steps.get()))
         if step is None:
@@ -86,20 +86,18 @@ class Measurement:
             await self._targets[0].describe()
             self._provenance = provenance(seeds=self._seeds, run=self._shared.id)
             measured = samples(self._targets, self._plan, shared=self._shared)
-            with ExitStack() as kept:
+            if self._recorder is not None:
+                self._recorder.provenance = self._provenance
+            with self._recorder or nullcontext():
                 async with aclosing(measured) as ended:
                     async for sample in ended:
-                        self._take(sample, kept)
+                        self._take(sample)
         finally:
             self._steps.put_nowait(None)
 
-    def _take(self, sample: Sample, kept: ExitStack) -> None:
+    def _take(self, sample: Sample) -> None:
         if self._recorder is not None:
-            # Not before the first sample: of a run that is refused nothing is left.
-            if self._recorder.path is None:
-                self._recorder.provenance = self._provenance
-                kept.enter_context(self._recorder)
-            self._recorder.add(sample)
+            self._recorder.keep(sample)
         self._taken.append(sample)
         self._steps.put_nowait(Progress(done=len(self._taken), total=self._total, sample=sample))
 
@@ -121,8 +119,8 @@ class Measuring(Verbs):
         prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
         output_tokens: int | Sequence[int] = OUTPUT_TOKENS,
         concurrency: int | Sequence[int] = 1,
-        requests: int | Sequence[int] | None = None,
-        warm_up: int | Sequence[int] = 1,
+        requests: int | None = None,
+        warm_up: int = 1,
         arrival: Arrival | Sequence[Arrival] = CLOSED,
         cache: Cache | Sequence[Cache] = "cold",
         seed: int | Sequence[int] = 0,
@@ -139,7 +137,7 @@ class Measuring(Verbs):
 
         Args:
             prompt_tokens, output_tokens, concurrency, requests, warm_up, arrival, cache, seed, repeats: as those of
-                ``lmx_lab.bench.Sweep``, each one value or several.
+                ``lmx_lab.bench.Sweep``.
             compare: Addresses of other chat-format servers, or targets of ``lmx_lab.bench``, which take turns with
                 this lab.
             record: Keep the run, in ``bench`` in the lab's home or in a folder; ``.attrs["path"]`` says where.
@@ -174,8 +172,8 @@ class Measuring(Verbs):
         prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
         output_tokens: int | Sequence[int] = OUTPUT_TOKENS,
         concurrency: int | Sequence[int] = 1,
-        requests: int | Sequence[int] | None = None,
-        warm_up: int | Sequence[int] = 1,
+        requests: int | None = None,
+        warm_up: int = 1,
         arrival: Arrival | Sequence[Arrival] = CLOSED,
         cache: Cache | Sequence[Cache] = "cold",
         seed: int | Sequence[int] = 0,

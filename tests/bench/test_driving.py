@@ -17,7 +17,7 @@ from lmx_lab.bench.driving import DOWN, Run, Session, drive
 from lmx_lab.bench.prompts import prompt_hash
 from lmx_lab.bench.sample import Sample
 from lmx_lab.bench.targets import ChatTarget
-from lmx_lab.errors import UnreachableError
+from lmx_lab.errors import InvalidRequestError, UnreachableError
 from tests.bench.asked import WORDS, after_calibration, collected
 from tests.daemon.scripted import DROP, STALL, Gate, Script, Scripted, chunk, ending, json_answer, refuses, token
 
@@ -151,20 +151,43 @@ async def test_a_target_without_usage_is_counted_by_its_chunks() -> None:
 @pytest.mark.parametrize("begun", [[], [token("a")]])
 async def test_a_target_that_streams_nothing_has_failed_after_a_while(begun: list[Any]) -> None:
     with Scripted(after_calibration([*begun, STALL], WORDS)) as server:
-        samples = await driven(server, silence_s=0.5)
+        samples = await driven(server, silence_s=2.0)
         await server.until(lambda: server.left == 1)
     assert codes(samples) == ["silent", None, None]
     assert samples[0].output_tokens == len(begun)
 
 
+async def test_a_target_that_says_for_ever_that_it_works_has_failed_in_the_end() -> None:
+    forever = [step for _ in range(600) for step in (b": prompt 1/2\n\n", 0.05)]
+    with Scripted(after_calibration(forever)) as server:
+        assert codes(await driven(server, requests=1, silence_s=0.3)) == ["silent"]
+
+
+async def test_an_answer_without_a_token_is_a_failure() -> None:
+    with Scripted(after_calibration([chunk({"role": "assistant"}), *ending("stop")])) as server:
+        assert codes(await driven(server, requests=2)) == ["empty", "empty"]
+
+
+async def test_a_target_that_is_stuck_is_soon_not_asked_any_more() -> None:
+    with Scripted(after_calibration([STALL])) as server:
+        samples = await driven(server, requests=6, silence_s=0.3)
+        assert codes(samples) == ["silent"] * 3 + ["unreachable"] * 3
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), 10**6, "1", True])
+async def test_a_limit_that_is_none_is_refused(seconds: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"silence_s is .*up to 86,400"):
+        Run(silence_s=seconds)
+
+
 async def test_a_target_that_only_says_that_it_works_is_not_silent() -> None:
-    """Twelve comments, of which no two are as far apart as the limit, and together last longer than it."""
-    waits = [step for _ in range(12) for step in (b": prompt 1/2\n\n", 0.1)]
+    """Comments of which no two are as far apart as the limit, and which together last longer than it."""
+    waits = [step for _ in range(25) for step in (b": prompt 1/2\n\n", 0.1)]
     with Scripted(after_calibration([*waits, *WORDS])) as server:
-        samples = await driven(server, requests=1, silence_s=1.0)
+        samples = await driven(server, requests=1, silence_s=2.0)
     assert codes(samples) == [None]
     assert samples[0].ttft_ms is not None
-    assert samples[0].ttft_ms > 1000
+    assert samples[0].ttft_ms > 2200
 
 
 async def test_a_server_that_never_answers_at_all_costs_one_limit_for_each_request() -> None:
@@ -205,7 +228,8 @@ async def test_arrivals_do_not_wait_for_answers_but_for_places_and_say_how_late_
         gate.open()
         samples = sorted(await measured, key=lambda sample: sample.request)
     late_ms = [sample.late_ms or 0.0 for sample in samples]
-    assert min(late_ms[2:]) > max(150, late_ms[0])
+    assert min(late_ms[2:]) > 150
+    assert all((sample.ttft_ms or 0) > 150 for sample in samples[2:]), "their users have waited since they were due"
     assert {sample.arrival for sample in samples} == {"poisson(1000/s)"}
 
 
@@ -222,6 +246,14 @@ async def test_every_repeat_has_arrivals_of_its_own() -> None:
             asked = case(arrival=Noted(per_second=500))
             await collected(drive(ChatTarget(server.url), asked, repeat=repeat))
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+async def test_of_a_warm_cache_whose_hits_nobody_counts_no_speed_of_prefill_is_made_up() -> None:
+    with Scripted(WORDS) as server:
+        warm = await driven(server, cache="warm", warm_up=1, prompt_tokens=40)
+        cold = await driven(server, prompt_tokens=40)
+    assert {sample.prefill_tok_s for sample in warm} == {None}
+    assert None not in {sample.prefill_tok_s for sample in cold}
 
 
 async def test_without_arrivals_nothing_is_late() -> None:

@@ -91,6 +91,7 @@ async def test_a_refusal_is_the_servers_own_error() -> None:
         b"SSH-2.0-OpenSSH\r\n\r\n",
         b"HTTP/1.1 what\r\n\r\n",
         b"x" * 100_000,
+        HEAD.format(status="200 OK", kind="text/event-stream").encode() + b"content-encoding: gzip\r\n\r\n",
         HEAD.format(status="200 OK", kind="text/event-stream").encode() + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )

@@ -36,6 +36,7 @@ def test_ten_tokens_by_hand() -> None:
         "cached_tokens": 10,
         "output_tokens": 10,
         "counted_by": "usage",
+        "pieces": 10,
         "ttft_ms": pytest.approx(500),
         "itl_ms_p50": pytest.approx(100),
         "itl_ms_p95": pytest.approx(100),
@@ -67,6 +68,23 @@ def test_tokens_that_came_together_share_the_time_before_them() -> None:
     found = figures(Chunk(at_s=10.5, tokens=2), Chunk(at_s=10.9, tokens=4), Chunk(at_s=11.0, tokens=1))
     assert found["itl_ms_p50"] == pytest.approx(100)
     assert found["decode_tok_s"] == pytest.approx(10)
+
+
+def test_an_answer_in_few_pieces_does_not_say_when_its_tokens_came() -> None:
+    usage = Usage(prompt=3, cached=None, output=128)
+    found = figures(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, tokens=1), Chunk(at_s=10.7, usage=usage))
+    assert (found["output_tokens"], found["pieces"], found["decode_tok_s"]) == (128, 2, None)
+    assert "itl_ms_p50" not in found
+    assert found["ttft_ms"] == pytest.approx(500)
+
+
+def test_who_was_due_has_waited_from_then() -> None:
+    trace = Trace(sent_at_s=10.0, due_at_s=7.0, ended_at_s=10.0)
+    for chunk in (Chunk(at_s=10.5, tokens=1), Chunk(at_s=11.0, usage=Usage(prompt=20, cached=0, output=1))):
+        trace.add(chunk)
+    found = trace.figures()
+    assert (found["ttft_ms"], found["e2e_ms"]) == (pytest.approx(3500), pytest.approx(4000))
+    assert found["prefill_tok_s"] == pytest.approx(40), "the server's time alone"
 
 
 def test_without_usage_chunks_are_counted_and_the_prompt_is_unknown() -> None:

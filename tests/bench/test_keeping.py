@@ -181,7 +181,7 @@ def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_is_its_owners_alone(tmp_path: Path) -> None:
-    path = save([], FACTS, tmp_path / "runs")
+    path = save([sample()], FACTS, tmp_path / "runs")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
 

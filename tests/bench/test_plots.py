@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lmx_lab.bench import Sample, by_concurrency, by_prompt_length, summary
@@ -20,7 +21,7 @@ def swept(**fields: Any) -> list[Sample]:
     return [
         sample
         for users in (1, 4, 8)
-        for sample in run_of([10.0 * users, 11.0 * users, 13.0 * users], per_repeat=1, concurrency=users, **fields)
+        for sample in run_of([at * users for at in range(10, 17)], per_repeat=1, concurrency=users, **fields)
     ]
 
 
@@ -32,9 +33,19 @@ def test_medians_are_where_the_summary_has_them_and_bars_are_their_intervals() -
     line, _, (segments,) = bars.lines
     table = summary(samples)
     assert line.get_xdata().tolist() == [1, 4, 8]
-    assert line.get_ydata().tolist() == table["ttft_ms"].tolist() == [11, 44, 88]
+    assert line.get_ydata().tolist() == table["ttft_ms"].tolist() == [13, 52, 104]
     ends = [sorted(y for _, y in segment) for segment in segments.get_segments()]
     assert ends == [pytest.approx(pair) for pair in zip(table["ttft_ms_low"], table["ttft_ms_high"], strict=True)]
+
+
+def test_a_median_without_an_interval_has_no_bar() -> None:
+    few, many = run_of([10.0, 11.0, 12.0]), run_of([20.0] * 7 + [30.0], concurrency=2)
+    (panel,) = by_concurrency([*few, *many], metrics=("ttft_ms",)).axes
+    (bars,) = panel.containers
+    line, caps, (segments,) = bars.lines
+    assert line.get_ydata().tolist() == [11, 20]
+    assert [len(segment) for segment in segments.get_segments()] == [0, 2]
+    assert all(np.isnan(float(cap.get_ydata()[0])) for cap in caps)
 
 
 def test_a_line_is_named_by_what_differs_and_the_title_has_the_rest() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.bench import Case
-from lmx_lab.bench.prompts import OWN_WORDS, TASK, prompt, prompt_hash, words
+from lmx_lab.bench.prompts import FEWEST_WORDS, OWN_WORDS, TASK, prompt, prompt_hash, words
 
 COLD = Case(prompt_tokens=200, output_tokens=8, concurrency=1)
 WARM = Case(prompt_tokens=200, output_tokens=8, cache="warm")
@@ -32,7 +32,7 @@ def test_words_are_as_many_as_make_the_tokens(tokens: int, per_word: float) -> N
 @pytest.mark.parametrize("tokens", [1, 2, 9, 25, 26, 27, 1000])
 def test_a_prompt_has_its_length_and_a_long_one_a_task(case: Case, tokens: int) -> None:
     text = prompt(case, repeat=0, request=0, tokens=tokens)
-    assert len(text.split()) == tokens
+    assert len(text.split()) == max(FEWEST_WORDS, tokens)
     assert text.endswith(TASK) == (tokens >= 26)
 
 
@@ -66,6 +66,14 @@ def test_warm_prompts_of_another_run_find_nothing_of_this_one() -> None:
     assert shared_words([prompt(WARM, repeat=0, request=0, run=run) for run in ("monday", "tuesday")]) < OWN_WORDS
 
 
-def test_a_hash_tells_prompts_apart() -> None:
-    assert prompt_hash("a") == prompt_hash("a") != prompt_hash("b")
-    assert len(prompt_hash("a")) == 16
+@pytest.mark.parametrize("case", [COLD, WARM])
+def test_a_hash_tells_that_two_targets_were_asked_the_same(case: Case) -> None:
+    one, other = (prompt(case, repeat=0, request=5, run=run) for run in ("run a", "run b"))
+    assert one != other
+    assert prompt_hash(one) == prompt_hash(other) != prompt_hash(prompt(case, repeat=0, request=6, run="run a"))
+    assert len(prompt_hash(one)) == 16
+
+
+def test_the_shortest_cold_prompts_are_unlike_each_other_too() -> None:
+    shortest = Case(prompt_tokens=1, output_tokens=8)
+    assert len({prompt(shortest, repeat=0, request=request) for request in range(200)}) == 200

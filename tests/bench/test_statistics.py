@@ -6,41 +6,103 @@ import math
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.bench import frame, median_interval, ratio_interval, summary
-from lmx_lab.bench.statistics import CHUNK_NUMBERS, NOTHING, Interval, busy_s
+from lmx_lab.bench.statistics import CHUNK_NUMBERS, NOTHING, Interval, apart, busy_s, student
 from lmx_lab.errors import InvalidRequestError
 from tests.bench.rows import run_of, sample
 
-VALUES = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=40)
 DRAWS = 200
+SIDE = st.lists(st.floats(1e-3, 1e6), min_size=3, max_size=12)
 
 
-@given(values=VALUES, level=st.floats(0.01, 0.999), groups=st.integers(1, 5))
-def test_an_interval_has_its_median_in_it_and_lies_within_the_values(
-    values: list[float], level: float, groups: int
+def bounds(interval: Interval) -> list[float]:
+    return [interval.low, interval.median, interval.high]
+
+
+@given(values=st.lists(st.floats(1e-3, 1e6), min_size=6, max_size=40), exponent=st.integers(-8, 8))
+def test_an_interval_in_other_units_is_the_same_interval(values: list[float], exponent: int) -> None:
+    of = [at % 3 for at in range(len(values))]
+    interval = median_interval(values, groups=of, draws=DRAWS)
+    scaled = median_interval([2.0**exponent * value for value in values], groups=of, draws=DRAWS)
+    assert bounds(scaled) == pytest.approx([2.0**exponent * end for end in bounds(interval)])
+
+
+@pytest.mark.parametrize(("level", "enough"), [(0.95, 6), (0.9, 5), (0.99, 8)])
+def test_fewer_values_than_could_hold_the_median_have_no_bounds(level: float, enough: int) -> None:
+    values = [float(value) for value in range(enough)]
+    few, many = (median_interval(values[:count], level=level) for count in (enough - 1, enough))
+    assert (few.median, few.n, str(few)) == (values[enough - 1] / 2 - 0.5, enough - 1, f"{few.median:g} [-]")
+    assert math.isnan(few.low)
+    assert math.isnan(few.high)
+    assert few.median < many.high <= values[-1]
+    assert not few.overlaps(many)
+
+
+@given(a=SIDE, b=SIDE, factor=st.floats(0.01, 100), paired=st.booleans())
+def test_a_ratio_scales_with_a_side_and_inverts_when_they_are_swapped(
+    a: list[float], b: list[float], factor: float, paired: bool
 ) -> None:
-    of = [at % groups for at in range(len(values))]
-    interval = median_interval(values, groups=of, level=level, draws=DRAWS)
-    assert interval.median == pytest.approx(float(np.median(values)))
-    assert min(values) <= interval.low <= interval.median <= interval.high <= max(values)
-    assert interval.n == len(values)
+    if paired:
+        a, b = a[: len(b)], b[: len(a)]
+    ratio = ratio_interval(a, b, paired)
+    assert bounds(ratio_interval([factor * value for value in a], b, paired)) == pytest.approx(
+        [factor * end for end in bounds(ratio)], rel=1e-6
+    )
+    assert bounds(ratio_interval(b, a, paired)) == pytest.approx([1 / end for end in reversed(bounds(ratio))], rel=1e-6)
 
 
-@given(values=VALUES, factor=st.floats(0.01, 100))
-def test_a_pair_by_pair_ratio_of_multiples_is_the_factor_exactly(values: list[float], factor: float) -> None:
-    interval = ratio_interval([factor * value for value in values], values, True, draws=DRAWS)
-    assert [interval.low, interval.median, interval.high] == pytest.approx([factor] * 3)
+def test_the_ratio_of_pairs_that_agree_has_an_interval_without_length() -> None:
+    ratio = ratio_interval([2.0, 6.0, 4.0], [1.0, 3.0, 2.0], True)
+    assert (bounds(ratio), ratio.n) == (pytest.approx([2.0, 2.0, 2.0]), 3)
 
 
-@given(values=st.lists(st.floats(1, 100), min_size=1, max_size=40), paired=st.booleans())
-def test_the_ratio_of_equal_runs_is_1_and_1_is_in_its_interval(values: list[float], paired: bool) -> None:
-    interval = ratio_interval(values, values, paired, draws=DRAWS)
-    assert interval.median == 1
-    assert 1 in interval
+def test_intervals_of_ratios_are_those_of_the_textbook() -> None:
+    logs = [0.1, 0.2, 0.6]
+    # Mean 0.3; its standard error is 0.26458 / sqrt(3); t of 2 degrees is 4.3027.
+    pairs = ratio_interval(np.exp(logs), [1.0] * 3, True)
+    assert bounds(pairs) == pytest.approx(np.exp([0.3 - 0.65724, 0.3, 0.3 + 0.65724]), rel=1e-4)
+    # Welch: 0.07 / 3 and 0.02 / 3 / 4 are 0.025, of 2.29 degrees, which count as 2.
+    unpaired = ratio_interval(np.exp(logs), np.exp([0.0, 0.1, 0.2, 0.1]), False)
+    reach = 4.3027 * math.sqrt(0.025)
+    assert bounds(unpaired) == pytest.approx(np.exp([0.2 - reach, 0.2, 0.2 + reach]), rel=1e-4)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize(("repeats", "drift"), [(3, 0.03), (5, 0.03), (10, 0.3)])
+def test_intervals_of_equal_sides_hold_1_about_as_often_as_they_say(repeats: int, drift: float, paired: bool) -> None:
+    generator = np.random.default_rng(repeats)
+    sides = np.exp(generator.normal(0, drift, (2000, 2, repeats)))
+    held = sum(1 in ratio_interval(a, b, paired) for a, b in sides)
+    # Whole degrees of freedom make Welch's wider, most with few repeats.
+    assert 1880 <= held <= (1920 if paired else 1990)
+
+
+def test_two_repeats_give_a_ratio_and_no_interval() -> None:
+    for paired in (True, False):
+        ratio = ratio_interval([2.0, 2.0], [1.0, 1.0], paired)
+        assert (ratio.median, ratio.n) == (pytest.approx(2), 2)
+        assert math.isnan(ratio.low)
+        assert math.isnan(ratio.high)
+
+
+@pytest.mark.parametrize(
+    ("level", "freedom", "table"),
+    [
+        # NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
+        *[(0.95, 2, 4.303), (0.95, 3, 3.182), (0.95, 4, 2.776), (0.95, 5, 2.571), (0.95, 9, 2.262), (0.95, 10, 2.228)],
+        *[(0.95, 30, 2.042), (0.95, 99, 1.984), (0.95, 100, 1.984), (0.90, 2, 2.920), (0.90, 7, 1.895)],
+        *[(0.99, 2, 9.925), (0.99, 5, 4.032), (0.99, 20, 2.845), (0.998, 3, 10.215), (0.998, 8, 4.501)],
+        # A normal one, nearly.
+        *[(0.95, 100_000, 1.960), (0.99, 99_999, 2.576)],
+    ],
+)
+def test_students_t_is_that_of_the_tables(level: float, freedom: int, table: float) -> None:
+    assert student(level, freedom) == pytest.approx(table, abs=6e-4)
 
 
 def test_intervals_hold_the_true_median_about_as_often_as_they_say() -> None:
@@ -58,12 +120,12 @@ def test_repeats_that_differ_widen_the_interval_and_nothing_else_tells_of_them()
     assert knowing.high - knowing.low > 1.3 * (blind.high - blind.low)
 
 
-def test_pairs_see_a_difference_that_the_spread_of_requests_hides() -> None:
+def test_pairs_see_a_difference_that_drift_hides() -> None:
     generator = np.random.default_rng(3)
-    requests = generator.uniform(1, 100, 20)
-    slower = requests * generator.normal(1.05, 0.005, 20)
-    assert ratio_interval(slower, requests, True).low > 1
-    assert 1 in ratio_interval(slower, requests, False)
+    minutes = generator.uniform(1, 100, 5)
+    slower = minutes * generator.normal(1.05, 0.005, 5)
+    assert ratio_interval(slower, minutes, True).low > 1
+    assert 1 in ratio_interval(slower, minutes, False)
 
 
 def test_groups_of_different_sizes_count_for_what_they_have() -> None:
@@ -76,8 +138,8 @@ def test_what_is_missing_does_not_count() -> None:
     assert median_interval([None, 3.0, math.nan, 1.0, 2.0, math.inf]).n == 3
     assert median_interval([]) is NOTHING
     assert median_interval([None]) is NOTHING
-    pairs = ratio_interval([2.0, None, 4.0], [1.0, 5.0, 2.0], True)
-    assert (pairs.median, pairs.n) == (2.0, 2)
+    pairs = ratio_interval([2.0, None, 4.0, 9.0], [1.0, 5.0, 2.0, math.nan], True)
+    assert (pairs.median, pairs.n) == (pytest.approx(2.0), 2)
 
 
 @pytest.mark.parametrize("paired", [True, False])
@@ -134,16 +196,18 @@ def test_time_that_several_share_counts_once_and_gaps_not_at_all(spans: list[tup
 def test_a_summary_leaves_out_warm_up_and_counts_errors() -> None:
     rows = [
         sample(warm_up=True, ttft_ms=9999.0, output_tokens=8),
-        *run_of([10.0, 30.0, 20.0]),
-        sample(at_s=3, request=3, error="lmx-timeout: too late", ttft_ms=5.0, e2e_ms=1000.0, output_tokens=5),
+        *run_of([10.0, 30.0, 20.0, 60.0, 40.0, 50.0]),
+        sample(at_s=6, request=6, error="lmx-timeout: too late", ttft_ms=5.0, e2e_ms=2000.0, output_tokens=5),
     ]
     line = summary(rows).iloc[0]
-    assert (line["requests"], line["errors"], line["ttft_ms"]) == (4, 1, 20.0)
-    assert 10 <= line["ttft_ms_low"] <= 20 <= line["ttft_ms_high"] <= 30
-    # 24 tokens of those that ended, in the 4 seconds that all took.
+    assert (line["requests"], line["errors"], line["ttft_ms"], line["ttft_ms_n"]) == (7, 1, 35.0, 6)
+    assert 10 <= line["ttft_ms_low"] < 35 < line["ttft_ms_high"] <= 60
+    # 48 tokens of those that ended, in the 8 seconds that all took.
     assert line["total_tok_s"] == pytest.approx(6)
+    assert line["total_tok_s_n"] == 1
     assert math.isnan(line["total_tok_s_low"])
     assert math.isnan(line["queue_ms"])
+    assert line["queue_ms_n"] == 0
 
 
 def test_requests_at_once_are_added_up_and_their_time_is_not() -> None:
@@ -166,10 +230,56 @@ def test_the_total_is_no_mean_of_the_repeats_rates() -> None:
         sample(e2e_ms=1000.0, output_tokens=8),
         sample(at_s=10, repeat=1, e2e_ms=3000.0, output_tokens=8),
     ]
+    assert summary(rows).iloc[0]["total_tok_s"] == pytest.approx(4)
+
+
+def test_a_total_has_an_interval_from_three_repeats_on() -> None:
+    took_ms = [900.0, 1000.0, 1100.0]
+    rows = [sample(at_s=10 * at, repeat=at, e2e_ms=took, output_tokens=8) for at, took in enumerate(took_ms)]
+    two, three = summary(rows[:2]).iloc[0], summary(rows).iloc[0]
+    assert two["total_tok_s_n"] == 2
+    assert math.isnan(two["total_tok_s_low"])
+    # Of the logarithms: their standard deviation over the root of 3, 4.303 times.
+    factor = math.exp(4.3027 * float(np.std(np.log(took_ms), ddof=1)) / math.sqrt(3))
+    assert three[["total_tok_s_low", "total_tok_s", "total_tok_s_high"]].tolist() == pytest.approx(
+        [8 / factor, 8, 8 * factor], rel=1e-4
+    )
+
+
+def test_how_late_the_client_was_is_said_and_not_counted_as_the_servers_time() -> None:
+    # Due each second, and answered within half of one; the client sent them late, and times count from when due.
+    late_ms = [0.0, 100.0, 400.0]
+    rows = [
+        sample(
+            at_s=at + late / 1000, request=at, e2e_ms=late + 500, late_ms=late, output_tokens=8, arrival="poisson(1/s)"
+        )
+        for at, late in enumerate(late_ms)
+    ]
     line = summary(rows).iloc[0]
-    assert line["total_tok_s"] == pytest.approx(4)
-    assert line["total_tok_s_low"] == pytest.approx(8 / 3)
-    assert line["total_tok_s_high"] == pytest.approx(8)
+    assert (line["late_ms"], line["late_ms_max"]) == (100, 400)
+    assert line["total_tok_s"] == pytest.approx(16)
+    assert math.isnan(summary(run_of([1.0])).iloc[0]["late_ms_max"])
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "ns"])
+def test_times_of_any_resolution_are_understood(unit: str) -> None:
+    table = frame(run_of([1.0, 2.0, 3.0]))
+    table["started_at"] = table["started_at"].dt.as_unit(unit)
+    assert summary(table).iloc[0]["total_tok_s"] == pytest.approx(8)
+
+
+def test_the_same_repeat_of_another_run_or_seed_is_another_one() -> None:
+    day = run_of([1.0, 2.0])
+    table = pd.concat(
+        [frame(day).assign(run="monday"), frame(day).assign(run="tuesday"), frame(day).assign(run="tuesday", seed=1)]
+    )
+    assert summary(table, by=("concurrency",)).iloc[0]["total_tok_s_n"] == 3
+
+
+def test_lengths_are_apart_from_more_than_a_twentieth_on() -> None:
+    assert [apart(100, other) for other in (95, 94, 105, 106, 0)] == [False, True, False, True, True]
+    assert not apart(math.nan, 5)
+    assert not apart(5, math.nan)
 
 
 def test_cold_and_warm_are_two_cases() -> None:

@@ -162,7 +162,7 @@ async def test_a_reader_that_takes_its_time_gets_everything(client: AsyncLabClie
     chunks = [await anext(stream)]
     await client.chat(asked())
     chunks += [chunk async for chunk in stream]
-    assert merged(chunks)["timed"] == [300]
+    assert merged(chunks)["timed"] == [(300, True)]
 
 
 # --- other servers
