@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -15,7 +14,7 @@ from lmx_lab.bench.calibration import Calibration, calibrated
 from lmx_lab.bench.case import Case, Closed, Poisson
 from lmx_lab.bench.figures import Trace
 from lmx_lab.bench.prompts import prompt, prompt_hash
-from lmx_lab.bench.sample import RunClock, Sample
+from lmx_lab.bench.sample import RunClock, Sample, new_run
 from lmx_lab.bench.targets import Target, TargetFacts, UnclearModelError
 from lmx_lab.errors import InvalidRequestError, LabError, UnreachableError
 
@@ -35,7 +34,7 @@ Took = Callable[[Sample], None]
 class Run:
     """What all cases of one run share."""
 
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    id: str = field(default_factory=new_run)
     """Makes its prompts unlike those of any other run, which a server may have kept."""
     silence_s: float = SILENCE_S
     """A target that says nothing for so long has failed that request. Above 0, and up to a day."""
@@ -253,6 +252,7 @@ class Session:
         """What all samples of this session have alike."""
         case = self._case
         return {
+            "run": self._run.id,
             "target": self._target.name,
             **vars(self._facts),
             "case": case.name,

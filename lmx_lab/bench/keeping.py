@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
-import time
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from lmx_lab.bench.provenance import provenance as present
-from lmx_lab.bench.sample import COLUMNS, Sample, fitting, row, table_of
+from lmx_lab.bench.sample import COLUMNS, Sample, fitting, new_run, row, table_of
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 
@@ -30,7 +29,8 @@ FORMAT = 1
 SUFFIX = ".jsonl"
 LINE_LIMIT = 2**20
 """Characters; a sample has some hundred."""
-LOADED_COLUMNS = ("run", *COLUMNS)
+NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
+"""Of a run, as ``new_run`` makes it."""
 
 
 def default_folder() -> Path:
@@ -67,7 +67,8 @@ class Recorder:
 
     def __enter__(self) -> Self:
         head = _line({"lmx_lab_bench": FORMAT, "provenance": self.provenance})
-        path = self.folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}{SUFFIX}"
+        run = str(self.provenance.get("run"))
+        path = self.folder / f"{run if NAME.fullmatch(run) else new_run()}{SUFFIX}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
@@ -131,7 +132,7 @@ def save(
 
 
 def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataFrame:
-    """The samples of one run, or of all that a folder has, the oldest run first; ``run`` says which a row is of.
+    """The samples of one run, or of all that a folder has, the oldest run first; ``run`` is the file's name.
 
     What a newer version added is left out, what an older one had not is missing. Of a torn line nothing is taken.
     ``.attrs["provenance"]`` has each run's, by its name; ``.attrs["skipped"]`` says why a file of the folder is no run.
@@ -160,8 +161,8 @@ def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataF
             skipped[file.name] = str(exc)
             log.warning("%s", exc)
         else:
-            rows += ({"run": file.stem, **one} for one in found)
-    table = table_of(rows, LOADED_COLUMNS).astype({"run": "str"})
+            rows += ({**one, "run": file.stem} for one in found)
+    table = table_of(rows, COLUMNS)
     table.attrs.update(provenance=known, skipped=skipped)
     return table
 

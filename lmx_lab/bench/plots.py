@@ -129,7 +129,7 @@ def _telling(table: pd.DataFrame, over: str) -> list[str]:
 
 def _title(table: pd.DataFrame, over: str) -> str:
     """What all lines have in common."""
-    same = [name for name in _telling(table, over) if table[name].nunique(dropna=False) == 1]
+    same = [name for name in _telling(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
     return " · ".join(_parts(same, table[same].iloc[0]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -24,6 +25,8 @@ class Sample:
     ``server_*`` are the server's own words about this request, the other figures what this process saw.
     """
 
+    run: str = ""
+    """Its id, which names the file where it is kept."""
     started_at: str
     """When the request was sent: ISO 8601, UTC, microseconds; from ``RunClock``."""
     target: str
@@ -100,6 +103,11 @@ _KINDS = {
     "CountedBy | None": "str",
 }
 """What pandas calls the types of the fields."""
+
+
+def new_run() -> str:
+    """An id for a run, which sorts by time, such as ``20260102T030405Z-1f2e3d``."""
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 class RunClock:

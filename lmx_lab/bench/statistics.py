@@ -208,7 +208,7 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
     ``total_tok_s_n`` counts repeats, and from 3 of them on it has an interval.
 
     Args:
-        by: Columns that tell cases apart; by default what was measured and how, and in kept runs which.
+        by: Columns that tell cases apart; by default the run, what was measured and how.
 
     Raises:
         InvalidRequestError: a column that the table has not.
@@ -217,7 +217,7 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
     import pandas as pd
 
     table = measured(samples)
-    keys = [*(["run"] if "run" in table else []), *MEASURED, *CASE] if by is None else list(by)
+    keys = ["run", *MEASURED, *CASE] if by is None else list(by)
     if unknown := [name for name in keys if name not in table]:
         raise InvalidRequestError(
             f"by: no column {', '.join(unknown)}; there are {', '.join(table.columns)}", param="by"
@@ -299,13 +299,8 @@ def busy_s(starts: Floats, ends: Floats) -> float:
 
 
 def repeats(table: pd.DataFrame) -> list[Hashable]:
-    """Which repeat of which run and seed each row is of: what was measured in one go.
-
-    Rows that do not say their run, and whose table does not either, are of one run.
-    """
-    known = table.attrs.get("provenance", {}).get("run")
-    runs = table["run"] if "run" in table else [known] * len(table)
-    return list(zip(runs, table["seed"], table["repeat"], strict=True))
+    """Which repeat of which run and seed each row is of: what was measured in one go."""
+    return list(zip(table["run"], table["seed"], table["repeat"], strict=True))
 
 
 def ended(table: pd.DataFrame) -> pd.DataFrame:

@@ -105,7 +105,7 @@ def test_repeats_of_several_runs_of_both_sides_find_each_other() -> None:
 
 
 def test_tables_of_two_runs_are_not_paired_by_the_numbers_of_their_repeats() -> None:
-    before, after = frame(side(1.0), {"run": "one"}), frame(side(1.1), {"run": "two"})
+    before, after = (frame(side(factor)).assign(run=run) for factor, run in ((1.0, "one"), (1.1, "two")))
     assert not row(before, after, "ttft_ms")["paired"]
     assert row(before, before, "ttft_ms")["paired"]
 

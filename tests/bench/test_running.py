@@ -17,7 +17,7 @@ from lmx_lab.bench.case import Case, Poisson, Sweep
 from lmx_lab.bench.keeping import Recorder
 from lmx_lab.bench.running import Progress, progress_text, run, samples
 from lmx_lab.bench.sample import COLUMNS, Sample
-from lmx_lab.bench.statistics import median_interval, ratio_interval
+from lmx_lab.bench.statistics import median_interval
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.lab import Lab
