@@ -212,6 +212,14 @@ def test_of_a_run_that_was_interrupted_at_once_there_is_nothing_to_print(capsys:
         assert json.loads(capsys.readouterr().out)["summary"] == []
 
 
+def test_a_server_that_does_not_count_its_tokens_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    counted = run_of([5.0, 6.0], counted_by="usage", target="a")
+    bench_tables.print_tables(table(*counted, *run_of([5.0, 6.0], counted_by="chunks", target="b")))
+    notes = [each for each in capsys.readouterr().err.splitlines() if "no usage" in each]
+    assert len(notes) == 1
+    assert notes[0].startswith("b ")
+
+
 def test_targets_without_a_case_in_common_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     bench_tables.print_tables(table(sample(target="a"), sample(target="b", concurrency=2)))
     said = capsys.readouterr()

@@ -141,7 +141,8 @@ class Sweep:
     cache: Cache | Sequence[Cache] = "cold"
     seed: int | Sequence[int] = 0
     repeats: int = 1
-    """How often each combination is measured; at different times, so that intervals know of drift."""
+    """How often each combination is measured, at different times: from 3 on intervals know of drift, and a comparison
+    can name a winner."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -20,6 +20,7 @@ from lmx_lab.bench.statistics import (
     Samples,
     apart,
     by_repeat,
+    counts_pieces,
     ended,
     measured,
     median,
@@ -38,6 +39,8 @@ Better = Literal["a", "b", "-"]
 COMPARED = (*CLIENT_METRICS, TOTAL)
 OF_WHOLE_ANSWERS = ("e2e_ms", TOTAL)
 """What a longer answer changes, whoever gives it."""
+OF_TOKENS = ("itl_ms_p50", "itl_ms_p95", "itl_ms_p99", "decode_tok_s", TOTAL)
+"""What is of pieces, and not of tokens, where a server does not count its tokens."""
 
 
 def compare(
@@ -54,7 +57,8 @@ def compare(
     that these repeats do not tell them apart. Of equal sides 95 % of such intervals name none, one figure at a time.
 
     Where the answers' lengths differ by more than 5 % (``output_tokens_a``, ``output_tokens_b``: medians), ``e2e_ms``
-    and ``total_tok_s`` have no ratio. ``a`` and ``b`` have medians over all requests, with intervals as in ``summary``.
+    and ``total_tok_s`` have no ratio; nor has what is of single tokens where a side sends no usage, and pieces of its
+    stream stand for tokens. ``a`` and ``b`` have medians over all requests, with intervals as in ``summary``.
 
     Args:
         a, b: Samples or tables, each of one target; several runs of it are taken together.
@@ -114,7 +118,8 @@ def _compared(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> di
     left, right = _figure(metric, a, level), _figure(metric, b, level)
     answer_a, answer_b = median(ended(a)["output_tokens"]), median(ended(b)["output_tokens"])
     ratio, paired = _ratio(metric, a, b, level)
-    if metric in OF_WHOLE_ANSWERS and apart(answer_a, answer_b):
+    lengths_differ = metric in OF_WHOLE_ANSWERS and apart(answer_a, answer_b)
+    if lengths_differ or (metric in OF_TOKENS and (counts_pieces(a) or counts_pieces(b))):
         ratio = Interval(median=math.nan, low=math.nan, high=math.nan, n=ratio.n)
     return {
         "a": left.median,

@@ -308,6 +308,11 @@ def ended(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["error"].isna()]
 
 
+def counts_pieces(table: pd.DataFrame) -> bool:
+    """Whether tokens of some answer are but the pieces in which it came, as its server has not counted them."""
+    return bool((ended(table)["counted_by"] == "chunks").any())
+
+
 def apart(one: float, other: float) -> bool:
     """Whether two numbers of tokens differ by more than 5 % of the greater; of an unknown one nobody can say."""
     return min(one, other) < (1 - LENGTHS_APART) * max(one, other)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmx_lab.bench.comparison import compare
-from lmx_lab.bench.statistics import CASE, MEASURED, TOTAL, apart, summary
+from lmx_lab.bench.statistics import CASE, MEASURED, TOTAL, apart, counts_pieces, summary
 from lmx_lab.cli.app import err, note, out, say
 from lmx_lab.cli.terminal import line
 from lmx_lab.errors import InvalidRequestError
@@ -53,6 +53,7 @@ LATE_LEGEND = (
     "late: sent so much later than due (median, most), as --concurrency were under way or this client was busy; first "
     "token counts it in"
 )
+PIECES = "has no usage in its answers: pieces of its stream, which may hold several tokens, are counted as tokens"
 RATIO_LEGEND = (
     "a / b is of the repeats' medians; how sure it is, and which side is better, can be said with --repeats 3 or more"
 )
@@ -77,6 +78,9 @@ def print_tables(rows: pd.DataFrame) -> None:
         note(MET_LEGEND)
     if table["late_ms"].notna().any():
         note(LATE_LEGEND)
+    for target in table["target"].unique():
+        if counts_pieces(rows[rows["target"] == target]):
+            note(f"{line(str(target))} {PIECES}")
     if comparisons:
         note(RATIO_LEGEND)
     _print_errors(rows)

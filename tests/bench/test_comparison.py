@@ -120,6 +120,14 @@ def test_what_takes_whole_answers_has_no_ratio_where_they_are_of_other_lengths()
         assert table.loc["ttft_ms", "better"] == "a"
 
 
+def test_pieces_of_a_stream_are_not_compared_as_if_they_were_tokens() -> None:
+    table = compare(side(1.0, counted_by="usage"), side(4.0, counted_by="chunks")).set_index("metric")
+    for metric in ("decode_tok_s", "itl_ms_p50", "total_tok_s"):
+        assert np.isnan(table.loc[metric, "ratio"])
+        assert table.loc[metric, "better"] == "-"
+    assert table.loc["ttft_ms", "better"] == "a"
+
+
 def test_several_runs_of_a_side_are_taken_together() -> None:
     days = [frame(side(1.0, jitter=day)).assign(run=f"day {day}") for day in range(3)]
     first = row(pd.concat(days), side(1.1), "ttft_ms")
