@@ -207,10 +207,10 @@ def test_the_stop_button_keeps_what_is_there(notebook: Notebook, first_line: str
         f"""
         {first_line}
         from lmx_lab.lab import measuring
-        show = measuring._show
-        measuring._show = lambda step, bar: step.done == 3 and print("started")
+        text = measuring.progress_text
+        measuring.progress_text = lambda step: step.done == 3 and print("started") or text(step)
         rows = lab.bench(prompt_tokens=48, output_tokens=300, requests=1000, record=False)
-        measuring._show = show
+        measuring.progress_text = text
         print(3 <= len(rows) < 1000, rows.attrs["interrupted"], rows["error"].notna().sum())
         """
     )

@@ -21,7 +21,6 @@ from lmx_lab.lab.launching import current
 from lmx_lab.lab.measuring import Measuring
 from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.remote import RemoteCost, RemoteGeneration, RemoteLoad
-from lmx_lab.lab.showing import Showing
 from lmx_lab.loops import LoopThread
 from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
@@ -67,7 +66,7 @@ def attach(url: str, *, api_key: str | None = None) -> AttachedLab:
     return lab
 
 
-class AttachedLab(Measuring, Showing):
+class AttachedLab(Measuring):
     """A connection to a server, and the verbs on it. Made by ``attach()``; ``stop()`` ends the connection alone.
 
     Blocking verbs work in scripts, in cells and beside running loops: the connection has a loop of its own. Dropping it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -17,9 +17,10 @@ from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.running import Measured, Progress, progress_text, samples
 from lmx_lab.bench.sample import Sample, frame
 from lmx_lab.bench.targets import ChatTarget, Target, as_target
+from lmx_lab.lab.showing import Showing
 from lmx_lab.lab.verbs import Verbs
 from lmx_lab.loops import LoopThread
-from lmx_lab.progress import Bar, counter
+from lmx_lab.progress import counter
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,8 +103,8 @@ class Measurement:
         self._steps.put_nowait(Progress(done=len(self._taken), total=self._total, sample=sample))
 
 
-class Measuring(Verbs):
-    """Verbs that measure."""
+class Measuring(Verbs, Showing):
+    """Verbs that measure, which the metrics panel shows."""
 
     @abstractmethod
     def _as_target(self) -> ChatTarget:
@@ -158,10 +159,10 @@ class Measuring(Verbs):
             seed=seed,
             repeats=repeats,
         )
-        with self._measurement(plan, compare, record) as run, counter("bench") as shown:
+        with self._measurement(plan, compare, record) as run, self._progress() as show:
             try:
                 while (step := self._block(run.step())) is not None:
-                    _show(step, shown)
+                    show(step)
             except KeyboardInterrupt:
                 run.interrupted = True
         return run.table()
@@ -193,9 +194,9 @@ class Measuring(Verbs):
             seed=seed,
             repeats=repeats,
         )
-        with self._measurement(plan, compare, record) as run, counter("bench") as shown:
+        with self._measurement(plan, compare, record) as run, self._progress() as show:
             while (step := await self._hand_over(run.step())) is not None:
-                _show(step, shown)
+                show(step)
         return run.table()
 
     def _measurement(
@@ -206,6 +207,18 @@ class Measuring(Verbs):
         folder = record if isinstance(record, Path | str) else self._bench_folder()
         return Measurement(targets, plan, Recorder(folder, provenance={}) if record else None)
 
+    @contextmanager
+    def _progress(self) -> Iterator[Callable[[Progress], None]]:
+        """Shows each step in a bar and in the metrics panel."""
+        workbench = self.workbench
+        with counter("bench") as bar:
 
-def _show(step: Progress, shown: Bar) -> None:
-    shown.show(progress_text(step), step.done, step.total)
+            def show(step: Progress) -> None:
+                text = progress_text(step)
+                bar.show(text, step.done, step.total)
+                workbench.job = f"Measuring, {step.done} of {step.total}: {text}"
+
+            try:
+                yield show
+            finally:
+                workbench.job = ""

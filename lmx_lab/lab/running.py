@@ -18,7 +18,6 @@ from lmx_lab.lab.loading import Loading, Work
 from lmx_lab.lab.measuring import Measuring
 from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.serving import Serving
-from lmx_lab.lab.showing import Showing
 from lmx_lab.rankings import RerankResult
 from lmx_lab.replies import ModelList, Reply, ReplyStream
 from lmx_lab.server.admin import records
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from lmx_lab.lab.daemon import LabDaemon
 
 
-class Lab(Serving, Measuring, Showing):
+class Lab(Serving, Measuring):
     """A running inference server and the verbs on it. Made by ``launch()``; ``stop()`` ends it.
 
     Programs with a loop of their own use it directly: ``async with Lab(settings) as lab``.

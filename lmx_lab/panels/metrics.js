@@ -12,10 +12,11 @@ export default panel("Metrics", ({ model, root, watch }) => {
   const pause = h("button", { onclick: () => change({ paused: !get("paused") }) });
   const minutes = h("select", { "aria-label": "window", onchange: () => change({ minutes: +minutes.value }) },
     ...[1, 5, 15].map((value) => h("option", { value }, value + " min")));
+  const job = h("p");
   const grid = h("div", { class: "charts" });
   root.append(
     h("div", { class: "row" }, status, minutes, pause, copyButton(() => say("Copied: " + CODE) && CODE, "as DataFrame", "as DataFrame")),
-    grid,
+    job, grid,
   );
 
   // Asked for whenever it draws: the colours that an element has from the theme.
@@ -87,6 +88,10 @@ export default panel("Metrics", ({ model, root, watch }) => {
   observers[2].observe(document.body, { attributes: true });
   document.addEventListener("visibilitychange", draw);
 
+  watch(["job"], () => {
+    job.textContent = get("job");
+    job.hidden = !get("job");
+  });
   watch(["now"], () => cells.forEach((show, at) => show(get("now")[at])));
   watch(["frame"], draw);
   watch(["minutes", "paused", "server"], () => {

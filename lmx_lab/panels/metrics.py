@@ -104,6 +104,8 @@ class MetricsPanel(Panel):
     """What is drawn: ``Chart`` as dicts, their columns in this order."""
     minutes = traitlets.Int(1).tag(sync=True)
     paused = traitlets.Bool(False).tag(sync=True)
+    job = traitlets.Unicode().tag(sync=True)
+    """How far a measurement is; empty while there is none."""
     now: Any = traitlets.List().tag(sync=True)
     """The figures of now, a column each; none while there are none."""
     end = traitlets.Float().tag(sync=True)
@@ -138,6 +140,8 @@ class MetricsPanel(Panel):
 
     def tick(self, source: Source, sample: Sample | None) -> None:
         super().tick(source, sample)
+        if (job := self.workbench.job) != self.shown("job"):
+            self.show(job=job)
         if sample is not None and not self.shown("paused"):
             self._draw()
         elif self.shown("server")["state"] in {"stopped", "unreachable"} and self.shown("now"):

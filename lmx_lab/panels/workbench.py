@@ -54,6 +54,8 @@ class Workbench:
         self._source = source
         self.events: EventSource | None = None
         """The daemon of which the events panel tells; None while there is none."""
+        self.job = ""
+        """What somebody does with the lab who shows how far it is, such as a measurement; set on any thread."""
         self.history = History()
         self.panels: dict[str, Any] = {}
         """The one instance of each panel, by name."""

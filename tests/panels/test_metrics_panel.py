@@ -221,7 +221,7 @@ def test_without_pandas_it_is_said_what_to_install(watched: Watched, monkeypatch
 
 def test_the_panel_does_not_import_pandas() -> None:
     program = "import sys, lmx_lab.panels.metrics; sys.exit('pandas' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
 
 
 def test_the_snapshot_has_the_figures_and_no_script(watched: Watched) -> None:
@@ -252,6 +252,16 @@ def luminance(color: str) -> float:
     channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_how_far_a_measurement_is_can_be_seen_as_long_as_it_runs(lab: lmx_lab.Lab) -> None:
+    lab.load("tiny")
+    reader = Reader(MetricsPanel(lab.workbench), lab.workbench)
+    lab.bench(prompt_tokens=32, output_tokens=300, requests=4, record=False)
+    reader.until(lambda panel: not panel.job)
+    jobs = [value for name, value in reader.frames if name == "job" and value]
+    assert all(re.match(r"Measuring, [1-5] of 5: lab p32-o300-c1-cold", job) for job in jobs)
+    assert jobs
 
 
 def test_a_real_lab_is_seen_working(lab: lmx_lab.Lab, real_workbench: Workbench) -> None:
