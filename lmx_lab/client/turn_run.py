@@ -32,6 +32,10 @@ LOOK_S = 15.0
 """Without an event of the turn for so long, its record is looked at."""
 ENDED_LOOK_S = 1.0
 """The same once the record has an end: the last event is on its way, or not in the log any more."""
+MISSED_S = 20.0
+"""So long, then, one without a connection waits for what it has missed: an attempt to connect takes up to 15 s."""
+MOMENT_S = 0.05
+"""Whatever the time, events that have come are taken before the record is looked at."""
 SUBMIT_S = 30.0
 """So long a submit whose answer was lost is repeated."""
 CANCEL_S = 2.0
@@ -61,8 +65,10 @@ class TurnRun:
         self._submitting: asyncio.Task[TurnAccepted] | None = None
         self._end: TurnDoneEvent | TurnErrorEvent | TurnRecord | None = None
         self._reconnects = 0
-        self._record_has_end = False
-        self._look_at = 0.0
+        self._has_ended = False
+        self._ended: TurnRecord | None = None
+        """The record, once it has an end and was read."""
+        self._silent_since = self._look_at = 0.0
 
     def result(self) -> TurnResult:
         """Once ``events`` has ended.
@@ -88,7 +94,8 @@ class TurnRun:
                 # It was submitted before, or there is no connection yet that has everything from now on.
                 await subscription.aclose()
                 subscription = self._client.events(session_ids=[self._session_id], after=accepted.cursor)
-            self._note(has_end=accepted.status in ("done", "error"))
+            self._has_ended = accepted.status in ("done", "error")
+            self._heard()
             async for event in self._of_turn(subscription):
                 yield event
         except BaseException:
@@ -144,25 +151,28 @@ class TurnRun:
     async def _of_turn(self, subscription: Subscription) -> AsyncGenerator[DaemonEvent, None]:
         now = asyncio.get_running_loop().time
         while self._end is None:
+            state = subscription.state
             try:
-                event = await self._permissions.beside(anext(subscription), self._look_at - now())
+                event = await self._permissions.beside(anext(subscription), max(self._look_at - now(), MOMENT_S))
             except UnavailableError:
                 # Perhaps a proxy lets no WebSocket through.
                 await self._poll()
                 continue
             if event is None:
-                await self._look()
+                # One connection has been live all the time: what was missed came before that, and was taken.
+                await self._look(has_all=state.state == "live" and subscription.state is state)
                 continue
             self._reconnects = subscription.reconnects
             if event.turn_id == self._turn_id or isinstance(event, ResetFrame | SnapshotFrame):
                 await self._take(event)
                 yield event
+                # Only now: a reader that takes its time is no silence of the daemon.
+                self._heard()
             elif isinstance(event, SessionDeletedEvent):
-                await self._look()
+                await self._read()
 
     async def _take(self, event: DaemonEvent) -> None:
         self._so_far.add(event)
-        self._note(has_end=self._record_has_end)
         match event:
             case PermissionRequestEvent():
                 self._permissions.ask(event.data.permission)
@@ -171,22 +181,37 @@ class TurnRun:
             case SnapshotFrame():
                 self._permissions.ask(*event.data.session.permissions)
             case ResetFrame():
-                self._note(has_end=(await self._record()).ended_at is not None)
+                self._learn(await self._record())
             case TurnDoneEvent() | TurnErrorEvent():
                 self._end = event
 
     # Where events are missing
 
-    def _note(self, *, has_end: bool) -> None:
-        self._record_has_end = has_end
-        self._look_at = asyncio.get_running_loop().time() + (ENDED_LOOK_S if has_end else LOOK_S)
+    def _heard(self) -> None:
+        """Of the turn: from now on, there is silence."""
+        self._silent_since = asyncio.get_running_loop().time()
+        self._rest()
 
-    async def _look(self) -> None:
-        """After a silence: a record that has had an end for a while is the end."""
+    def _rest(self) -> None:
+        self._look_at = asyncio.get_running_loop().time() + (ENDED_LOOK_S if self._has_ended else LOOK_S)
+
+    def _learn(self, record: TurnRecord) -> None:
+        if record.ended_at is not None:
+            self._ended, self._has_ended = record, True
+            self._heard()
+
+    async def _look(self, *, has_all: bool) -> None:
+        """After a silence: a record that has had an end for a while is the end, if no event of the turn can follow."""
+        if self._ended is None:
+            await self._read()
+        elif has_all or asyncio.get_running_loop().time() - self._silent_since > MISSED_S:
+            # As it was read then: while it is read again, events could come.
+            self._end = self._ended
+        self._rest()
+
+    async def _read(self) -> None:
         record = await self._record()
-        if record.ended_at is not None and self._record_has_end:
-            self._end = record
-        self._note(has_end=record.ended_at is not None)
+        self._learn(record)
         await self._ask(record)
 
     async def _poll(self) -> None:

@@ -45,15 +45,15 @@ def _serve(listener: socket.socket, server: RawServer, answers: tuple[Answer | C
             connection, _ = listener.accept()
         except OSError:
             return
-        with connection:
+        # A client may leave at any moment, also before it has asked for anything.
+        with connection, suppress(OSError):
             answer = answers[min(len(server.requests), len(answers) - 1)]
             server.requests.append(_request(connection))
             made = answer(server.requests[-1]) if callable(answer) else answer
-            with suppress(OSError):
-                for piece in [made] if isinstance(made, bytes) else made:
-                    connection.sendall(piece)
-                if callable(answer):
-                    _part(connection)
+            for piece in [made] if isinstance(made, bytes) else made:
+                connection.sendall(piece)
+            if callable(answer):
+                _part(connection)
 
 
 def _part(connection: socket.socket) -> None:
@@ -66,12 +66,19 @@ def _part(connection: socket.socket) -> None:
 def _request(connection: socket.socket) -> str:
     data = b""
     while b"\r\n\r\n" not in data:
-        data += connection.recv(65536)
+        data += _piece(connection)
     head, _, body = data.partition(b"\r\n\r\n")
     sizes = [line.partition(b":")[2] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
     while len(body) < int(sizes[0] if sizes else 0):
-        body += connection.recv(65536)
+        body += _piece(connection)
     return f"{head.decode()}\r\n\r\n{body.decode()}"
+
+
+def _piece(connection: socket.socket) -> bytes:
+    piece = connection.recv(65536)
+    if not piece:
+        raise ConnectionError("the client left in the middle of its request")
+    return piece
 
 
 def whole(text: str, *, status: str = "200 OK", kind: str = "application/json", extra: str = "") -> bytes:

@@ -504,7 +504,7 @@ async def test_what_is_packed_small_counts_as_it_is_unpacked() -> None:
 async def test_quick_answers_have_a_time_limit_for_the_whole(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(endless) as server:
         async with AsyncLabClient(server.url) as client, asyncio.timeout(WAIT_S):
-            monkeypatch.setattr("lmx_lab.client.connection.QUICK_S", 0.1)
+            monkeypatch.setattr("lmx_lab.client.connection.QUICK_S", 0.5)
             for ask in (client.version(), client.ready(), client.models()):
                 with pytest.raises(errors.UnreachableError, match="within"):
                     await ask

@@ -166,7 +166,7 @@ async def test_kinds_and_fields_of_a_newer_daemon_are_passed_on() -> None:
 
 
 async def test_silence_for_some_heartbeats_ends_a_connection() -> None:
-    async with EventServer([hello(3, heartbeat_s=0.05), event(4), STAY], [hello(4), event(5), STAY]) as server:
+    async with EventServer([hello(3, heartbeat_s=0.4), event(4), STAY], [hello(4), event(5), STAY]) as server:
         assert await seqs_of(server, 2, after=3) == [4, 5]
 
 
@@ -195,12 +195,12 @@ async def test_a_reader_that_takes_its_time_is_no_silence(monkeypatch: pytest.Mo
     monkeypatch.setattr("lmx_lab.client.mailbox.ITEMS", 2)
     many = [event(seq) for seq in range(4, 40)]
     async with (
-        EventServer([hello(3, heartbeat_s=0.05), *many, STAY]) as server,
+        EventServer([hello(3, heartbeat_s=0.6), *many, STAY]) as server,
         subscribed(server, after=3) as events,
     ):
         first = await anext(events)
         # Longer than the silence that ends a connection.
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(2.0)
         rest = await take(events, len(many) - 1)
         assert [found.seq for found in [first, *rest]] == list(range(4, 40))
         assert events.reconnects == 0

@@ -30,7 +30,7 @@ RUN = {"TEST_RUN": str(os.getpid())}
 
 def hostile(*modes: str, name: str = "bad", **fields: Any) -> McpServerConfig:
     args = ("-I", str(HOSTILE), *modes)
-    given = {"start_timeout_s": 10.0, "tool_timeout_s": 10.0, "env": {"API_KEY": SECRET}, **fields}
+    given = {"start_timeout_s": 60.0, "tool_timeout_s": 10.0, "env": {"API_KEY": SECRET}, **fields}
     given["env"] = {**RUN, **given["env"]}
     return McpServerConfig(name=name, command=sys.executable, args=args, **given)
 

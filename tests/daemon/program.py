@@ -108,7 +108,8 @@ class Follower:
         state = self.program.state
         address = f"{state.url.replace('http', 'ws', 1)}/v3/events?after={self.cursor}{self.query}"
         headers = {"Authorization": f"Bearer {state.token}"}
-        async with websockets.connect(address, additional_headers=headers, proxy=None) as socket:
+        connecting = websockets.connect(address, additional_headers=headers, proxy=None, open_timeout=WAIT_S)
+        async with connecting as socket:
             self.connections += 1
             async for text in socket:
                 event = json.loads(text)

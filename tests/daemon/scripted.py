@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import select
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, Self
@@ -61,7 +62,9 @@ STALL: Literal["stall"] = "stall"
 DROP: Literal["drop"] = "drop"
 Step = bytes | Gate | float | Literal["stall", "drop"]
 Script = Sequence[Step] | Refusal
-Scripts = Script | Callable[[dict[str, Any]], Script]
+Made = Iterable[Step] | Refusal
+"""For one request: it is gone through once."""
+Scripts = Script | Callable[[dict[str, Any]], Made]
 DONE = b"data: [DONE]\n\n"
 
 
@@ -98,15 +101,17 @@ def says(*tokens: str, thinks: Sequence[str] = (), finish: str = "stop") -> list
     return [*steps, *ending(finish, usage=(5, len(tokens) + len(thinks)))]
 
 
-def counted(tokens: int, *, pause_s: float, every: int, gate: Gate | None = None, after: int = 0) -> list[Step]:
-    """An answer "w0 w1 …" that takes its time: a pause behind ``every`` so many tokens, a gate ``after`` so many."""
-    head, *rest = says(*(f"w{at} " for at in range(tokens)))
-    steps = [head]
-    for number, step in enumerate(rest):
-        if gate is not None and number == after:
-            steps.append(gate)
-        steps += [step, pause_s] if number % every == 0 else [step]
-    return steps
+def counted(tokens: int, *, pause_s: float, every: int, gate: Gate | None = None) -> Iterator[Step]:
+    """An answer "w0 w1 …" that takes its time: a pause behind ``every`` so many tokens. It has more of them, each with
+    its pause, as long as the gate is not open."""
+    yield chunk({"role": "assistant"})
+    for number in itertools.count():
+        if number >= tokens and (gate is None or gate.is_open):
+            yield from ending(usage=(5, number))
+            return
+        yield token(f"w{number} ")
+        if number >= tokens or number % every == 0:
+            yield pause_s
 
 
 def call(name: str, arguments: Mapping[str, Any] | str, *, index: int = 0, id: str | None = None) -> list[Step]:
@@ -200,7 +205,7 @@ class Scripted:
         """Nobody answers at the address any more, and open connections are cut."""
         self._server.stop()
 
-    def _next(self, body: dict[str, Any], headers: dict[str, str]) -> Script:
+    def _next(self, body: dict[str, Any], headers: dict[str, str]) -> Made:
         with self._changed:
             script = self._scripts[min(len(self.bodies), len(self._scripts) - 1)]
             self.bodies.append(body)

@@ -28,7 +28,7 @@ EXPECTED = "".join(f"w{at} " for at in range(TOKENS))
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
     # A second or so: twenty batches and more.
-    with Scripted(counted(TOKENS, pause_s=0.03, every=2)) as upstream:
+    with Scripted(lambda body: counted(TOKENS, pause_s=0.03, every=2)) as upstream:
         program = Program(tmp_path, upstream.url).start()
         yield program
         assert program.stop() == 0
@@ -60,6 +60,12 @@ class Seen:
             task = asyncio.create_task(follow())
             yield
         await task
+
+    async def live(self) -> None:
+        """Wait until it has all that there is."""
+        async for state in self.subscription.states():
+            if state.state == "live":
+                return
 
     async def until(self, seq: int) -> None:
         await self._until(lambda: any((event.seq or 0) >= seq for event in self.events))
@@ -100,8 +106,11 @@ async def test_two_hundred_cuts_during_turns_lose_and_double_nothing(program: Pr
 
     async def cut() -> None:
         nonlocal cuts
-        while True:
-            # Each at another moment of a connection's life, sometimes within a frame.
+        while cuts < CUTS:
+            # Each at another moment of a connection's life, sometimes within a frame; half of them not before somebody
+            # is connected, however long that takes.
+            if chance.random() < 0.5:
+                await seen.live()
             await asyncio.sleep(chance.uniform(0.0, 0.06))
             cuts += bool(proxy.cut_within_next_piece(chance) if chance.random() < 0.5 else proxy.cut())
 
@@ -113,10 +122,10 @@ async def test_two_hundred_cuts_during_turns_lose_and_double_nothing(program: Pr
         async with seen.following():
             sessions = [await client.session() for _ in range(3)]
             cutter = asyncio.create_task(cut())
-            while cuts < CUTS:
+            while not cutter.done():
                 turns = (session.run("write", on_event=note) for session in sessions)
                 results += await asyncio.wait_for(asyncio.gather(*turns), WAIT_S)
-            cutter.cancel()
+            await cutter
             log = await whole_log(program)
             await seen.until(log[-1])
         assert [event.seq for event in seen.events] == log
@@ -169,7 +178,7 @@ async def test_a_turn_that_waits_runs_after_a_restart_and_its_caller_gets_it(pro
 
 async def test_a_proxy_that_closes_idle_connections_costs_no_event(program: Program) -> None:
     async with (
-        Proxy(lambda: program.state.port, idle_s=0.5) as proxy,
+        Proxy(lambda: program.state.port, idle_s=2.0) as proxy,
         AsyncDaemonClient.discover(program.home, transport=Through(proxy)) as client,
     ):
         seen = Seen(client)

@@ -41,7 +41,7 @@ from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides
 from tests.daemon.cutting import Proxy, Through
 from tests.daemon.face import UPSTREAM as NOBODY
 from tests.daemon.face import serving
-from tests.daemon.scripted import STALL, Gate, Script, Scripted, Scripts, calls, refuses, says, thought, token
+from tests.daemon.scripted import STALL, Gate, Made, Scripted, Scripts, calls, refuses, says, thought, token
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 20.0
@@ -69,7 +69,7 @@ class Model:
         self._scripts = scripts
         self.bodies = []
 
-    def __call__(self, body: dict[str, Any]) -> Script:
+    def __call__(self, body: dict[str, Any]) -> Made:
         script = self._scripts[min(len(self.bodies), len(self._scripts) - 1)]
         self.bodies.append(body)
         return script(body) if callable(script) else script
@@ -190,6 +190,17 @@ async def test_a_turn_whose_events_are_gone_is_told_by_its_record(place: Place) 
         await at.forget()
         again = await at.session.run("go", turn_id="t1")
     assert (again.text, again.stats) == (first.text, first.stats)
+
+
+async def test_a_reader_that_takes_its_time_gets_all_of_a_turn_that_has_ended(place: Place) -> None:
+    async with here(place, calls(("add", {"a": 1, "b": 2})), says("one", thinks=["hm"])) as at:
+        first = [event async for event in at.session.stream("go", turn_id="t1")]
+        again: list[DaemonEvent] = []
+        async for event in at.session.stream("go", turn_id="t1"):
+            again.append(event)
+            # Longer than the silence after which the record is the end.
+            await asyncio.sleep(2 * turn_run.ENDED_LOOK_S)
+    assert [event.seq for event in again] == [event.seq for event in first]
 
 
 async def test_someone_who_joins_a_running_turn_gets_all_of_it(place: Place) -> None:
@@ -470,6 +481,27 @@ class Old(Slow):
         return await self._network.handle_async_request(request)
 
 
+class Late(Slow):
+    """The network; once ``is_late``, a second WebSocket opens long after its turn's record was read, or never."""
+
+    def __init__(self, *, opens: bool) -> None:
+        super().__init__()
+        self._opens = opens
+        self.is_late = False
+        self._sockets = 0
+        self._looked = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "GET" and request.url.path.endswith("/turns/t1"):
+            self._looked.set()
+        if self.is_late and "upgrade" in request.headers:
+            self._sockets += 1
+            if self._sockets > 1:
+                await self._looked.wait()
+                await asyncio.sleep(5 * turn_run.ENDED_LOOK_S if self._opens else 2 * WAIT_S)
+        return await self._network.handle_async_request(request)
+
+
 @asynccontextmanager
 async def proxied(at: Here) -> AsyncIterator[tuple[Proxy, AsyncSession]]:
     """The same session, by another client, whose connections a test can cut."""
@@ -484,6 +516,31 @@ async def test_a_submit_whose_answer_is_lost_runs_one_turn(place: Place) -> None
     async with here(place, says("one"), says("two"), transport=Deaf()) as at:
         assert (await at.session.run("go")).text == "one"
         assert len(at.model.bodies) == 1
+
+
+async def test_a_record_is_not_the_end_while_events_can_still_come(place: Place) -> None:
+    late = Late(opens=True)
+    asked = calls(("add", {"a": 1, "b": 2}))
+    async with here(place, asked, says("one", thinks=["hm"]), transport=late) as at:
+        events: list[DaemonEvent] = []
+        first = await at.session.run("go", turn_id="t1", on_event=events.append)
+        late.is_late = True
+        again: list[DaemonEvent] = []
+        assert await at.session.run("go", turn_id="t1", on_event=again.append) == first
+    assert [event.seq for event in again] == [event.seq for event in events]
+    assert (first.thinking, len(first.tool_calls)) == ("hm", 1)
+
+
+async def test_a_connection_that_never_opens_leaves_the_end_to_the_record(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_run, "MISSED_S", 0.2)
+    late = Late(opens=False)
+    async with here(place, says("one", thinks=["hm"]), transport=late) as at:
+        first = await at.session.run("go", turn_id="t1")
+        late.is_late = True
+        again = await at.session.run("go", turn_id="t1")
+    assert (again.text, again.stats, again.thinking) == (first.text, first.stats, "")
 
 
 async def test_without_websockets_the_record_tells_the_end(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

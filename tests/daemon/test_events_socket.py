@@ -21,7 +21,7 @@ from lmx_lab.daemon.storage.store import Transaction
 from tests.daemon.face import client, connect, frames_until, raw_subscriber, serving, settled, write_tokens
 
 pytestmark = pytest.mark.anyio
-LIMITS = Limits(heartbeat_s=0.05, blocked_send_s=0.3, subscribers=8, ring_events=100, page_events=50)
+LIMITS = Limits(heartbeat_s=0.05, blocked_send_s=2.0, subscribers=8, ring_events=100, page_events=50)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import websockets
 
-from tests.daemon.program import TERMINAL, Program
+from tests.daemon.program import TERMINAL, WAIT_S, Program
 from tests.daemon.scripted import Scripted, refuses, says
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +23,7 @@ async def test_who_sees_a_turns_end_finds_its_session_free_of_it(tmp_path: Path)
     with Scripted(lambda body: chance.choice(answers)) as upstream:
         program = Program(tmp_path, upstream.url).start()
         try:
-            seen = await asyncio.wait_for(ends_and_looks(program, chance), 60)
+            seen = await asyncio.wait_for(ends_and_looks(program, chance), 200)
         finally:
             assert program.stop() == 0
     assert len(seen) == TURNS
@@ -38,7 +38,7 @@ async def ends_and_looks(program: Program, chance: random.Random) -> list[str]:
     seen: list[str] = []
     async with (
         program.client() as http,
-        websockets.connect(address, additional_headers=headers, proxy=None) as events,
+        websockets.connect(address, additional_headers=headers, proxy=None, open_timeout=WAIT_S) as events,
     ):
         for session_id in "abc":
             await http.post("/sessions", json={"session_id": session_id})
@@ -46,7 +46,8 @@ async def ends_and_looks(program: Program, chance: random.Random) -> list[str]:
         while len(seen) < TURNS:
             for one in left[:3]:
                 session_id, turn_id = one.split()
-                await http.post(f"/sessions/{session_id}/turns", json={"turn_id": turn_id, "content": "go"})
+                answer = await http.post(f"/sessions/{session_id}/turns", json={"turn_id": turn_id, "content": "go"})
+                assert answer.status_code == 202, answer.text
                 if chance.random() < 0.3:
                     await http.post(f"/sessions/{session_id}/turns/{turn_id}/cancel")
             del left[:3]

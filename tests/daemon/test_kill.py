@@ -57,6 +57,8 @@ async def submit_until_killed(program: Program, turn_ids: list[str], accepted: s
         accepted.add(turn_id)
 
 
+# Thirty-one starts: each may take seconds on a busy machine.
+@pytest.mark.timeout(900)
 async def test_killed_at_any_moment_a_daemon_loses_and_doubles_nothing(tmp_path: Path, upstream: Scripted) -> None:
     notes = tmp_path / "notes.txt"
     program = Program(tmp_path, upstream.url).start()

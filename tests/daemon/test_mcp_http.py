@@ -47,7 +47,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 
 
 def remote(port: int, path: str = "mcp", **fields: Any) -> McpServerConfig:
-    given = {"headers": {"Authorization": f"Bearer {TOKEN}"}, "tool_timeout_s": 10.0, "start_timeout_s": 10.0, **fields}
+    given = {"headers": {"Authorization": f"Bearer {TOKEN}"}, "tool_timeout_s": 10.0, "start_timeout_s": 60.0, **fields}
     return McpServerConfig(name="far", transport="http", url=f"http://127.0.0.1:{port}/{path}", **given)
 
 
@@ -60,7 +60,7 @@ async def test_a_server_over_http_is_called_with_its_headers_which_are_not_shown
 
 
 async def test_a_call_over_http_ends_at_its_limit_and_the_next_one_works(place: Place, port: int) -> None:
-    await place.ready(remote(port, tool_timeout_s=0.5))
+    await place.ready(remote(port, tool_timeout_s=3.0))
     assert (await place.call("far__sleep")).status == "timeout"
     assert (await place.call("far__greet", name="me")).text == "Hello me"
 

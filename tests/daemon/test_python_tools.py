@@ -334,7 +334,8 @@ async def test_a_call_that_takes_too_long_ends_and_an_async_one_is_cancelled(too
     result = await tools.call("patient", {})
     assert result is not None
     assert result.status == "timeout"
-    assert cancelled.is_set()
+    # Where its thread is late, it is given up before it begins, and cancelled as soon as it has.
+    assert await asyncio.to_thread(cancelled.wait, 20)
     release.set()
 
 
@@ -370,7 +371,7 @@ async def test_so_many_stuck_calls_and_no_more(tools: PythonTools) -> None:
     assert (full.status, "not called" in full.text) == ("error", True)
     release.set()
     await asyncio.to_thread(ended.wait)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (result := await tools.call("one", {})) is None or result.status != "ok":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -103,7 +103,7 @@ async def test_an_empty_answer_is_an_end_without_a_message(here: Daemon, upstrea
 
 async def test_tokens_that_come_together_are_one_event(here: Daemon, upstream: Scripted) -> None:
     gate = Gate()
-    upstream.then([token("a"), token("b"), gate, token("c"), *ending()])
+    upstream.then([token("a") + token("b"), gate, token("c"), *ending()])
     session = await here.session()
     turn = await here.submit(session)
     await gate.reached()
@@ -199,7 +199,7 @@ async def test_after_a_failure_the_history_has_the_question_and_the_part_of_the_
 
 async def test_a_turn_has_its_time(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then([token("Hel"), STALL])
-    async with daemon(tmp_path, upstream, turn_timeout_s=0.05) as here:
+    async with daemon(tmp_path, upstream, turn_timeout_s=3.0) as here:
         record = await here.run(await here.session())
         assert record.error is not None
         assert (record.error.code, record.text) == ("turn-timeout", "Hel")

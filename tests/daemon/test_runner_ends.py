@@ -615,13 +615,15 @@ async def test_what_waits_begins_once_there_is_room(
 async def test_a_disk_that_stays_full_leaves_the_end_to_the_next_start(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upstream.then([token("Hel"), DROP])
+    gate = Gate()
+    upstream.then([token("Hel"), gate, DROP])
     async with daemon(tmp_path, upstream) as here:
         session = await here.session()
         full = Full(here.store, monkeypatch)
         turn = await here.submit(session)
         await here.seen("turn.started")
         full.on = True
+        gate.open()
         await until(lambda: full.refused >= 2)
         here.turns._limits = type(here.turns._limits)(cancel_s=0.01)
         await here.turns.stop(mode="now", grace_s=0)
@@ -641,19 +643,18 @@ async def test_a_start_on_a_full_disk_recovers_when_there_is_room(
         session = await here.session()
         first, second = await here.submit(session), await here.submit(session)
         await upstream.until(lambda: len(upstream.bodies) == 1)
-    refused = 0
+    full = True
     write = Store.write
 
     async def failing(store: Store, work: Any, **options: Any) -> Any:
-        nonlocal refused
-        refused += 1
-        if refused < 3:
+        if full:
             raise errors.StorageFullError("full")
         return await write(store, work, **options)
 
     monkeypatch.setattr(Store, "write", failing)
     async with daemon(tmp_path, upstream) as here:
         assert (await here.turns.read(session, first)).status == "running"
+        full = False
         assert (await here.ended(session, second)).text == "later"
         assert (await here.turns.read(session, first)).status == "error"
         check_invariants(await here.events())

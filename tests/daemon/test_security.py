@@ -39,7 +39,8 @@ async def handshake(daemon: Daemon, query: str = "", **headers: str) -> int:
     where = {"host": "127.0.0.1", "port": daemon.port} if host else {}
     address = f"ws://{host or f'127.0.0.1:{daemon.port}'}/v3/events{query}"
     try:
-        async with websockets.connect(address, additional_headers=headers, proxy=None, **where) as open_one:
+        connecting = websockets.connect(address, additional_headers=headers, proxy=None, open_timeout=WAIT_S, **where)
+        async with connecting as open_one:
             await frames_until(open_one, "stream.hello")
             return 101
     except InvalidStatus as refused:
@@ -116,7 +117,7 @@ async def test_pages_of_friends_may_do_everything(daemon: Daemon) -> None:
     for method in ("GET", "POST", "PATCH", "DELETE"):
         asked = {"origin": FRIEND, "access-control-request-method": method}
         asked["access-control-request-headers"] = "authorization, content-type"
-        answer = httpx2.options(f"{daemon.url}/v3/sessions", headers=asked, trust_env=False)
+        answer = httpx2.options(f"{daemon.url}/v3/sessions", headers=asked, timeout=WAIT_S, trust_env=False)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, FRIEND)
         assert method in answer.headers["access-control-allow-methods"]
     right = f"Bearer {daemon.token}"
