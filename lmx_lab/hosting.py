@@ -39,6 +39,8 @@ GRACE_S = 3
 CANCEL_S = 2.0
 """How long cancelled work may take to end before it is left alone."""
 PROBE_S = 0.4
+ANSWER_S = 2.0
+"""How long whoever holds a port may take to say what it is, once it has accepted: a lab's loop may be busy."""
 LOG_RECORDS = 500
 
 
@@ -102,7 +104,7 @@ def _taken(host: str, first: int, last: int) -> str:
 
 
 def _holder(host: str, port: int) -> str | None:
-    """What holds the port if it is LMX Lab, else ``None``; takes at most ``PROBE_S``."""
+    """What holds the port if it is LMX Lab, else ``None``; takes at most ``PROBE_S + ANSWER_S``."""
     # A server on this very loop could not answer while we wait for it.
     if loops_serving(port):
         return "an LMX Lab server of this process"
@@ -116,10 +118,10 @@ def _holder(host: str, port: int) -> str | None:
 
 
 def _probe(host: str, port: int) -> bytes:
-    deadline = time.monotonic() + PROBE_S
     name = f"[{host}]" if ":" in host else host
     answer = b""
     with contextlib.suppress(OSError), socket.create_connection((host, port), PROBE_S) as sock:
+        deadline = time.monotonic() + ANSWER_S
         # HTTP/1.0: no chunks, and the end of the body is the end of the connection.
         sock.sendall(f"GET /healthz HTTP/1.0\r\nHost: {name}:{port}\r\n\r\n".encode())
         while len(answer) < 65536 and (left := deadline - time.monotonic()) > 0:

@@ -23,7 +23,7 @@ from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.anyio
 HELLO = [{"role": "user", "content": "hello"}]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from lmx_lab.loops import LoopThread, run_nested
 
 ROOT = Path(__file__).parents[1]
 """The working directory of scripts that import this module."""
+WAIT_S = 60
 
 
 def has_ipv6():
@@ -38,7 +41,7 @@ HAS_IPV6 = has_ipv6()
 
 def script_result(source, *options):
     command = [sys.executable, *options, "-c", source]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)
 
 
 @pytest.fixture
@@ -102,7 +105,7 @@ class App:
 
 
 def fetch(port, path="/healthz", host="127.0.0.1"):
-    connection = http.client.HTTPConnection(host, port, timeout=10)
+    connection = http.client.HTTPConnection(host, port, timeout=WAIT_S)
     try:
         connection.request("GET", path)
         return json.loads(connection.getresponse().read())["status"]
@@ -125,7 +128,8 @@ def test_port_zero_takes_a_free_one():
 
 
 @pytest.mark.parametrize("second", ["127.0.0.1", "0.0.0.0"])
-def test_a_taken_explicit_port_is_an_error_that_names_port_and_remedy(second):
+def test_a_taken_explicit_port_is_an_error_that_names_port_and_remedy(second, monkeypatch):
+    monkeypatch.setattr(hosting, "ANSWER_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as sock:
         port = sock.getsockname()[1]
         with pytest.raises(PortTakenError, match=rf"port {port} .* another program; use port 0"):
@@ -141,6 +145,7 @@ def test_a_taken_preferred_port_gives_the_next_free_one():
 
 def test_when_all_ports_tried_are_taken_the_error_names_them(monkeypatch):
     monkeypatch.setattr(hosting, "PORTS_TRIED", 0)
+    monkeypatch.setattr(hosting, "ANSWER_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as sock, pytest.raises(PortTakenError, match="port 0"):
         bind("127.0.0.1", sock.getsockname()[1], explicit=False)
 
@@ -163,9 +168,28 @@ def test_a_forbidden_port_is_a_hosting_error(monkeypatch):
         bind("127.0.0.1", 80, explicit=False)
 
 
-def test_a_silent_holder_does_not_hold_up_the_error():
+def test_a_silent_holder_does_not_hold_up_the_error(monkeypatch):
+    monkeypatch.setattr(hosting, "ANSWER_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as sock, pytest.raises(PortTakenError, match="another program"):
         bind("127.0.0.1", sock.getsockname()[1], explicit=True)
+
+
+def test_a_lab_that_answers_late_is_named_as_holder(monkeypatch):
+    monkeypatch.setattr(hosting, "ANSWER_S", WAIT_S)
+
+    def answer(listener):
+        client, _ = listener.accept()
+        with client:
+            client.recv(8192)
+            time.sleep(1.5 * hosting.PROBE_S)  # busy
+            client.sendall(b"HTTP/1.1 200 OK\r\nx-lmx-lab: 1\r\n\r\n{}")
+
+    with bind("127.0.0.1", 0, explicit=True) as sock, ThreadPoolExecutor(1) as pool:
+        sock.settimeout(WAIT_S)
+        answering = pool.submit(answer, sock)
+        with pytest.raises(PortTakenError, match="another LMX Lab server"):
+            bind("127.0.0.1", sock.getsockname()[1], explicit=True)
+        answering.result(WAIT_S)
 
 
 def test_the_probe_sees_whether_somebody_listens():
@@ -188,7 +212,9 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(("name", "holder"), [("lmx-lab", "another LMX Lab server"), ("other", "another program")])
-def test_a_lab_of_another_process_is_named_as_holder(name, holder):
+def test_a_lab_of_another_process_is_named_as_holder(name, holder, monkeypatch):
+    monkeypatch.setattr(hosting, "PROBE_S", WAIT_S)
+    monkeypatch.setattr(hosting, "ANSWER_S", WAIT_S)
     command = [sys.executable, "-c", SERVER, name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         port = int(process.stdout.readline())
@@ -370,7 +396,7 @@ HANDSHAKE = (
 @pytest.mark.anyio
 async def test_pings_of_a_client_that_takes_nothing_do_not_pile_up_and_what_else_it_says_is_heard():
     app = Flooding()
-    async with serving(app) as host, asyncio.timeout(30):
+    async with serving(app) as host, asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**20)
         writer.write(HANDSHAKE)
         await reader.readuntil(b"\r\n\r\n")
@@ -401,7 +427,7 @@ async def test_pings_of_a_client_that_takes_nothing_do_not_pile_up_and_what_else
 @pytest.mark.anyio
 async def test_a_client_that_vanishes_while_it_takes_nothing_is_noticed():
     app = Flooding()
-    async with serving(app) as host, asyncio.timeout(30):
+    async with serving(app) as host, asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**16)
         writer.write(HANDSHAKE)
         await reader.readuntil(b"\r\n\r\n")
@@ -497,12 +523,12 @@ def test_a_second_interrupt_does_not_wait(thread):
 
 
 def test_submitted_work_gives_its_result_and_can_be_cancelled(thread):
-    assert thread.submit(asyncio.sleep(0, "done")).result(5) == "done"
+    assert thread.submit(asyncio.sleep(0, "done")).result(WAIT_S) == "done"
     started, ended = threading.Event(), threading.Event()
     future = thread.submit(until_cancelled(started.set, lambda _: ended.set()))
-    assert started.wait(5)
+    assert started.wait(WAIT_S)
     assert future.cancel()
-    assert ended.wait(5)
+    assert ended.wait(WAIT_S)
 
 
 def test_work_cancelled_before_its_first_step_leaves_no_trace(thread):
@@ -513,7 +539,7 @@ def test_work_cancelled_before_its_first_step_leaves_no_trace(thread):
         free.wait()
 
     thread.submit(occupy())
-    assert busy.wait(5)
+    assert busy.wait(WAIT_S)
     assert thread.submit(until_cancelled(lambda: None, print)).cancel()
     free.set()
     assert thread.run(asyncio.sleep(0, "fine")) == "fine"
@@ -524,12 +550,12 @@ def test_stop_cancels_what_is_left_and_tells_who_waits():
     thread.start()
     started, ended = threading.Event(), []
     future = thread.submit(until_cancelled(started.set, ended.append))
-    assert started.wait(5)
+    assert started.wait(WAIT_S)
     thread.stop()
     thread.stop()
     assert ended == ["cancelled"]
     with pytest.raises(HostingError, match="stopped"):
-        future.result(5)
+        future.result(WAIT_S)
 
 
 def test_a_thread_that_does_not_run_refuses_work():
@@ -559,7 +585,7 @@ def test_stopping_the_thread_ends_connections_and_frees_the_port_of_a_server_lef
     thread.start()
     app = App()
     host = thread.run(serve(app, bind("127.0.0.1", 0, explicit=True)))
-    with socket.create_connection(("127.0.0.1", host.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", host.port), timeout=WAIT_S) as client:
         client.sendall(b"GET /hang HTTP/1.1\r\nHost: localhost\r\n\r\n")
         thread.run(app.hanging.wait())
         thread.stop()
@@ -655,17 +681,17 @@ def test_work_for_a_loop_that_its_thread_keeps_busy_is_given_up(thread, monkeypa
 
     async def keep_busy():
         busy.set()
-        release.wait(20)
+        release.wait(WAIT_S)
 
     async def work():
         ran.append("ran")
 
     kept = thread.submit(keep_busy())
-    busy.wait(20)
+    assert busy.wait(WAIT_S)
     with pytest.raises(HostingError, match="%%offload"):
         run_nested(thread.loop, work())
     release.set()
-    kept.result(20)
+    kept.result(WAIT_S)
     thread.run(asyncio.sleep(0))
     assert ran == []
 

@@ -51,15 +51,18 @@ const session = Math.random().toString(36).slice(2);
 
 /**
  * The way to Python and back. Silence for a second means that the kernel is busy where its messages wait behind the
- * cell (VS Code): then `fallback`, a route of the server, is asked directly (with direct.js). Longer silence is an error.
+ * cell (VS Code): then `fallback`, a route of the server, is asked directly (with direct.js), until somebody has
+ * answered. Longer silence is an error.
  * @returns {Promise<any>} The result; rejects with an Error that has the message for people.
  */
 const ask = (model, what, fields = {}, fallback = null) =>
   new Promise((resolve, reject) => {
     const id = session + asked++;
+    const settled = new AbortController();
     const timers = [setTimeout(() => end(reject, Error("No answer: the kernel is busy or gone.")), 8000)];
     const end = (settle, value) => {
       timers.forEach(clearTimeout);
+      settled.abort();
       model.off("msg:custom", heard);
       settle(value);
     };
@@ -69,7 +72,8 @@ const ask = (model, what, fields = {}, fallback = null) =>
     };
     model.on("msg:custom", heard);
     if (fallback)
-      timers.push(setTimeout(() => direct(model, fallback).then((value) => end(resolve, value), () => 0), 1000));
+      timers.push(setTimeout(
+        () => direct(model, fallback, settled.signal).then((value) => end(resolve, value), () => 0), 1000));
     try {
       model.send({ id, do: what, ...fields });
     } catch (error) {

@@ -12,11 +12,14 @@ from playwright.sync_api import Browser, BrowserContext, Error, expect, sync_pla
 from lmx_lab.weights import ModelEntry
 from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, WAIT_MS, JupyterLab, Tab, machine_only
 from tests.encoders.models import write_tiny_bert
-from tests.tiny import write_tiny_llama
+from tests.panels.endless import write_endless_llama
 
 LAUNCH = "import lmx_lab, os, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"
 SLEEP = "until = time.time() + 200\nwhile time.time() < until and not os.path.exists('awake'): time.sleep(0.05)"
 """Until a file is in the notebook's folder."""
+AFRESH = """if lab.engine.snapshot.model != 'tiny': lab.load('tiny')
+lab.workbench.submit(lab.panel('chat').do_clear({})).result(60)"""
+"""No test sees what another has left."""
 PICTURES = Path(__file__).parent.parent.parent / "build" / "browser"
 
 
@@ -34,10 +37,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def panels_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """A lab's home with ``tiny`` and ``tiny-two`` (long contexts, so that answers take seconds), and ``tiny-bert``."""
+    """A lab's home with ``tiny`` and ``tiny-two``, whose answers last as long as a test needs, and ``tiny-bert``."""
     home = tmp_path_factory.mktemp("panels-home")
     for seed, name in enumerate(("tiny", "tiny-two")):
-        write_tiny_llama(home / "models" / name, smollm2.path, seed=seed, context=16384)
+        write_endless_llama(home / "models" / name, smollm2.path, seed=seed, context=32768)
     write_tiny_bert(home / "models" / "tiny-bert")
     return home
 
@@ -122,5 +125,7 @@ def _panels(tab: Tab, jupyterlab: JupyterLab) -> None:
 def panels(tab: Tab, _panels: None) -> Tab:
     """A notebook with all panels over a lab on a thread of its own, ``tiny`` loaded; kept for many tests."""
     tab.open("panels.ipynb")
-    tab.kernel("if lab.engine.snapshot.model != 'tiny': lab.load('tiny')")
+    tab.kernel(AFRESH)
+    expect(tab.panel("Chat").locator(".user")).to_have_count(0)
+    expect(tab.panel("Models").get_by_role("button", name="Unload tiny", exact=True).first).to_be_visible()
     return tab

@@ -15,6 +15,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ ARGUMENTS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 )
 WAIT_MS = 60_000
-START_S = 60
+START_S = 180
+PORTS_TRIED = 3
 VIEWPORT = {"width": 1280, "height": 1600}
 FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")
 # What JupyterLab itself writes to the console as an error, whatever is in the notebook.
@@ -89,8 +91,6 @@ class JupyterLab:
         self.folder = folder / "notebooks"
         self.folder.mkdir(parents=True)
         self.token = secrets.token_hex(16)
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self._log = folder / "jupyter.log"
         settings = folder / "settings"
         for name, values in SETTINGS.items():
@@ -107,6 +107,18 @@ class JupyterLab:
             "IPYTHONDIR": "ipython",
         }
         environment = {**os.environ, **{name: str(folder / path) for name, path in own.items()}}
+        for _ in range(PORTS_TRIED):
+            self._start(environment | {"LMX_LAB_HOME": str(home)})
+            if self._answers():
+                return
+            if self._process.poll() is None:
+                break
+        self.close()
+        raise RuntimeError("JupyterLab has not started:\n" + self.log)
+
+    def _start(self, environment: dict[str, str]) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [
@@ -117,22 +129,21 @@ class JupyterLab:
                     f"--IdentityProvider.token={self.token}",
                     "--LabApp.extension_manager=readonly",
                 ],
-                env=environment | {"LMX_LAB_HOME": str(home)},
+                env=environment,
                 stdout=log,
                 stderr=log,
             )
-        self._wait()
 
-    def _wait(self) -> None:
+    def _answers(self) -> bool:
+        """Wait until it does; False if it has ended, as it does when another program was quicker to take the port."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
                 urllib.request.urlopen(f"{self.url}/api?token={self.token}", timeout=START_S).close()
-                return
+                return True
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
-        self.close()
-        raise RuntimeError("JupyterLab has not started:\n" + self.log)
+        return False
 
     @property
     def log(self) -> str:
@@ -237,6 +248,8 @@ class Tab:
         self.page.wait_for_function(
             "light => document.body.dataset.jpThemeLight === String(light)", arg=name == "light"
         )
+        # JupyterLab takes it away a moment later, and fails to if another change has done so before.
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
 
     def add_cell(self, source: str) -> None:
         """At the end of the notebook."""
@@ -260,8 +273,9 @@ class Tab:
         session.detach()
 
     def disconnect(self) -> None:
-        """Cut the connection to the kernel, without a new attempt."""
-        self.page.evaluate(f"() => {{ {CURRENT} panel.sessionContext.session.kernel._clearSocket(); }}")
+        """Cut the connection to the kernel, without a new attempt; what the page has to say to it waits."""
+        kernel = f"{CURRENT} const kernel = panel.sessionContext.session.kernel;"
+        self.page.evaluate(f"() => {{ {kernel} kernel._clearSocket(); kernel._updateConnectionStatus('connecting'); }}")
 
     def reconnect(self) -> None:
         self.page.evaluate(f"async () => {{ {CURRENT} await panel.sessionContext.session.kernel.reconnect(); }}")
@@ -336,6 +350,12 @@ def updates(messages: Sequence[tuple[float, dict[str, Any]]]) -> Counter[str]:
         for _, message in messages
         if message["header"]["msg_type"] == "comm_msg" and message["content"]["data"].get("method") == "update"
     )
+
+
+def seconds(messages: Sequence[tuple[float, dict[str, Any]]]) -> float:
+    """Between the first of them and the last, by the kernel's clock: they may come here late and all at once."""
+    sent = [datetime.fromisoformat(message["header"]["date"]) for _, message in messages]
+    return (max(sent) - min(sent)).total_seconds()
 
 
 def kernel_message(frame: bytes) -> dict[str, Any] | None:

@@ -121,13 +121,21 @@ def stream(url: str, begun: threading.Event) -> str:
     return text
 
 
+def answers_unload(message: dict[str, Any]) -> bool:
+    """Whether this is the panel's reply to a click on Unload."""
+    content = message["content"].get("data", {}).get("content", {})
+    return message["header"]["msg_type"] == "comm_msg" and content.get("result") == {"model": "tiny"}
+
+
 def test_unload_goes_past_a_kernel_that_does_not_listen(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
+    before = len(panels.messages)
     panels.disconnect()
     button(panels, "Unload tiny").click()
-    panels.wait(lambda: httpx2.get(f"{url}/readyz").status_code == 503, "the server has unloaded")
+    panels.wait(lambda: httpx2.get(f"{url}/readyz", timeout=60).status_code == 503, "the server has unloaded")
     panels.reconnect()
     expect(row(panels, "tiny")).to_contain_text("on disk")
-    # What the kernel now hears of it is late, and does no harm.
+    # What the kernel hears of it is late, and does no harm.
+    panels.wait(lambda: any(answers_unload(each) for _, each in panels.messages[before:]), "the kernel has heard of it")
     panels.kernel("lab.load('tiny')")
     assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny"

@@ -6,13 +6,15 @@ from playwright.sync_api import Locator, expect
 
 from tests.browser.jupyterlab import Tab
 
-LONG = 3000
+LONG = 20_000
 """Tokens of an answer that is still being written when a test looks."""
 
 
 def ask(tab: Tab, text: str, *, max_tokens: int = 40) -> Locator:
-    """Write and send by keyboard; returns the panel."""
+    """Write and send by keyboard, once the answer before has ended; returns the panel when the question is in it."""
     chat = tab.panel("Chat")
+    expect(chat.get_by_role("button", name="Send")).to_be_visible()
+    asked = chat.locator(".user").count()
     knobs = chat.locator("details", has_text="sampling")
     if not knobs.evaluate("node => node.open"):
         knobs.locator("summary").click()
@@ -20,6 +22,7 @@ def ask(tab: Tab, text: str, *, max_tokens: int = 40) -> Locator:
     chat.get_by_label("message").focus()
     tab.page.keyboard.type(text)
     tab.page.keyboard.press("Enter")
+    expect(chat.locator(".user")).to_have_count(asked + 1)
     return chat
 
 

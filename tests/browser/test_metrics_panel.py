@@ -5,7 +5,7 @@ from __future__ import annotations
 from playwright.sync_api import expect
 
 from tests.browser.jupyterlab import Tab
-from tests.browser.test_chat_panel import ask
+from tests.browser.test_chat_panel import LONG, ask
 
 
 def drawn(tab: Tab) -> str:
@@ -20,7 +20,7 @@ def moves(tab: Tab) -> None:
 
 def test_the_chart_moves_while_an_answer_streams(panels: Tab) -> None:
     metrics = panels.panel("Metrics")
-    ask(panels, "Tell me a story.", max_tokens=3000)
+    ask(panels, "Tell me a story.", max_tokens=LONG)
     decode = metrics.locator("figcaption").first.locator("b").first
     panels.wait(lambda: float(decode.inner_text().split()[0]) > 0, "decoding shows")
     moves(panels)
@@ -46,7 +46,7 @@ def test_a_paused_chart_stands_still_and_catches_up(panels: Tab) -> None:
 def test_the_window_is_chosen_by_keyboard(panels: Tab) -> None:
     window = panels.panel("Metrics").get_by_label("window")
     window.focus()
-    panels.page.keyboard.type("15")
+    panels.page.keyboard.press("End")
     panels.wait(lambda: panels.kernel("print(lab.metrics().minutes)") == "15", "the panel knows")
     # An arrow that JupyterLab took would lead to the cell before.
     panels.page.keyboard.press("ArrowUp")

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import Browser, Locator, expect
 
+from lmx_lab.panels import code
+from lmx_lab.panels.models import ModelsPanel
 from tests.browser.jupyterlab import Tab
 from tests.browser.test_chat_panel import LONG, ask
+
+# The panel on a bare page, over a kernel that answers when the server has been asked directly, which does not answer.
+LATE = """async (code) => {
+    const module = await import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
+    const heard = new Set(), sent = [];
+    const state = {
+        server: {state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", pinned: []},
+        rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], can: "Unload"}],
+        jobs: [], error: "", caption: "", compact: false, revision: 1,
+    };
+    const model = {
+        get: (name) => state[name],
+        on: (name, f) => name === "msg:custom" && heard.add(f),
+        off: (name, f) => heard.delete(f),
+        send: (message) => sent.push(message),
+    };
+    window.fetch = (address, {signal}) => new Promise(() => {
+        window.asked = {path: address.pathname, before: signal.aborted, signal};
+        const {id} = sent.find((message) => message.do === "unload");
+        heard.forEach((f) => f({id, ok: true, result: {model: "tiny"}}));
+    });
+    module.default.render({model, el: document.body});
+}"""
 
 
 def row(tab: Tab, model: str) -> Locator:
@@ -66,3 +91,15 @@ def test_a_load_waits_for_the_answer_that_streams_and_says_so(panels: Tab) -> No
     chat.get_by_role("button", name="Stop").click()
     expect(row(panels, "tiny-two")).to_contain_text("loaded")
     expect(chat.locator(".assistant").last).to_contain_text("stopped")
+
+
+def test_a_server_that_was_asked_past_the_kernel_need_not_answer_when_the_kernel_does(browser: Browser) -> None:
+    page = browser.new_page()
+    # Of this machine, so that the server's own address is near.
+    page.route("http://localhost/", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))
+    page.goto("http://localhost/")
+    page.evaluate(LATE, code.script(*ModelsPanel.SCRIPTS))
+    page.get_by_role("button", name="Unload tiny").click()
+    asked = page.wait_for_function("window.asked && {...window.asked, after: window.asked.signal.aborted}").json_value()
+    assert (asked["path"], asked["before"], asked["after"]) == ("/admin/models/unload", False, True)
+    page.close()

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 
 import pytest
 from playwright.sync_api import Locator, expect
 
 from tests.browser.jupyterlab import Tab
 
-QUERY = "where is the cat"
+QUERIES = (f"where is the cat, number {number}" for number in itertools.count())
+"""A result of an earlier one is no answer to the next."""
 DOCUMENTS = ["the dog runs", "the cat sits on the mat", "berlin is the capital of germany"]
 
 
 def rank(tab: Tab, documents: str) -> Locator:
     """Fill in the form and rank by keyboard; returns the panel when the result is there."""
-    rerank = tab.panel("Rerank")
-    rerank.get_by_label("Query").fill(QUERY)
+    rerank, query = tab.panel("Rerank"), next(QUERIES)
+    rerank.get_by_label("Query").fill(query)
     rerank.get_by_label("Documents").fill(documents)
     tab.page.keyboard.press("Control+Enter")
-    expect(rerank.get_by_role("status").filter(has_text=QUERY)).to_be_visible()
+    expect(rerank.get_by_role("status").filter(has_text=re.compile(f"{query}$"))).to_be_visible()
     return rerank
 
 

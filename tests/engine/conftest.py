@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -21,9 +22,11 @@ from lmx_lab.engine import (
 )
 from lmx_lab.engine.core import EngineCore
 from lmx_lab.engine.encoding import Encoding
+from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 
+T = TypeVar("T")
 GREEDY = Sampling(temperature=0)
 # Token 2 ends a text; the tiny model's greedy walk from these does not meet it.
 PROMPT = TokenPrompt(tokens=(300, 301, 302))
@@ -70,6 +73,46 @@ async def until_idle(engine: Engine) -> None:
 async def until_busy(engine: Engine, *, requests: int = 1) -> None:
     while engine.snapshot.active_requests + engine.snapshot.queued_requests < requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def held(engine: Engine) -> AsyncIterator[None]:
+    """Within the block the engine's thread stands still; then it obeys all that was posted, before its next step."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(core: EngineCore) -> None:
+        entered.set()
+        go_on.wait()
+
+    engine._thread.post(hold)
+    await asyncio.to_thread(entered.wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+async def posted(engine: Engine, asked: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Ask an engine that is held; returns when the question lies before its thread, behind those that were there."""
+    before = engine._thread._commands.qsize()
+    task = asyncio.create_task(asked)
+    while engine._thread._commands.qsize() == before and not task.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return task
+
+
+@pytest.fixture
+def delivered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Mailbox, Item]]:
+    """What the engine has said, in its order, whenever it is read."""
+    said: list[tuple[Mailbox, Item]] = []
+    deliver = Mailbox.deliver
+
+    def note(self: Mailbox, item: Item) -> None:
+        said.append((self, item))
+        deliver(self, item)
+
+    monkeypatch.setattr(Mailbox, "deliver", note)
+    return said
 
 
 class Gate:

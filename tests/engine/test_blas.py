@@ -47,7 +47,7 @@ def in_slots() -> list[int]:
 
 def run(code: str, **environ: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ | environ, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, env=os.environ | environ, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.strip()

@@ -305,11 +305,11 @@ def test_a_stop_string_counts_in_content_only(raw: str) -> None:
 def test_whitespace_is_held_in_linear_work() -> None:
     def seconds(count: int) -> float:
         space = TrailingSpace()
-        begun = time.perf_counter()
+        begun = time.thread_time()
         for _ in range(count):
             space.feed(" ")
         assert len(space.feed("x")) == count + 1
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
     few, many = min(seconds(10_000) for _ in range(3)), min(seconds(300_000) for _ in range(2))
     # Quadratic work would be 900 times as much.
@@ -322,11 +322,11 @@ def test_work_grows_with_the_length_of_an_answer_only(opened: str, text: str) ->
     def seconds(count: int) -> float:
         channels = Channels(shape(), ["xxxy"])
         channels.feed(opened)
-        begun = time.perf_counter()
+        begun = time.thread_time()
         for _ in range(count):
             channels.feed(text)
         channels.finish()
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
     few, many = min(seconds(2_000) for _ in range(3)), seconds(60_000)
     assert many < 150 * few

@@ -8,7 +8,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +16,13 @@ import pytest
 from lmx_lab.engine import (
     ChatPrompt,
     Engine,
+    GenerationReport,
     Sampling,
     TextPrompt,
     TokenPrompt,
 )
 from lmx_lab.engine.core import EngineCore
+from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -37,7 +38,17 @@ from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.chat import ChatRequest
-from tests.engine.conftest import finish, numbers, poison, request, run, unload_when_idle_for, until_idle
+from tests.engine.conftest import (
+    finish,
+    held,
+    numbers,
+    poison,
+    posted,
+    request,
+    run,
+    unload_when_idle_for,
+    until_idle,
+)
 from tests.flows.conftest import chat_body
 
 pytestmark = pytest.mark.anyio
@@ -121,7 +132,7 @@ async def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
     await streams[0].aclose()
     await streams[1].aclose()
     await anext(streams[2])
-    assert engine.snapshot.active_requests == 1
+    assert engine.snapshot.active_requests <= 1
     await streams[2].aclose()
     await until_idle(engine)
     assert (await run(engine))[1].output_tokens == 8
@@ -147,10 +158,14 @@ async def test_cancelling_the_submit_leaves_nothing_behind(engine: Engine) -> No
 
 
 async def test_a_full_queue_refuses_and_loses_nothing(engine: Engine) -> None:
-    streams = [await engine.submit(request(max_tokens=60)) for _ in range(4)]
+    async with held(engine):
+        submits = [await posted(engine, engine.submit(request(max_tokens=60))) for _ in range(2)]
+        engine._thread.post(EngineCore.step)
+        submits += [await posted(engine, engine.submit(request(max_tokens=60))) for _ in range(2)]
+        refused = await posted(engine, engine.submit(request()))
     with pytest.raises(QueueFullError):
-        await engine.submit(request())
-    reports = [(await finish(stream))[1] for stream in streams]
+        await refused
+    reports = [(await finish(await submit))[1] for submit in submits]
     assert [report.output_tokens for report in reports] == [60] * 4
 
 
@@ -202,12 +217,15 @@ async def test_running_requests_finish_before_a_swap(engine: Engine, tiny_home: 
 
 async def test_requests_that_wait_are_told_when_the_model_goes(engine: Engine, tiny_home: Path) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
-    streams = [await engine.submit(request(max_tokens=100)) for _ in range(3)]
-    await anext(streams[0])
-    await engine.load(other)
+    async with held(engine):
+        submits = [await posted(engine, engine.submit(request(max_tokens=100))) for _ in range(3)]
+        engine._thread.post(EngineCore.step)
+        loading = await posted(engine, engine.load(other))
+    first, second, waits = [await submit for submit in submits]
     with pytest.raises(NotLoadedError):
-        await finish(streams[2])
-    assert (await finish(streams[0]))[1].output_tokens == 100
+        await finish(waits)
+    assert [(await finish(stream))[1].output_tokens for stream in (first, second)] == [100] * 2
+    assert (await loading).model == "tiny-two"
 
 
 async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, tiny_home: Path) -> None:
@@ -318,11 +336,12 @@ async def test_running_out_of_memory_unloads_the_model_and_says_so(engine: Engin
 
 
 async def test_those_who_wait_are_told_of_the_memory_too(engine: Engine) -> None:
-    streams = [await engine.submit(request(max_tokens=300)) for _ in range(4)]
-    await poison(engine, MemoryError("none left"))
-    for stream in streams:
+    async with held(engine):
+        submits = [await posted(engine, engine.submit(request(max_tokens=300))) for _ in range(4)]
+        await posted(engine, poison(engine, MemoryError("none left")))
+    for submit in submits:
         with pytest.raises(OutOfMemoryError):
-            await finish(stream)
+            await finish(await submit)
 
 
 async def test_a_model_that_nobody_uses_is_unloaded(engine: Engine, tiny: ModelEntry) -> None:
@@ -358,29 +377,34 @@ async def test_a_patient_load_waits_no_longer_than_the_drain_either(tiny: ModelE
             await finish(streams[2])
 
 
-async def test_a_short_prompt_overtakes_long_ones(tiny: ModelEntry) -> None:
+async def test_a_short_prompt_overtakes_long_ones(tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]) -> None:
     async with Engine(Settings(slots=8)) as engine:
         await engine.load(tiny)
-        long = [await engine.submit(request(prompt=numbers(500, start=500 * at), max_tokens=10)) for at in range(4)]
-        short = await engine.submit(request(max_tokens=1))
-        await finish(short)
-        assert sum(stream.report is None for stream in long) >= 2
-        for stream in long:
+        long = [request(prompt=numbers(500, start=500 * at), max_tokens=10) for at in range(4)]
+        async with held(engine):
+            submits = [await posted(engine, engine.submit(each)) for each in (*long, request(max_tokens=1))]
+        streams = [await submit for submit in submits]
+        for stream in streams:
             await finish(stream)
+        ended = [mailbox for mailbox, item in delivered if isinstance(item, GenerationReport)]
+        assert ended.index(streams[-1]._mailbox) <= 2
 
 
-async def test_progress_of_a_prompt_is_told(tiny: ModelEntry) -> None:
+async def test_progress_of_a_prompt_is_told(tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]) -> None:
     async with Engine(Settings(slots=1)) as engine:
         await engine.load(tiny)
-        first = await engine.submit(request(prompt=numbers(400), max_tokens=10))
-        waits = await engine.submit(request(prompt=numbers(300, start=5000)))
-        seen = set()
-        async for _ in first:
-            seen.add(waits.progress)
-        assert seen == {None}
+        async with held(engine):
+            submits = [
+                await posted(engine, engine.submit(request(prompt=numbers(400), max_tokens=10))),
+                await posted(engine, engine.submit(request(prompt=numbers(300, start=5000)))),
+            ]
+        first, waits = [await submit for submit in submits]
+        _, report = await finish(first)
         await finish(waits)
         assert waits.progress is not None
         assert (waits.progress.done, waits.progress.total) == (300, 300)
+        to_whom = [mailbox for mailbox, _ in delivered]
+        assert to_whom.index(waits._mailbox) > delivered.index((first._mailbox, report))
 
 
 async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(engine: Engine, tiny: ModelEntry) -> None:
@@ -448,37 +472,29 @@ async def test_loading_what_is_loaded_ends_nobody(engine: Engine, tiny: ModelEnt
 
 
 async def test_one_requests_broken_text_is_no_matter_of_the_others(engine: Engine) -> None:
-    good = await engine.submit(request(max_tokens=60, ignore_eos=True))
-    bad = await engine.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True))
-    await anext(bad)
-
     def break_text(core: EngineCore) -> None:
-        for generation in core.generating.running:
-            if len(generation.prompt) == 5:
-                generation.splitter.add = None
+        (generation,) = (each for each in core.generating.running if len(each.prompt) == 5)
+        generation.splitter.add = None
 
-    await engine._thread.call(break_text)
+    async with held(engine):
+        good = await posted(engine, engine.submit(request(max_tokens=60, ignore_eos=True)))
+        bad = await posted(engine, engine.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True)))
+        engine._thread.post(EngineCore.step)
+        broken = engine._thread.post(break_text)
     with pytest.raises(EngineError, match="the generation failed"):
-        await finish(bad)
-    assert (await finish(good))[1].output_tokens == 60
+        await finish(await bad)
+    broken.result()
+    assert (await finish(await good))[1].output_tokens == 60
 
 
 async def test_a_thread_that_dies_answers_those_behind_one_who_has_left(engine: Engine, tiny: ModelEntry) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    def hold(core: EngineCore) -> None:
-        entered.set()
-        go_on.wait()
-
     def die(core: EngineCore) -> None:
         raise SystemExit("killed")
 
-    engine._thread.post(hold)
-    await asyncio.to_thread(entered.wait)
-    engine._thread.post(die)
-    left, waits = engine._thread.post(lambda core: None), engine._thread.post(lambda core: None)
-    left.cancel()
-    go_on.set()
+    async with held(engine):
+        engine._thread.post(die)
+        left, waits = engine._thread.post(lambda core: None), engine._thread.post(lambda core: None)
+        left.cancel()
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(asyncio.wrap_future(waits), 60)
     await engine.load(tiny)

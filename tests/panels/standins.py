@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecord, ModelRecords, RequestEvent, Sample
 
 WAIT_S = 60.0
+LOOK_S = 0.1
 
 
 class ScriptedSource:
@@ -136,9 +138,11 @@ class Reader:
         return replies
 
     def until(self, holds: Callable[[Any], object]) -> None:
-        """Wait until it holds of the panel; it is looked at whenever a trait has changed."""
+        """Wait until it holds of the panel; it is looked at whenever a trait has changed, and now and then."""
+        deadline = time.monotonic() + WAIT_S
         with self._changed:
-            came = self._changed.wait_for(lambda: holds(self.panel), WAIT_S)
+            while not (came := holds(self.panel)) and time.monotonic() < deadline:
+                self._changed.wait(LOOK_S)
         state = {name: getattr(self.panel, name) for name in self.panel.trait_names(sync=True) if name[0] != "_"}
         assert came, f"it never came about; the panel has {state}"
 

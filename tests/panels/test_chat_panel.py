@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from lmx_lab.errors import ContextLengthError, NotLoadedError
 from lmx_lab.panels.chat import MOST_CHARACTERS, MOST_TURNS, ChatPanel, Turn, end_in_words, messages, within_bounds
 from lmx_lab.panels.source import ChatPiece, ChatStats
 from lmx_lab.panels.workbench import Workbench
+from tests.panels.conftest import CONTEXT
 from tests.panels.standins import Reader, Refused, ScriptedSource
 
 
 @pytest.fixture
-def reader(workbench: Workbench) -> Reader:
+def reader(quick: None, workbench: Workbench) -> Reader:
     return Reader(ChatPanel(workbench), workbench)
 
 
@@ -55,7 +57,8 @@ def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader: Read
     assert turn["stats"] == "tiny · 3 tokens · 31.5 tokens/s · first after 0.12 s"
 
 
-def test_pieces_are_coalesced_into_frames(reader: Reader, source: ScriptedSource) -> None:
+def test_pieces_are_coalesced_into_frames(workbench: Workbench, source: ScriptedSource) -> None:
+    reader = Reader(ChatPanel(workbench), workbench)
     reader.ask("send", text="Hi?")
     reader.give(source.pieces, *(ChatPiece(text="x", tokens=1) for _ in range(300)), None)
     reader.until(lambda panel: not panel.live and said(panel)[-1] == ("assistant", "x" * 300))
@@ -278,7 +281,7 @@ def test_the_snapshot_has_the_transcript_as_text(reader: Reader, source: Scripte
 
 
 @pytest.fixture
-def real_reader(lab: lmx_lab.Lab, real_workbench: Workbench) -> Reader:
+def real_reader(lab: lmx_lab.Lab, quick: None, real_workbench: Workbench) -> Reader:
     lab.load("tiny")
     return Reader(ChatPanel(real_workbench), real_workbench)
 
@@ -293,7 +296,7 @@ def test_a_real_answer_and_its_history(lab: lmx_lab.Lab, real_reader: Reader) ->
 
 
 def test_a_real_answer_is_stopped(lab: lmx_lab.Lab, real_reader: Reader) -> None:
-    real_reader.ask("send", text="Hello", max_tokens=400)
+    real_reader.ask("send", text="Hello", max_tokens=7500)
     real_reader.until(lambda panel: panel.live.get("text"))
     real_reader.ask("stop")
     real_reader.until(lambda panel: not panel.live)
@@ -304,13 +307,16 @@ def test_a_real_answer_is_stopped(lab: lmx_lab.Lab, real_reader: Reader) -> None
 
 
 def test_a_real_prompt_that_is_too_long_is_refused_with_both_numbers(real_reader: Reader) -> None:
-    real_reader.ask("send", text="long " * 1000)
+    real_reader.ask("send", text="long " * 2 * CONTEXT)
     real_reader.until(lambda panel: len(panel.turns) == 2)
-    assert "512" in real_reader.panel.turns[-1]["error"]
+    assert str(CONTEXT) in real_reader.panel.turns[-1]["error"]
 
 
-def test_unloading_in_the_middle_of_a_real_answer_ends_it(lab: lmx_lab.Lab, real_reader: Reader) -> None:
-    real_reader.ask("send", text="Hello", max_tokens=400)
+def test_unloading_in_the_middle_of_a_real_answer_ends_it(
+    lab: lmx_lab.Lab, real_reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lab.engine, "settings", replace(lab.engine.settings, drain_s=0.0))
+    real_reader.ask("send", text="Hello", max_tokens=7500)
     real_reader.until(lambda panel: panel.live.get("text"))
     lab.unload()
     real_reader.until(lambda panel: not panel.live)

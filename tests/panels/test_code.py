@@ -34,7 +34,7 @@ def modules() -> dict[str, str]:
 
 def node(*arguments: str) -> str:
     assert NODE is not None
-    done = subprocess.run([NODE, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([NODE, *arguments], capture_output=True, text=True, timeout=180, check=False)
     assert not done.returncode, done.stderr
     return done.stdout
 

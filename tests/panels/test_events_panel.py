@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.events import DATA
 from tests.panels.event_standins import LIVE, Flood, Said, ScriptedDaemon, asked
-from tests.panels.standins import Reader, Refused, ScriptedSource
+from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource
 
 LOST = ConnectionState(state="waiting", attempts=1, retry_in_s=0.4, error=UnreachableError("nobody answers"))
 
@@ -32,7 +33,7 @@ def daemon(workbench: Workbench) -> ScriptedDaemon:
 
 
 @pytest.fixture
-def reader(workbench: Workbench, daemon: ScriptedDaemon) -> Reader:
+def reader(quick: None, workbench: Workbench, daemon: ScriptedDaemon) -> Reader:
     reader = Reader(EventsPanel(workbench), workbench)
     reader.give(daemon.given, LIVE)
     reader.until(lambda panel: panel.connection["state"] == "live")
@@ -382,7 +383,7 @@ def test_a_closed_panel_reads_no_more(reader: Reader, workbench: Workbench, daem
     task = reader.panel._reader
     reader.panel.close()
     reader.until(lambda _panel: task.cancelled())
-    workbench.submit(workbench._tell_changed()).result(10)
+    workbench.submit(workbench._tell_changed()).result(WAIT_S)
     assert daemon.readers == 1
 
 
@@ -397,14 +398,14 @@ def test_clear_forgets_rows_and_keeps_questions(reader: Reader, daemon: Scripted
 
 
 def test_a_flood_is_few_frames_and_bounded(workbench: Workbench) -> None:
-    daemon = Flood(10_000)
+    begun, daemon = time.monotonic(), Flood(10_000)
     workbench.follow_events(daemon)
     reader = Reader(EventsPanel(workbench), workbench)
     reader.until(lambda panel: panel.frame["base"] > 1000)
     frames = [value for name, value in reader.frames if name == "frame"]
     # 1,000 rows have made room after 6,000, which are 27,000 events.
     assert daemon.sent > 25_000
-    assert len(frames) < daemon.sent / 500
+    assert len(frames) <= 4 * (time.monotonic() - begun) + 2
     assert all(len(frame["rows"]) <= WINDOW_ROWS for frame in frames)
     assert reader.ask("rows", first=10**9)["rows"] == []
     log = reader.panel._log
@@ -428,7 +429,7 @@ def test_the_data_frame_has_all_rows_and_their_times(reader: Reader, daemon: Scr
 
 def test_the_panel_does_not_import_pandas() -> None:
     program = "import sys, lmx_lab.panels.events; sys.exit('pandas' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
 
 
 def test_the_snapshot_has_the_newest_rows_as_text(reader: Reader, daemon: ScriptedDaemon, said: Said) -> None:

@@ -17,7 +17,7 @@ from tests.panels.standins import Reader, Refused, ScriptedSource, record
 
 
 @pytest.fixture
-def reader(workbench: Workbench) -> Reader:
+def reader(quick: None, workbench: Workbench) -> Reader:
     return Reader(ModelsPanel(workbench), workbench)
 
 
@@ -239,7 +239,9 @@ def in_thread() -> Callable[..., Any]:
 # --- over a real lab
 
 
-def test_a_real_lab_loads_changes_and_unloads_its_model(lab: lmx_lab.Lab, real_workbench: Workbench) -> None:
+def test_a_real_lab_loads_changes_and_unloads_its_model(
+    lab: lmx_lab.Lab, quick: None, real_workbench: Workbench
+) -> None:
     reader = Reader(ModelsPanel(real_workbench), real_workbench)
     reader.ask("refresh")
     for name, other in (("tiny", "tiny-two"), ("tiny-two", "tiny")):
@@ -253,7 +255,7 @@ def test_a_real_lab_loads_changes_and_unloads_its_model(lab: lmx_lab.Lab, real_w
     assert lab.engine.snapshot.model is None
 
 
-def test_a_real_load_waits_for_a_running_answer(lab: lmx_lab.Lab, real_workbench: Workbench) -> None:
+def test_a_real_load_waits_for_a_running_answer(lab: lmx_lab.Lab, quick: None, real_workbench: Workbench) -> None:
     reader = Reader(ModelsPanel(real_workbench), real_workbench)
     lab.load("tiny")
     pieces = iter(lab.chat("Hello", stream=True, max_tokens=300, ignore_eos=True))

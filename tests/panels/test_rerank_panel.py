@@ -30,8 +30,9 @@ from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from tests.encoders.models import write_tiny_bert
-from tests.panels.standins import Reader, Refused, ScriptedSource
+from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource
 
+pytestmark = pytest.mark.usefixtures("quick")
 PAIR = "Bread is baked.\nSea water is salty."
 RANKED = Ranked(order=((1, 0.75), (0, -0.25)), model="minilm", method="cosine", took_ms=12.4)
 
@@ -110,7 +111,7 @@ def test_a_ranking_that_is_cancelled_before_it_began_leaves_the_panel_free(
         await panel.do_rank({"query": "q", "documents": PAIR})
         await panel.do_cancel({})
 
-    workbench.submit(at_once()).result(10)
+    workbench.submit(at_once()).result(WAIT_S)
     reader.until(lambda panel: not panel.busy and panel.problem)
     assert reader.ask("rank", query="q", documents=PAIR) is None
     reader.give(source.rankings, RANKED)
@@ -118,8 +119,9 @@ def test_a_ranking_that_is_cancelled_before_it_began_leaves_the_panel_free(
 
 
 def test_what_was_just_ranked_is_in_the_snapshot_before_its_frame_is(
-    reader: Reader, source: ScriptedSource, workbench: Workbench
+    reader: Reader, workbench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lmx_lab.panels.panel.FRAME_S", WAIT_S)
     panel = reader.panel
 
     async def ranked() -> str:
@@ -127,7 +129,7 @@ def test_what_was_just_ranked_is_in_the_snapshot_before_its_frame_is(
         panel._take(rows("Sea water is salty."))
         return str(panel.snapshot_html())
 
-    assert "Sea water" in workbench.submit(ranked()).result(10)
+    assert "Sea water" in workbench.submit(ranked()).result(WAIT_S)
 
 
 def test_a_second_ranking_has_to_wait(reader: Reader) -> None:
