@@ -7,6 +7,7 @@
         InvalidRequestError        a malformed body, a missing, mistyped or impossible value
           BodyTooLargeError        more bytes than the limit
           ContextLengthError       prompt longer than the model's context
+          UnclearModelError        a server lists several models, and none was named
           UnusableModelError       files that are no model, are damaged, or that no engine here runs
         ModelNotFoundError         the name is not on disk (and may not, or could not, be downloaded)
         UnauthorizedError          a key is needed and was not given, or is wrong
@@ -85,6 +86,10 @@ class BodyTooLargeError(InvalidRequestError):
 
 class ContextLengthError(InvalidRequestError):
     code = "context-length-exceeded"
+
+
+class UnclearModelError(InvalidRequestError):
+    pass
 
 
 class UnusableModelError(InvalidRequestError):

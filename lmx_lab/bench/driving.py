@@ -15,8 +15,8 @@ from lmx_lab.bench.case import Case, Closed, Poisson
 from lmx_lab.bench.figures import Trace
 from lmx_lab.bench.prompts import prompt, prompt_hash
 from lmx_lab.bench.sample import RunClock, Sample, new_run
-from lmx_lab.bench.targets import Target, TargetFacts, UnclearModelError
-from lmx_lab.errors import InvalidRequestError, LabError, UnreachableError
+from lmx_lab.bench.targets import Target, TargetFacts
+from lmx_lab.errors import InvalidRequestError, LabError, UnclearModelError, UnreachableError
 
 log = logging.getLogger(__name__)
 SILENCE_S = 60.0

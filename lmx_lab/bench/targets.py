@@ -16,7 +16,14 @@ from typing_extensions import TypeIs
 from lmx_lab.bench.chunks import Chunk, ChunkReader, ServerFigures, Usage
 from lmx_lab.bench.exchange import Address, Event, Exchange
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
-from lmx_lab.errors import ConnectionLostError, InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError
+from lmx_lab.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    LabError,
+    ModelNotFoundError,
+    NotLoadedError,
+    UnclearModelError,
+)
 
 # Whoever measures another server need not wait for MLX.
 if TYPE_CHECKING:
@@ -31,10 +38,6 @@ TO_THE_END = {"temperature": 0, "ignore_eos": True}
 
 FEW = 5
 """Names in an error."""
-
-
-class UnclearModelError(InvalidRequestError):
-    """A server has several models, and nobody said which one is to be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
