@@ -120,7 +120,7 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             coro.close()
             raise HostingError("a blocking call on the server's own loop would never return; await the coroutine")
-        with _Interrupts() as interrupts:
+        with Interrupts() as interrupts:
             call = self._call(coro)
             interrupts.aim(call.cancel)
             if not (settled := _settled(call.future, timeout_s)):
@@ -179,14 +179,14 @@ def run_nested(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) ->
     import nest_asyncio2  # type: ignore[import-untyped,unused-ignore]
 
     nest_asyncio2.apply(loop)
-    with _Interrupts() as interrupts:
+    with Interrupts() as interrupts:
         task = loop.create_task(coro)
         interrupts.aim(lambda: loop.call_soon_threadsafe(task.cancel))
         return loop.run_until_complete(task)
 
 
 def _run_across(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> T:
-    with _Interrupts() as interrupts:
+    with Interrupts() as interrupts:
         call = _Call(loop, coro)
         interrupts.aim(call.cancel)
         # A cell that waits for this very thread keeps the loop from ever coming round.
@@ -209,7 +209,7 @@ def _unnestable(loop: asyncio.AbstractEventLoop) -> str | None:
     return None
 
 
-class _Interrupts:
+class Interrupts:
     """Within the block the first SIGINT cancels the work and is raised after the block; a second one is raised at once.
 
     A raised interrupt would land in whatever the loop runs at that moment, a stranger's request for one; and in cells

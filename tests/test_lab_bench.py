@@ -220,6 +220,23 @@ def test_the_stop_button_keeps_what_is_there(notebook: Notebook, first_line: str
     assert notebook.run("print(lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
 
 
+@pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
+def test_a_stop_between_two_requests_is_not_lost(notebook: Notebook, first_line: str) -> None:
+    printed = notebook.run(
+        f"""
+        {first_line}
+        import signal
+        from lmx_lab.lab import measuring
+        text = measuring.progress_text
+        measuring.progress_text = lambda step: step.done == 3 and signal.raise_signal(signal.SIGINT) or text(step)
+        rows = lab.bench(prompt_tokens=48, output_tokens=8, requests=400, record=False)
+        measuring.progress_text = text
+        print(len(rows) < 400, rows.attrs["interrupted"], rows["error"].notna().sum())
+        """
+    )
+    assert printed == "True True 0"
+
+
 def test_awaiting_it_in_a_cell_leaves_the_loop_to_the_server(notebook: Notebook) -> None:
     code = "rows = await lab.abench(prompt_tokens=48, output_tokens=8, requests=3, record=False); print(len(rows))"
     assert notebook.run(code) == "4"

@@ -19,7 +19,7 @@ from lmx_lab.bench.sample import Sample, frame
 from lmx_lab.bench.targets import ChatTarget, Target, as_target
 from lmx_lab.lab.showing import Showing
 from lmx_lab.lab.verbs import Verbs
-from lmx_lab.loops import LoopThread
+from lmx_lab.loops import Interrupts, LoopThread
 from lmx_lab.progress import counter
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class Measurement:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._thread.stop()
+
+    def interrupt(self) -> None:
+        """No further step is waited for."""
+        self.interrupted = True
 
     async def step(self) -> Progress | None:
         """The next request that has ended; None after the last. On any loop.
@@ -161,10 +165,13 @@ class Measuring(Verbs, Showing):
         )
         with self._measurement(plan, compare, record) as run, self._progress() as show:
             try:
-                while (step := self._block(run.step())) is not None:
-                    show(step)
+                # Around all steps: between two of them, in a cell with await, an interrupt would otherwise be lost.
+                with Interrupts() as interrupts:
+                    interrupts.aim(run.interrupt)
+                    while not run.interrupted and (step := self._block(run.step())) is not None:
+                        show(step)
             except KeyboardInterrupt:
-                run.interrupted = True
+                run.interrupt()
         return run.table()
 
     async def abench(
