@@ -381,9 +381,8 @@ def _line_parser() -> _Parser:
     launch.add_argument("--lan", action="store_true")
     launch.add_argument("--port", type=int)
     verbs.add_parser("load").add_argument("model")
-    # Only so that it is among the choices that a mistake is told.
-    verbs.add_parser("ask")
-    for name in ("unload", "models", "panel", "stop"):
+    # ask: only so that it is among the choices that a mistake is told.
+    for name in ("ask", "unload", "models", "panel", "stop"):
         verbs.add_parser(name)
     return parser
 

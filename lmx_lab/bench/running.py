@@ -73,7 +73,7 @@ def run(
         does not wait. ``.attrs["provenance"]`` says what was measured with, ``.attrs["path"]`` where it is kept.
 
     Raises:
-        InvalidRequestError: a target or a plan that is none.
+        InvalidRequestError: a target or a plan that is none, or a place where no run can be kept.
         ImportError: pandas is not installed.
     """
     frame(())

@@ -66,7 +66,7 @@ def bench(
     api_key: Annotated[
         str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key of --url.")
     ] = None,
-    compare_model: Annotated[str | None, typer.Option(help="By default the first that --compare lists.")] = None,
+    compare_model: Annotated[str | None, typer.Option(help="By default the only one that --compare lists.")] = None,
     compare_api_key: Annotated[
         str | None, typer.Option(envvar="LMX_LAB_COMPARE_API_KEY", show_envvar=True, help="Key of --compare.")
     ] = None,

@@ -71,8 +71,7 @@ class Measurement:
 
         Raises:
             NotLoadedError: the first target has no model in memory.
-            LabError: it does not answer, or a target is none.
-            OSError: the run cannot be kept anywhere.
+            LabError: it does not answer, a target is none, or the run cannot be kept.
         """
         step = await asyncio.wrap_future(self._thread.submit(self._steps.get()))
         if step is None:

@@ -338,11 +338,7 @@ class ActiveTurn:
             return
         tool_calls = tuple(ToolCall(call_id=call.call_id, name=call.name, arguments=call.arguments) for call in calls)
         said = records.answer(
-            self.key,
-            message_id=self._draft.message_id,
-            text=text,
-            thinking=thinking,
-            tool_calls=tool_calls,
+            self.key, message_id=self._draft.message_id, text=text, thinking=thinking, tool_calls=tool_calls
         )
         self._history.append(said)
         self._due_here(records.message, said=said)
