@@ -76,6 +76,7 @@ class Recorder:
             self._file, self.path = os.fdopen(made, "w", encoding="utf-8", buffering=1), path
             self._file.write(head)
         except OSError as exc:
+            self.__exit__(type(exc), exc, exc.__traceback__)
             raise InvalidRequestError(
                 f"no run can be kept in {self.folder} ({exc.strerror or exc}); give a folder that can be written, or "
                 "do not keep it",

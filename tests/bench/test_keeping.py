@@ -186,6 +186,21 @@ def test_a_run_is_its_owners_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
 
 
+def test_a_disk_that_is_full_from_the_start_is_said_and_no_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.open
+
+    def full(path: str, *rest: int) -> int:
+        os.close(make(path, *rest))
+        return make("/dev/full", os.O_WRONLY)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(InvalidRequestError, match=r"no run can be kept in .*No space left"), Recorder(tmp_path):
+        raise AssertionError("never entered")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_runs_of_the_same_second_have_a_file_each(tmp_path: Path) -> None:
     assert len({save([sample()], FACTS, tmp_path) for _ in range(20)}) == 20
     assert len(load(tmp_path)) == 20
