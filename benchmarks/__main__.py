@@ -20,6 +20,9 @@ Server, bare generator and clients are processes of their own; the clients only 
 | product    | MLX's 1024³ float32 product ÷ numpy's                                      | -             |
 | prefill    | prefill of 156 tokens ÷ MLX with the BLAS of its wheel                     | tiny, smollm2 |
 | embeddings | 64 texts through MiniLM ÷ MLX with the BLAS of its wheel, and ÷ torch      | minilm-l6     |
+| gguf       | our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode   | smollm2       |
+|            | and overall tok/s ÷, milliseconds by which the first token is later; and   |               |
+|            | decode, prefill and memory ÷ our server on MLX                             |               |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay beside stuck readers; list of | tiny, smollm2 |
 |            | 2,000 sessions; memory of an idle subscriber; replay of 100,000 events     |               |
@@ -30,7 +33,8 @@ Server, bare generator and clients are processes of their own; the clients only 
 overheads show. ``smollm2`` is SmolLM2-135M-Instruct with its 4-bit weights and float32 scales, for every server alike
 (a CPU emulates float16); our server expands the weights. The ratio to torch is printed where ``make parity`` has made
 an environment for it. The limits on ratios of speed are about ``smollm2``; on ``tiny`` their verdict is in brackets
-(with ``structured`` it is the other way round).
+(with ``structured`` it is the other way round). ``gguf`` takes the file that ``smollm2`` is made from, as it is. What
+nobody has promised has no limit, and is shown.
 The exit status is 1 if a binding limit does not hold. "Others' cores" says how busy other programs kept the machine:
 with more than about half a core the figures are not to be trusted, those of decode least.
 
@@ -59,6 +63,7 @@ from benchmarks import (
     disconnect,
     embeddings,
     flood,
+    gguf,
     harness,
     leak,
     page,
@@ -95,6 +100,7 @@ FIGURES = {
     "prefill": Figure(title=prefill.FIGURE, measure=prefill.measure),
     "embeddings": Figure(title=embeddings.FIGURE, measure=embeddings.measure, models=("smollm2",)),
     "structured": Figure(title=structured.FIGURE, measure=structured.measure),
+    "gguf": Figure(title=gguf.FIGURE, measure=gguf.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
     "stall": Figure(title=stall.FIGURE, measure=stall.measure),
     "disconnect": Figure(title=disconnect.FIGURE, measure=disconnect.measure),

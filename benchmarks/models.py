@@ -14,7 +14,7 @@ from mlx_lm.utils import dequantize_model, load_model
 from benchmarks.bench import Model
 from benchmarks.paths import MODELS, ROOT
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights import Catalog, ModelEntry
 from tests.tiny import write_tiny_llama
 
 CONTEXT_TOKENS = 8192
@@ -27,9 +27,9 @@ def folder_of(model: Model) -> Path:
         unfinished = MODELS / f".{model}.part"
         shutil.rmtree(unfinished, ignore_errors=True)
         if model == "tiny":
-            write_tiny_llama(unfinished, _starter(), seed=0, context=CONTEXT_TOKENS)
+            write_tiny_llama(unfinished, _starter().path, seed=0, context=CONTEXT_TOKENS)
         else:
-            _copy_as_float32(_starter(), unfinished)
+            _copy_as_float32(_starter().path, unfinished)
         unfinished.rename(folder)
     return folder
 
@@ -40,19 +40,24 @@ def expanded() -> Path:
     if not folder.exists():
         unfinished = MODELS / ".smollm2-float32.part"
         shutil.rmtree(unfinished, ignore_errors=True)
-        _copy_expanded(_starter(), unfinished)
+        _copy_expanded(_starter().path, unfinished)
         unfinished.rename(folder)
     return folder
 
 
 def minilm() -> Path:
-    return _starter("minilm-l6")
+    return _starter("minilm-l6").path
 
 
-def _starter(name: str = "smollm2-135m") -> Path:
+def gguf_starter() -> ModelEntry:
+    """SmolLM2-135M as llama.cpp reads it: the file that ``smollm2`` is made from."""
+    return _starter("smollm2-135m-gguf")
+
+
+def _starter(name: str = "smollm2-135m") -> ModelEntry:
     """A starter in the home that the tests use too, fetched if it is not there."""
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
-    return Catalog(Settings(home=home)).fetch(name).path
+    return Catalog(Settings(home=home)).fetch(name)
 
 
 def _copy_as_float32(source: Path, target: Path) -> None:

@@ -13,11 +13,11 @@ HEAD = """\
 # Benchmarks
 
 What was promised about speed, as `make bench` last measured all of it; `benchmarks/__main__.py` says what each figure
-is. A verdict in brackets is about a limit that was set for another model. *Others* is how many cores other programs
-kept busy meanwhile: with more than about half a core a figure is not to be trusted.
+is. A verdict in brackets is about a limit that was set for another model; what is *shown* was not promised. *Others* is
+how many cores other programs kept busy meanwhile: with more than about half a core a figure is not to be trusted.
 """
 COLUMNS = ("figure", "case", "model", "value", "must", "verdict", "others", "of which")
-VERSIONS = ("mlx", "mlx-lm", "scipy-openblas32", "numpy", "uvicorn")
+VERSIONS = ("mlx", "mlx-lm", "scipy-openblas32", "xllamacpp", "numpy", "uvicorn")
 
 
 def write(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:

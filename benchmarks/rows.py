@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Verdict = Literal["pass", "FAIL", "(pass)", "(miss)", "ERROR"]
+Verdict = Literal["pass", "FAIL", "(pass)", "(miss)", "shown", "ERROR"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Row:
     value: float
     """A ratio, or seconds; NaN when it could not be measured."""
     limit: Limit | None = None
-    """None for what could not be measured."""
+    """None for what nobody promised, and for what could not be measured."""
     binding: bool = True
     """Whether the limit was set for this model; otherwise the row is for information."""
     unit: str = ""
@@ -48,8 +48,10 @@ class Row:
 
     @property
     def verdict(self) -> Verdict:
-        if self.limit is None or math.isnan(self.value):
+        if math.isnan(self.value):
             return "ERROR"
+        if self.limit is None:
+            return "shown"
         holds = self.limit.holds(self.value)
         if self.binding:
             return "pass" if holds else "FAIL"

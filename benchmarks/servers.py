@@ -1,4 +1,4 @@
-"""The servers under measurement, each a process of its own, all on the same model folder."""
+"""The servers under measurement, each a process of its own, those of a comparison on the same model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ import psutil
 from benchmarks import client, prompts
 from benchmarks.bench import BenchError
 from benchmarks.processes import START_S, Reply, Worker, end, folder_argument, free_port, log_tail, spawn
+from lmx_lab.engine.gguf.budget import plan
+from lmx_lab.engine.memory import limit_bytes
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from lmx_lab.weights.gguf_model import read_gguf
 
 POLL_S = 0.002
 
@@ -35,6 +41,11 @@ class LabServer:
 
     def rss_bytes(self) -> int:
         return int(psutil.Process(self._worker.pid).memory_info().rss)
+
+    def tree_bytes(self) -> int:
+        """Resident memory of its process and of those it has started: of a mapped file what was touched."""
+        own = psutil.Process(self._worker.pid)
+        return sum(int(process.memory_info().rss) for process in (own, *own.children(recursive=True)))
 
     async def until(self, reached: Any, *, limit_s: float, what: str) -> float:
         """Seconds until the engine's figures satisfy ``reached(snapshot)``."""
@@ -95,6 +106,24 @@ def mlx_lm_server(folder: Path) -> Iterator[str]:
         yield url
     finally:
         end(process)
+
+
+@contextlib.contextmanager
+def llama_server(entry: ModelEntry) -> Iterator[str]:
+    """The URL of xllamacpp's own server, loaded and warm, with the slots and the context that our engine gives it.
+
+    Raises:
+        BenchError: it is not installed.
+    """
+    if find_spec("xllamacpp") is None:
+        raise BenchError("llama.cpp is not installed: pip install 'lmx-lab[gguf]'")
+    limit = limit_bytes(None)
+    planned = plan(entry, read_gguf(entry.path), slots=Settings().slots, limit_bytes=limit)
+    size: dict[str, Any] = {"slots": planned.slots, "total_tokens": planned.total_tokens, "unified": planned.unified}
+    with Worker("benchmarks.llama_process", model=str(entry.path), port=free_port(), **size) as worker:
+        url: str = worker.ready["url"]
+        asyncio.run(client.stream(url, prompts.chat_body(prompts.story(0), max_tokens=4)))
+        yield url
 
 
 def _answers(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""LMX Lab: local language models on MLX, in a notebook and on the network. Importing starts nothing."""
+"""LMX Lab: local language models on MLX and llama.cpp, in a notebook and on the network. Importing starts nothing."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@
       EngineError                  this generation failed, the engine is usable
         GenerationTimeoutError     the request's deadline passed
         OutOfMemoryError           the model was unloaded, or refused, for lack of memory
-        EngineDeadError            the engine thread is gone; only a load helps
+        EngineDeadError            what computes is gone; only a load helps
       TurnError                    a turn ended before its answer did
         DaemonRestartedError       the daemon ended while the turn ran
         TurnTimeoutError           the turn took longer than it may

@@ -38,7 +38,9 @@ class _Call(Generic[T]):
         self.begun = threading.Event()
         """Set, or the work was cancelled before its first step."""
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self.future.add_done_callback(lambda future: self.cancel() if future.cancelled() else None)
+        # Weakly: a future keeps its callbacks, and with them its result, until somebody collects cycles.
+        me = weakref.ref(self)
+        self.future.add_done_callback(lambda future: _cancel(me) if future.cancelled() else None)
         loop.call_soon_threadsafe(self._start)
 
     def cancel(self) -> None:
@@ -68,6 +70,11 @@ class _Call(Generic[T]):
             self.future.set_exception(error)
         else:
             self.future.set_result(task.result())
+
+
+def _cancel(call: weakref.ref[_Call[Any]]) -> None:
+    if (found := call()) is not None:
+        found.cancel()
 
 
 class LoopThread:

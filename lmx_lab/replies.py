@@ -7,10 +7,10 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from lmx_lab.engine import GenerationReport, ToolCallDelta, merged_calls
-from lmx_lab.wire.admin import ModelRecord
+from lmx_lab.wire.admin import ModelRecord, ModelRecords
 from lmx_lab.wire.generation import Timings, Usage
 
 _CODE = re.compile(
@@ -292,21 +292,33 @@ async def _next(stream: Deltas[Any]) -> Piece | None:
     return await anext(stream, None)
 
 
-SHOWN = ("id", "loaded", "pinned", "kind", "format", "quantization", "size_gb", "context_length")
+SHOWN = ("id", "loaded", "pinned", "kind", "format", "engine", "quantization", "size_gb", "context_length")
 
 
 class ModelList(list[ModelRecord]):
     """Model records, shown as a table."""
 
+    notes: tuple[str, ...] = ()
+    """What there is to say below the table: the faster engine, and why some models cannot be loaded."""
+
+    @classmethod
+    def of(cls, found: ModelRecords) -> Self:
+        made = cls(found.models)
+        problems = dict.fromkeys(record.problem for record in found.models if record.problem)
+        made.notes = (*([found.preference.detail] if found.preference else []), *problems)
+        return made
+
     def __repr__(self) -> str:
         rows = [SHOWN, *(_cells(record) for record in self)]
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in SHOWN)
         rows = "".join(f"<tr>{_table_cells(record)}</tr>" for record in self)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{notes}"
 
 
 def _table_cells(record: ModelRecord) -> str:

@@ -17,10 +17,14 @@ from hypothesis import HealthCheck, settings
 from lmx_lab.engine import loaded
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
+from tests.gguf_models import kept, starter_gguf, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
 from tests.tiny import teach_thinking, write_tiny_llama
 
 ROOT = Path(__file__).parent.parent
-LONGEST = {folder: at for at, folder in enumerate(("browser", "notebooks", "kernel", "flows", "daemon", "engine"))}
+LONGEST = {
+    folder: at
+    for at, folder in enumerate(("browser", "notebooks", "kernel", "flows", "contract", "daemon", "gguf", "engine"))
+}
 """The folders whose tests take longest."""
 # Beside other processes an example may take any time, and no test is about that. In CI hypothesis' own profile, which
 # this adds to, draws the same examples in every run.
@@ -116,3 +120,27 @@ def thinker_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) 
 @pytest.fixture(scope="session")
 def thinker(thinker_home: Path) -> ModelEntry:
     return Catalog(Settings(home=thinker_home)).resolve("thinker")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(starter_home: Path) -> Path:
+    """The real SmolLM2 as llama.cpp reads it, fetched once and kept between runs."""
+    return starter_gguf(starter_home)
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(starter_home: Path, smollm2: ModelEntry, smollm2_gguf: Path) -> Path:
+    """``tiny``, the same weights, as a GGUF file with the tokenizer and chat template of SmolLM2's."""
+    return kept(starter_home, "tiny", lambda target: write_tiny_gguf(target, smollm2_gguf, smollm2.path))
+
+
+@pytest.fixture(scope="session")
+def minilm_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
+    """The real all-MiniLM-L6-v2 as a GGUF file."""
+    return kept(starter_home, "minilm", lambda target: write_minilm_gguf(target, minilm.path))
+
+
+@pytest.fixture(scope="session")
+def reranker_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
+    """A cross-encoder of random weights as a GGUF file, for 64 tokens: it scores fast, and always the same."""
+    return kept(starter_home, "reranker", lambda target: write_reranker_gguf(target, minilm.path))

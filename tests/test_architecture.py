@@ -38,7 +38,8 @@ TABLE = {
     "weights": Row("errors settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size.
     # tokenizers: to lower-case what an encoder reads, a normalizer is put before the tokenizer's own.
-    "engine": Row("errors settings weights", "mlx mlx_lm llguidance numpy psutil tokenizers"),
+    # loops: the engine on llama.cpp waits for processes on a loop of its own.
+    "engine": Row("errors settings loops weights", "mlx mlx_lm llguidance numpy psutil tokenizers xllamacpp"),
     # Apart from server: the daemon reads bodies and answers errors as it does, and the two never see each other.
     "asgi": Row("errors guard wire", "fastapi starlette pydantic pydantic_core"),
     "server": Row(
@@ -85,6 +86,7 @@ ONLY_IN = {
     "prometheus_client": {"server.metrics"},
     "sqlite3": {"daemon.storage.store"},
     "mcp": {"daemon.mcp.connection"},
+    "xllamacpp": {"engine.gguf.worker"},
 }
 MLX_IN_WEIGHTS = {"weights.gguf_import"}
 # Reading a value's own class is no dependency worth a row.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import harness, paths, report
+from benchmarks import gguf, harness, paths, report
 from benchmarks.bench import Bench, BenchError
 from benchmarks.rates import Timeline, decode_window, quantile
 from benchmarks.rows import Limit, Row
@@ -57,6 +57,19 @@ def test_only_a_binding_limit_can_fail(value: float, binding: bool, verdict: str
     assert row.verdict == verdict
 
 
+@pytest.mark.parametrize(("value", "verdict"), [(0.9, "shown"), (math.nan, "ERROR")])
+def test_what_nobody_promised_is_shown_and_cannot_fail(value: float, verdict: str) -> None:
+    assert Row(figure="f", case="c", model="smollm2", value=value).verdict == verdict
+
+
+def test_a_first_token_is_later_by_milliseconds_and_a_speed_is_a_ratio() -> None:
+    rounds = [{"ours": {"ms": 30.0, "rate": 9.0}, "theirs": {"ms": 25.0, "rate": 10.0}} for _ in range(3)]
+    table = gguf.Turns(model="smollm2", case="1 stream", samples=rounds)
+    later, ratio = table.later("ms", "a known prompt"), table.ratio("decode", "rate", limit=Limit(sign="≥", bound=0.95))
+    assert (later.value, later.unit, later.verdict) == (5.0, "ms", "pass")
+    assert (ratio.value, ratio.verdict, ratio.summary) == (pytest.approx(0.9), "FAIL", "9.0 against 10.0 tok/s")
+
+
 def small_harness(bench: Bench) -> list[Row]:
     found = harness.measure_harness(streams=2, per_second=400, tokens=20)
     share = found.decode_share
@@ -64,6 +77,7 @@ def small_harness(bench: Bench) -> list[Row]:
         Row(figure="harness", case="2 | streams", model="-", value=share, limit=Limit(sign="≥", bound=0.5)),
         Row(figure="cores", case="2 | streams", model="-", value=99, limit=Limit(sign="≤", bound=1), unit="cores"),
         Row(figure="other", case="", model="-", value=0.5, limit=Limit(sign="≥", bound=1), binding=False),
+        Row(figure="known", case="", model="-", value=0.5, summary="to know"),
     ]
 
 
@@ -89,12 +103,13 @@ def test_a_run_of_everything_writes_the_page_with_bounds_verdicts_machine_and_co
     (kept,) = folder.glob("*.json")
     facts = json.loads(kept.read_text())
     text = (folder / "BENCHMARKS.md").read_text()
-    head, _, measured, failed, other = [line for line in text.splitlines() if line.startswith("|")]
+    head, _, measured, failed, other, known = [line for line in text.splitlines() if line.startswith("|")]
     assert head.split(" | ")[3:6] == ["value", "must", "verdict"]
     assert measured.startswith("| harness | 2 \\| streams | - | ")
     assert "| ≥ 0.5 | pass |" in measured
     assert "| 99.000 cores | ≤ 1 cores | **FAIL** |" in failed
     assert "| 0.500 | ≥ 1 | (miss) |" in other
+    assert "| 0.500 |  | shown |" in known
     assert "1 of 2 binding limits hold." in text
     assert facts["commit"][:12] in text
     assert facts["machine"]["cpu"] in text

@@ -303,6 +303,17 @@ def test_what_is_there_is_pulled_at_once(starter_home: Path) -> None:
     assert re.fullmatch(r"smollm2-135m: \d+ MB at \S+\n", result.stdout)
 
 
+def test_a_gguf_file_is_pulled_as_it_is_and_converted_when_asked(tmp_path: Path, smollm2_gguf: Path) -> None:
+    plain = lmx_lab(tmp_path, "pull", str(smollm2_gguf))
+    assert (plain.returncode, plain.stderr) == (0, "")
+    assert re.fullmatch(r"(\S+): \d+ MB at \1\n", plain.stdout)
+    assert "no models in" in lmx_lab(tmp_path, "models").stdout
+    converted = lmx_lab(tmp_path, "pull", str(smollm2_gguf), "--mlx")
+    assert converted.returncode == 0, converted.stderr
+    assert converted.stdout.startswith("smollm2-135m-instruct.q4_1-b179c952: ")
+    assert " mlx " in lmx_lab(tmp_path, "models").stdout
+
+
 def test_the_models_are_listed_whole_lines_for_programs(tiny_home: Path, tmp_path: Path) -> None:
     result = lmx_lab(tiny_home, "models")
     assert result.returncode == 0

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 PACKAGES = (
-    *("mlx", "mlx-lm", "scipy-openblas32", "numpy", "llguidance"),
+    *("mlx", "mlx-lm", "scipy-openblas32", "numpy", "llguidance", "xllamacpp"),
     *("uvicorn", "fastapi", "starlette", "pydantic", "websockets", "httpx2", "pandas"),
 )
 """scipy-openblas32 is the BLAS that the engine puts behind MLX on Linux; which one a target had is in its rows."""

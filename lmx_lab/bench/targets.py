@@ -45,6 +45,7 @@ class TargetFacts:
     """What computes the answers. ``None`` is what nobody could say."""
 
     engine: str | None = None
+    """Of a lab its version, and after it llama.cpp's where that computes: ``lmx-lab 1.0, llama.cpp-2026.10``."""
     model: str | None = None
     quantization: str | None = None
     device: str | None = None
@@ -149,15 +150,15 @@ class ChatTarget:
         if not chosen:
             missing = "chat model in memory" if self._model is None else f"model {self._model!r:.80}"
             raise NotLoadedError(f"{self.url} has no {missing}; load one first")
-        compute = listed.compute
-        return TargetFacts(
-            engine=f"lmx-lab {version}",
-            model=chosen[0].id,
-            quantization=chosen[0].quantization,
-            device=_device(compute.blas) if compute else None,
-            threads=compute.threads if compute else None,
+        record, compute = chosen[0], listed.compute
+        versions = {engine.name: engine.version for engine in listed.engines}
+        computed = _computed(
+            f"lmx-lab {version}",
+            llama=f"{record.engine}-{versions.get(record.engine)}" if record.engine == "llama.cpp" else None,
             blas=compute.blas if compute else None,
+            threads=compute.threads if compute else None,
         )
+        return replace(computed, model=record.id, quantization=record.quantization)
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         if self._is_lab is None:
@@ -202,14 +203,13 @@ class EngineTarget:
         now = self._engine.snapshot
         if now.entry is None:
             raise NotLoadedError("the engine has no model in memory; load one first")
-        return TargetFacts(
-            engine="lmx-lab, bare",
-            model=now.entry.id,
-            quantization=now.entry.quantization,
-            device=_device(now.blas.name) if now.blas else None,
-            threads=now.blas.threads if now.blas else None,
+        computed = _computed(
+            "lmx-lab, bare",
+            llama=self._engine.fingerprint if now.entry.format == "gguf" else None,
             blas=now.blas.name if now.blas else None,
+            threads=now.blas.threads if now.blas else None,
         )
+        return replace(computed, model=now.entry.id, quantization=now.entry.quantization)
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         from lmx_lab.engine import ChatPrompt, GenerationRequest, Sampling
@@ -268,8 +268,20 @@ def _is_engine(target: object) -> TypeIs[Engine]:
     return known is not None and isinstance(target, known.Engine)
 
 
-def _device(blas: str) -> str:
-    return "gpu" if blas == "unused" else "cpu"
+def _computed(lab: str, *, llama: str | None, blas: str | None, threads: int | None) -> TargetFacts:
+    """What a lab computes with.
+
+    Args:
+        llama: The version of llama.cpp, if it is that; None is MLX, whose version is in the provenance.
+        blas, threads: MLX's.
+    """
+    on_gpu = blas == "unused"
+    if llama is None:
+        device = None if blas is None else "gpu" if on_gpu else "cpu"
+        return TargetFacts(engine=lab, device=device, threads=threads, blas=blas)
+    # It takes as many threads as OpenBLAS does; where MLX has a GPU, its wheel need not know that GPU.
+    own_threads = threads if blas == "openblas" else None
+    return TargetFacts(engine=f"{lab}, {llama}", device="cpu" if blas and not on_gpu else None, threads=own_threads)
 
 
 def _last(report: GenerationReport) -> Chunk:

@@ -19,7 +19,7 @@ from lmx_lab.errors import LabError
 
 app = typer.Typer(
     name="lmx-lab",
-    help="Local language models on MLX: serve them, fetch them, see what is there.",
+    help="Local language models on MLX and llama.cpp: serve them, fetch them, see what is there.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

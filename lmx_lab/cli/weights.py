@@ -14,14 +14,21 @@ from lmx_lab.settings import Settings
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="A starter (smollm2-135m, minilm-l6), org/name, or a .gguf file.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A starter (smollm2-135m, minilm-l6, …), org/name, org/name:Q4_K_M, or a .gguf file."),
+    ],
+    mlx: Annotated[
+        bool, typer.Option("--mlx", help="Convert a .gguf file for MLX; without it llama.cpp runs it as it is.")
+    ] = False,
 ) -> None:
     """Fetch a model, so that it can be loaded."""
     from lmx_lab.progress import bar
     from lmx_lab.weights import Catalog
 
     with bar(model) as shown:
-        entry = Catalog(Settings.read()).fetch(model, shown.update)
+        catalog = Catalog(Settings.read())
+        entry = (catalog.convert if mlx else catalog.fetch)(model, shown.update)
     say(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
 
 
@@ -33,16 +40,23 @@ def models() -> None:
 
     settings = Settings.read()
     entries = Catalog(settings).scan()
-    table = Table("id", "kind", "format", "quantization", "size", "context", "from", box=None)
+    table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     for entry in entries:
         size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
-        cells = (entry.id, entry.kind, entry.format, entry.quantization or "", size, context, entry.source)
+        engine = "mlx" if entry.format == "mlx" else "llama.cpp"
+        cells = (entry.id, entry.kind, entry.format, engine, entry.quantization or "", size, context, entry.source)
         table.add_row(*(Text(cell) for cell in cells))
     if entries:
         # Whole lines for programs; a terminal's are wrapped to fit.
         out.print(table, width=None if out.is_terminal else 500)
     else:
         say(f"no models in {settings.models_folder} or the hub cache; try: lmx-lab pull smollm2-135m")
+    if any(entry.format == "gguf" for entry in entries):
+        # Only then: the engine takes a second to import.
+        from lmx_lab.engine.preference import problem
+
+        if (unusable := problem("gguf")) is not None:
+            say(unusable)
     missing = sorted(set(STARTERS) - {entry.id for entry in entries})
     if entries and missing:
         say(f"starters to pull: {', '.join(missing)}")

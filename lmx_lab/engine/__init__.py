@@ -1,6 +1,7 @@
-"""Tokens in, tokens out, on MLX: knows no HTTP and no sessions."""
+"""Tokens in, tokens out, on MLX and llama.cpp: knows no HTTP and no sessions."""
 
 from lmx_lab.engine.engine import Engine
+from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     AnswerFormat,
     ChatPrompt,
@@ -28,10 +29,10 @@ from lmx_lab.engine.requests import (
     ToolCallDelta,
     ToolUse,
     Vectors,
+    joined,
     merged_calls,
 )
 from lmx_lab.engine.stream import TokenStream
-from lmx_lab.engine.texts import Pending
 
 __all__ = [
     "AnswerFormat",
@@ -63,5 +64,6 @@ __all__ = [
     "ToolCallDelta",
     "ToolUse",
     "Vectors",
+    "joined",
     "merged_calls",
 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from lmx_lab.engine import blas, memory
+from lmx_lab.engine.contract import NOTHING_LOADED
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.engine.encoding import EncodeJob, Encoding
 from lmx_lab.engine.generating import Generating
@@ -51,8 +52,13 @@ class Swap:
 class EngineCore:
     """The models in memory and what is done with them: one *main* model of any kind, and pinned encoders beside it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, beside_bytes: Callable[[], int] = lambda: 0) -> None:
+        """
+        Args:
+            beside_bytes: What other engines take of the memory limit.
+        """
         self._settings = settings
+        self._others_bytes = beside_bytes
         self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
         self._main: Loaded | None = None
         self._pinned: dict[Kind, LoadedEncoder] = {}
@@ -177,7 +183,7 @@ class EngineCore:
         if failure is not None:
             restored = self._restore(previous)
             self._publish()
-            raise type(failure)(f"{failure.message}; {restored}", param=failure.param)
+            raise type(failure)(f"{failure.message}{restored}", param=failure.param)
         self._publish()
         assert self._main is not None
         return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=self._main.memory_bytes)
@@ -193,6 +199,19 @@ class EngineCore:
         self._publish()
         pinned = self._pinned[entry.kind]
         return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=pinned.memory_bytes)
+
+    def unpin(self, kind: Kind) -> None:
+        """Keep the encoder of this kind no more. What it was asked for and has not done ends with an error."""
+        pinned = self._pinned.get(kind)
+        if pinned is None or pinned is self._main:
+            self._pinned.pop(kind, None)
+            return
+        mine = [job for job in self.encoding.queued + self.encoding.running if job.encoder() is pinned]
+        self.encoding.end_all(mine, NotLoadedError(f"{pinned.entry.id} was unloaded before this request ended"))
+        del self._pinned[kind], pinned, mine
+        self._share()
+        memory.release()
+        self._publish()
 
     def unload(self, cause: UnloadCause = "asked") -> int:
         """Drop the model and return the bytes that this freed, measured. Whatever still runs ends with an error."""
@@ -256,27 +275,32 @@ class EngineCore:
     def _bytes_beside(self, entry: ModelEntry, *, pinned: bool) -> int:
         """What is in memory and stays there when the entry comes."""
         pins = [model.memory_bytes for kind, model in self._pinned.items() if not (pinned and kind == entry.kind)]
-        return sum(pins) + (self._main.memory_bytes if pinned and self._main else 0)
+        return self._others_bytes() + sum(pins) + (self._main.memory_bytes if pinned and self._main else 0)
 
     def _take_in(self, model: Loaded, *, pinned: bool) -> None:
         if pinned:
             assert isinstance(model, LoadedEncoder)
             self._pinned[model.entry.kind] = model
-            self.generating.share(sum(pin.memory_bytes for pin in self._pinned.values()))
+            self._share()
             memory.release()
             return
         self._main = model
+        self._share()
         self.generating.use(model if isinstance(model, LoadedModel) else None)
         self._used_at = time.perf_counter()
         self.snapshot = replace(self.snapshot, unloaded_model=None, unload_cause=None)
 
+    def _share(self) -> None:
+        """Tell who generates how much of the limit is taken."""
+        self.generating.share(self._others_bytes() + sum(pin.memory_bytes for pin in self._pinned.values()))
+
     def _restore(self, previous: ModelEntry | None) -> str:
         if previous is None:
-            return "no model is loaded"
+            return NOTHING_LOADED
         failure = self._bring_up(previous)
         if failure is not None:
-            return f"the previous model {previous.id} could not be loaded again either: {failure.message}"
-        return f"the previous model {previous.id} is loaded again"
+            return f"; the previous model {previous.id} could not be loaded again either: {failure.message}"
+        return f"; the previous model {previous.id} is loaded again"
 
     # Steps
 
@@ -353,7 +377,8 @@ class EngineCore:
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
             progress_at=time.perf_counter(),
         )
-        generating.deliver()
+        if generating.deliver():
+            self._publish(state)
 
 
 def _is_going(model: str) -> NotLoadedError:

@@ -1,26 +1,22 @@
-"""The engine as the rest of the program sees it: an async face over one thread.
+"""The engine as the rest of the program sees it: one main model and pinned encoders, on MLX or on llama.cpp.
 
-Requests go in as commands on a queue; tokens come back through ``TokenStream``, vectors and scores as numpy arrays.
-Any number of event loops may use one engine at the same time.
+Each model runs on the engine for the format of its files. There is one main model of all: loading a model of the other
+format unloads it first, and brings it back if that fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
 import time
-import weakref
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Self
 
-from lmx_lab.engine import memory
-from lmx_lab.engine.core import EngineCore
-from lmx_lab.engine.generation import Generation
-from lmx_lab.engine.intake import Intake
-from lmx_lab.engine.loaded import check_fits
+from lmx_lab.engine.contract import NOTHING_LOADED, InferenceEngine
+from lmx_lab.engine.gguf import GgufEngine
+from lmx_lab.engine.mlx_engine import MlxEngine
+from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
     Embeddings,
@@ -31,58 +27,39 @@ from lmx_lab.engine.requests import (
     RerankRequest,
 )
 from lmx_lab.engine.stream import TokenStream
-from lmx_lab.engine.texts import Pending, Texts
-from lmx_lab.engine.thread import EngineThread
-from lmx_lab.errors import LabError, UnusableModelError
+from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
+from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Kind, ModelEntry
-
-log = logging.getLogger(__name__)
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _frameless(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A deliberate error leaves without the frames that raised it: some hold the model, and whoever keeps the error (a
-    notebook keeps the last one) would keep the weights in memory.
-    """
-
-    @functools.wraps(verb)
-    async def without_frames(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await verb(*args, **kwargs)
-        except LabError as exc:
-            failure = exc.with_traceback(None)
-        failure.__context__ = None
-        raise failure
-
-    return without_frames
+from lmx_lab.weights import Format, Kind, ModelEntry
 
 
 class Engine:
-    """``async with Engine(settings) as engine``; or ``start()`` and ``stop()`` from anywhere, both idempotent."""
+    """``async with Engine(settings) as engine``; or ``start()`` and ``stop()`` from anywhere, both idempotent.
+
+    What its methods promise is written in ``InferenceEngine``.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._thread = EngineThread(settings, awaited=lambda: self._intake.tokenizing or self._texts.tokenizing)
-        self._intake = Intake(self._thread, settings)
-        self._texts = Texts(self._thread, settings)
+        self._mlx = MlxEngine(settings, beside_bytes=lambda: self._gguf.snapshot.memory_used_bytes)
+        self._gguf = GgufEngine(settings, beside_bytes=lambda: self._mlx.snapshot.memory_used_bytes)
+        self._by_format: dict[Format, InferenceEngine] = {"mlx": self._mlx, "gguf": self._gguf}
+        self._main: Format = "mlx"
+        """Of the main model, or of the one that was it last."""
+        self._swapping = False
+        """The main model of one engine goes, that of the other comes."""
         self._made_at = time.monotonic()
-        self._pins: dict[Kind, ModelEntry] = {}
 
     # Lifetime
 
     def start(self) -> None:
-        """Start the engine thread, or a new one after the old one died."""
-        self._intake.start()
-        self._thread.start()
+        """Start, or start again what died."""
+        self._mlx.start()
 
     def stop(self) -> None:
-        """End every request, free the memory, join the thread. Blocks until the current step is over."""
-        self._thread.stop()
-        self._texts.stop()
-        self._intake.stop()
-        self._pins.clear()
+        """End every request, give all memory back. Blocks until the current step is over."""
+        self._gguf.stop()
+        self._mlx.stop()
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.start)
@@ -93,29 +70,40 @@ class Engine:
     ) -> None:
         await asyncio.to_thread(self.stop)
 
-    # Models
+    @property
+    def alive(self) -> bool:
+        return self._by_format[self._main].alive
 
     @property
-    def snapshot(self) -> EngineSnapshot:
-        """The state as of the last step. Never blocks."""
-        return self._thread.snapshot
+    def fingerprint(self) -> str:
+        """What computes the main model, and its version."""
+        return self._by_format[self._main].fingerprint
 
     @property
     def uptime_s(self) -> float:
         return time.monotonic() - self._made_at
 
+    # Models
+
     @property
-    def alive(self) -> bool:
-        return self._thread.alive
+    def snapshot(self) -> EngineSnapshot:
+        """The state as of the last step. Never blocks."""
+        if not self._gguf.used:
+            return self._mlx.snapshot
+        main, other = self._mlx.snapshot, self._gguf.snapshot
+        if self._main == "gguf":
+            main, other = other, main
+        now = _together(main, other, blas_of=self._mlx.snapshot)
+        return replace(now, state="loading") if self._swapping and now.entry is None else now
 
     def check_fits(self, entry: ModelEntry) -> None:
         """Refuse what cannot be loaded, before anything is unloaded for it.
 
         Raises:
-            UnusableModelError: this engine cannot run such a model.
+            UnusableModelError: its engine cannot run such a model, or is not installed.
             OutOfMemoryError: it is larger than what may be used.
         """
-        check_fits(entry, limit_bytes=memory.limit_bytes(self.settings.memory_limit_bytes))
+        self._by_format[entry.format].check_fits(entry)
 
     async def load(self, entry: ModelEntry, *, finish_queued: bool = False) -> LoadReport:
         """Load ``entry`` in the place of what is loaded, after running requests have ended (``drain_s`` at most).
@@ -126,15 +114,27 @@ class Engine:
             UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
         """
         self.check_fits(entry)
-        await self._revive()
-        why, drain_s = f"{entry.id} is loaded in the model's place", self.settings.drain_s
+        if entry.format == self._main and not self._swapping:
+            return await self._by_format[entry.format].load(entry, finish_queued=finish_queued)
+        return await self._gguf.owned(self._exchange(entry, finish_queued=finish_queued))
 
-        def begin(core: EngineCore) -> Future[LoadReport]:
-            if (already := core.already(entry)) is not None:
-                return _done(already)
-            return core.swap(lambda: core.load(entry), why=why, timeout_s=drain_s, finish_queued=finish_queued)
-
-        return await asyncio.wrap_future(await self._thread.call(begin))
+    async def _exchange(self, entry: ModelEntry, *, finish_queued: bool) -> LoadReport:
+        if entry.format == self._main:
+            # Another exchange has been faster.
+            return await self._by_format[entry.format].load(entry, finish_queued=finish_queued)
+        before, after = self._by_format[self._main], self._by_format[entry.format]
+        previous, format_before = before.snapshot.entry, self._main
+        self._swapping = True
+        try:
+            await before.unload(why=f"{entry.id} is loaded in the model's place", finish_queued=finish_queued)
+            self._main = entry.format
+            return await after.load(entry)
+        except LabError as exc:
+            self._main = format_before
+            failed = exc.message.removesuffix(NOTHING_LOADED)
+            raise type(exc)(failed + await _restored(before, previous), param=exc.param) from None
+        finally:
+            self._swapping = False
 
     async def pin(self, entry: ModelEntry) -> LoadReport:
         """Keep an embedding model or a reranker in memory beside the loaded model, until the engine stops.
@@ -142,35 +142,18 @@ class Engine:
         Raises:
             UnusableModelError, OutOfMemoryError: nothing has changed.
         """
-        if entry.kind == "chat":
-            raise UnusableModelError(f"{entry.id} is a chat model; only embedding models and rerankers stay beside one")
-        self.check_fits(entry)
-        await self._revive()
-        report = await self._thread.call(lambda core: core.pin(entry))
-        self._pins[entry.kind] = entry
+        report = await self._by_format[entry.format].pin(entry)
+        for engine in set(self._by_format.values()) - {self._by_format[entry.format]}:
+            await engine.unpin(entry.kind)
         return report
-
-    async def _revive(self) -> None:
-        """Start the thread if it does not run, with what was pinned."""
-        if self.alive and self._thread.dead is None:
-            return
-        await asyncio.to_thread(self.start)
-        for entry in list(self._pins.values()):
-            try:
-                await self._thread.call(functools.partial(_pin, entry))
-            except LabError as exc:
-                log.warning("%s, which was pinned, could not be loaded again: %s", entry.id, exc.message)
 
     async def unload(self) -> int:
         """Unload the model after running requests have ended; returns the bytes freed, 0 when there was none."""
-        if not self.alive:
-            return 0
-        return await self._swap(EngineCore.unload, "the model is unloaded")
+        return await self._by_format[self._main].unload()
 
     async def quiesce(self, timeout_s: float) -> None:
         """Let running requests end, for at most ``timeout_s``; the rest, and those that wait, end with an error."""
-        if self.alive:
-            await self._swap(lambda core: None, "the server is stopped", timeout_s, pinned_too=True)
+        await asyncio.gather(self._mlx.quiesce(timeout_s), self._gguf.quiesce(timeout_s))
 
     # Requests
 
@@ -181,29 +164,20 @@ class Engine:
             NotLoadedError: no model, or not the one that ``request.model`` names.
             OutOfMemoryError: the model had to be unloaded for lack of memory.
             ContextLengthError: the prompt leaves no room in the model's context.
-            InvalidRequestError: the prompt cannot be made into tokens, or a token id is not in the vocabulary.
+            InvalidRequestError: the prompt cannot be made into tokens, a token id is not in the vocabulary, or the
+                model's engine does not do this (its ``capabilities``).
             QueueFullError: too many requests wait.
-            EngineDeadError: the engine thread is gone.
+            EngineDeadError: the engine is gone.
         """
         (stream,) = await self.submit_all(request, choices=1)
         return stream
 
-    @_frameless
     async def submit_all(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
-        """Accept a request for several answers, all or none. Its prompt is computed once; seeds differ by choice.
+        """Accept a request for several answers, all or none; seeds differ by choice.
 
         Raises: as ``submit``.
         """
-        generations = await self._intake.generations(request, choices)
-        streams = [self._stream(generation) for generation in generations]
-        try:
-            await self._thread.call(lambda core: core.submit(generations))
-        except LabError as exc:
-            for generation in generations:
-                generation.mailbox.deliver(exc)
-            raise
-        # Leaving here by any other way, cancellation included, drops the streams, which cancels the generations.
-        return streams
+        return await self._engine_for(request.model, ("chat",)).submit_all(request, choices)
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """The vector of each input. Cancelling the wait gives the work up.
@@ -213,7 +187,6 @@ class Engine:
         """
         return await (await self.submit_embedding(request)).result()
 
-    @_frameless
     async def submit_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
         """Accept inputs to be embedded; what is wrong with them is raised here.
 
@@ -223,7 +196,7 @@ class Engine:
             ContextLengthError: an input is longer than the model takes.
             QueueFullError: too many requests are under way.
         """
-        return await self._texts.embed(request)
+        return await self._engine_for(request.model, EMBEDDERS).submit_embedding(request)
 
     async def rerank(self, request: RerankRequest) -> Ranking:
         """How relevant each document is to the query, by a reranker or, without one, by an embedding model.
@@ -232,51 +205,62 @@ class Engine:
         """
         return await (await self.submit_rerank(request)).result()
 
-    @_frameless
     async def submit_rerank(self, request: RerankRequest) -> Pending[Ranking]:
         """Accept documents to be ranked; raises as ``submit_embedding``."""
-        return await self._texts.rerank(request)
+        return await self._engine_for(request.model, RERANKERS).submit_rerank(request)
 
-    @_frameless
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids as the loaded model's tokenizer shows it.
 
         Raises:
             NotLoadedError: no model is loaded.
         """
-        return await self._intake.decode(tokens)
+        return await self._engine_for(None, ("chat",)).decode(tokens)
 
-    def _stream(self, generation: Generation) -> TokenStream:
-        # Weakly: a stream that somebody keeps must not keep the model in memory.
-        cancel = functools.partial(_cancel, weakref.ref(generation))
-        return TokenStream(generation.mailbox, lambda: self._thread.post(cancel), tuple(generation.prompt))
+    def _engine_for(self, name: str | None, kinds: tuple[Kind, ...]) -> InferenceEngine:
+        """The engine that has the model which a request means.
 
-    async def _swap(
-        self,
-        perform: Callable[[EngineCore], T],
-        why: str,
-        timeout_s: float | None = None,
-        *,
-        pinned_too: bool = False,
-    ) -> T:
-        drain_s = self.settings.drain_s if timeout_s is None else timeout_s
-
-        def begin(core: EngineCore) -> Future[T]:
-            return core.swap(lambda: perform(core), why=why, timeout_s=drain_s, pinned_too=pinned_too)
-
-        return await asyncio.wrap_future(await self._thread.call(begin))
+        Raises: as ``submit``, if neither has.
+        """
+        if not self._gguf.used:
+            return self._mlx
+        now = self.snapshot
+        if (entry := fitting(now, name, kinds)) is not None:
+            return self._by_format[entry.format]
+        if now.state == "dead":
+            # It knows what it died of.
+            return self._by_format[self._main]
+        raise refusal(now, name, kinds)
 
 
-def _done(result: T) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_result(result)
-    return future
+async def _restored(engine: InferenceEngine, previous: ModelEntry | None) -> str:
+    """Load again what was there before; says how that went."""
+    if previous is None:
+        return NOTHING_LOADED
+    try:
+        await engine.load(previous)
+    except LabError as exc:
+        return f"; the previous model {previous.id} could not be loaded again either: {exc.message}"
+    return f"; the previous model {previous.id} is loaded again"
 
 
-def _pin(entry: ModelEntry, core: EngineCore) -> None:
-    core.pin(entry)
-
-
-def _cancel(ended: weakref.ref[Generation], core: EngineCore) -> None:
-    if (generation := ended()) is not None:
-        core.cancel(generation)
+def _together(main: EngineSnapshot, other: EngineSnapshot, *, blas_of: EngineSnapshot) -> EngineSnapshot:
+    """The state of both engines as that of one, whose main model is the first's."""
+    working = [it.progress_at for it in (main, other) if it.active_requests + it.queued_requests]
+    return replace(
+        main,
+        pinned=(*main.pinned, *other.pinned),
+        active_requests=main.active_requests + other.active_requests,
+        queued_requests=main.queued_requests + other.queued_requests,
+        encode_requests=main.encode_requests + other.encode_requests,
+        output_tokens=main.output_tokens + other.output_tokens,
+        prompt_tokens=main.prompt_tokens + other.prompt_tokens,
+        cached_tokens=main.cached_tokens + other.cached_tokens,
+        encoded_tokens=main.encoded_tokens + other.encoded_tokens,
+        prefix_cache_bytes=main.prefix_cache_bytes + other.prefix_cache_bytes,
+        memory_used_bytes=main.memory_used_bytes + other.memory_used_bytes,
+        memory_peak_bytes=main.memory_peak_bytes + other.memory_peak_bytes,
+        memory_total_bytes=blas_of.memory_total_bytes,
+        progress_at=min(working, default=max(main.progress_at, other.progress_at)),
+        blas=blas_of.blas,
+    )

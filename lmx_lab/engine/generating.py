@@ -259,10 +259,12 @@ class Generating:
         if self.batch is not None:
             self.batch.remove(generation)
 
-    def deliver(self) -> None:
-        """Hand each reader's loop its items in one call."""
-        for loop in self._outbox.send():
+    def deliver(self) -> bool:
+        """Hand each reader's loop its items in one call; whether requests went because their loops are closed."""
+        closed = self._outbox.send()
+        for loop in closed:
             self._forget_readers_on(loop)
+        return bool(closed)
 
     def _forget_readers_on(self, loop: AbstractEventLoop) -> None:
         """That loop is closed: nobody is left to read, and the slots are needed."""

@@ -57,6 +57,7 @@ class Grammars:
         self._trials = trials
         self._tokenizer = tokenizer_of(words)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._tried: OrderedDict[str, str] = OrderedDict()
         self._refused: OrderedDict[str, InvalidRequestError] = OrderedDict()
 
     def matchers(self, grammar: str, count: int, tools: ToolUse | None = None) -> list[LLMatcher]:
@@ -69,20 +70,25 @@ class Grammars:
             InvalidRequestError: it cannot be compiled; the message has llguidance's reason.
             QueueFullError: it takes long, and others wait.
         """
-        if (refused := self._refused.get(grammar)) is not None:
-            raise InvalidRequestError(refused.message, param=refused.param)
         matcher = self._compiled.pop(grammar, None)
         if matcher is None:
-            matcher = compiled(self._tokenizer, self._tried(grammar, tools))
+            matcher = compiled(self._tokenizer, self.tried(grammar, tools))
         _keep(self._compiled, grammar, matcher)
         return [matcher.deep_copy() for _ in range(count)]
 
-    def _tried(self, grammar: str, tools: ToolUse | None) -> str:
-        """The grammar as it can be compiled.
+    def tried(self, grammar: str, tools: ToolUse | None = None) -> str:
+        """The grammar as it can be compiled; raises as ``matchers``.
 
         Of tools that may be called but need not be, parameters that cannot be enforced are left to the model: whoever
         offers many tools has not written them all.
         """
+        if (refused := self._refused.get(grammar)) is not None:
+            raise InvalidRequestError(refused.message, param=refused.param)
+        enforced = self._tried.pop(grammar, None) or self._try(grammar, tools)
+        _keep(self._tried, grammar, enforced)
+        return enforced
+
+    def _try(self, grammar: str, tools: ToolUse | None) -> str:
         whole = json.loads(grammar)
         parts = whole["grammars"][1:]
         while True:

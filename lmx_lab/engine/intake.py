@@ -19,12 +19,13 @@ from lmx_lab.engine.constraint import Constraint, ThinkingBudget
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.grammars import Grammars
 from lmx_lab.engine.loaded import EncodedPrompt, LoadedModel, PromptTokenizer
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
+from lmx_lab.engine.prompt_checks import check_length, check_tokens
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.thread import EngineThread
 from lmx_lab.engine.trials import Trials
 from lmx_lab.engine.wanted import chat_model
-from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError, QueueFullError
+from lmx_lab.errors import InvalidRequestError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
 
 
@@ -77,8 +78,8 @@ class Intake:
         model = chat_model(self._thread, request.model)
         if model.prompts is not prompts:
             raise NotLoadedError(f"the model was exchanged for {model.entry.id} before this request began; ask again")
-        _check_length(request, prompt.tokens, model)
-        _check_tokens(request, prompt.tokens, model)
+        check_length(request, prompt.tokens, model.entry, model.context_length)
+        check_tokens(request, model.entry, model.traits.vocabulary_size)
         return [
             Generation(
                 request=request,
@@ -157,26 +158,3 @@ def _constraint(
             bytes_of=model.vocabulary.bytes_of,
         )
     return Constraint(matcher, budget) if matcher is not None or budget is not None else None
-
-
-def _check_length(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
-    limit, own = model.context_length, model.entry.context_length
-    if limit is not None and len(prompt) + min(1, request.max_tokens) > limit:
-        why = f" (of its {own}: memory holds no more)" if own is not None and limit < own else ""
-        raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens and {model.entry.id} holds {limit} in all{why}, "
-            "the answer included; shorten the prompt",
-            param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
-        )
-
-
-def _check_tokens(request: GenerationRequest, prompt: list[int], model: LoadedModel) -> None:
-    """Token ids that the caller wrote must be tokens of this model."""
-    size, bias = model.traits.vocabulary_size, [token for token, _ in request.sampling.logit_bias]
-    given = prompt if isinstance(request.prompt, TokenPrompt) else []
-    for param, tokens in (("logit_bias", bias), ("prompt", given)):
-        unknown = next((token for token in tokens if not 0 <= token < size), None)
-        if unknown is not None:
-            raise InvalidRequestError(
-                f"{param} has the token id {unknown}; {model.entry.id} knows 0 to {size - 1}", param=param
-            )

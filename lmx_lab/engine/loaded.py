@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lmx_lab.engine.footprint import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.grammar_trial import Words
 from lmx_lab.engine.grammars import Grammars, words_of
 from lmx_lab.engine.kv import Traits, measure
+from lmx_lab.engine.prompt_checks import AMPLE_CHARACTERS, check_characters, check_messages
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from lmx_lab.engine.tool_prompt import template_tools
 from lmx_lab.engine.vocabulary import Vocabulary
@@ -23,8 +24,6 @@ from lmx_lab.engine.weights_dtype import fit_weights
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.weights import ModelEntry
 
-AMPLE_CHARACTERS = 10
-"""More than a token shows of ordinary text."""
 LEAST_CONTEXT_TOKENS = 256
 """A model that cannot answer even this much is not worth loading."""
 
@@ -56,13 +55,13 @@ class PromptTokenizer:
         thinking: Thinking = "closed"
         match prompt := request.prompt:
             case ChatPrompt():
-                _check_text(prompt.messages)
+                check_messages(prompt.messages)
                 self._check_beginning("\n".join(_texts(prompt)), "messages")
                 tokens = self._chat(request, prompt)
                 if self.dialect.thoughts is not None:
                     thinking = self.dialect.thinking(self.decode(tokens[-TAIL_TOKENS:]))
             case TextPrompt():
-                _check_characters(prompt.text, "prompt")
+                check_characters(prompt.text, "prompt")
                 self._check_beginning(prompt.text, "prompt")
                 tokens = [int(token) for token in self._tokenizer.encode(prompt.text)]
             case TokenPrompt():
@@ -110,11 +109,6 @@ class PromptTokenizer:
             ) from exc
 
 
-def _check_text(messages: Sequence[Mapping[str, Any]]) -> None:
-    for at, message in enumerate(messages):
-        _check_characters(str(message.get("content", "")), f"messages.{at}.content")
-
-
 def _texts(prompt: ChatPrompt) -> Iterator[str]:
     for message in prompt.messages:
         yield str(message.get("content", ""))
@@ -122,14 +116,6 @@ def _texts(prompt: ChatPrompt) -> Iterator[str]:
             yield json.dumps(calls)
     if prompt.tools is not None:
         yield json.dumps(template_tools(prompt.tools))
-
-
-def _check_characters(text: str, param: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        what = f"the lone surrogate {exc.object[exc.start]!r}, which is no character"
-        raise InvalidRequestError(f"{param} has {what}", param=param) from exc
 
 
 @dataclass(frozen=True, eq=False)

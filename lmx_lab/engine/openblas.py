@@ -147,7 +147,9 @@ def default_threads(environ: Mapping[str, str], cgroups: Path = Path("/sys/fs/cg
     if (chosen := chosen_threads(environ)) is not None:
         return chosen
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    return max(1, min(cores, len(os.sched_getaffinity(0)), _quota(cgroups) or cores))
+    # macOS has no such call, and lets a process use all.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, min(cores, usable, _quota(cgroups) or cores))
 
 
 def chosen_threads(environ: Mapping[str, str]) -> int | None:

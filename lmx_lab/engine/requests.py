@@ -5,7 +5,7 @@ All times are seconds of ``time.perf_counter``, the engine's one clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -191,6 +191,22 @@ class Delta:
     """Of the model's thoughts, which come before the text."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
+    @property
+    def shows(self) -> bool:
+        """Whether there is anything in it but a number of tokens."""
+        return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """All of them as one."""
+    return Delta(
+        text="".join([delta.text for delta in deltas]),
+        tokens=sum([delta.tokens for delta in deltas]),
+        logprobs=tuple([logprob for delta in deltas for logprob in delta.logprobs]),
+        reasoning="".join([delta.reasoning for delta in deltas]),
+        tool_calls=merged_calls([call for delta in deltas for call in delta.tool_calls]),
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptProgress:
@@ -228,7 +244,7 @@ class GenerationReport:
     """Time to first token, from arrival."""
     decode_s: float
     peak_memory_bytes: int
-    """The highest MLX memory while the request ran, everything counted."""
+    """The highest memory of the engine while the request ran, everything counted."""
 
     @property
     def total_s(self) -> float:
@@ -365,7 +381,7 @@ class EngineSnapshot:
     memory_peak_bytes: int = 0
     memory_total_bytes: int = 0
     progress_at: float = 0.0
-    """When the engine thread last came round."""
+    """When the engine last came round, or a request got something."""
     blas: BlasReport | None = None
     """What multiplies matrices on a CPU; None until the engine has started."""
 

@@ -17,12 +17,12 @@ from lmx_lab.engine.requests import (
     GenerationReport,
     PromptProgress,
     PromptScores,
-    TokenLogprob,
-    ToolCallDelta,
-    merged_calls,
+    joined,
 )
 from lmx_lab.errors import LabError
 
+MOST_DELTAS = 64
+"""That are held apart for a slow reader."""
 Item = Delta | PromptProgress | PromptScores | GenerationReport | LabError
 
 
@@ -35,21 +35,15 @@ class Mailbox:
         self.end: GenerationReport | LabError | None = None
         self.progress: PromptProgress | None = None
         self.scores: PromptScores | None = None
-        self._text: list[str] = []
-        self._tokens = 0
-        self._logprobs: list[TokenLogprob] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+        self._deltas: list[Delta] = []
 
     def deliver(self, item: Item) -> None:
         """Called on ``loop``, in order, at most once with an end."""
         match item:
             case Delta():
-                self._text.append(item.text)
-                self._tokens += item.tokens
-                self._logprobs += item.logprobs
-                self._reasoning.append(item.reasoning)
-                self._calls += item.tool_calls
+                self._deltas.append(item)
+                if len(self._deltas) > MOST_DELTAS:
+                    self._deltas = [joined(self._deltas)]
             case PromptProgress():
                 self.progress = item
                 return
@@ -62,17 +56,12 @@ class Mailbox:
 
     def take(self) -> Delta | None:
         """Everything since the last call as one delta."""
-        if not self._tokens:
+        if not self._deltas:
             return None
-        delta = Delta(
-            text="".join(self._text),
-            tokens=self._tokens,
-            logprobs=tuple(self._logprobs),
-            reasoning="".join(self._reasoning),
-            tool_calls=merged_calls(self._calls),
-        )
-        self._text, self._tokens, self._logprobs, self._reasoning, self._calls = [], 0, [], [], []
-        return delta
+        deltas, self._deltas = self._deltas, []
+        # Nearly always there is one.
+        delta = deltas[0] if len(deltas) == 1 else joined(deltas)
+        return delta if delta.tokens or delta.shows else None
 
 
 class Outbox:

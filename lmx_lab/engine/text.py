@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lmx_lab.engine.channels import Channels, Parts
 from lmx_lab.engine.requests import ToolCallDelta
@@ -27,7 +27,9 @@ KEPT = 4 * 2 * OPEN
 # A run that cannot be cut: nothing but tokens without text after the beginning of a character, which is none then.
 HOPELESS = 2 * LONG
 
-Decode = Callable[[Sequence[int]], str]
+Token = int | str
+"""An id; or a text by itself, where ``decode`` joins texts."""
+Decode = Callable[[Sequence[Any]], str]
 E = TypeVar("E")
 
 
@@ -44,10 +46,10 @@ class Detokenizer:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._context: list[int] = []
+        self._context: list[Token] = []
         self._known = ""
         """The text of the context, all of it out."""
-        self._unread: list[int] = []
+        self._unread: list[Token] = []
         self._text = ""
         """The text of the unread tokens, its first ``_sent`` characters out already."""
         self._sent = 0
@@ -60,7 +62,7 @@ class Detokenizer:
         """Characters of the whole text, if it ended here."""
         return self._given - self._sent + len(self._text)
 
-    def add(self, token: int) -> str:
+    def add(self, token: Token) -> str:
         """The text that this token completes, or ``""``."""
         self._unread.append(token)
         before, self._text = self._text, self._read()
@@ -127,7 +129,7 @@ class Detokenizer:
             self._context, self._known, self._unread = [], "", self._unread[-KEPT:]
             self._text, self._sent = text, len(text) - held
 
-    def _move(self, context: list[int], known: str) -> None:
+    def _move(self, context: list[Token], known: str) -> None:
         self._context, self._known = context, known
         self._unread, self._text, self._sent = [], "", 0
 
@@ -188,10 +190,10 @@ class TextSplitter(Generic[E]):
         """Whether a tool call has been given out, its first piece at least."""
         return self._channels is not None and self._channels.called
 
-    def add(self, token: int, entry: E | None = None) -> Piece[E]:
-        """What this token sets free."""
+    def add(self, token: Token, entry: E | None = None, *, count: int = 1) -> Piece[E]:
+        """What this token sets free; ``count`` is how many it stands for."""
         if self._channels is not None:
-            return self._divide(self._channels, token, entry)
+            return self._divide(self._channels, token, entry, count)
         text, stopped = self._stops.feed(self._detokenizer.add(token))
         if entry is not None:
             self._wait(entry, self._detokenizer.start, self._detokenizer.length)
@@ -208,7 +210,7 @@ class TextSplitter(Generic[E]):
             return Piece(text, True, self._free(stopped=True))
         return Piece(text + self._stops.finish(), False, self._rest())
 
-    def _divide(self, channels: Channels, token: int, entry: E | None) -> Piece[E]:
+    def _divide(self, channels: Channels, token: Token, entry: E | None, count: int) -> Piece[E]:
         before = channels.state
         literal = self._literals.get(token, before)
         text = self._detokenizer.cut() + literal if literal else self._detokenizer.add(token)
@@ -219,7 +221,7 @@ class TextSplitter(Generic[E]):
         parts = channels.feed(text)
         self._out = channels.passed
         if REASONING in (before, channels.state):
-            self.reasoning_tokens += 1
+            self.reasoning_tokens += count
         return _joined([parts], self._free(stopped=parts.stopped))
 
     def _divide_rest(self, channels: Channels) -> Piece[E]:
@@ -264,9 +266,9 @@ class _Literals:
         self._markers = [marker for leaving in edges for marker, _ in leaving]
         self._in_calls = shape is not None and shape.calls is not None and shape.calls.parse is not None
 
-    def get(self, token: int, state: str) -> str:
+    def get(self, token: Token, state: str) -> str:
         """Its text, or ``""`` if it shows nothing in that state or is no special token."""
-        literal = self._literals.get(token, "")
+        literal = self._literals.get(token, "") if isinstance(token, int) else ""
         if not literal or (self._in_calls and state == TOOL):
             return literal
         return literal if any(literal in marker for marker in self._markers) else ""

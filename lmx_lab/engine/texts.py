@@ -9,16 +9,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from lmx_lab.engine.core import EngineCore
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokenizer, TextTokens
 from lmx_lab.engine.encoding import Encoded, EncodeJob
-from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankMethod, RerankRequest, Vectors
+from lmx_lab.engine.pending import Pending
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankMethod, RerankRequest
 from lmx_lab.engine.thread import EngineThread
-from lmx_lab.engine.wanted import encoder
+from lmx_lab.engine.vectors import cosines, cut
+from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, encoder
 from lmx_lab.errors import InvalidRequestError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind
@@ -29,35 +29,6 @@ SLICE = 256
 """Texts turned into tokens at once: a request of one text need not wait for all of another's ten thousand."""
 MOST_CHARACTERS = 64 * 2**20
 """Of all texts that are being tokenized; a request that is alone may have more."""
-EMBEDDERS: tuple[Kind, ...] = ("embedding",)
-RERANKERS: tuple[Kind, ...] = ("rerank", "embedding")
-
-
-class Pending(Generic[Result]):
-    """An accepted request. Leaving it, by cancelling ``result`` or by dropping this, gives the work up."""
-
-    def __init__(self, thread: EngineThread, job: EncodeJob, finish: Callable[[Encoded], Result]) -> None:
-        self._thread = thread
-        self._job = job
-        self._finish = finish
-
-    async def result(self) -> Result:
-        """What came of it, when it is done.
-
-        Raises:
-            LabError: it did not end well.
-        """
-        try:
-            return self._finish(await asyncio.wrap_future(self._job.done))
-        finally:
-            self._leave()
-
-    def __del__(self) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if not self._job.done.done():
-            self._thread.post(functools.partial(_give_up, self._job))
 
 
 class Texts:
@@ -126,7 +97,8 @@ class Texts:
 
     async def _accept(self, job: EncodeJob, finish: Callable[[Encoded], Result]) -> Pending[Result]:
         # Made before: a caller who leaves meanwhile drops it, which gives the job up.
-        pending = Pending(self._thread, job, finish)
+        give_up = functools.partial(_give_up, job)
+        pending = Pending(job.done, finish, lambda: self._thread.post(give_up))
         await self._thread.call(lambda core: core.encode(job))
         return pending
 
@@ -190,11 +162,11 @@ def _give_up(job: EncodeJob, core: EngineCore) -> None:
 
 
 def _embeddings(dimensions: int | None, encoded: Encoded) -> Embeddings:
-    return Embeddings(vectors=_cut(encoded.rows, dimensions), report=encoded.report)
+    return Embeddings(vectors=cut(encoded.rows, dimensions), report=encoded.report)
 
 
 def _ranking(method: RerankMethod, encoded: Encoded) -> Ranking:
-    scores = _cosines(encoded.rows) if method == "cosine" else encoded.rows
+    scores = cosines(encoded.rows) if method == "cosine" else encoded.rows
     return Ranking(scores=scores, method=method, report=encoded.report)
 
 
@@ -204,24 +176,3 @@ def _check_dimensions(request: EmbeddingRequest, found: LoadedEncoder) -> None:
             f"dimensions is {request.dimensions}; vectors of {found.entry.id} have {found.dimensions}",
             param="dimensions",
         )
-
-
-def _cut(vectors: Vectors, dimensions: int | None) -> Vectors:
-    """The first components, of length 1 again, as models are trained to be cut (arXiv 2205.13147)."""
-    if dimensions is None or dimensions == vectors.shape[1]:
-        return vectors
-    return _normalized(vectors[:, :dimensions])
-
-
-def _cosines(rows: Vectors) -> Vectors:
-    """Of the first row with each of the others."""
-    rows = _normalized(rows)
-    # Row by row: a BLAS rounds by where in the matrix a row stands, and equal documents shall be equal.
-    scores: Vectors = (rows[1:] * rows[0]).sum(axis=1)
-    return scores
-
-
-def _normalized(rows: Vectors) -> Vectors:
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    normalized: Vectors = rows / np.maximum(lengths, np.finfo(np.float32).tiny)
-    return normalized

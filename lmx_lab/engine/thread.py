@@ -28,11 +28,15 @@ class EngineThread:
 
     Args:
         awaited: Whether requests are on their way: a model is not idle then.
+        beside_bytes: What other engines take of the memory limit.
     """
 
-    def __init__(self, settings: Settings, *, awaited: Callable[[], bool]) -> None:
+    def __init__(
+        self, settings: Settings, *, awaited: Callable[[], bool], beside_bytes: Callable[[], int] = lambda: 0
+    ) -> None:
         self._settings = settings
         self._awaited = awaited
+        self._beside_bytes = beside_bytes
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         # Reentrant: a stream that is collected while this thread holds it cancels itself through it.
         self._lock = threading.RLock()
@@ -103,7 +107,7 @@ class EngineThread:
 
     def _run(self, born: Future[EngineCore]) -> None:
         try:
-            core = EngineCore(self._settings)
+            core = EngineCore(self._settings, beside_bytes=self._beside_bytes)
         except BaseException as exc:
             born.set_exception(exc)
             return

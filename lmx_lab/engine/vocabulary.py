@@ -70,7 +70,7 @@ def decoder_of(backend: Any) -> Decoder | None:
     # The one way to see what a decoder is; its classes show nothing.
     steps = list(_steps(json.loads(backend.decoder.__getstate__())))
     if any(step["type"] == "ByteLevel" for step in steps):
-        return _byte_level
+        return byte_level
     replacements = []
     for step in steps:
         match step:
@@ -83,7 +83,7 @@ def decoder_of(backend: Any) -> Decoder | None:
                 pass
             case _:
                 return None
-    return partial(_replaced, replacements, any(step["type"] == "ByteFallback" for step in steps))
+    return partial(replaced, replacements, any(step["type"] == "ByteFallback" for step in steps))
 
 
 def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -94,7 +94,8 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _steps(step)
 
 
-def _replaced(replacements: list[tuple[str, str]], fallback: bool, name: str) -> bytes:
+def replaced(replacements: list[tuple[str, str]], fallback: bool, name: str) -> bytes:
+    """A SentencePiece token's bytes; with ``fallback``, ``<0x0A>`` is a byte."""
     if fallback and len(name) == BYTE_TOKEN_LENGTH and name.startswith("<0x") and name.endswith(">"):
         try:
             return bytes([int(name[3:5], 16)])
@@ -105,7 +106,8 @@ def _replaced(replacements: list[tuple[str, str]], fallback: bool, name: str) ->
     return name.encode()
 
 
-def _byte_level(name: str) -> bytes:
+def byte_level(name: str) -> bytes:
+    """A byte-level token's bytes."""
     # As the decoder does it: a name with a character that stands for no byte is meant literally.
     data = [BYTES.get(character) for character in name]
     known = [byte for byte in data if byte is not None]

@@ -14,8 +14,11 @@ from lmx_lab.errors import (
     OtherModelLoadedError,
     OutOfMemoryError,
 )
-from lmx_lab.weights import KINDS_IN_WORDS, Kind
+from lmx_lab.weights import KINDS_IN_WORDS, Kind, ModelEntry
 
+EMBEDDERS: tuple[Kind, ...] = ("embedding",)
+RERANKERS: tuple[Kind, ...] = ("rerank", "embedding")
+"""Kinds that can rank, the first ones preferred."""
 LOAD_FIRST = "load one first: POST /admin/models/load, lab.load(...) or lmx-lab serve --model"
 REMEDIES: dict[Kind, str] = {
     "chat": LOAD_FIRST,
@@ -36,12 +39,7 @@ def chat_model(thread: EngineThread, name: str | None) -> LoadedModel:
     main = _main(thread)
     if isinstance(main, LoadedModel) and name in (None, main.entry.id):
         return main
-    _refuse_other_kinds(thread, name, ("chat",))
-    if main is None:
-        raise _none_loaded(thread.snapshot)
-    if name is None:
-        raise NotLoadedError(f"{main.entry.id} is {KINDS_IN_WORDS[main.entry.kind]} and does not chat; {LOAD_FIRST}")
-    raise _other(name, main.entry.id, "chat")
+    raise refusal(thread.snapshot, name, ("chat",))
 
 
 def encoder(thread: EngineThread, name: str | None, kinds: tuple[Kind, ...]) -> LoadedEncoder:
@@ -49,22 +47,43 @@ def encoder(thread: EngineThread, name: str | None, kinds: tuple[Kind, ...]) -> 
 
     Raises: as ``chat_model``.
     """
-    main = _main(thread)
-    core = thread.core
-    there = core.encoders() if core else []
+    _main(thread)
+    there = thread.core.encoders() if thread.core else []
     for kind in kinds:
         for found in there:
             if found.entry.kind == kind and name in (None, found.entry.id):
                 return found
-    _refuse_other_kinds(thread, name, kinds)
+    raise refusal(thread.snapshot, name, kinds)
+
+
+def fitting(now: EngineSnapshot, name: str | None, kinds: tuple[Kind, ...]) -> ModelEntry | None:
+    """The model in memory that such a request means, found as above."""
+    there = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry is not None else [])]
+    for kind in kinds:
+        for entry in there:
+            if entry.kind == kind and name in (None, entry.id):
+                return entry
+    return None
+
+
+def refusal(now: EngineSnapshot, name: str | None, kinds: tuple[Kind, ...]) -> LabError:
+    """Why nothing in memory fits, and what to do."""
+    main = now.entry
+    there = [*(pinned.entry for pinned in now.pinned), *([main] if main is not None else [])]
+    if (other := _other_kind(there, name, kinds)) is not None:
+        return other
+    encoders = [entry for entry in there if entry.kind != "chat"]
+    if main is None and (kinds == ("chat",) or (not encoders and name is None and now.state == "loading")):
+        return _none_loaded(now)
     if name is not None:
-        loaded = ", ".join(found.entry.id for found in there) or (main.entry.id if main else "none")
-        raise _other(name, loaded, kinds[0])
-    if main is None and not there and thread.snapshot.state == "loading":
-        raise _none_loaded(thread.snapshot)
-    loaded = f"{main.entry.id} is {KINDS_IN_WORDS[main.entry.kind]}, and no" if main is not None else "no"
+        named = encoders if encoders and kinds != ("chat",) else [main] if main is not None else []
+        return _other(name, ", ".join(entry.id for entry in named) or "none", kinds[0])
+    if kinds == ("chat",):
+        assert main is not None
+        return NotLoadedError(f"{main.id} is {KINDS_IN_WORDS[main.kind]} and does not chat; {LOAD_FIRST}")
+    loaded = f"{main.id} is {KINDS_IN_WORDS[main.kind]}, and no" if main is not None else "no"
     needed = " or ".join(KINDS_IN_WORDS[kind].partition(" ")[2] for kind in kinds)
-    raise NotLoadedError(f"{loaded} {needed} is in memory; {REMEDIES[kinds[0]]}")
+    return NotLoadedError(f"{loaded} {needed} is in memory; {REMEDIES[kinds[0]]}")
 
 
 def _main(thread: EngineThread) -> LoadedModel | LoadedEncoder | None:
@@ -73,17 +92,16 @@ def _main(thread: EngineThread) -> LoadedModel | LoadedEncoder | None:
     return thread.core.main if thread.core else None
 
 
-def _refuse_other_kinds(thread: EngineThread, name: str | None, kinds: tuple[Kind, ...]) -> None:
-    now = thread.snapshot
-    entries = [now.entry, *(pinned.entry for pinned in now.pinned)]
-    for entry in entries:
-        if entry is not None and entry.id == name and entry.kind not in kinds:
+def _other_kind(there: list[ModelEntry], name: str | None, kinds: tuple[Kind, ...]) -> LabError | None:
+    for entry in there:
+        if entry.id == name and entry.kind not in kinds:
             needed = " or ".join(KINDS_IN_WORDS[kind] for kind in kinds)
-            fitting = [other.id for other in entries if other is not None and other.kind in kinds]
-            there = f"{', '.join(fitting)} is in memory" if fitting else "GET /admin/models lists what is here by kind"
-            raise InvalidRequestError(
-                f"{name} is {KINDS_IN_WORDS[entry.kind]}; this needs {needed}: {there}", param="model"
+            others = [other.id for other in there if other.kind in kinds]
+            rest = f"{', '.join(others)} is in memory" if others else "GET /admin/models lists what is here by kind"
+            return InvalidRequestError(
+                f"{name} is {KINDS_IN_WORDS[entry.kind]}; this needs {needed}: {rest}", param="model"
             )
+    return None
 
 
 def _other(name: str, loaded: str, kind: Kind) -> LabError:

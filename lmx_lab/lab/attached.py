@@ -172,7 +172,7 @@ class AttachedLab(Measuring):
         return await self._hand_over(self._models())
 
     async def _models(self) -> ModelList:
-        return ModelList((await self._client.models()).models)
+        return ModelList.of(await self._client.models())
 
     # What the verbs do
 

@@ -13,7 +13,7 @@ from lmx_lab.errors import HostingError
 from lmx_lab.lab.prompt import chat_request, rerank_body
 from lmx_lab.panels.source import ChatPiece, ChatStats, Ranked, ServerState
 from lmx_lab.server import InferenceServer
-from lmx_lab.server.admin import compute, records, sample
+from lmx_lab.server.admin import listing, sample
 from lmx_lab.server.generations import Generation
 from lmx_lab.server.rerank import rerank_request
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, RequestEvent, Sample
@@ -76,9 +76,7 @@ class InProcess:
         return sample(before, snapshot, max(now - then, 1e-3))
 
     async def models(self) -> ModelRecords:
-        entries = await asyncio.to_thread(self._lab.catalog.scan)
-        now = self._lab.engine.snapshot
-        return ModelRecords(models=records(entries, now), compute=compute(now))
+        return await asyncio.to_thread(listing, self._lab.catalog, self._lab.engine)
 
     async def load(self, model: str) -> LoadAnswer:
         report = await self._server.loader.load(model, local=True)

@@ -118,13 +118,13 @@ def _facts_rows(snapshot: Snapshot) -> Iterable[str]:
 def _models(models: Sequence[ModelRecord]) -> str:
     if not models:
         return '<p class="quiet">No models are on this disk.</p>'
-    head = ("model", "state", "kind", "format", "quantization", "#size GB", "#memory GB", "#context")
+    head = ("model", "state", "kind", "format", "engine", "quantization", "#size GB", "#memory GB", "#context")
     return _table((_model_row(model) for model in models), head=head)
 
 
 def _model_row(model: ModelRecord) -> str:
     state = "kept in memory" if model.pinned else "loaded" if model.loaded else ""
-    texts = (model.id, state, model.kind, model.format, model.quantization or "")
+    texts = (model.id, state, model.kind, model.format, model.engine, model.quantization or "")
     memory = "" if model.vram_gb is None else f"{model.vram_gb:.3f}"
     context = "" if model.context_length is None else f"{model.context_length:,}"
     return _row(texts, (f"{model.size_gb:.3f}", memory, context))

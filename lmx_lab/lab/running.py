@@ -20,7 +20,7 @@ from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.serving import Serving
 from lmx_lab.rankings import RerankResult
 from lmx_lab.replies import ModelList, Reply, ReplyStream
-from lmx_lab.server.admin import records
+from lmx_lab.server.admin import listing
 from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.generations import Generation
 from lmx_lab.server.rerank import rerank_request
@@ -196,7 +196,7 @@ class Lab(Serving, Measuring):
     def models(self) -> ModelList:
         """What is on disk, and which of it is loaded."""
         self._check_running()
-        return ModelList(records(self.catalog.scan(), self.engine.snapshot))
+        return ModelList.of(listing(self.catalog, self.engine))
 
     async def amodels(self) -> ModelList:
         return await asyncio.to_thread(self.models)

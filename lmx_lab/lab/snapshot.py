@@ -17,7 +17,7 @@ from lmx_lab.lab.charts import number
 from lmx_lab.panels.source import ServerState
 from lmx_lab.wire.admin import ModelRecords, Sample
 
-PACKAGES = ("lmx-lab", "mlx", "mlx-lm")
+PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")
 TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """With these a name could show itself backwards."""
 
@@ -47,7 +47,7 @@ class Snapshot:
 
     def facts(self) -> dict[str, str]:
         """What there is to say in a word or two, by name."""
-        server, compute = self.server, self.models.compute
+        server, compute, preference = self.server, self.models.compute, self.models.preference
         facts = {
             "at": moment(self.at),
             "server": f"{server.state}, on {server.place}" if server.place else server.state,
@@ -58,7 +58,8 @@ class Snapshot:
             "model": server.model or "none loaded",
             "kept beside": ", ".join(server.pinned),
             "models on disk": str(len(self.models.models)),
-            "matrix products": f"{compute.blas}: {compute.detail}" if compute else "",
+            "MLX's matrix products": f"{compute.blas}: {compute.detail}" if compute else "",
+            "faster engine": preference.detail if preference else "",
             **self._figures(),
             "machine": str(self.machine),
             "versions": ", ".join(f"{name} {number}" for name, number in self.versions.items()),

@@ -1,7 +1,7 @@
 // The models panel. Words, numbers and what may be done come from Python; this puts them in their places.
 
 const ADDRESSES = [["url", "local"], ["lan_url", "LAN"], ["proxy_url", "browser"]];
-const HEAD = ["model", "kind", "format", "size", "quantization", "context", "state", ""];
+const HEAD = ["model", "kind", "format", "engine", "size", "quantization", "context", "state", ""];
 
 export default panel("Models", ({ model, root, watch }) => {
   const get = (name) => model.get(name);
@@ -77,12 +77,13 @@ export default panel("Models", ({ model, root, watch }) => {
   const go = h("button", { onclick: submit }, "Load");
   const refresh = () => ask(model, "refresh").catch(fail);
   const caption = h("caption");
+  const engines = h("p", { class: "dim engines" });
   const list = h("details", { open: !get("compact"), ontoggle: () => list.open && refresh() },
     h("summary", { hidden: !get("compact") }, "models"),
     h("div", { class: "row pick" }, input, go, h("button", { onclick: refresh }, "Refresh")),
     h("div", { class: "scroll", tabIndex: 0 },
       h("table", {}, caption,
-        h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)));
+        h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)), engines);
 
   root.classList.add("models");
   root.append(h("div", { class: "row" }, pill, loaded, pinned, place),
@@ -97,7 +98,7 @@ export default panel("Models", ({ model, root, watch }) => {
     if (!get("jobs").length) complain("");
     set(news, get("jobs").map((job) => job.id + ": " + job.words).join("; "));
   });
-  watch(["rows", "caption", "server"], () => {
+  watch(["rows", "caption", "engines", "server"], () => {
     const { state, place: where, model: id, pinned: pins } = get("server");
     set(pill, state);
     pill.className = "pill " + ({ running: "good", lagging: "warn" }[state] ?? "bad");
@@ -110,6 +111,8 @@ export default panel("Models", ({ model, root, watch }) => {
     }
     go.setAttribute("aria-disabled", !serves());
     set(caption, get("caption"));
+    set(engines, get("engines"));
+    engines.hidden = !get("engines");
     showRows(get("rows"));
   });
 });

@@ -17,7 +17,7 @@ from lmx_lab.errors import HostingError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, text_field
 from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.admin import ModelEvent, ModelRecord, Sample
+from lmx_lab.wire.admin import ModelEvent, ModelRecord, Preference, Sample
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 500
@@ -26,7 +26,7 @@ SILENT_S = 30.0
 """A download that others began and that says nothing for so long has gone on under another name, or is over."""
 SNAPSHOT_S = 1.0
 """How long a snapshot waits for the first list."""
-COLUMNS = ("model", "kind", "format", "size", "quantization", "context", "state")
+COLUMNS = ("model", "kind", "format", "engine", "size", "quantization", "context", "state")
 ADDRESSES = {"url": "local", "lan_url": "LAN", "proxy_url": "browser"}
 STAGES = {
     "begin": "looking for its files",
@@ -87,6 +87,8 @@ class ModelsPanel(Panel):
     rows: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """``{id, cells, can}``: the texts of the columns after the first, and the button's, if there is one."""
     caption = traitlets.Unicode().tag(sync=True)
+    engines = traitlets.Unicode().tag(sync=True)
+    """Which engine is the faster one here, or why models of one cannot be loaded; empty as long as nobody knows."""
     jobs: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """What is being done now: ``{id, words, detail, part, cancel}``; ``part`` is between 0 and 1, or unknown."""
     error = traitlets.Unicode().tag(sync=True)
@@ -94,6 +96,7 @@ class ModelsPanel(Panel):
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
         self._records: tuple[ModelRecord, ...] = ()
+        self._preference: Preference | None = None
         self._jobs: dict[str, Job] = {}
         self._own: Job | None = None
         self._work: asyncio.Task[None] | None = None
@@ -151,6 +154,7 @@ class ModelsPanel(Panel):
         if self._work is not None:
             self._work.cancel()
         self._work, self._own, self._given_up, self._records = None, None, False, ()
+        self._preference = None
         self._jobs.clear()
         self.show(error="")
         self._show_jobs()
@@ -243,13 +247,13 @@ class ModelsPanel(Panel):
             source = self.workbench.source
             found = await source.models()
             if source is self.workbench.source:
-                self._records = tuple(found.models)
+                self._records, self._preference = tuple(found.models), found.preference
                 self._show_rows()
 
     def _show_rows(self) -> None:
-        rows = list(self._rows())
-        if rows != self.shown("rows") or self._caption() != self.shown("caption"):
-            self.show(rows=rows, caption=self._caption())
+        now = {"rows": list(self._rows()), "caption": self._caption(), "engines": self._engines()}
+        if any(self.shown(name) != value for name, value in now.items()):
+            self.show(**now)
 
     def _rows(self) -> Iterable[dict[str, Any]]:
         return (model_row(record, serves=self._serves) for record in self._records[:MOST_ROWS])
@@ -258,6 +262,10 @@ class ModelsPanel(Panel):
         count = len(self._records)
         said = f"{count} model{'' if count == 1 else 's'} on this disk"
         return said if count <= MOST_ROWS else f"{said}; the first {MOST_ROWS} are shown, others load by name"
+
+    def _engines(self) -> str:
+        problems = dict.fromkeys(record.problem for record in self._records if record.problem)
+        return ". ".join([*([self._preference.detail] if self._preference else []), *problems])
 
     def _show_jobs(self) -> None:
         jobs = [*([self._own] if self._own else []), *self._jobs.values()]
@@ -281,7 +289,7 @@ class ModelsPanel(Panel):
         facts += [f"beside it: {_text(', '.join(server['pinned']))}"] if server["pinned"] else []
         facts += [_text(server["note"])] if server["note"] else []
         lines = "".join(f"<div>{fact}</div>" for fact in facts)
-        table = self._table_html()
+        table = self._table_html() + (f"<div>{_text(self._engines())}</div>" if self._engines() else "")
         return lines + (f"<details><summary>models</summary>{table}</details>" if self.compact else table)
 
     def _table_html(self) -> str:
@@ -302,14 +310,14 @@ class ModelsPanel(Panel):
 def model_row(record: ModelRecord, *, serves: bool) -> dict[str, Any]:
     """A row of the table; what a server that is gone had loaded, is on disk."""
     memory = "" if record.vram_gb is None else f", {in_bytes(record.vram_gb * 1e9)}"
-    state, can = "on disk", "Load"
+    state, can = ("needs " + record.engine, "") if record.problem else ("on disk", "Load")
     if serves and record.pinned:
         state, can = f"pinned{memory}", ""
     elif serves and record.loaded:
         state, can = f"loaded{memory}", "Unload"
     context = "" if record.context_length is None else f"{record.context_length:,}"
     size = in_bytes(record.size_gb * 1e9)
-    cells = [record.kind, record.format, size, record.quantization or "", context, state]
+    cells = [record.kind, record.format, record.engine, size, record.quantization or "", context, state]
     return {"id": record.id, "cells": cells, "can": can}
 
 

@@ -15,6 +15,7 @@ from starlette.requests import HTTPConnection
 
 from lmx_lab.asgi.bodies import StrictRoute
 from lmx_lab.engine import Engine, EngineSnapshot
+from lmx_lab.engine.preference import ENGINES, Speeds, kept_speeds, problem, versions
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.feed import Feed
 from lmx_lab.server.connections import EventStream
@@ -24,6 +25,7 @@ from lmx_lab.server.openapi import EVENTS, event_stream
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.admin import (
     Compute,
+    EngineRecord,
     Heartbeat,
     LoadAnswer,
     LoadRequest,
@@ -33,6 +35,7 @@ from lmx_lab.wire.admin import (
     ModelEvent,
     ModelRecord,
     ModelRecords,
+    Preference,
     Sample,
     Throughput,
     UnloadAnswer,
@@ -56,9 +59,8 @@ def admin_routes(
 
     @router.get("/models")
     async def models() -> ModelRecords:
-        """Every model on this disk that can be loaded, and which one is."""
-        entries = await asyncio.to_thread(catalog.scan)
-        return ModelRecords(models=records(entries, engine.snapshot), compute=compute(engine.snapshot))
+        """Every model on this disk that can be loaded, and which one is, and which engines run them."""
+        return await asyncio.to_thread(listing, catalog, engine)
 
     @router.post("/models/load")
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
@@ -124,6 +126,31 @@ def is_local(request: HTTPConnection) -> bool:
     return loopback or request.client.host == server[0]
 
 
+def listing(catalog: Catalog, engine: Engine) -> ModelRecords:
+    """What the admin routes and a notebook show of models and engines. Reads files."""
+    entries, now = catalog.scan(), engine.snapshot
+    speeds = kept_speeds(engine.settings)
+    rates = speeds.tokens_per_second if speeds is not None else {}
+    return ModelRecords(
+        models=records(entries, now),
+        compute=compute(now),
+        engines=[
+            EngineRecord(name=name, version=version, tokens_per_second=rates.get(name))
+            for name, version in versions().items()
+        ],
+        preference=_preference(speeds),
+    )
+
+
+def _preference(speeds: Speeds | None) -> Preference | None:
+    if speeds is None:
+        return None
+    day = time.strftime("%Y-%m-%d", time.localtime(speeds.measured_at))
+    return Preference(
+        engine=speeds.preferred, model=speeds.model, measured_at=speeds.measured_at, detail=f"{speeds} (of {day})"
+    )
+
+
 def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
     """The catalog as the admin routes and the notebook show it; what is in memory is in it, wherever it lies."""
     in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
@@ -133,6 +160,7 @@ def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]
     known = {entry.path for entry in entries}
     held = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry else [])]
     shown = [*entries, *{entry.path: entry for entry in held if entry.path not in known}.values()]
+    problems = {format: problem(format) for format in ENGINES}
     return [
         ModelRecord(
             id=entry.id,
@@ -140,6 +168,8 @@ def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]
             loaded=entry.path in in_memory,
             vram_gb=in_memory[entry.path] / 1e9 if entry.path in in_memory else None,
             format=entry.format,
+            engine=ENGINES[entry.format],
+            problem=problems[entry.format],
             kind=entry.kind,
             size_gb=entry.size_bytes / 1e9,
             quantization=entry.quantization,
@@ -207,7 +237,7 @@ def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sam
     """All figures of the time between two snapshots."""
 
     def rate(of: Callable[[EngineSnapshot], int]) -> float:
-        # A new engine thread counts from 0.
+        # An engine that was started anew counts from 0.
         return max(0, of(now) - of(before)) / elapsed_s
 
     return Sample(
@@ -226,7 +256,7 @@ def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sam
 
 def events_between(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
     """The figures that every watcher is told of the time between two snapshots."""
-    # A new engine thread counts from 0.
+    # An engine that was started anew counts from 0.
     rate = max(0, now.output_tokens - before.output_tokens) / elapsed_s
     total = now.memory_total_bytes
     return [

@@ -15,10 +15,10 @@ from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import TextAnswer, TextLogprobs
 from lmx_lab.server.chat import until_done
 from lmx_lab.server.connections import EventStream, while_connected
-from lmx_lab.server.generations import Generation, attended, joined
+from lmx_lab.server.generations import Generation, attended, gathered
 from lmx_lab.server.joining import merged, together
 from lmx_lab.server.openapi import event_stream
-from lmx_lab.server.service import FINGERPRINT, ChatService
+from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionRequest
 from lmx_lab.wire.generation import Usage
@@ -62,7 +62,7 @@ class Prompts:
         self._places = asyncio.Semaphore(self._at_once)
         self._begun: dict[int, list[Generation]] = {}
         self._latest: Generation | None = None
-        self._answer = TextAnswer(model=body.model, fingerprint=FINGERPRINT)
+        self._answer = TextAnswer(model=body.model, fingerprint=service.fingerprint)
 
     @property
     def remark(self) -> str:
@@ -76,7 +76,7 @@ class Prompts:
         """
         for at in range(len(self._requests))[: self._at_once]:
             self._begun[at] = await self._submit(at)
-        self._answer = TextAnswer(model=self._begun[0][0].model, fingerprint=FINGERPRINT)
+        self._answer = TextAnswer(model=self._begun[0][0].model, fingerprint=self._service.fingerprint)
 
     async def whole(self) -> str:
         """The body; the first prompt that fails ends all."""
@@ -131,7 +131,7 @@ class Prompts:
 
     async def _choices(self, at: int) -> list[tuple[CompletionChoice, GenerationReport]]:
         async with self._running(at) as (generations, echo):
-            deltas = await together(joined(_deltas(generation, echo)) for generation in generations)
+            deltas = await together(gathered(_deltas(generation, echo)) for generation in generations)
         first = at * self._body.choices
         reports = [generation.finished() for generation in generations]
         return [

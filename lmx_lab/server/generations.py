@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from lmx_lab.engine import Delta, GenerationReport, PromptProgress, PromptScores, TokenStream, merged_calls
+from lmx_lab.engine import Delta, GenerationReport, PromptProgress, PromptScores, TokenStream, joined
 from lmx_lab.errors import EngineError, LabError
 from lmx_lab.wire.admin import RequestEvent
 
@@ -105,7 +105,7 @@ class Generation:
     async def whole(self) -> Delta:
         """Everything as one delta; frees the slot however it ends."""
         async with self:
-            return await joined(self)
+            return await gathered(self)
 
     def __aiter__(self) -> Self:
         return self
@@ -165,16 +165,9 @@ class Generation:
         )
 
 
-async def joined(deltas: AsyncIterator[Delta]) -> Delta:
+async def gathered(deltas: AsyncIterator[Delta]) -> Delta:
     """Everything that comes as one delta."""
-    parts = [delta async for delta in deltas]
-    return Delta(
-        text="".join([delta.text for delta in parts]),
-        tokens=sum([delta.tokens for delta in parts]),
-        logprobs=tuple([logprob for delta in parts for logprob in delta.logprobs]),
-        reasoning="".join([delta.reasoning for delta in parts]),
-        tool_calls=merged_calls([call for delta in parts for call in delta.tool_calls]),
-    )
+    return joined([delta async for delta in deltas])
 
 
 @asynccontextmanager

@@ -43,7 +43,7 @@ def health_routes(engine: Engine) -> APIRouter:
 def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> LabError | None:
     """Why no request would be answered now, and what to do about it."""
     if now.state == "dead" or not alive:
-        return EngineDeadError("the engine thread is gone; load a model to start it again: POST /admin/models/load")
+        return EngineDeadError("the engine is gone; load a model to start it again: POST /admin/models/load")
     if now.stalled(time.perf_counter(), settings.stall_limit_s):
         return EngineDeadError(
             f"no engine step for {settings.stall_limit_s:g} s while {now.active_requests} requests run"

@@ -203,12 +203,9 @@ class ModelLoader:
 
     async def _find(self, name: str, *, local: bool) -> ModelEntry:
         try:
-            entry = await asyncio.to_thread(self._catalog.resolve, name, local=local)
+            return await asyncio.to_thread(self._catalog.resolve, name, local=local)
         except ModelNotFoundError as exc:
             return await self._download(name, exc, local=local)
-        if entry.format == "gguf":
-            return await self._fetch(str(entry.path))
-        return entry
 
     async def _download(self, name: str, missing: ModelNotFoundError, *, local: bool) -> ModelEntry:
         if not self._downloads or not local:

@@ -92,7 +92,7 @@ class _EngineFigures(Collector):
         now = self._engine.snapshot
         up = self._engine.alive and now.state != "dead"
         stalled = now.stalled(time.perf_counter(), self._engine.settings.stall_limit_s)
-        yield _gauge("engine_up", "Whether the engine thread runs.", up)
+        yield _gauge("engine_up", "Whether the engine of the loaded model runs.", up)
         yield _gauge("engine_stalled", "Whether work waits and no engine step has come for too long.", stalled)
         yield _gauge("uptime_seconds", "Since the server was made.", self._engine.uptime_s)
         yield from _work(now)
@@ -116,8 +116,8 @@ def _work(now: EngineSnapshot) -> Iterator[Metric]:
 
 
 def _memory(now: EngineSnapshot) -> Iterator[Metric]:
-    yield _gauge("memory_used_bytes", "What MLX uses.", now.memory_used_bytes)
-    yield _gauge("memory_peak_bytes", "The most that MLX has used.", now.memory_peak_bytes)
+    yield _gauge("memory_used_bytes", "What the engines use.", now.memory_used_bytes)
+    yield _gauge("memory_peak_bytes", "The most that each engine has used, added up.", now.memory_peak_bytes)
     yield _gauge("memory_total_bytes", "Memory of the device.", now.memory_total_bytes)
     yield _gauge("model_memory_bytes", "What the loaded model takes.", now.model_memory_bytes)
     yield _gauge("prefix_cache_bytes", "What the KV caches of ended requests take.", now.prefix_cache_bytes)

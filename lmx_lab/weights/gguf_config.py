@@ -10,7 +10,9 @@ from typing import Any
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.gguf_header import GgufHeader, GgufTensor
+from lmx_lab.weights.gguf_names import parts_of
 
+AS_IT_IS = "Load it as it is, which llama.cpp does"
 GROUP_SIZE = 32
 QUANTIZED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 # Not BF16: MLX reads it from GGUF as float16.
@@ -34,12 +36,16 @@ LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
 def refuse_unsupported(header: GgufHeader) -> None:
-    """Whether the file can be imported as far as its header tells.
+    """Whether the file can be converted for MLX as far as its header tells; llama.cpp runs more, unconverted.
 
     Raises:
-        UnusableModelError: another architecture than llama, a variant of it that MLX would compute wrongly, a tensor
-            that is unknown or would have to be quantized anew, or no vocabulary that is known here.
+        UnusableModelError: split into parts, another architecture than llama, a variant of it that MLX would compute
+            wrongly, a tensor that is unknown or would have to be quantized anew, or no vocabulary that is known here.
     """
+    if len(parts_of(header.path.name)) > 1:
+        raise UnusableModelError(
+            f"{header.path} is split into parts, and only single files can be imported. {AS_IT_IS}, or join its parts"
+        )
     _refuse_variant(header)
     for tensor in header.tensors:
         _refuse_tensor(header, tensor)
@@ -88,8 +94,10 @@ def _refuse_variant(header: GgufHeader) -> None:
     if header.architecture != "llama":
         raise UnusableModelError(
             f"{header.path} is of architecture {header.architecture!r:.60}; of .gguf files only llama can be imported. "
-            "Fetch the model as safetensors from the hub instead"
+            f"{AS_IT_IS}, or fetch the model as safetensors from the hub"
         )
+    if header.integer("llama.pooling_type"):
+        raise UnusableModelError(f"{header.path} makes vectors or scores; only chat can be imported. {AS_IT_IS}")
     if header.integer("llama.expert_count"):
         raise UnusableModelError(f"{header.path} is a mixture of experts, which cannot be imported from .gguf")
     head = head_dim(header)

@@ -40,6 +40,7 @@ TENSOR_TYPES = {
     20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
     24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
 }  # fmt: skip
 
 
@@ -111,14 +112,20 @@ def read_header(path: Path, *, arrays: bool = False) -> GgufHeader:
     try:
         stat = path.stat()
         if not path.is_file():
-            raise UnusableModelError(f"{path} is no file")
+            raise UnusableModelError(f"{path} is no file; name a .gguf file")
         return _read(path, arrays) if arrays else _read_cached(path, stat.st_size, stat.st_mtime_ns)
     except OSError as exc:
-        raise UnusableModelError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        raise UnusableModelError(_unreadable(path, exc)) from exc
+
+
+def _unreadable(path: Path, exc: OSError) -> str:
+    if isinstance(exc, FileNotFoundError) and path.is_symlink():
+        return f"{path} is a link to {path.readlink()}, where nothing is: fetch the file again, or mend the link"
+    return f"{path} cannot be read: {exc.strerror or exc}; look at its owner and permissions, or fetch it again"
 
 
 # Keyed by size and time as well, so that a listing does not read every header again.
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def _read_cached(path: Path, size: int, mtime_ns: int) -> GgufHeader:
     return _read(path, arrays=False)
 
@@ -139,11 +146,13 @@ class _Reader:
         self._items = 0
 
     def header(self) -> GgufHeader:
+        if self._left == 0:
+            raise self._error("is empty; fetch it again")
         if self._left < 8 or self._take(4) != b"GGUF":
-            raise self._error("is no GGUF file")
+            raise self._error("is no GGUF file: it does not begin with GGUF. Fetch it again, or name another file")
         version = self._scalar("<I")
         if version not in (2, 3):
-            raise self._error(f"is of GGUF version {version}; versions 2 and 3 can be read")
+            raise self._error(f"is of GGUF version {version}; versions 2 and 3 can be read; take another file")
         tensor_count, entry_count = self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
         metadata = dict(self._entry() for _ in range(entry_count))
         kept = {key: value for key, value in metadata.items() if value is not None}
@@ -153,7 +162,7 @@ class _Reader:
 
     def _check_complete(self, alignment: Value, tensors: tuple[GgufTensor, ...]) -> None:
         if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
-            raise self._error(f"is damaged: alignment {alignment!r:.40}")
+            raise self._error(f"is damaged: alignment {alignment!r:.40}; fetch it again")
         data_start = math.ceil((self._size - self._left) / alignment) * alignment
         end = max((data_start + tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
         if end > self._size:
@@ -168,14 +177,16 @@ class _Reader:
         if kind == ARRAY:
             return self._array()
         if kind not in SCALARS:
-            raise self._error(f"is damaged: no metadata type {kind}")
+            raise self._error(f"is damaged: no metadata type {kind}; fetch it again")
         return self._scalar(SCALARS[kind])
 
     def _array(self) -> list[Scalar] | None:
         kind, count = int(self._scalar("<I")), self._count(MAX_ITEMS)
         self._items += count
         if self._items > MAX_ITEMS or (kind not in SCALARS and kind != TEXT):
-            raise self._error(f"is damaged, or beyond what is read here: an array of {count} items of type {kind}")
+            raise self._error(
+                f"is damaged, or beyond what is read here: an array of {count} items of type {kind}; fetch it again"
+            )
         if kind == TEXT:
             return self._texts(count)
         layout = struct.Struct(f"<{count}{SCALARS[kind][1]}")
@@ -194,14 +205,14 @@ class _Reader:
     def _tensor(self) -> GgufTensor:
         name, dimensions = self._text(MAX_NAME_BYTES), int(self._scalar("<I"))
         if not 0 < dimensions <= MAX_DIMENSIONS:
-            raise self._error(f"is damaged: {dimensions} dimensions of {name!r:.80}")
+            raise self._error(f"is damaged: {dimensions} dimensions of {name!r:.80}; fetch it again")
         shape = tuple(int(self._scalar("<Q")) for _ in range(dimensions))
         kind, offset = int(self._scalar("<I")), int(self._scalar("<Q"))
         if kind not in TENSOR_TYPES:
-            raise self._error(f"has a tensor of type {kind}, which is not known here")
+            raise self._error(f"has a tensor of type {kind}, which is not known here; take another quantization")
         type_name, block, block_bytes = TENSOR_TYPES[kind]
         if 0 in shape or shape[0] % block:
-            raise self._error(f"is damaged: shape {shape} of {name!r:.80} does not fit {type_name}")
+            raise self._error(f"is damaged: shape {shape} of {name!r:.80} does not fit {type_name}; fetch it again")
         size = math.prod(shape) // block * block_bytes
         return GgufTensor(name=name, shape=shape, type=type_name, offset=offset, size_bytes=size)
 
@@ -211,7 +222,8 @@ class _Reader:
     def _count(self, limit: int) -> int:
         count = int(self._scalar("<Q"))
         if count > min(limit, self._left):
-            raise self._error(f"is cut short or damaged: {count} bytes or items at {self._size - self._left}")
+            where = self._size - self._left
+            raise self._error(f"is cut short or damaged: {count} bytes or items at {where}; fetch it again")
         return count
 
     def _scalar(self, layout: str) -> int | float | bool:
@@ -222,7 +234,7 @@ class _Reader:
         self._spend(count)
         data = self._file.read(count)
         if len(data) != count:
-            raise self._error("changed while it was read")
+            raise self._error("changed while it was read; try again when it is whole")
         return data
 
     def _skip(self, count: int) -> None:
@@ -231,7 +243,7 @@ class _Reader:
 
     def _spend(self, count: int) -> None:
         if count > self._left:
-            raise self._error(f"is cut short: {self._size} bytes, and its header goes on")
+            raise self._error(f"is cut short: {self._size} bytes, and its header goes on; fetch it again")
         self._left -= count
 
     def _error(self, what: str) -> UnusableModelError:

@@ -1,23 +1,27 @@
-"""Download a model from the hub into the hub's usual cache. The only importer of huggingface_hub."""
+"""Download a model from the hub into the hub's usual cache: its safetensors, or one of its GGUF models.
+
+The only importer of huggingface_hub.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils.tqdm import tqdm
 
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.weights.entry import Progress, ProgressCallback
+from lmx_lab.weights.gguf_names import chosen, default, grouped, labelled
 from lmx_lab.weights.hub_cache import repo_folder
 from lmx_lab.weights.store import FULL, folder_bytes, require_disk
 
@@ -26,15 +30,33 @@ WANTED = (
     "model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
     "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", "LICENSE*", "README.md",
 )  # fmt: skip
+BESIDE_GGUF = ("LICENSE*", "README.md")
 MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 ASK_TIMEOUT_S = 15.0
 POLL_S = 0.2
+NAMED_IN_ERRORS = 30
 THREAD_NAME = "lmx-lab-hub"
 """The command line looks for it when it ends."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What to fetch of a repository."""
+
+    sizes: Mapping[str, int]
+    """Bytes of each file, by its path in the repository."""
+    first: str | None
+    """The GGUF file that is the model; ``None`` where the whole folder is."""
+
+
 def download(
-    repo_id: str, cache: Path, reserve_bytes: int, progress: ProgressCallback, *, endpoint: str | None = None
+    repo_id: str,
+    cache: Path,
+    reserve_bytes: int,
+    progress: ProgressCallback,
+    *,
+    choice: str | None = None,
+    endpoint: str | None = None,
 ) -> Path:
     """Bring the newest snapshot of a model into the cache; what is there already is not fetched again.
 
@@ -43,21 +65,26 @@ def download(
         cache: The hub cache.
         reserve_bytes: Free disk to leave.
         progress: Called on this thread.
+        choice: A GGUF model of the repository, by its quantization or its file's name. Without it safetensors are
+            taken if there are any, else the GGUF model that ``gguf_names.default`` prefers.
         endpoint: Another hub than the one that the environment names.
 
     Returns:
-        The folder of the snapshot.
+        The folder of the snapshot, or the (first) GGUF file in it.
 
     Raises:
-        ModelNotFoundError: the hub has no such model, or only for those who have a token and its owner's leave.
-        UnusableModelError: it has no safetensors weights.
+        ModelNotFoundError: the hub has no such model, or only for those who have a token and its owner's leave; or the
+            model comes in other quantizations, which the message names.
+        UnusableModelError: it has neither safetensors nor GGUF weights.
         StorageFullError: before the first byte if its size is known to be too much, else when the disk fills up.
         DownloadError: the hub cannot be reached or failed.
     """
     with _translated(repo_id, cache):
         info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=ASK_TIMEOUT_S)
-    sizes = _wanted_sizes(repo_id, info)
-    needed = _missing_bytes(repo_folder(cache, repo_id) / "snapshots" / str(info.sha), sizes)
+    wanted = _wanted(repo_id, {file.rfilename: file.size or 0 for file in info.siblings or ()}, choice)
+    snapshot = repo_folder(cache, repo_id) / "snapshots" / str(info.sha)
+    _drop_torn(repo_folder(cache, repo_id), snapshot, wanted.sizes)
+    needed = _missing_bytes(snapshot, wanted.sizes)
     require_disk(cache, needed, reserve_bytes, repo_id)
     pool = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
     try:
@@ -66,7 +93,7 @@ def download(
             repo_id,
             cache_dir=cache,
             endpoint=endpoint,
-            allow_patterns=[glob.escape(name) for name in sizes],
+            allow_patterns=[glob.escape(name) for name in wanted.sizes],
             tqdm_class=_Silent,
         )
         _watch(future, repo_folder(cache, repo_id) / "blobs", needed, progress)
@@ -74,7 +101,8 @@ def download(
         # Not waited for: an interrupt shall be heard now. What has come so far is kept and gone on from next time.
         pool.shutdown(wait=False, cancel_futures=True)
     with _translated(repo_id, cache):
-        return Path(str(future.result()))
+        folder = Path(str(future.result()))
+    return folder / wanted.first if wanted.first else folder
 
 
 class _Silent(tqdm):
@@ -84,22 +112,55 @@ class _Silent(tqdm):
         super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
 
 
-def _wanted_sizes(repo_id: str, info: ModelInfo) -> dict[str, int]:
-    """Name and bytes of each file to fetch."""
-    files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    wanted = {name: size for name, size in files.items() if _is_wanted(name)}
-    if not any(name.endswith(".safetensors") for name in wanted):
+def _wanted(repo_id: str, files: Mapping[str, int], choice: str | None) -> Wanted:
+    """What to fetch of a repository with these files."""
+    folder = {name: size for name, size in files.items() if _is_wanted(name)}
+    if choice is None and any(name.endswith(".safetensors") for name in folder):
+        return Wanted(sizes=folder, first=None)
+    models = labelled(model for model in grouped(filter(_is_listed, files)) if files.keys() >= set(model.names))
+    if not models:
         kinds = sorted({Path(name).suffix for name in files if Path(name).suffix})
         raise UnusableModelError(
-            f"{repo_id} has no model*.safetensors, only {', '.join(kinds) or 'nothing'}; "
-            "look for a version of it in MLX or safetensors format"
+            f"{repo_id} has no {'' if choice else 'model*.safetensors and no '}model in .gguf, only "
+            f"{', '.join(kinds) or 'nothing'}; look for a version of it in MLX, safetensors or GGUF format"
         )
-    return wanted
+    label = default(models, files) if choice is None else chosen(models, choice)
+    if label is None:
+        shown = ", ".join(list(models)[:NAMED_IN_ERRORS]) + (", …" if len(models) > NAMED_IN_ERRORS else "")
+        raise ModelNotFoundError(
+            f"{repo_id} has no {choice!r:.80}; it has {shown}. Fetch one with `lmx-lab pull "
+            f"{repo_id}:{default(models, files)}`",
+            param="model",
+        )
+    names = models[label].names
+    beside = [name for name in files if _is_in_root(name, BESIDE_GGUF)]
+    return Wanted(sizes={name: files[name] for name in (*names, *beside)}, first=names[0])
+
+
+def _drop_torn(repo: Path, snapshot: Path, sizes: Mapping[str, int]) -> None:
+    """Remove files of another length than the hub's: huggingface_hub takes what has the right name for whole."""
+    for name, size in sizes.items():
+        path = snapshot / name
+        if size and path.exists() and path.stat().st_size != size:
+            blob = path.resolve()
+            path.unlink()
+            if blob.is_relative_to(repo.resolve()):
+                blob.unlink(missing_ok=True)
 
 
 def _is_wanted(name: str) -> bool:
     in_module = MODULE_FILE.fullmatch(name) is not None
-    return in_module or ("/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in WANTED))
+    return in_module or _is_in_root(name, WANTED)
+
+
+def _is_in_root(name: str, patterns: Sequence[str]) -> bool:
+    return "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _is_listed(name: str) -> bool:
+    """Whether the catalog would see the file: in the root of the repository or in a folder of it."""
+    parts = name.split("/")
+    return len(parts) <= 2 and not any(part.startswith(".") or not part.isprintable() for part in parts)
 
 
 def _missing_bytes(snapshot: Path, sizes: Mapping[str, int]) -> int:

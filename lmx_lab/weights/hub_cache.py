@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = "models--"
@@ -31,20 +32,33 @@ def repo_folder(cache: Path, repo_id: str) -> Path:
     return cache / (PREFIX + repo_id.replace("/", "--"))
 
 
-def snapshots(cache: Path) -> Iterator[tuple[str, Path]]:
-    """The id and the current snapshot of every model in the cache, whole or not."""
+@dataclass(frozen=True, kw_only=True)
+class CachedRepo:
+    """A repository of which something is in the cache, whole or not."""
+
+    id: str
+    current: Path | None
+    """The snapshot that ``refs/main`` names; the only one, where a model was fetched by its commit."""
+    older: tuple[Path, ...]
+    """The other snapshots: where a file was not fetched anew with a newer commit, it is still there."""
+
+
+def repositories(cache: Path) -> Iterator[CachedRepo]:
+    """Every model in the cache."""
     for folder in sorted(cache.glob(f"{PREFIX}*")):
-        snapshot = _current(folder)
-        if snapshot is not None:
-            yield folder.name.removeprefix(PREFIX).replace("--", "/", 1), snapshot
+        snapshots = sorted(path for path in (folder / "snapshots").glob("*") if path.is_dir())
+        current = _current(folder, snapshots)
+        yield CachedRepo(
+            id=folder.name.removeprefix(PREFIX).replace("--", "/", 1),
+            current=current,
+            older=tuple(path for path in snapshots if path != current),
+        )
 
 
-def _current(folder: Path) -> Path | None:
-    """What ``refs/main`` names; the only snapshot, where a model was fetched by its commit."""
+def _current(folder: Path, snapshots: list[Path]) -> Path | None:
     try:
         commit = (folder / "refs" / "main").read_text(encoding="ascii", errors="replace").strip()
     except OSError:
-        found = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
-        return found[0] if len(found) == 1 else None
+        return snapshots[0] if len(snapshots) == 1 else None
     snapshot = folder / "snapshots" / commit
     return snapshot if COMMIT.fullmatch(commit) and snapshot.is_dir() else None

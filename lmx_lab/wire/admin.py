@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, StringConstraints
 
 from lmx_lab.wire.errors import ErrorDetail
 
+EngineName = Literal["mlx", "llama.cpp"]
+
 
 class ModelRecord(BaseModel):
     id: str
@@ -16,6 +18,10 @@ class ModelRecord(BaseModel):
     vram_gb: float | None
     """Null when not loaded."""
     format: Literal["mlx", "gguf"]
+    engine: EngineName = "mlx"
+    """What runs it; servers that do not say so have MLX only."""
+    problem: str | None = None
+    """Why it cannot be loaded where the server runs, and what to do: its engine is not installed there."""
     kind: Literal["chat", "embedding", "rerank"]
     size_gb: float
     quantization: str | None
@@ -24,7 +30,7 @@ class ModelRecord(BaseModel):
 
 
 class Compute(BaseModel):
-    """What multiplies matrices."""
+    """What multiplies MLX's matrices."""
 
     blas: str
     """``openblas``, ``reference`` (slow), ``system`` or, where a GPU computes, ``unused``."""
@@ -34,9 +40,32 @@ class Compute(BaseModel):
     """Of a float32 product, measured when the server started."""
 
 
+class EngineRecord(BaseModel):
+    name: EngineName
+    version: str | None
+    """Null where it is not installed."""
+    tokens_per_second: float | None
+    """Of one stream of the model that ``Preference`` names; null as long as nobody has measured it."""
+
+
+class Preference(BaseModel):
+    """Which engine decodes faster on the server's machine, by about a second of each with the same model."""
+
+    engine: EngineName | None
+    """Null if neither is clearly faster, or other programs kept the machine too busy to say."""
+    model: str
+    measured_at: float
+    """Seconds since 1970."""
+    detail: str
+    """All of it in a sentence."""
+
+
 class ModelRecords(BaseModel):
     models: list[ModelRecord]
     compute: Compute | None = None
+    engines: list[EngineRecord] = []
+    preference: Preference | None = None
+    """Null as long as nobody has measured it: ``lmx-lab doctor`` does."""
 
 
 class LoadRequest(BaseModel):

@@ -123,4 +123,4 @@ class Timings(BaseModel):
     ttft_ms: float | None = None
     """From arrival to the first token."""
     peak_memory_gb: float | None = None
-    """The most memory that MLX had while the request ran, models included; GB are 10^9 bytes."""
+    """The most memory that the engine had while the request ran, models included; GB are 10^9 bytes."""

@@ -21,6 +21,7 @@ def test_it_says_what_matters_for_speed_and_json_can_write_it() -> None:
     assert (facts["seeds"], facts["prompts"]) == ([1, 3], "abc")
     assert facts["python"] == platform.python_version()
     assert facts["packages"]["mlx"]
+    assert facts["packages"]["xllamacpp"]
     assert facts["machine"]["memory_bytes"] > 2**20
     assert facts["machine"]["threads"] >= 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -57,6 +58,23 @@ async def test_a_target_of_the_lab_says_what_computes(target: Target, lab: Lab) 
     assert (facts.blas, facts.threads) == (blas.name, blas.threads)
     assert facts.device == ("gpu" if blas.name == "unused" else "cpu")
     assert (facts.engine or "").startswith("lmx-lab")
+
+
+async def test_a_target_on_llama_cpp_says_so_and_takes_no_credit_for_mlx(tiny_home: Path, tiny_gguf: Path) -> None:
+    with serving(tiny_home, str(tiny_gguf), threads=1) as lab:
+        for target in (EngineTarget(lab.engine), ChatTarget(lab.url)):
+            facts = await target.describe()
+            assert re.fullmatch(r"lmx-lab(, bare| [\d.]+), llama\.cpp-\d+\.\d+\.\d+", facts.engine or "")
+            assert (facts.model, facts.quantization) == (lab.engine.snapshot.model, "F32")
+            assert facts.blas is None
+            chunks = await asked(target, max_tokens=12)
+            assert [chunk.usage.output for chunk in chunks if chunk.usage] == [12]
+            assert all(chunk.server.decode_tok_s for chunk in chunks if chunk.server)
+        lab.load("tiny")
+        for target in (EngineTarget(lab.engine), ChatTarget(lab.url)):
+            facts = await target.describe()
+            assert "llama" not in (facts.engine or "")
+            assert facts.blas
 
 
 async def test_an_answer_of_the_lab_is_as_long_as_asked_and_counted(target: Target) -> None:

@@ -16,7 +16,7 @@ LATE = """async (code) => {
     const state = {
         server: {state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", pinned: []},
         rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], can: "Unload"}],
-        jobs: [], error: "", caption: "", compact: false, revision: 1,
+        jobs: [], error: "", caption: "", engines: "", compact: false, revision: 1,
     };
     const model = {
         get: (name) => state[name],
@@ -31,6 +31,10 @@ LATE = """async (code) => {
     });
     module.default.render({model, el: document.body});
 }"""
+MEASURED = """from lmx_lab.engine.preference import FILE, Speeds, conditions, keep_speeds
+keep_speeds(lab.settings, Speeds(model="smollm2-135m", measured_at=0, busy_percent=0,
+    tokens_per_second={"mlx": 24, "llama.cpp": 110}, made_with=conditions(lab.settings)))"""
+UNMEASURED = "(lab.settings.home / FILE).unlink()"
 
 
 def row(tab: Tab, model: str) -> Locator:
@@ -39,6 +43,20 @@ def row(tab: Tab, model: str) -> Locator:
 
 def button(tab: Tab, name: str) -> Locator:
     return tab.panel("Models").get_by_role("button", name=name, exact=True)
+
+
+def test_each_model_has_its_engine_and_one_line_says_which_is_faster(panels: Tab) -> None:
+    # Beside the other panels there is no room for all columns, but for this one.
+    expect(panels.panel("Models").get_by_role("columnheader", name="engine")).to_be_visible()
+    expect(row(panels, "tiny").get_by_role("cell", name="mlx").first).to_be_visible()
+    line = panels.panel("Models").get_by_text("for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files")
+    expect(line).to_have_count(0)
+    panels.kernel(MEASURED)
+    button(panels, "Refresh").click()
+    expect(line).to_be_visible()
+    panels.kernel(UNMEASURED)
+    button(panels, "Refresh").click()
+    expect(line).to_have_count(0)
 
 
 def test_load_and_unload_by_mouse(panels: Tab) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from lmx_lab.engine import (
 from lmx_lab.engine.core import EngineCore
 from lmx_lab.engine.encoding import Encoding
 from lmx_lab.engine.stream import Item, Mailbox
+from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 
@@ -84,7 +86,7 @@ async def held(engine: Engine) -> AsyncIterator[None]:
         entered.set()
         go_on.wait()
 
-    engine._thread.post(hold)
+    engine._mlx._thread.post(hold)
     await asyncio.to_thread(entered.wait)
     try:
         yield
@@ -94,9 +96,9 @@ async def held(engine: Engine) -> AsyncIterator[None]:
 
 async def posted(engine: Engine, asked: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Ask an engine that is held; returns when the question lies before its thread, behind those that were there."""
-    before = engine._thread._commands.qsize()
+    before = engine._mlx._thread._commands.qsize()
     task = asyncio.create_task(asked)
-    while engine._thread._commands.qsize() == before and not task.done():  # noqa: ASYNC110
+    while engine._mlx._thread._commands.qsize() == before and not task.done():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return task
 
@@ -160,7 +162,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 async def unload_when_idle_for(engine: Engine, idle_s: float | None) -> None:
     """From now on: until a test is where it wants to be, the model stays, however slow the machine is."""
-    await engine._thread.call(lambda core: setattr(core, "_settings", replace(core._settings, idle_unload_s=idle_s)))
+    thread = engine._mlx._thread
+    await thread.call(lambda core: setattr(core, "_settings", replace(core._settings, idle_unload_s=idle_s)))
 
 
 async def poison(engine: Engine, exc: BaseException) -> None:
@@ -177,4 +180,18 @@ async def poison(engine: Engine, exc: BaseException) -> None:
 
         batch._generator.next = fail
 
-    await engine._thread.call(break_model)
+    await engine._mlx._thread.call(break_model)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How many ends each mailbox was given."""
+    counted: Counter[int] = Counter()
+    deliver = Mailbox.deliver
+
+    def count(self: Mailbox, item: Item) -> None:
+        counted[id(self)] += isinstance(item, GenerationReport | LabError)
+        deliver(self, item)
+
+    monkeypatch.setattr(Mailbox, "deliver", count)
+    return counted

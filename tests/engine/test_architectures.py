@@ -74,7 +74,7 @@ async def other(request: pytest.FixtureRequest, tmp_path: Path, tiny: ModelEntry
 
 
 async def test_prompts_of_different_lengths_at_once_say_what_they_say_alone(other: Engine) -> None:
-    await other._thread.call(lambda core: core.generating.batch.prefixes.__init__(0))
+    await other._mlx._thread.call(lambda core: core.generating.batch.prefixes.__init__(0))
     prompts = [numbers(length, start=300 * length) for length in (120, 7, 55, 100)]
     alone = [(await run(other, prompt=prompt, max_tokens=12))[0] for prompt in prompts]
     streams = [await other.submit(request(prompt=prompt, max_tokens=12)) for prompt in prompts]
@@ -89,7 +89,7 @@ async def test_a_kept_beginning_changes_no_word(other: Engine) -> None:
     turn = replace(first, tokens=(*first.tokens, *range(5000, 5010)))
     kept, report = await run(other, prompt=turn, max_tokens=12)
     assert report.cached_tokens > 0
-    await other._thread.call(lambda core: core.generating.batch.prefixes.shrink(0))
+    await other._mlx._thread.call(lambda core: core.generating.batch.prefixes.shrink(0))
     assert (await run(other, prompt=turn, max_tokens=12))[0] == kept
 
 

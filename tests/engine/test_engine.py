@@ -160,7 +160,7 @@ async def test_cancelling_the_submit_leaves_nothing_behind(engine: Engine) -> No
 async def test_a_full_queue_refuses_and_loses_nothing(engine: Engine) -> None:
     async with held(engine):
         submits = [await posted(engine, engine.submit(request(max_tokens=60))) for _ in range(2)]
-        engine._thread.post(EngineCore.step)
+        engine._mlx._thread.post(EngineCore.step)
         submits += [await posted(engine, engine.submit(request(max_tokens=60))) for _ in range(2)]
         refused = await posted(engine, engine.submit(request()))
     with pytest.raises(QueueFullError):
@@ -219,7 +219,7 @@ async def test_requests_that_wait_are_told_when_the_model_goes(engine: Engine, t
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     async with held(engine):
         submits = [await posted(engine, engine.submit(request(max_tokens=100))) for _ in range(3)]
-        engine._thread.post(EngineCore.step)
+        engine._mlx._thread.post(EngineCore.step)
         loading = await posted(engine, engine.load(other))
     first, second, waits = [await submit for submit in submits]
     with pytest.raises(NotLoadedError):
@@ -456,7 +456,8 @@ async def test_the_refused_are_told_when_a_request_that_runs_can_end(tiny: Model
         async with await engine.submit(request(max_tokens=400, ignore_eos=True)) as stream:
             for _ in range(20):
                 await anext(stream)
-            await engine._thread.call(lambda core: setattr(core.generating.batch._pace, "takes", lambda **_: 500.0))
+            thread = engine._mlx._thread
+            await thread.call(lambda core: setattr(core.generating.batch._pace, "takes", lambda **_: 500.0))
             await anext(stream)
             await anext(stream)
             with pytest.raises(QueueFullError) as refused:
@@ -479,8 +480,8 @@ async def test_one_requests_broken_text_is_no_matter_of_the_others(engine: Engin
     async with held(engine):
         good = await posted(engine, engine.submit(request(max_tokens=60, ignore_eos=True)))
         bad = await posted(engine, engine.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True)))
-        engine._thread.post(EngineCore.step)
-        broken = engine._thread.post(break_text)
+        engine._mlx._thread.post(EngineCore.step)
+        broken = engine._mlx._thread.post(break_text)
     with pytest.raises(EngineError, match="the generation failed"):
         await finish(await bad)
     broken.result()
@@ -492,8 +493,8 @@ async def test_a_thread_that_dies_answers_those_behind_one_who_has_left(engine: 
         raise SystemExit("killed")
 
     async with held(engine):
-        engine._thread.post(die)
-        left, waits = engine._thread.post(lambda core: None), engine._thread.post(lambda core: None)
+        engine._mlx._thread.post(die)
+        left, waits = engine._mlx._thread.post(lambda core: None), engine._mlx._thread.post(lambda core: None)
         left.cancel()
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(asyncio.wrap_future(waits), 60)

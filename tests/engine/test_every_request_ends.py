@@ -6,32 +6,16 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmx_lab.engine import Engine, GenerationReport, Sampling, TokenStream
-from lmx_lab.engine.stream import Item, Mailbox
+from lmx_lab.engine import Engine, Sampling, TokenStream
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
 
 ACTS = st.sampled_from(["submit", "submit", "submit", "many", "score", "step", "cancel", "drop", "fail", "load"])
-
-
-@pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How many ends each mailbox was given."""
-    counted: Counter[int] = Counter()
-    deliver = Mailbox.deliver
-
-    def count(self: Mailbox, item: Item) -> None:
-        counted[id(self)] += isinstance(item, GenerationReport | LabError)
-        deliver(self, item)
-
-    monkeypatch.setattr(Mailbox, "deliver", count)
-    return counted
 
 
 async def live(engine: Engine, models: list[ModelEntry], acts: list[str], random: object) -> list[TokenStream]:

@@ -114,7 +114,7 @@ async def footprint(model: ModelEntry) -> Footprint:
     async with Engine(Settings()) as engine:
         await engine.load(model)
         # Only the numbers: a reference to the model would keep its weights in the memory that is measured next.
-        return await engine._thread.call(lambda core: core.main.traits.footprint)
+        return await engine._mlx._thread.call(lambda core: core.main.traits.footprint)
 
 
 async def test_when_memory_is_short_it_goes_first(tiny: ModelEntry, tiny_home: Path) -> None:
@@ -168,7 +168,7 @@ async def test_more_in_use_than_allowed_drops_what_is_kept_and_then_the_model(
     from lmx_lab.errors import OutOfMemoryError
 
     await run(engine, prompt=FIRST)
-    await engine._thread.call(lambda core: setattr(core.generating, "_limit_bytes", 1_000_000))
+    await engine._mlx._thread.call(lambda core: setattr(core.generating, "_limit_bytes", 1_000_000))
     with pytest.raises(OutOfMemoryError, match="unloaded"):
         await run(engine, prompt=replace(FIRST, tokens=FIRST.tokens[::-1]))
     assert engine.snapshot.state == "empty"
@@ -186,7 +186,7 @@ async def test_an_engine_step_leaves_no_work_on_other_threads(engine: Engine) ->
         return asyncio.run(run(engine, prompt=FIRST))[1].cached_tokens
 
     assert await asyncio.to_thread(other_loop) == 99
-    assert isinstance(engine._thread.core, EngineCore)
+    assert isinstance(engine._mlx._thread.core, EngineCore)
 
 
 async def test_one_that_waits_for_memory_takes_nothing_from_the_others_meanwhile(tiny: ModelEntry) -> None:

@@ -95,7 +95,7 @@ async def test_a_penalized_neighbour_changes_no_type_and_so_no_draw(wide: Engine
         assert core.main is not None
         core.main.model.set_dtype(mx.bfloat16)
 
-    await wide._thread.call(narrow)
+    await wide._mlx._thread.call(narrow)
     seeded = replace(WILD, seed=11)
     alone = await tokens(wide, seeded, 30)
     beside = await wide.submit(
@@ -216,7 +216,7 @@ async def test_an_answer_of_one_token_takes_one_forward_pass(engine: Engine) -> 
 
         core.generating.batch._generator._prompt_batch.model = counted
 
-    await engine._thread.call(count)
+    await engine._mlx._thread.call(count)
     await run(engine, prompt=TokenPrompt(tokens=(300,)), max_tokens=1)
     assert passes == 1
 

@@ -66,8 +66,8 @@ async def die(engine: Engine) -> None:
         raise SystemExit("as an example")
 
     with contextlib.suppress(EngineDeadError):
-        await engine._thread.call(command)
-    await asyncio.to_thread(engine._thread._thread.join)  # type: ignore[union-attr]
+        await engine._mlx._thread.call(command)
+    await asyncio.to_thread(engine._mlx._thread._thread.join)  # type: ignore[union-attr]
 
 
 async def vectors(engine: Engine, *texts: str, model: str | None = None) -> Vectors:
@@ -208,7 +208,7 @@ async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(em
     running = asyncio.create_task(embedder.embed(long(4)))
     await gate.reached()
     waiting = asyncio.create_task(vectors(embedder, SENTENCES[0]))
-    while embedder._thread._commands.empty():  # noqa: ASYNC110
+    while embedder._mlx._thread._commands.empty():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     gate.let_pass(1)
     await gate.reached()
@@ -258,10 +258,10 @@ async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm: ModelEnt
 
     async with Engine(Settings(idle_unload_s=1000)) as engine:
         await engine.load(minilm)
-        await engine._thread.call(use_long_ago)
-        assert await engine._thread.call(lambda core: core.idle_left_s) < 101
+        await engine._mlx._thread.call(use_long_ago)
+        assert await engine._mlx._thread.call(lambda core: core.idle_left_s) < 101
         await vectors(engine, SENTENCES[0])
-        assert await engine._thread.call(lambda core: core.idle_left_s) > 101
+        assert await engine._mlx._thread.call(lambda core: core.idle_left_s) > 101
 
 
 async def test_a_chat_model_is_not_pinned(both: Engine, tiny: ModelEntry) -> None:
@@ -324,7 +324,7 @@ async def test_what_is_pinned_can_be_loaded_too_and_is_in_memory_once(embedder: 
 
 
 async def test_tokenizing_is_no_idleness(embedder: Engine) -> None:
-    spared, awaited, go_on = asyncio.Event(), embedder._thread._awaited, threading.Event()
+    spared, awaited, go_on = asyncio.Event(), embedder._mlx._thread._awaited, threading.Event()
     loop = asyncio.get_running_loop()
 
     def asked() -> bool:
@@ -332,10 +332,10 @@ async def test_tokenizing_is_no_idleness(embedder: Engine) -> None:
         loop.call_soon_threadsafe(spared.set)
         return awaited()
 
-    embedder._thread._awaited = asked
+    embedder._mlx._thread._awaited = asked
     await vectors(embedder, SENTENCES[0])
-    assert embedder._texts._executor is not None
-    embedder._texts._executor.submit(go_on.wait)
+    assert embedder._mlx._texts._executor is not None
+    embedder._mlx._texts._executor.submit(go_on.wait)
     embedding = asyncio.create_task(vectors(embedder, *SENTENCES))
     await asyncio.sleep(0)
     await unload_when_idle_for(embedder, 0.001)

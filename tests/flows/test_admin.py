@@ -70,6 +70,17 @@ def test_the_list_has_everything_on_disk_and_what_is_loaded(http: httpx2.Client,
     assert (other["loaded"], other["vram_gb"]) == (False, None)
 
 
+def test_the_list_has_the_engines_and_which_of_them_runs_what(http: httpx2.Client) -> None:
+    body = http.get("/admin/models").json()
+    assert [(engine["name"], engine["tokens_per_second"]) for engine in body["engines"]] == [
+        ("mlx", None),
+        ("llama.cpp", None),
+    ]
+    assert all(engine["version"] for engine in body["engines"])
+    assert body["preference"] is None
+    assert {(record["engine"], record["problem"]) for record in body["models"]} == {("mlx", None)}
+
+
 def test_the_chat_formats_list(http: httpx2.Client) -> None:
     body = http.get("/v1/models").json()
     assert body["object"] == "list"
@@ -133,15 +144,20 @@ class TestWhatCannotBeLoaded:
         assert (response.status_code, code(response)) == (400, "invalid-request")
         assert "model.safetensors" in response.json()["error"]["message"]
 
-    @pytest.mark.parametrize("content", [b"GGUF", None])
-    def test_a_gguf_file_of_another_architecture_or_a_torn_one(
-        self, http: httpx2.Client, tmp_path: Path, content: bytes | None
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [(b"GGUF", "is no GGUF file"), (gguf_bytes({"general.type": "adapter"}, {}), "an adapter")],
+    )
+    def test_a_gguf_file_that_is_torn_or_no_model_of_its_own(
+        self, http: httpx2.Client, tmp_path: Path, content: bytes, reason: str
     ) -> None:
         file = tmp_path / "qwen2.gguf"
-        file.write_bytes(content or gguf_bytes({"general.architecture": "qwen2"}, {}))
+        file.write_bytes(content)
         response = load(http, str(file))
         assert (response.status_code, code(response)) == (400, "invalid-request")
-        assert ("qwen2" if content is None else "qwen2.gguf") in response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
+        assert "qwen2.gguf" in message
+        assert reason in message
 
     def test_weights_that_do_not_fit_the_architecture(
         self, http: httpx2.Client, tiny_home: Path, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ SMALL = {
     "10_bench_decode": {"prompt_tokens": [48, 96], "output_tokens": 8, "requests": 2, "repeats": 1},
     "11_bench_concurrency": {"prompt_tokens": 48, "output_tokens": 8, "concurrency": [1, 2], "repeats": 1},
     "12_compare_servers": {
-        "gguf": "",
+        "gguf": "tiny-gguf",
         "prompt_tokens": 48,
         "output_tokens": 8,
         "concurrency": [1, 2],
@@ -32,8 +33,9 @@ SMALL = {
 ANSWERS = {
     "10_bench_decode": "the longer prompt: ",
     "11_bench_concurrency": "2 users together: ",
-    "12_compare_servers": "2 at once: this lab has ",
+    "12_compare_servers": "2 at once: lab on MLX has ",
 }
+HIDE_LLAMA = "import sys\nsys.modules['xllamacpp'] = None"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -71,11 +73,35 @@ def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(
 ) -> None:
     notebook = nbformat.read(FOLDER / f"{stem}.ipynb", as_version=4)
     replace_parameters(notebook, {"model": "tiny", **SMALL[stem]})
+    # As where the extra is not installed, whatever is named.
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(HIDE_LLAMA))
     shown = outputs_of(notebook, tiny_home, tmp_path)
     assert any("image/png" in output.get("data", ()) for output in shown)
     last = [output["text"] for output in shown if output["output_type"] == "stream"][-1]
     assert ANSWERS[stem] in last
     assert "nan" not in last
+    told = [output["text"] for output in shown if "pip install 'lmx-lab[gguf]'" in output.get("text", "")]
+    assert len(told) == (stem == "12_compare_servers")
+
+
+def test_both_engines_and_both_other_servers_are_compared_in_one_table(
+    tiny_home: Path, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    notebook = nbformat.read(FOLDER / "12_compare_servers.ipynb", as_version=4)
+    replace_parameters(notebook, {"model": "tiny", **SMALL["12_compare_servers"], "gguf": str(tiny_gguf)})
+    check = nbformat.v4.new_code_cell(
+        "print(rows.groupby('target')['engine'].first().to_dict(), rows['error'].count())"
+    )
+    notebook.cells.append(check)
+    shown = outputs_of(notebook, tiny_home, tmp_path)
+    answer, targets = [output["text"] for output in shown if output["output_type"] == "stream"][-2:]
+    assert "2 at once: lab on llama.cpp has " in answer
+    assert "of llama.cpp's server (" in answer
+    assert "nan" not in answer
+    for target in ("'lab on MLX': 'lmx-lab ", "'mlx_lm.server': 'mlx-lm ", "\"llama.cpp's server\": 'xllamacpp "):
+        assert target in targets
+    assert re.search(r"'lab on llama\.cpp': 'lmx-lab [\d.]+, llama\.cpp-[\d.]+'", targets)
+    assert targets.endswith(" 0\n")
 
 
 @pytest.mark.parametrize("stem", SMALL)

@@ -14,7 +14,7 @@ from typing import Any
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.source import ChatPiece, Ranked, ServerState
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecord, ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 
 WAIT_S = 60.0
 LOOK_S = 0.1
@@ -28,6 +28,7 @@ class ScriptedSource:
     def __init__(self) -> None:
         self.now = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400")
         self.figures: Sample | None = None
+        self.preference: Preference | None = None
         self.records = [record("tiny"), record("tiny-two")]
         self.scans = 0
         self.asked: list[tuple[str, Any]] = []
@@ -51,7 +52,7 @@ class ScriptedSource:
 
     async def models(self) -> ModelRecords:
         self.scans += 1
-        return ModelRecords(models=list(self.records))
+        return ModelRecords(models=list(self.records), preference=self.preference)
 
     async def load(self, model: str) -> LoadAnswer:
         self.asked.append(("load", model))

@@ -12,7 +12,7 @@ import lmx_lab
 from lmx_lab.errors import NotLoadedError, OutOfMemoryError
 from lmx_lab.panels.models import MOST_ROWS, ModelsPanel
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.admin import ModelEvent, Sample
+from lmx_lab.wire.admin import ModelEvent, Preference, Sample
 from tests.panels.standins import Reader, Refused, ScriptedSource, record
 
 
@@ -38,12 +38,40 @@ def test_a_view_that_opens_gets_the_list(reader: Reader, source: ScriptedSource)
     ]
     reader.ask("refresh")
     reader.until(lambda panel: len(panel.rows) == 3)
-    assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "250 MB", "4-bit", "512", "loaded, 10 MB"]
+    assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "mlx", "250 MB", "4-bit", "512", "loaded, 10 MB"]
     assert cells(reader.panel) == {
         "tiny": ("loaded, 10 MB", "Unload"),
         "mini": ("pinned, 1.50 GB", ""),
         "other": ("on disk", "Load"),
     }
+
+
+def test_the_faster_engine_is_named_in_one_line(reader: Reader, source: ScriptedSource) -> None:
+    reader.ask("refresh")
+    assert reader.panel.engines == ""
+    detail = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer <GGUF> files"
+    source.preference = Preference(engine="llama.cpp", model="smollm2-135m", measured_at=1.0, detail=detail)
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.engines == detail)
+    assert "<div>for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer &lt;GGUF&gt; files</div>" in (
+        reader.panel.snapshot_html()
+    )
+
+
+def test_a_model_whose_engine_is_not_installed_offers_no_load_and_the_remedy_is_said(
+    reader: Reader, source: ScriptedSource
+) -> None:
+    remedy = "llama.cpp is not installed: pip install it"
+    missing = {"format": "gguf", "engine": "llama.cpp", "problem": remedy}
+    source.records = [record("tiny"), record("a.gguf", **missing), record("b.gguf", **missing)]
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.engines == remedy)
+    assert cells(reader.panel) == {
+        "tiny": ("on disk", "Load"),
+        "a.gguf": ("needs llama.cpp", ""),
+        "b.gguf": ("needs llama.cpp", ""),
+    }
+    assert [row["cells"][1:3] for row in reader.panel.rows] == [["mlx", "mlx"], *[["gguf", "llama.cpp"]] * 2]
 
 
 def test_a_load_is_answered_at_once_and_ends_in_the_list(reader: Reader, source: ScriptedSource) -> None:

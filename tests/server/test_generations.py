@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.engine import Delta, PromptProgress, TokenStream, ToolCallDelta
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import EngineError
-from lmx_lab.server.generations import Generation, RequestEnd, attended, joined
+from lmx_lab.server.generations import Generation, RequestEnd, attended, gathered
 from tests.server.test_translate import report
 
 pytestmark = pytest.mark.anyio
@@ -70,7 +70,7 @@ async def test_everything_that_comes_is_joined() -> None:
         yield Delta(text="", tokens=1, tool_calls=(ToolCallDelta(index=0, arguments="}"),))
 
     calls = (ToolCallDelta(index=0, id="c", name="f", arguments="{}"),)
-    assert await joined(pieces()) == Delta(text="ab", tokens=5, reasoning="hm", tool_calls=calls)
+    assert await gathered(pieces()) == Delta(text="ab", tokens=5, reasoning="hm", tool_calls=calls)
 
 
 async def test_a_failure_is_told_with_its_code() -> None:

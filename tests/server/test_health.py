@@ -29,7 +29,7 @@ SETTINGS = Settings(idle_unload_s=300, stall_limit_s=60)
             "no-model-loaded",
             "the engine is loading",
         ),
-        (EngineSnapshot(state="dead"), "internal-error", "thread is gone"),
+        (EngineSnapshot(state="dead"), "internal-error", "the engine is gone"),
         (EngineSnapshot(state="ready", active_requests=1, progress_at=-math.inf), "internal-error", "no engine step"),
     ],
 )
@@ -40,7 +40,7 @@ def test_each_reason_has_its_code_and_its_next_step(now: EngineSnapshot, code: s
     assert said in error.message
 
 
-def test_a_model_that_waits_for_work_is_ready_only_while_the_thread_runs() -> None:
+def test_a_model_that_waits_for_work_is_ready_only_while_the_engine_runs() -> None:
     now = EngineSnapshot(state="ready", entry=ENTRY)
     assert problem(now, settings=SETTINGS) is None
     assert problem(now, settings=SETTINGS, alive=False) is not None

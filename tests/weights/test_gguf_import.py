@@ -35,8 +35,8 @@ mx.clear_streams()
 
 
 @pytest.fixture(scope="module")
-def smollm(smollm_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
-    return Catalog(Settings(home=tmp_path_factory.mktemp("home"))).fetch(str(smollm_gguf))
+def smollm(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+    return Catalog(Settings(home=tmp_path_factory.mktemp("home"))).convert(str(smollm2_gguf))
 
 
 def test_the_imported_smollm2_answers_as_it_should(smollm: ModelEntry) -> None:
@@ -44,14 +44,14 @@ def test_the_imported_smollm2_answers_as_it_should(smollm: ModelEntry) -> None:
     assert answer.strip() == "The capital of France is Paris."
 
 
-def test_the_imported_smollm2_is_described(smollm: ModelEntry, smollm_gguf: Path) -> None:
+def test_the_imported_smollm2_is_described(smollm: ModelEntry, smollm2_gguf: Path) -> None:
     assert (smollm.format, smollm.kind, smollm.architecture, smollm.source) == ("mlx", "chat", "llama", "store")
     assert (smollm.quantization, smollm.context_length) == ("4-bit, group 32", 8192)
     config = json.loads((smollm.path / "config.json").read_text())
     assert config["quantization"]["model.embed_tokens"] == {"group_size": 32, "bits": 8}
     assert config["eos_token_id"] == [2]
     written = sum(path.stat().st_size for path in smollm.path.iterdir())
-    assert written < converted_bytes(read_header(smollm_gguf)) < 2 * written
+    assert written < converted_bytes(read_header(smollm2_gguf)) < 2 * written
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_tokenizer_splits_digits_and_keeps_special_tokens_whole(smollm: Mode
 def import_tiny(catalog: Catalog, tmp_path: Path, data: bytes) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
     source = tmp_path / "Tiny Llama (1).gguf"
     source.write_bytes(data)
-    entry = catalog.fetch(str(source))
+    entry = catalog.convert(str(source))
     return entry.path, load_file(entry.path / "model.safetensors")
 
 
@@ -146,7 +146,7 @@ def test_a_file_is_imported_once_and_found_by_its_content(
     folder, _ = import_tiny(catalog, tmp_path, tiny_llama())
     assert folder.name.startswith("tiny-llama-1-")
     seen: list[Progress] = []
-    assert catalog.fetch(str(tmp_path / "Tiny Llama (1).gguf"), seen.append).path == folder
+    assert catalog.convert(str(tmp_path / "Tiny Llama (1).gguf"), seen.append).path == folder
     assert {progress.stage for progress in seen} == {"verify"}
     other, _ = import_tiny(catalog, tmp_path, tiny_llama(metadata={"llama.context_length": 99}))
     assert other != folder
@@ -207,3 +207,18 @@ def test_the_frequency_factors_of_llama_3_are_recognised(factor: float) -> None:
     assert (scaling["rope_type"], scaling["factor"]) == ("llama3", factor)
     assert llama3_scaling([*factors[:-1], 1.0], 64, 500_000) is None
     assert llama3_scaling(factors[:-1], 64, 500_000) is None
+
+
+def test_what_is_mlx_already_is_not_converted(
+    catalog: Catalog, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "extra/m")
+    assert catalog.convert("m") == catalog.resolve("m")
+
+
+def test_a_split_file_is_not_converted_and_its_message_says_what_to_do(
+    catalog: Catalog, write_split: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    first, *_ = write_split(tmp_path / "tiny")
+    with pytest.raises(UnusableModelError, match=r"split into parts.*Load it as it is"):
+        catalog.convert(str(first))

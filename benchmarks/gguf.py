@@ -1,0 +1,196 @@
+"""The engine for GGUF files: our server against llama.cpp's own, and against our server on MLX.
+
+With llama.cpp both have the same file, slots, context, threads and sampling, and what differs is ours: a process more
+between model and client, and our own text. With MLX it is the same model in the form of each, on the same machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from benchmarks import client, prompts
+from benchmarks.bench import Bench, BenchError
+from benchmarks.models import gguf_starter
+from benchmarks.rates import decode_window, overall_rate, timeline
+from benchmarks.rows import Limit, Row
+from benchmarks.servers import LabServer, lab_server, llama_server
+
+DECODE = "gguf: decode tok/s ÷ llama.cpp's server"
+OVERALL = "gguf: overall tok/s ÷ llama.cpp's server"
+FIRST = "gguf: first token after llama.cpp's server's"
+DECODE_MLX = "gguf: decode tok/s ÷ MLX engine"
+PREFILL_MLX = "gguf: prefill tok/s ÷ MLX engine"
+MEMORY_MLX = "gguf: server's memory ÷ MLX engine"
+FIGURE = DECODE
+STREAMS = (1, 8)
+CASES = {1: "1 stream", 8: "8 streams"}
+ROUNDS, QUICK_ROUNDS = 7, 3
+TOKENS = 128
+PROMPT_TOKENS = 156
+PREFILL_TOKENS = 512
+SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Every server has other defaults, and cutting the vocabulary first makes llama.cpp's sampling cheaper."""
+
+Side = Literal["ours", "theirs"]
+Found = dict[str, Any]
+Sample = Mapping[Side, Found]
+Visit = Callable[[str, int], Found]
+"""What one round, by its number, asks of the server at an address."""
+
+
+def measure(bench: Bench) -> list[Row]:
+    entry = gguf_starter()
+    with llama_server(entry) as theirs, lab_server(entry.path) as ours:
+        urls: dict[Side, str] = {"ours": ours.url, "theirs": theirs}
+        rows = [row for streams in STREAMS for row in _against_llama(bench, urls, streams)]
+    with lab_server(entry.path) as ours, lab_server(bench.folder) as mlx:
+        return [*rows, *_against_mlx(bench, {"ours": ours, "theirs": mlx})]
+
+
+def _rounds(urls: Mapping[Side, str], count: int, visit: Visit) -> list[Sample]:
+    """Both sides in turns; who begins changes from round to round."""
+    sides = list(urls)
+    return [
+        {side: visit(urls[side], number) for side in (sides if number % 2 == 0 else reversed(sides))}
+        for number in range(count)
+    ]
+
+
+# --- llama.cpp's server
+
+
+def _against_llama(bench: Bench, urls: Mapping[Side, str], streams: int) -> list[Row]:
+    samples = _rounds(urls, QUICK_ROUNDS if bench.quick else ROUNDS, lambda url, number: _answers(url, number, streams))
+    for sample in samples:
+        _check_prompts(sample)
+    turns = Turns(model=bench.model, case=CASES[streams], samples=samples)
+    rows = [turns.ratio(DECODE, "decode", limit=Limit(sign="≥", bound=0.95)), turns.ratio(OVERALL, "overall")]
+    if streams == 1:
+        return [*rows, turns.later("new_ms", f"{PROMPT_TOKENS} new tokens"), turns.later("known_ms", "a known prompt")]
+    return [*rows, turns.later("first_ms", "short prompts", binding=False)]
+
+
+def _answers(url: str, number: int, streams: int) -> Found:
+    """Stories on prompts that the server does not know, all at once; for a single stream also its first tokens."""
+    seeds = [8000 + 100 * number + 10 * streams + stream for stream in range(streams)]
+    answers = asyncio.run(client.streams(url, [_body(prompts.story(seed), seed, TOKENS) for seed in seeds]))
+    if any(answer.tokens != TOKENS for answer in answers):
+        raise BenchError(f"{url} ended an answer early")
+    found = {
+        "decode": _decode_rate(answers),
+        "overall": overall_rate(answers),
+        "first_ms": _first_ms(answers),
+        "prompt_tokens": [answer.usage["prompt_tokens"] for answer in answers],
+    }
+    return found | _first_tokens(url, seeds[0]) if streams == 1 else found
+
+
+def _first_tokens(url: str, seed: int) -> Found:
+    """Of some prompts that the server has not seen, and of the last of them again: it is a matter of milliseconds."""
+    new = [_body(prompts.history(seed + more, PROMPT_TOKENS), seed, 4) for more in range(1, 4)]
+    found: Found = {}
+    for name, bodies in {"new": new, "known": [new[-1]] * 5}.items():
+        answers = [asyncio.run(client.stream(url, body)) for body in bodies]
+        cached = [answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        found |= {f"{name}_ms": _first_ms(answers), f"{name}_cached_tokens": cached}
+    return found
+
+
+def _body(asked: list[prompts.Message], seed: int, tokens: int) -> dict[str, Any]:
+    return prompts.chat_body(asked, max_tokens=tokens) | {**SAMPLING, "seed": seed, "ignore_eos": True}
+
+
+def _check_prompts(sample: Sample) -> None:
+    ours, theirs = (sample[side]["prompt_tokens"] for side in ("ours", "theirs"))
+    if ours != theirs:
+        raise BenchError(f"the servers made different prompts of the same chats: {ours} and {theirs} tokens")
+
+
+def _first_ms(answers: list[client.Answer]) -> float:
+    return median(answer.ttft_s for answer in answers) * 1e3
+
+
+def _decode_rate(answers: list[client.Answer]) -> float:
+    return decode_window([timeline(answer) for answer in answers]).rate
+
+
+# --- MLX
+
+
+def _against_mlx(bench: Bench, servers: Mapping[Side, LabServer]) -> list[Row]:
+    """To know, not to promise. ``theirs`` is MLX."""
+    urls = {side: server.url for side, server in servers.items()}
+
+    def turns(case: str, visit: Visit) -> Turns:
+        return Turns(model=bench.model, case=case, samples=_rounds(urls, bench.sizes.rounds, visit))
+
+    rows = [
+        turns(CASES[1], lambda url, number: _decode(url, number, 1, bench.sizes.alone_tokens)).ratio(
+            DECODE_MLX, "rate"
+        ),
+        turns(CASES[8], lambda url, number: _decode(url, number, 8, TOKENS)).ratio(DECODE_MLX, "rate"),
+        turns(f"{PREFILL_TOKENS} tokens", _prefill).ratio(PREFILL_MLX, "rate"),
+    ]
+    memory: Sample = {side: {"MB": server.tree_bytes() / 1e6} for side, server in servers.items()}
+    afterwards = Turns(model=bench.model, case="after all this", samples=[memory])
+    return [*rows, afterwards.ratio(MEMORY_MLX, "MB", unit="MB")]
+
+
+def _decode(url: str, number: int, streams: int, tokens: int) -> Found:
+    asked = [prompts.brief(8800 + 100 * number + 10 * streams + stream) for stream in range(streams)]
+    bodies = [prompts.chat_body(messages, max_tokens=tokens, ignore_eos=True) for messages in asked]
+    return {"rate": _decode_rate(asyncio.run(client.streams(url, bodies)))}
+
+
+def _prefill(url: str, number: int) -> Found:
+    body = prompts.chat_body(prompts.history(8900 + number, PREFILL_TOKENS), max_tokens=1)
+    answer = asyncio.run(client.whole(url, body))
+    return {"rate": answer["timings"]["prompt_per_second"], "prompt_tokens": answer["usage"]["prompt_tokens"]}
+
+
+# --- rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Samples of two sides that took turns, and rows of them."""
+
+    model: str
+    case: str
+    samples: Sequence[Sample]
+
+    def ratio(self, figure: str, name: str, *, limit: Limit | None = None, unit: str = "tok/s") -> Row:
+        """Of each pair: what else the machine does falls on both halves."""
+        ours, theirs = self._medians(name)
+        return Row(
+            figure=figure,
+            case=self.case,
+            model=self.model,
+            value=median(sample["ours"][name] / sample["theirs"][name] for sample in self.samples),
+            limit=limit,
+            summary=f"{ours:.1f} against {theirs:.1f} {unit}",
+            detail={"samples": self.samples},
+        )
+
+    def later(self, name: str, prompt: str, *, binding: bool = True) -> Row:
+        """By how many milliseconds our first token comes after theirs."""
+        ours, theirs = self._medians(name)
+        return Row(
+            figure=FIRST,
+            case=f"{self.case}, {prompt}",
+            model=self.model,
+            value=median(sample["ours"][name] - sample["theirs"][name] for sample in self.samples),
+            unit="ms",
+            limit=Limit(sign="≤", bound=10),
+            binding=binding,
+            summary=f"{ours:.1f} against {theirs:.1f} ms",
+            detail={"samples": self.samples},
+        )
+
+    def _medians(self, name: str) -> tuple[float, float]:
+        ours, theirs = (median(sample[side][name] for sample in self.samples) for side in ("ours", "theirs"))
+        return ours, theirs

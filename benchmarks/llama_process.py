@@ -1,0 +1,32 @@
+"""Child process: xllamacpp's own server on a loopback port, by its defaults but for what is asked. Answers no lines."""
+
+from __future__ import annotations
+
+import os
+
+import xllamacpp
+
+from benchmarks.processes import child_settings, serve_lines, take_channel
+from lmx_lab.engine.openblas import default_threads
+
+
+def main() -> None:
+    channel = take_channel()
+    asked = child_settings()
+    params = xllamacpp.CommonParams()
+    params.model.path = asked["model"]
+    params.n_parallel, params.n_ctx, params.kv_unified = asked["slots"], asked["total_tokens"], asked["unified"]
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = default_threads(os.environ)
+    params.hostnames, params.port = ["127.0.0.1"], asked["port"]
+    # The second would choose another context than that.
+    params.endpoint_metrics, params.fit_params = True, False
+    server = xllamacpp.Server(params)
+    # Returns once the loop of its tasks runs.
+    server.handle_metrics()
+    serve_lines(channel, {"url": f"http://127.0.0.1:{asked['port']}", "n_batch": params.n_batch}, lambda line: line)
+    # Tearing it down takes longer and frees no more.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""One model in its process: how it is started, and what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmx_lab.engine.dialect import Dialect
+from lmx_lab.engine.gguf.budget import BATCH_TOKENS, Plan, plan
+from lmx_lab.engine.gguf.connection import LlamaConnection, RefusedError
+from lmx_lab.engine.gguf.dialect import ALL_MARKERS, dialect_of
+from lmx_lab.engine.gguf.process import LlamaProcess
+from lmx_lab.engine.gguf.words import words_of
+from lmx_lab.engine.grammar import Marker
+from lmx_lab.engine.grammar_trial import Words
+from lmx_lab.engine.openblas import default_threads
+from lmx_lab.engine.prompt_checks import AMPLE_CHARACTERS
+from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from lmx_lab.weights.gguf_header import GgufHeader, read_header
+from lmx_lab.weights.gguf_model import read_gguf
+
+ENCODERS_SLOTS = 8
+"""Texts that an encoder computes together; more gain nothing (measured)."""
+SPINS = "3000"
+"""See ``_environ``."""
+PREFIX_SHARE = 10
+"""Of the memory limit, what ended requests' caches may take where no setting says it, as on MLX."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Hosted:
+    """A model that answers. Belongs to the engine's loop."""
+
+    entry: ModelEntry
+    header: GgufHeader
+    plan: Plan
+    process: LlamaProcess
+    connection: LlamaConnection
+    vocabulary_size: int
+    dialect: Dialect = field(default_factory=Dialect)
+    templated: bool = False
+    """It has a chat template."""
+    dimensions: int | None = None
+    memory_bytes: int = 0
+    progress_at: float = field(default_factory=time.perf_counter)
+    """When a request last came, got something, or ended."""
+    leaving: str | None = None
+    """Why it takes no more requests."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Of an encoder: one slice of texts at a time."""
+    words: Words | None = None
+    """Of grammars; read when the first is asked for."""
+
+    @property
+    def context_length(self) -> int:
+        return self.plan.context_length
+
+    async def read_words(self) -> Words:
+        """Its vocabulary, for grammars."""
+        if self.words is None:
+            read = functools.partial(read_header, self.entry.path, arrays=True)
+            self.words = await asyncio.to_thread(lambda: words_of(read()))
+        return self.words
+
+    async def tokenized(self, text: str, *, most: int, parse_special: bool) -> list[int]:
+        """Token ids, special ones at the ends included; of a text with more than ``most``, those of a beginning that
+        has more, too: megabytes would take seconds.
+        """
+        characters = most * AMPLE_CHARACTERS
+        while True:
+            question = {"content": text[:characters], "add_special": True, "parse_special": parse_special}
+            tokens = [int(token) for token in (await self.connection.ask("/tokenize", question))["tokens"]]
+            if len(tokens) > most or characters >= len(text):
+                return tokens
+            characters *= 2
+
+    def death(self) -> EngineDeadError:
+        """What to say after its process has died."""
+        return EngineDeadError(
+            f"the process of llama.cpp with {self.entry.id} has died: {self.process.reason()}; load a model again"
+        )
+
+
+async def host(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> Hosted:
+    """Start a process with this model.
+
+    Raises:
+        UnusableModelError, OutOfMemoryError: with llama.cpp's reason.
+    """
+    header = await asyncio.to_thread(read_gguf, entry.path)
+    planned = plan(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
+    fields = _fields(entry, header, planned, settings, limit_bytes)
+    process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ))
+    try:
+        connection = LlamaConnection(process.socket, process.api_key)
+        hosted = await _described(entry, header, planned, process, connection)
+    except BaseException as exc:
+        await process.stop()
+        if isinstance(exc, RefusedError | LabError):
+            raise UnusableModelError(f"{entry.path} is loaded by llama.cpp, but does not answer: {exc}") from exc
+        raise
+    return hosted
+
+
+def _fields(
+    entry: ModelEntry, header: GgufHeader, planned: Plan, settings: Settings, limit_bytes: int
+) -> Mapping[str, Any]:
+    """Of llama.cpp's ``CommonParams``."""
+    threads = settings.threads or default_threads(os.environ)
+    kept = limit_bytes // PREFIX_SHARE if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
+    shared: dict[str, Any] = {
+        "cpuparams.n_threads": threads,
+        "cpuparams_batch.n_threads": threads,
+        # It would choose another context than planned, and read a broken file twice.
+        "fit_params": False,
+        "endpoint_metrics": True,
+        "ui": False,
+        "verbosity": 1,
+    }
+    if entry.kind != "chat":
+        # Most models were trained with the mean of their tokens, where a file does not say.
+        pooled = header.integer(f"{entry.architecture}.pooling_type")
+        return shared | {
+            "embedding": True,
+            "pooling_type": "RANK" if entry.kind == "rerank" else None if pooled else "MEAN",
+            "n_parallel": ENCODERS_SLOTS,
+            "n_ctx": ENCODERS_SLOTS * planned.context_length,
+            # A text is computed whole, so a batch holds the longest.
+            "n_batch": planned.context_length,
+            "n_ubatch": planned.context_length,
+        }
+    return shared | {
+        # One more than requests take: forms are tried on it.
+        "n_parallel": planned.slots + 1,
+        "n_ctx": planned.cache_tokens,
+        "kv_unified": planned.unified,
+        "n_batch": BATCH_TOKENS,
+        "n_ubatch": BATCH_TOKENS,
+        "cache_ram_mib": kept // 2**20,
+        "use_jinja": True,
+        # The chat format has no place for "go on with the assistant's last message".
+        "prefill_assistant": False,
+        "n_threads_http": planned.slots + settings.queue_limit + 4,
+    }
+
+
+def _environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """How long llama.cpp's threads wait for each other before they sleep, unless somebody has chosen.
+
+    By default they spin for so long that beside one other busy program two threads on two cores fell from 130 to as
+    little as 1 token/s; this way to 20, and nothing is lost on a quiet machine (measured).
+    """
+    return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": SPINS}
+
+
+async def _described(
+    entry: ModelEntry, header: GgufHeader, planned: Plan, process: LlamaProcess, connection: LlamaConnection
+) -> Hosted:
+    (model,) = (await connection.get("/v1/models"))["data"]
+    hosted = Hosted(
+        entry=entry,
+        header=header,
+        plan=planned,
+        process=process,
+        connection=connection,
+        vocabulary_size=int(model["meta"]["n_vocab"]),
+        memory_bytes=process.memory_bytes,
+    )
+    if entry.kind == "chat":
+        # llama.cpp has a template of its own where the file has none; ours is an error.
+        hosted.templated = header.text("tokenizer.chat_template") is not None
+        props = await connection.get("/props")
+        markers = {name: marker for name in ALL_MARKERS if (marker := await _marker(connection, name)) is not None}
+        hosted.dialect = dialect_of(props["chat_template"], props["chat_template_caps"], markers)
+    else:
+        hosted.dimensions = int(model["meta"]["n_embd"])
+    return hosted
+
+
+async def _marker(connection: LlamaConnection, text: str) -> Marker | None:
+    """The marker as the one token that it is, if it is."""
+    found = await connection.ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})
+    tokens = found["tokens"]
+    return (int(tokens[0]),) if len(tokens) == 1 else None

@@ -1,0 +1,102 @@
+"""The same models in both formats, and an engine that has one of them: what a test here says holds for both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.engine import Engine
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, Format, ModelEntry
+from tests.engine.conftest import until_idle
+from tests.gguf_files import with_context, with_tokens
+from tests.tiny import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama
+
+CONTEXT = 8192
+SETTINGS = Settings(slots=8, queue_limit=8, threads=1, memory_limit_bytes=2**30)
+FEW = replace(SETTINGS, slots=2, queue_limit=2)
+Entries = Mapping[Format, ModelEntry]
+
+
+def entry_of(path: Path, id_: str) -> ModelEntry:
+    """The model at this path, by a name that both formats have in common."""
+    return replace(Catalog(Settings()).resolve(str(path)), id=id_)
+
+
+@pytest.fixture(scope="session")
+def chats(tiny: ModelEntry, tiny_gguf: Path) -> Entries:
+    """``tiny``: the same weights, a context of 512."""
+    return {"mlx": tiny, "gguf": entry_of(tiny_gguf, "tiny")}
+
+
+@pytest.fixture(scope="session")
+def longs(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
+    """The same with a context of 8,192: it is busy for as long as a test needs."""
+    folder = tmp_path_factory.mktemp("long")
+    write_tiny_llama(folder / "mlx", smollm2.path, seed=0, context=CONTEXT)
+    files: dict[Format, Path] = {"mlx": folder / "mlx", "gguf": with_context(tiny_gguf, CONTEXT, folder)}
+    return {format_: entry_of(path, "long") for format_, path in files.items()}
+
+
+@pytest.fixture(scope="session")
+def thinkers(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
+    """The same with markers of thoughts and calls as tokens, and a template that writes tools and thoughts."""
+    folder = tmp_path_factory.mktemp("thinkers")
+    write_tiny_llama(folder / "mlx", smollm2.path, seed=0)
+    teach_thinking(folder / "mlx")
+    files: dict[Format, Path] = {
+        "mlx": folder / "mlx",
+        "gguf": with_tokens(tiny_gguf, MARKERS, folder / "thinker.gguf", THINKER_TEMPLATE),
+    }
+    return {format_: entry_of(path, "thinker") for format_, path in files.items()}
+
+
+@pytest.fixture(scope="session")
+def embedders(minilm: ModelEntry, minilm_gguf: Path) -> Entries:
+    return {"mlx": minilm, "gguf": entry_of(minilm_gguf, minilm.id)}
+
+
+@pytest.fixture(scope="module", params=["mlx", "gguf"])
+def made_for(request: pytest.FixtureRequest) -> Format:
+    """The engine under test, by the format of its models."""
+    format_: Format = request.param
+    return format_
+
+
+@pytest.fixture(scope="module")
+async def _with_tiny(chats: Entries, made_for: Format) -> AsyncIterator[Engine]:
+    async with Engine(SETTINGS) as engine:
+        await engine.load(chats[made_for])
+        yield engine
+
+
+@pytest.fixture
+async def engine(_with_tiny: Engine) -> AsyncIterator[Engine]:
+    """With ``tiny``, shared by the tests of a module: none may change what is loaded."""
+    yield _with_tiny
+    await until_idle(_with_tiny)
+
+
+@pytest.fixture(scope="module")
+async def _with_long(longs: Entries, made_for: Format) -> AsyncIterator[Engine]:
+    async with Engine(FEW) as engine:
+        await engine.load(longs[made_for])
+        yield engine
+
+
+@pytest.fixture
+async def busy(_with_long: Engine) -> AsyncIterator[Engine]:
+    """Of two slots, with a model whose answers can be long; shared as ``engine`` is."""
+    yield _with_long
+    await until_idle(_with_long)
+
+
+@pytest.fixture
+async def own(longs: Entries, made_for: Format) -> AsyncIterator[Engine]:
+    """The same for one test, which may do with it what it likes."""
+    async with Engine(FEW) as engine:
+        await engine.load(longs[made_for])
+        yield engine

@@ -1,0 +1,332 @@
+"""However a request ends, it ends once, its place is free again, and the engine goes on: on both engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine import AnswerFormat, Engine, TokenStream
+from lmx_lab.errors import (
+    EngineDeadError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    NotLoadedError,
+    QueueFullError,
+)
+from lmx_lab.weights import Format
+from tests.engine.conftest import finish, numbers, request, run, until_busy, until_idle
+from tests.engine.contract.conftest import CONTEXT, FEW, Entries
+
+pytestmark = pytest.mark.anyio
+LONG: dict[str, Any] = {"max_tokens": CONTEXT, "ignore_eos": True}
+"""Seconds of work, which no test waits for."""
+
+
+async def occupied(engine: Engine) -> list[TokenStream]:
+    """Both slots decode; leave the streams to free them."""
+    streams = [await engine.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200)]
+    for stream in streams:
+        await anext(stream)
+    assert engine.snapshot.active_requests == 2
+    return streams
+
+
+async def leave(*streams: TokenStream) -> None:
+    for stream in streams:
+        await stream.aclose()
+
+
+async def answers_again(engine: Engine) -> None:
+    await until_idle(engine)
+    assert (await run(engine))[1].output_tokens == 8
+
+
+# Cancelled
+
+
+async def test_a_request_may_be_left_while_it_waits(busy: Engine) -> None:
+    streams = await occupied(busy)
+    waits = await busy.submit(request())
+    assert waits.progress is None
+    await waits.aclose()
+    while busy.snapshot.queued_requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert busy.snapshot.active_requests == 2
+    await leave(*streams)
+    await answers_again(busy)
+    assert waits.report is None
+
+
+async def test_a_request_may_be_left_while_its_prompt_is_computed(busy: Engine) -> None:
+    stream = await busy.submit(request(prompt=numbers(8000), max_tokens=100))
+    while stream.progress is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await stream.aclose()
+    await answers_again(busy)
+    assert stream.report is None
+
+
+async def test_a_request_may_be_left_while_it_decodes(busy: Engine) -> None:
+    before = busy.snapshot.output_tokens
+    await leave(*await occupied(busy))
+    await answers_again(busy)
+    # llama.cpp has computed some more by the time it hears of it.
+    assert 10 <= busy.snapshot.output_tokens - before < CONTEXT
+
+
+async def test_a_stream_that_is_dropped_is_cancelled(busy: Engine) -> None:
+    streams = await occupied(busy)
+    waits = await busy.submit(request(**LONG))
+    del streams, waits
+    gc.collect()
+    await answers_again(busy)
+
+
+async def test_cancelling_the_submit_leaves_nothing_behind(busy: Engine) -> None:
+    for turns in range(12):
+        task = asyncio.create_task(busy.submit(request(**LONG)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leave(await task)
+    gc.collect()
+    await answers_again(busy)
+
+
+async def test_one_who_leaves_lets_the_next_one_in(busy: Engine) -> None:
+    first, second = await occupied(busy)
+    waits = await busy.submit(request())
+    await first.aclose()
+    assert (await finish(waits))[1].output_tokens == 8
+    await second.aclose()
+
+
+async def test_a_form_may_be_asked_for_while_all_places_are_taken(busy: Engine) -> None:
+    streams = await occupied(busy)
+    form = AnswerFormat(kind="regex", text="[ab]{9}")
+    asking = asyncio.create_task(busy.submit(request(answer_format=form, max_tokens=20)))
+    await asyncio.sleep(0)
+    await leave(*streams)
+    assert len((await finish(await asking))[0]) == 9
+
+
+# In time
+
+
+@pytest.mark.parametrize("prompt", [5, 8000])
+async def test_a_deadline_ends_what_runs(busy: Engine, prompt: int) -> None:
+    with pytest.raises(GenerationTimeoutError, match=r"not finished after 0\.02 s"):
+        await run(busy, prompt=numbers(prompt), timeout_s=0.02, **LONG)
+    await answers_again(busy)
+
+
+async def test_a_deadline_ends_what_waits(busy: Engine) -> None:
+    streams = await occupied(busy)
+    with pytest.raises(GenerationTimeoutError):
+        await run(busy, timeout_s=0.02)
+    assert busy.snapshot.active_requests == 2
+    await leave(*streams)
+    await answers_again(busy)
+
+
+# In the queue
+
+
+async def test_a_full_queue_refuses_and_loses_nothing(busy: Engine) -> None:
+    streams = await occupied(busy)
+    waiting = [await busy.submit(request(max_tokens=20, ignore_eos=True)) for _ in range(2)]
+    with pytest.raises(QueueFullError) as refused:
+        await busy.submit(request())
+    assert refused.value.retry_after_s is not None
+    assert refused.value.retry_after_s >= 1
+    await leave(*streams)
+    assert [(await finish(stream))[1].output_tokens for stream in waiting] == [20, 20]
+    await answers_again(busy)
+
+
+async def test_several_answers_are_taken_all_or_none(busy: Engine) -> None:
+    streams = await occupied(busy)
+    one = await busy.submit(request())
+    with pytest.raises(QueueFullError):
+        await busy.submit_all(request(), 2)
+    assert busy.snapshot.queued_requests == 1
+    with pytest.raises(InvalidRequestError, match=r"n is 5; this server takes 4") as refused:
+        await busy.submit_all(request(), 5)
+    assert refused.value.param == "n"
+    await leave(one, *streams)
+
+
+async def test_those_who_wait_are_served_in_their_order(busy: Engine) -> None:
+    streams = await occupied(busy)
+    order: list[int] = []
+
+    async def waits(at: int, stream: TokenStream) -> None:
+        await finish(stream)
+        order.append(at)
+
+    waiting = [await busy.submit(request(max_tokens=100, ignore_eos=True)) for _ in range(2)]
+    tasks = [asyncio.create_task(waits(at, stream)) for at, stream in enumerate(waiting)]
+    await streams[0].aclose()
+    await asyncio.gather(*tasks)
+    assert order == [0, 1]
+    await leave(*streams)
+
+
+async def test_two_event_loops_use_one_engine_at_once(busy: Engine) -> None:
+    alone = (await run(busy, max_tokens=60))[0]
+    found: list[str] = []
+
+    async def elsewhere() -> None:
+        found.extend([(await run(busy, max_tokens=60))[0] for _ in range(5)])
+
+    thread = threading.Thread(target=lambda: asyncio.run(elsewhere()))
+    thread.start()
+    here = [(await run(busy, max_tokens=60))[0] for _ in range(5)]
+    await asyncio.to_thread(thread.join)
+    assert [*here, *found] == [alone] * 10
+
+
+async def test_an_event_loop_that_closes_takes_its_requests_with_it(busy: Engine) -> None:
+    kept: list[TokenStream] = []
+
+    async def elsewhere() -> None:
+        kept.extend([await busy.submit(request(**LONG)) for _ in range(2)])
+        await anext(kept[0])
+
+    await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+    # Both places are needed, and the others would take seconds.
+    found = await asyncio.wait_for(asyncio.gather(run(busy), run(busy)), 60)
+    assert [report.output_tokens for _, report in found] == [8, 8]
+    assert kept[0].report is None
+
+
+# When the model goes
+
+
+async def test_unloading_waits_for_what_runs_and_tells_those_who_wait(own: Engine, ends: Counter[int]) -> None:
+    running = [await own.submit(request(max_tokens=300, ignore_eos=True)) for _ in range(2)]
+    for stream in running:
+        await anext(stream)
+    waits = [await own.submit(request()) for _ in range(2)]
+    used = own.snapshot.memory_used_bytes
+    freed = await own.unload()
+    assert freed > 1_000_000
+    for stream in running:
+        assert (await finish(stream))[1].output_tokens == 300
+    for stream in waits:
+        with pytest.raises(NotLoadedError, match="the model is unloaded before this request began"):
+            await finish(stream)
+    now = own.snapshot
+    assert (now.state, now.entry, now.active_requests, now.queued_requests) == ("empty", None, 0, 0)
+    assert (now.unloaded_model, now.unload_cause, now.model_memory_bytes) == ("long", "asked", 0)
+    # MLX counts all engines of this process.
+    assert used - now.memory_used_bytes > 1_000_000
+    assert set(ends.values()) == {1}
+    assert await own.unload() == 0
+    with pytest.raises(NotLoadedError, match="no model is loaded; load one first"):
+        await run(own)
+
+
+async def test_unloading_waits_no_longer_than_the_drain_allows(longs: Entries, made_for: Format) -> None:
+    async with Engine(replace(FEW, drain_s=0.05)) as engine:
+        await engine.load(longs[made_for])
+        streams = await occupied(engine)
+        assert await engine.unload() > 0
+        for stream in streams:
+            with pytest.raises(NotLoadedError, match="the model is unloaded before this request ended"):
+                await finish(stream)
+        await engine.load(longs[made_for])
+        await answers_again(engine)
+
+
+async def test_a_load_lets_running_requests_end_first(own: Engine, chats: Entries, made_for: Format) -> None:
+    stream = await own.submit(request(max_tokens=300, ignore_eos=True))
+    await anext(stream)
+    report = await own.load(chats[made_for])
+    assert (report.model, own.snapshot.model) == ("tiny", "tiny")
+    assert (await finish(stream))[1].output_tokens == 300
+    assert (await run(own))[1].model == "tiny"
+
+
+async def test_a_patient_load_serves_those_who_wait_first(own: Engine, chats: Entries, made_for: Format) -> None:
+    streams = [await own.submit(request(max_tokens=50, ignore_eos=True)) for _ in range(4)]
+    await own.load(chats[made_for], finish_queued=True)
+    assert [(await finish(stream))[1].output_tokens for stream in streams] == [50] * 4
+
+
+async def test_whoever_leaves_a_load_does_not_stop_it(own: Engine, chats: Entries, made_for: Format) -> None:
+    loading = asyncio.create_task(own.load(chats[made_for]))
+    while own.snapshot.model == "long":  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    loading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await loading
+    while own.snapshot.model != "tiny":  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await answers_again(own)
+
+
+async def test_loading_what_is_loaded_changes_nothing(busy: Engine, longs: Entries, made_for: Format) -> None:
+    stream = await busy.submit(request(max_tokens=50, ignore_eos=True))
+    assert (await busy.load(longs[made_for])).load_s == 0
+    assert (await finish(stream))[1].output_tokens == 50
+
+
+async def test_quiescing_ends_what_does_not_end_in_time_and_keeps_the_model(own: Engine) -> None:
+    streams = await occupied(own)
+    await own.quiesce(0.01)
+    for stream in streams:
+        with pytest.raises(NotLoadedError, match="the server is stopped"):
+            await finish(stream)
+    assert own.snapshot.model == "long"
+    await answers_again(own)
+
+
+async def test_stopping_ends_what_runs_and_what_waits(longs: Entries, made_for: Format, ends: Counter[int]) -> None:
+    engine = Engine(FEW)
+    await asyncio.to_thread(engine.start)
+    await engine.load(longs[made_for])
+    streams = [*await occupied(engine), await engine.submit(request())]
+    await asyncio.to_thread(engine.stop)
+    for stream in streams:
+        with pytest.raises(EngineDeadError):
+            await finish(stream)
+    assert set(ends.values()) == {1}
+    await asyncio.to_thread(engine.stop)
+
+
+async def test_an_engine_can_start_again(longs: Entries, made_for: Format) -> None:
+    engine = Engine(FEW)
+    for _ in range(2):
+        async with engine:
+            await engine.load(longs[made_for])
+            assert (await run(engine))[1].output_tokens == 8
+        assert engine.snapshot.entry is None or not engine.alive
+
+
+async def test_a_model_that_nobody_uses_is_unloaded(longs: Entries, made_for: Format) -> None:
+    async with Engine(replace(FEW, idle_unload_s=0.2)) as engine:
+        await engine.load(longs[made_for])
+        while engine.snapshot.state == "ready":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert (engine.snapshot.unloaded_model, engine.snapshot.unload_cause) == ("long", "idle")
+        with pytest.raises(NotLoadedError, match="long was unloaded after a time without use"):
+            await run(engine)
+
+
+async def test_busy_engines_say_so(busy: Engine) -> None:
+    streams = await occupied(busy)
+    waits = await busy.submit(request())
+    await until_busy(busy, requests=3)
+    now = busy.snapshot
+    assert (now.active_requests, now.queued_requests, now.state, now.context_length) == (2, 1, "ready", CONTEXT)
+    assert now.model_memory_bytes > 1_000_000
+    await leave(waits, *streams)

@@ -1,0 +1,304 @@
+"""Enforced forms, tools and thoughts are the same promise on both engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from lmx_lab.engine import AnswerFormat, ChatPrompt, Engine, Sampling, TextPrompt, Tool, ToolUse
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.weights import Format, ModelEntry
+from tests.engine.contract.conftest import SETTINGS, Entries
+from tests.engine.test_answers_in_engine import SCHEMA, Answer, finish, is_place, request
+
+pytestmark = pytest.mark.anyio
+JSON = AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA))
+REGEX = AnswerFormat(kind="regex", text="[a-c]{5}-(left|right)")
+LARK = AnswerFormat(kind="lark", text='start: "x" DIGITS\nDIGITS: /[0-9]{3}/')
+TOOLS = ToolUse(
+    tools=(Tool(name="look", parameters=SCHEMA, description="Looks."), Tool(name="wait", parameters=SCHEMA))
+)
+FORCED = replace(TOOLS, forced=True, parallel=False)
+NAMED = replace(TOOLS, forced=True, only="wait")
+
+
+async def run(engine: Engine, **changes: Any) -> Answer:
+    return await finish(await engine.submit(request(**changes)))
+
+
+async def answered(engine: Engine, **changes: Any) -> Answer | InvalidRequestError:
+    """The answer, or why there is none."""
+    try:
+        return await run(engine, **changes)
+    except InvalidRequestError as exc:
+        return exc
+
+
+@pytest.fixture
+def marker(tiny: ModelEntry) -> list[int]:
+    """The tokens of the marker that begins a call; none is twice in it."""
+    tokens: list[int] = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).encode("<tool_call>").ids
+    assert len(set(tokens)) == len(tokens)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+async def thinker(thinkers: Entries, made_for: Format) -> AsyncIterator[Engine]:
+    """With markers of thoughts and calls, and tools in the template."""
+    async with Engine(SETTINGS) as engine:
+        await engine.load(thinkers[made_for])
+        yield engine
+
+
+# Forms
+
+
+async def test_a_schema_is_enforced_whatever_the_temperature(engine: Engine) -> None:
+    for seed in range(4):
+        found = await run(engine, answer_format=JSON, sampling=Sampling(temperature=2, seed=seed))
+        assert is_place(found.text)
+        assert found.reason == "stop"
+    assert is_place((await run(engine, answer_format=JSON, prompt=TextPrompt(text="river"))).text)
+
+
+@pytest.mark.parametrize(("form", "pattern"), [(REGEX, "[a-c]{5}-(left|right)"), (LARK, "x[0-9]{3}")])
+async def test_patterns_and_grammars_are_enforced(engine: Engine, form: AnswerFormat, pattern: str) -> None:
+    texts = {(await run(engine, answer_format=form, sampling=Sampling(seed=seed))).text for seed in range(4)}
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    assert len(texts) > 1
+
+
+async def test_white_space_in_json_has_an_end(engine: Engine) -> None:
+    # The tiny model likes nothing better.
+    spaces = Sampling(temperature=0, logit_bias=tuple((token, 100.0) for token in (198, 216, 221, 256, 284)))
+    whole = AnswerFormat(kind="json_schema", text=json.dumps({"type": "array", "items": {"const": 1}, "maxItems": 2}))
+    found = await run(engine, answer_format=whole, sampling=spaces)
+    assert json.loads(found.text) in ([], [1], [1, 1])
+
+
+BROKEN = {
+    "json_schema": ['{"type": 5}', '{"type": "string", "pattern": "(["}', '{"not": {"type": "string"}}'],
+    "regex": ["[a-", "(?=ahead)"],
+    "lark": ["start: nope", "start: /[a-/", "start: %json { nothing", ""],
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in BROKEN.items() for text in texts])
+async def test_a_broken_form_is_refused_before_the_first_token(engine: Engine, kind: Any, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
+        await engine.submit(request(answer_format=AnswerFormat(kind=kind, text=text)))
+    assert refused.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        AnswerFormat(kind="json_schema", text='{"type": "string", "format": "uri"}'),
+        AnswerFormat(kind="lark", text="start: <[^300]>"),
+    ],
+)
+async def test_a_form_is_enforced_or_refused_and_never_forgotten(engine: Engine, form: AnswerFormat) -> None:
+    found = await answered(engine, answer_format=form, max_tokens=200)
+    if isinstance(found, InvalidRequestError):
+        assert found.param == "response_format"
+        assert "load the model in MLX format" in found.message
+        return
+    assert form.kind == "lark" or found.text.startswith('"')
+
+
+async def test_a_form_may_be_any_text(engine: Engine) -> None:
+    for kind, text in (("regex", "(?s:.*)"), ("lark", "start: /(?s:.*)/")):
+        found = await run(engine, answer_format=AnswerFormat(kind=kind, text=text), max_tokens=10)  # type: ignore[arg-type]
+        assert found.report.output_tokens == 10
+
+
+async def test_an_endless_answer_has_no_form(engine: Engine) -> None:
+    for changes in ({"answer_format": JSON}, {"tools": NAMED}):
+        with pytest.raises(InvalidRequestError) as refused:
+            await engine.submit(request(ignore_eos=True, **changes))
+        assert refused.value.param == "ignore_eos"
+
+
+async def test_a_form_with_too_few_tokens_ends_with_length(engine: Engine) -> None:
+    digits = AnswerFormat(kind="regex", text="[0-9]{9}")
+    cut = await run(engine, answer_format=digits, max_tokens=5)
+    assert (len(cut.text), cut.reason) == (5, "length")
+
+
+# Tools
+
+
+async def test_a_forced_call_is_a_call_and_nothing_else(engine: Engine) -> None:
+    found = await run(engine, tools=FORCED)
+    ((name, arguments),) = found.calls
+    assert name in ("look", "wait")
+    assert is_place(arguments)
+    assert (found.text, found.reason) == ("", "tool_calls")
+
+
+async def test_a_named_tool_is_called_once(engine: Engine) -> None:
+    found = await run(engine, tools=NAMED)
+    assert [name for name, _ in found.calls] == ["wait"]
+    assert is_place(found.calls[0][1])
+    assert (found.text, found.reason) == ("", "tool_calls")
+
+
+async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(engine: Engine) -> None:
+    stream = await engine.submit(request(tools=replace(TOOLS, forced=True), max_tokens=400))
+    pieces = [call async for delta in stream for call in delta.tool_calls]
+    ids = [piece.id for piece in pieces if piece.id is not None]
+    assert len(set(ids)) == len(ids) == len({piece.index for piece in pieces})
+    assert [piece.name for piece in pieces if piece.id is not None].count(None) == 0
+
+
+async def test_tools_that_may_be_called_need_not_be(engine: Engine) -> None:
+    found = await run(engine, tools=TOOLS, max_tokens=10)
+    assert (found.calls, found.report.output_tokens, found.reason) == ([], 10, "length")
+    assert found.text
+
+
+async def test_a_call_that_the_model_begins_is_held_to_its_schema(engine: Engine, marker: list[int]) -> None:
+    asked = request(tools=replace(TOOLS, parallel=False))
+    async with await engine.submit(replace(asked, max_tokens=0)) as stream:
+        said = Counter(stream.prompt)
+    # llama.cpp's penalties count the prompt too, so there more is needed for the same.
+    counted = said if engine.snapshot.entry is not None and engine.snapshot.entry.format == "gguf" else {}
+    bias = tuple((token, 1000.0 * (1 + counted.get(token, 0)) - 20 * at) for at, token in enumerate(marker))
+    begun = replace(asked, sampling=Sampling(temperature=0, logit_bias=bias, frequency_penalty=1000))
+    found = await finish(await engine.submit(begun))
+    ((name, arguments),) = found.calls
+    assert name in ("look", "wait")
+    assert is_place(arguments)
+    assert (found.text, found.reason) == ("", "tool_calls")
+
+
+async def test_a_call_that_is_cut_off_ends_with_length(engine: Engine) -> None:
+    whole = await run(engine, tools=NAMED)
+    cut = await run(engine, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
+    assert cut.reason == "length"
+    assert whole.calls[0][1].startswith(cut.calls[0][1])
+
+
+async def test_a_tool_whose_parameters_are_wrong_is_named(engine: Engine) -> None:
+    wrong = Tool(name="odd", parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})
+    with pytest.raises(InvalidRequestError, match="the parameters of the tool 'odd'") as refused:
+        await engine.submit(request(tools=ToolUse(tools=(*TOOLS.tools, wrong), forced=True)))
+    assert refused.value.param == "tools.2.function.parameters"
+    # Who need not call it is not bothered.
+    assert (await run(engine, tools=ToolUse(tools=(*TOOLS.tools, wrong)), max_tokens=5)).report.output_tokens == 5
+
+
+async def test_a_call_is_held_to_its_schema_or_refused_and_never_forgotten(engine: Engine) -> None:
+    address = {"type": "object", "properties": {"url": {"type": "string", "format": "uri"}}, "required": ["url"]}
+    tools = ToolUse(tools=(*TOOLS.tools, Tool(name="fetch", parameters=address)))
+    # It need not be called, or is not the one that is.
+    assert (await run(engine, tools=tools, max_tokens=5)).report.output_tokens == 5
+    assert is_place((await run(engine, tools=replace(tools, forced=True, only="wait"))).calls[0][1])
+    found = await answered(engine, tools=replace(tools, forced=True, only="fetch"), max_tokens=400)
+    if isinstance(found, InvalidRequestError):
+        assert found.param == "tools.2.function.parameters"
+        assert "the tool 'fetch'" in found.message
+        return
+    assert [name for name, _ in found.calls] == ["fetch"]
+
+
+CONVERSATION: tuple[dict[str, Any], ...] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Is the river wet?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": {"kind": "river"}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "It is."},
+)
+
+
+async def test_results_of_tools_are_part_of_the_prompt(engine: Engine) -> None:
+    async with await engine.submit(request(prompt=ChatPrompt(messages=CONVERSATION, tools=TOOLS))) as stream:
+        shown = await engine.decode(stream.prompt)
+    for part in ("Be brief.", "Is the river wet?", '"kind": "river"', "It is.", "Looks."):
+        assert part in shown
+    assert is_place((await run(engine, prompt=ChatPrompt(messages=CONVERSATION, tools=NAMED))).calls[0][1])
+
+
+async def test_forms_tools_and_free_answers_do_not_mind_each_other(engine: Engine) -> None:
+    found = await asyncio.gather(
+        run(engine, answer_format=JSON),
+        run(engine, tools=NAMED),
+        run(engine, max_tokens=30, ignore_eos=True),
+        run(engine, answer_format=REGEX),
+    )
+    assert is_place(found[0].text)
+    assert is_place(found[1].calls[0][1])
+    assert found[2].report.output_tokens == 30
+    assert re.fullmatch(REGEX.text, found[3].text)
+
+
+# Where the model has markers of its own
+
+
+async def test_thoughts_come_as_such_and_are_counted(thinker: Engine) -> None:
+    open_ = await run(thinker, open_thoughts=True, max_tokens=12, ignore_eos=True)
+    assert (open_.text, open_.report.reasoning_tokens) == ("", 12)
+    assert open_.reasoning
+    closed = await run(thinker, enable_thinking=False, max_tokens=12, ignore_eos=True)
+    assert (closed.reasoning, closed.report.reasoning_tokens) == ("", 0)
+    assert closed.text
+
+
+async def test_thoughts_that_end_are_followed_by_the_answer(thinker: Engine) -> None:
+    # Words and the end of thoughts, the likeliest first; each holds once. Their numbers are in no prompt here.
+    bias = {2000: 1040.0, 2001: 1030.0, 4: 1020.0, 2002: 1010.0, 2003: 1000.0}
+    found = await run(thinker, open_thoughts=True, bias=bias, max_tokens=5)
+    assert found.report.reasoning_tokens == 3
+    assert found.reasoning.strip()
+    assert found.text.strip()
+    assert "think>" not in found.text + found.reasoning
+
+
+async def test_a_form_holds_after_open_thoughts(thinker: Engine) -> None:
+    found = await run(thinker, open_thoughts=True, answer_format=JSON, bias={2000: 1040.0, 4: 1030.0})
+    assert found.reasoning.strip()
+    assert is_place(found.text)
+
+
+async def test_a_forced_call_comes_after_open_thoughts(thinker: Engine) -> None:
+    found = await run(thinker, open_thoughts=True, tools=NAMED, bias={2000: 1040.0, 4: 1030.0})
+    assert [name for name, _ in found.calls] == ["wait"]
+    assert found.reasoning.strip()
+
+
+# What not every engine does
+
+
+async def test_a_budget_of_thoughts_is_kept_or_refused_as_capabilities_say(thinker: Engine, made_for: Format) -> None:
+    asked: dict[str, Any] = {"open_thoughts": True, "thinking_budget": 3, "max_tokens": 9}
+    if not thinker._by_format[made_for].capabilities.thinking_budget:
+        with pytest.raises(InvalidRequestError, match="MLX format") as refused:
+            await run(thinker, **asked)
+        assert refused.value.param == "thinking_budget"
+        return
+    assert (await run(thinker, **asked)).report.reasoning_tokens == 4
+
+
+async def test_logprobs_beside_the_models_own_calls_come_or_are_refused_as_capabilities_say(
+    thinker: Engine, made_for: Format
+) -> None:
+    asked: dict[str, Any] = {"tools": TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
+    if not thinker._by_format[made_for].capabilities.logprobs_with_own_tools:
+        with pytest.raises(InvalidRequestError, match="leave out logprobs, or tools") as refused:
+            await run(thinker, **asked)
+        assert refused.value.param == "logprobs"
+        asked["tools"] = NAMED
+    assert (await run(thinker, **asked)).logprobs
