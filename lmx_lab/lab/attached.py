@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -270,7 +270,7 @@ class AttachedLab(Measuring):
         workbench = super().workbench
         if workbench is not held:
             # At exit nobody looks any more, and the kernel's messages may have ended.
-            weakref.finalize(self, _rest, workbench, workbench.source).atexit = False
+            weakref.finalize(self, _rest, self._end, workbench, workbench.source).atexit = False
         return workbench
 
     def panel(self, *names: str) -> ipywidgets.DOMWidget:
@@ -374,8 +374,14 @@ def _end(thread: LoopThread, client: AsyncLabClient) -> None:
         thread.stop()
 
 
-def _rest(workbench: Workbench, source: Source) -> None:
-    """End what the panels do for a lab that was dropped."""
+def _rest(end: Callable[[], object], workbench: Workbench, source: Source) -> None:
+    """End what the panels do for a lab that was dropped; they show it once more, as stopped."""
+
+    def rest() -> None:
+        # First, and not left to the other finalizer, which comes after this one.
+        end()
+        workbench.rest()
+
     if workbench.source is source:
         # Whoever dropped it last may be the panels' own loop, which cannot wait for its end.
-        threading.Thread(target=workbench.rest, name="lmx-lab-rest", daemon=True).start()
+        threading.Thread(target=rest, name="lmx-lab-rest", daemon=True).start()

@@ -22,6 +22,7 @@ from typing import Any
 
 import nbformat
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request, WebSocket
+from playwright.sync_api import Error as PlaywrightError
 
 CHROMIUM = Path("/usr/bin/chromium")
 # No name leads anywhere but to this machine: routes see no WebSockets.
@@ -33,6 +34,8 @@ ARGUMENTS = (
 WAIT_MS = 60_000
 START_S = 180
 PORTS_TRIED = 3
+KERNEL_ATTEMPTS = 3
+LOG_CHARACTERS = 4000
 VIEWPORT = {"width": 1280, "height": 1600}
 FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")
 # What JupyterLab itself writes to the console as an error, whatever is in the notebook.
@@ -48,7 +51,7 @@ SETTINGS = {
     # A question about closing a kernel would wait for ever.
     "docmanager-extension/plugin": {"autosave": False},
 }
-OPEN = """async ([path, wanted]) => {
+OPEN = """async ([path, wanted, attempts, patience]) => {
     const app = window.jupyterapp;
     await app.restored;
     const without = wanted ? {} : {kernelPreference: {shouldStart: false, canStart: false}};
@@ -58,7 +61,14 @@ OPEN = """async ([path, wanted]) => {
     await panel.sessionContext.ready;
     await panel.revealed;
     const kernel = panel.sessionContext.session?.kernel;
-    if (kernel) await kernel.info;
+    if (!kernel) return;
+    // Its first question to the kernel can get lost while a slow machine starts it; each connection asks anew.
+    for (let attempt = 0; attempt < attempts; attempt++) {
+        if (attempt) await kernel.reconnect();
+        const late = new Promise((resolve) => setTimeout(resolve, patience, "late"));
+        if (await Promise.race([kernel.info, late]) !== "late") return;
+    }
+    throw new Error(`the kernel is ${kernel.status}, ${kernel.connectionStatus}, and does not say what it is`);
 }"""
 CURRENT = "const app = window.jupyterapp, panel = app.shell.currentWidget;"
 RUN = """async ([index, wait]) => {
@@ -206,7 +216,10 @@ class Tab:
 
     def open(self, name: str, *, kernel: bool = True) -> None:
         """Show a notebook of the folder, with its kernel (a running one if another tab has it)."""
-        self.page.evaluate(OPEN, [name, kernel])
+        try:
+            self.page.evaluate(OPEN, [name, kernel, KERNEL_ATTEMPTS, WAIT_MS])
+        except PlaywrightError as exc:
+            raise AssertionError(f"{name} could not be opened: {exc}\n{self.lab.log[-LOG_CHARACTERS:]}") from exc
 
     def run(self, index: int) -> Locator:
         """Run a cell to its end, which must not fail; returns its outputs."""
