@@ -1,6 +1,9 @@
 # setup: everything into .venv; lab: JupyterLab; demo: the quickstart in a real kernel, printed; test; check;
 # parity: encoders and decoders against PyTorch, in an environment of its own under build/.
 # screenshots: the panels as they are with the starter models, into docs/images; needs Chromium.
+# gallery: all notebooks, run, as pages in build/gallery; clients: other projects' clients against a running server, in an
+# environment of their own; binder: Binder's steps likewise, and its notebooks in 2 GB under a Hub's prefix.
+# soak: faults, fuzz and load for half an hour, as a table and under build/soak (SOAK="--quick" for a look).
 # bench: what was promised about speed, as a table and under build/bench (BENCH="--model tiny --quick" for a look).
 PYTHON ?= python3
 VENV := .venv
@@ -8,11 +11,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PARITY := build/parity
 PARITY_STAMP := $(PARITY)/installed
+CLIENTS := build/clients
+CLIENTS_STAMP := $(CLIENTS)/installed
 # Processes that test beside each other, a file of tests each: one for each core, 4 at most; 0 for none but make's own.
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test check parity panels bench screenshots lock clean
+.PHONY: setup lab demo test check parity panels gallery clients binder bench soak screenshots lock clean
 
 setup: $(STAMP)
 
@@ -32,8 +37,8 @@ test: setup
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: setup
-	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks
-	$(BIN)/ruff check lmx_lab tests notebooks benchmarks
+	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak
+	$(BIN)/ruff check lmx_lab tests notebooks benchmarks soak
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
@@ -52,8 +57,25 @@ $(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
 panels: setup
 	$(BIN)/python -m lmx_lab.panels.build
 
+gallery: setup
+	$(BIN)/python notebooks/gallery.py build/gallery
+
+clients: setup $(CLIENTS_STAMP)
+	$(BIN)/python -m tests.other_clients.try_clients $(CLIENTS)
+
+$(CLIENTS_STAMP): constraints-clients.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt langchain-openai llm litellm instructor
+	touch $(CLIENTS_STAMP)
+
+binder: setup
+	$(BIN)/python -m tests.package.as_binder $(BINDER)
+
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)
+
+soak: setup
+	$(BIN)/python -m soak $(SOAK)
 
 screenshots: setup
 	$(BIN)/python -m tests.browser.screenshots docs/images

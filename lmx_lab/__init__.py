@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from lmx_lab.replies import Reply
     from lmx_lab.settings import Settings
 
+    __version__: str
+
 _HOME = {
     "Lab": "lmx_lab.lab",
     "LabError": "lmx_lab.errors",
@@ -26,9 +28,13 @@ __all__ = ["Lab", "LabError", "Reply", "Settings", "attach", "current", "launch"
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: MLX and FastAPI take over a second to import.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lmx-lab")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Lazily: MLX and FastAPI take over a second to import.
     return getattr(import_module(_HOME[name]), name)
 
 

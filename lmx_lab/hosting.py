@@ -15,16 +15,15 @@ import re
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.utils import ClientDisconnected
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from lmx_lab.errors import HostingError, PortTakenError
 from lmx_lab.loops import loops_serving, note_serving
+from lmx_lab.plaintext import RecentLines
+from lmx_lab.transport import HttpProtocol, WebSocketProtocol
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -132,18 +131,6 @@ def _probe(host: str, port: int) -> bytes:
     return answer
 
 
-class _LogBuffer(logging.Handler):
-    """Keeps the last lines in memory: a cell's output is no place for a server's log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: deque[str] = deque(maxlen=LOG_RECORDS)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record)[:4000])
-
-
 def _without_keys(record: logging.LogRecord) -> bool:
     """Takes queries, where WebSocket clients may send a key, out of addresses. Below INFO there are headers, too."""
     if isinstance(record.args, tuple):
@@ -151,7 +138,7 @@ def _without_keys(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.INFO
 
 
-_LOGS = _LogBuffer()
+_LOGS = RecentLines(LOG_RECORDS)
 
 
 def recent_logs() -> list[str]:
@@ -214,53 +201,6 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.accepting.set()
-
-
-class _WebSocket(WebSocketsSansIOProtocol):
-    """uvicorn's, with functions of our own in the scope's ``extensions``.
-
-    ``lmx_lab.frames`` encodes any number of texts, once for all connections, and ``lmx_lab.send`` sends that in one
-    write when the client has taken enough of what came before. ``lmx_lab.abort`` drops a client that takes nothing.
-    """
-
-    _pongs = b""
-
-    async def run_asgi(self) -> None:
-        own: Any = {"lmx_lab.frames": _frames, "lmx_lab.send": self._send, "lmx_lab.abort": self.transport.abort}
-        self.scope["extensions"] = {**(self.scope.get("extensions") or {}), **own}
-        await super().run_asgi()
-
-    async def send(self, message: Any) -> None:
-        await super().send(message)
-        # A refusal with a status is whole; uvicorn would log it as an error of the application.
-        self.handshake_complete |= self.close_sent
-
-    def handle_ping(self) -> None:
-        # Who takes nothing is still read, so that its cancel, close and end are seen. But answers to a flood of pings
-        # would fill the memory: there is one, to the latest, when the client takes again (RFC 6455, 5.5.3).
-        self._pongs = b"".join(self.conn.data_to_send()) or self._pongs
-        if self.writable.is_set():
-            self.resume_writing()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        pongs, self._pongs = self._pongs, b""
-        self.transport.write(pongs)
-
-    async def _send(self, frames: bytes) -> None:
-        if not self.handshake_complete or self.close_sent or self.disconnected or self.transport.is_closing():
-            raise ClientDisconnected
-        self.transport.write(frames)
-        await self.writable.wait()
-
-
-def _frames(texts: Sequence[str]) -> bytes:
-    parts: list[bytes] = []  # whole text messages as a server sends them (RFC 6455, 5.2), without extensions
-    for data in map(str.encode, texts):
-        size = len(data)
-        length = [size] if size < 126 else [126, *size.to_bytes(2)] if size < 65536 else [127, *size.to_bytes(8)]
-        parts += (bytes([0x81, *length]), data)
-    return b"".join(parts)
 
 
 class Host:
@@ -363,8 +303,8 @@ def _config(app: ASGIApp, ws_max_bytes: int) -> uvicorn.Config:
         lifespan="on",
         loop="none",
         # h11 bounds headers (64 KiB) and refuses doubled Host headers; httptools is 0.2 ms a request faster.
-        http="h11",
-        ws=_WebSocket,
+        http=HttpProtocol,
+        ws=WebSocketProtocol,
         ws_max_size=ws_max_bytes,
         # On loopback there is nothing to gain, and each connection would keep two windows of it in memory.
         ws_per_message_deflate=False,

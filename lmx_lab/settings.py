@@ -20,6 +20,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "keep", "float32", "float16", "bfloat16"),
 }
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
+SECRETS = frozenset(
+    {f"{PREFIX}{name}" for name in ("API_KEY", "UPSTREAM_API_KEY", "DAEMON_TOKEN")}
+    | {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"}
+)
+"""Variables that no process of ours needs which reads what comes with a model."""
 DAY_S = 86_400.0
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),
@@ -42,6 +47,11 @@ def _default_home() -> Path:
     return Path.home() / ".lmx-lab"
 
 
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a process that has no business with keys."""
+    return {name: value for name, value in environ.items() if name not in SECRETS}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything that can be chosen, with its unit in its name.
@@ -58,24 +68,30 @@ class Settings:
     """Whether naming an unknown hub model may download it (from this machine only)."""
 
     host: str = "127.0.0.1"
+    """Where the server listens; ``0.0.0.0`` serves the LAN."""
     port: int = 8400
+    """Where nobody has chosen one, it may be the next that is free; 0 takes any."""
     api_key: str | None = field(default=None, repr=False)
+    """What clients must send as ``Authorization: Bearer KEY``; by default nothing."""
     cors_origins: tuple[str, ...] = ()
     """Origins of other web pages that may call the server, such as ``http://localhost:3000``."""
     allowed_hosts: tuple[str, ...] = ()
     """Further values of the Host header to accept, ``name`` or ``name:port``."""
     lan_admin: bool = False
-    """Whether other hosts may load, unload and download."""
+    """Whether other hosts may load and unload what is on disk; downloads stay with this machine."""
     max_body_bytes: int = 8 * 2**20
+    """The longest request."""
     log_level: str = "info"
     """What ``lmx-lab serve`` prints: debug, info, warning or error."""
 
     daemon_host: str = "127.0.0.1"
     """Where the daemon listens; any other address than loopback exposes it to other machines."""
     daemon_port: int = 8401
+    """As ``port``."""
     upstream: str | None = None
     """The chat-format server that the daemon's turns ask; by default http://127.0.0.1:8400."""
     upstream_api_key: str | None = field(default=None, repr=False)
+    """The key of that server."""
 
     slots: int = 8
     """Requests decoded at the same time; the rest wait in arrival order."""
@@ -92,7 +108,8 @@ class Settings:
     idle_unload_s: float | None = None
     """Unload the model when no request has come for so long; by default never."""
     memory_limit_bytes: int | None = None
-    """What models and caches may take together; by default 80 % of the device's memory."""
+    """What models and caches may take together; by default 80 % of the device's memory, or of what a container leaves
+    of it."""
     prefix_cache_bytes: int | None = None
     """What the KV caches of ended requests may take, for requests that begin alike; by default 10 % of the memory
     limit, 0 keeps none."""
@@ -107,7 +124,7 @@ class Settings:
     blas: str = "auto"
     """``auto`` puts OpenBLAS behind MLX on Linux CPUs, ``off`` leaves MLX as it was installed."""
     threads: int | None = None
-    """That OpenBLAS computes with; by default the physical cores that this process may use."""
+    """That OpenBLAS or llama.cpp computes with; by default the physical cores that this process may use."""
     disk_reserve_bytes: int = 1 * GIB // 4
     """Free disk that a download must leave."""
     wired_memory: bool = False

@@ -23,7 +23,9 @@ from tests.tiny import teach_thinking, write_tiny_llama
 ROOT = Path(__file__).parent.parent
 LONGEST = {
     folder: at
-    for at, folder in enumerate(("browser", "notebooks", "kernel", "flows", "contract", "daemon", "gguf", "engine"))
+    for at, folder in enumerate(
+        ("browser", "notebooks", "docs", "kernel", "contract", "flows", "strangers", "daemon", "gguf", "engine")
+    )
 }
 """The folders whose tests take longest."""
 # Beside other processes an example may take any time, and no test is about that. In CI hypothesis' own profile, which

@@ -29,9 +29,11 @@ TABLE = {
     "settings": Row("errors"),
     "links": Row(),
     "feed": Row(),
+    "plaintext": Row(),
+    "transport": Row("", "uvicorn"),
     "guard": Row("errors"),
     # loops: there it is noted which loop serves which port, for those who would wait for themselves.
-    "hosting": Row("errors loops", "uvicorn"),
+    "hosting": Row("errors loops plaintext transport", "uvicorn"),
     # Beside hosting: running a coroutine for a blocking caller knows nothing of servers.
     "loops": Row("errors", "nest_asyncio2"),
     "wire": Row("errors", "pydantic"),
@@ -39,7 +41,7 @@ TABLE = {
     # psutil: on Linux, MLX does not know the memory's size.
     # tokenizers: to lower-case what an encoder reads, a normalizer is put before the tokenizer's own.
     # loops: the engine on llama.cpp waits for processes on a loop of its own.
-    "engine": Row("errors settings loops weights", "mlx mlx_lm llguidance numpy psutil tokenizers xllamacpp"),
+    "engine": Row("errors settings loops weights", "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp"),
     # Apart from server: the daemon reads bodies and answers errors as it does, and the two never see each other.
     "asgi": Row("errors guard wire", "fastapi starlette pydantic pydantic_core"),
     "server": Row(
@@ -54,7 +56,7 @@ TABLE = {
     # mcp's HTTP transport takes. anyio: mcp's streams end with its errors. psutil: children of MCP servers, and whether
     # a pid is still the daemon's.
     "daemon": Row(
-        "errors settings feed guard asgi hosting loops wire client",
+        "errors settings feed guard asgi hosting loops plaintext wire client",
         "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil",
     ),
     # loops: panels think on a thread of their own, which a busy cell does not delay. What they show they are given as a
@@ -75,18 +77,20 @@ TABLE = {
     "magics": Row("errors lab", "IPython"),
     # pandas, matplotlib: for the types of the tables that bench prints and of what it draws.
     "cli": Row(EVERYTHING, "typer rich pandas matplotlib"),
-    "doctor": Row(EVERYTHING, "mlx psutil"),
+    "doctor": Row(EVERYTHING, "mlx psutil jupyter_core"),
 }
 # Packages with one importing file: what is behind them can be exchanged there.
 ONLY_IN = {
-    "uvicorn": {"hosting"},
+    "uvicorn": {"hosting", "transport"},
     "nest_asyncio2": {"loops"},
     "huggingface_hub": {"weights.hub"},
-    "filelock": {"weights.store"},
+    "filelock": {"weights.store", "weights.hub"},
     "prometheus_client": {"server.metrics"},
     "sqlite3": {"daemon.storage.store"},
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.gguf.worker"},
+    # In a process of its own, within limits: templates are programs of strangers.
+    "jinja2": {"engine.template_rendering"},
 }
 MLX_IN_WEIGHTS = {"weights.gguf_import"}
 # Reading a value's own class is no dependency worth a row.

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -33,8 +33,12 @@ def lmx_lab(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 class Serving:
     """``lmx-lab serve``, or another command, in a process of its own, with what it prints."""
 
-    def __init__(self, home: Path, *arguments: str, command: str = "serve") -> None:
-        whole = [str(Path(sys.executable).with_name("lmx-lab")), command, *arguments]
+    def __init__(self, home: Path, *arguments: str, command: str = "serve", before: Sequence[str] = ()) -> None:
+        """
+        Args:
+            before: What the command is put behind, such as ``ip netns exec``.
+        """
+        whole = [*before, str(Path(sys.executable).with_name("lmx-lab")), command, *arguments]
         self.process = subprocess.Popen(
             whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(home)
         )
@@ -79,8 +83,8 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(home: Path, *arguments: str, command: str = "serve") -> Iterator[Serving]:
-    server = Serving(home, *arguments, command=command)
+def serving(home: Path, *arguments: str, command: str = "serve", before: Sequence[str] = ()) -> Iterator[Serving]:
+    server = Serving(home, *arguments, command=command, before=before)
     try:
         yield server
     finally:
@@ -119,7 +123,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 
 def test_the_arguments_are_read_without_the_engine() -> None:
-    source = "import lmx_lab.cli, sys; print({'mlx.core', 'fastapi', 'mlx_lm'} & set(sys.modules))"
+    source = "import lmx_lab.cli.commands, sys; print({'mlx.core', 'fastapi', 'mlx_lm'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
 
@@ -207,9 +211,9 @@ def test_a_taken_default_port_gives_way_to_the_next_free_one(tiny_home: Path) ->
         (["daemon", "--port", "0", "--mcp-config", "/no/such/file"], "invalid-request"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_status_one(tiny_home: Path, arguments: list[str], code: str) -> None:
+def test_a_mistake_is_one_line_and_an_exit_status(tiny_home: Path, arguments: list[str], code: str) -> None:
     result = lmx_lab(tiny_home, *arguments)
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
+    assert (result.returncode, result.stderr.count("\n")) == (2 if code == "invalid-request" else 1, 1), result.stderr
     assert result.stderr.startswith(f"{code}: ")
 
 
@@ -243,7 +247,7 @@ def test_servers_of_a_file_are_shown_and_not_added_without_a_yes(tmp_path: Path)
     file = tmp_path / ".mcp.json"
     file.write_text(json.dumps(MCP))
     result = lmx_lab(tmp_path, "daemon", "--port", "0", "--mcp-config", str(file))
-    assert (result.returncode, result.stderr.partition(":")[0]) == (1, "invalid-request")
+    assert (result.returncode, result.stderr.partition(":")[0]) == (2, "invalid-request")
     assert "--yes" in result.stderr
     assert result.stdout == "none: /no/such/program 'a b'  (with KEY)\n"
     assert not (tmp_path / "daemon").exists()
@@ -322,9 +326,11 @@ def test_the_models_are_listed_whole_lines_for_programs(tiny_home: Path, tmp_pat
     assert "no models in" in lmx_lab(tmp_path, "models").stdout
 
 
-def test_the_doctor_finds_this_machine_healthy(tiny_home: Path, tmp_path: Path) -> None:
-    result = lmx_lab(tiny_home, "doctor")
+def test_the_doctor_finds_this_machine_healthy(tiny_home: Path) -> None:
+    result = lmx_lab(tiny_home, "doctor", "--json")
     assert (result.returncode, result.stderr) == (0, "")
-    topics = {line[5:].partition(":")[0] for line in result.stdout.splitlines()}
-    assert {"python", "mlx", "device", "memory", "blas", "disk", "models", "port"} <= topics
-    assert "note models: none on disk; lmx-lab pull" in lmx_lab(tmp_path, "doctor").stdout
+    document = json.loads(result.stdout)
+    assert document["broken"] == 0
+    assert {*document["findings"][0]} == {"topic", "verdict", "found", "means", "remedy"}
+    topics = {finding["topic"] for finding in document["findings"]}
+    assert {"python", "kernel", "mlx", "device", "memory", "blas", "disk", "models", "hub", "port", "labs"} <= topics

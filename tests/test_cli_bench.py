@@ -16,7 +16,7 @@ import pytest
 from lmx_lab.bench import load
 from lmx_lab.bench.sample import COLUMNS, frame
 from lmx_lab.cli import bench_tables
-from lmx_lab.cli.app import main
+from lmx_lab.cli.entry import run
 from tests.bench.asked import WORDS, after_calibration
 from tests.bench.rows import run_of, sample
 from tests.daemon.scripted import STALL, Scripted, refuses, token
@@ -34,11 +34,7 @@ def server() -> Iterator[Scripted]:
 
 def bench(*arguments: str) -> int:
     """The exit status of the command in this process, where nothing has to be imported again."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", ["lmx-lab", "bench", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-    return int(left.value.code or 0)
+    return run(["bench", *arguments])
 
 
 def figures(output: str) -> list[list[str]]:
@@ -301,7 +297,7 @@ def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytes
 def test_a_mistake_is_one_line_and_found_before_anything_is_measured(
     home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
 ) -> None:
-    assert bench(*arguments) == 1
+    assert bench(*arguments) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert said.err.startswith("invalid-request: ")
@@ -313,7 +309,7 @@ def test_a_place_where_no_run_can_be_kept_is_said_before_anything_is_measured(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / "bench").write_text("a file")
-    assert bench("--url", server.url, *SMALL) == 1
+    assert bench("--url", server.url, *SMALL) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert "no run can be kept in" in said.err
@@ -333,7 +329,7 @@ def test_what_is_not_installed_is_said_with_what_installs_it(
         for module in [name for name in sys.modules if name.startswith("lmx_lab.bench.plots")]:
             patched.delitem(sys.modules, module)
         patched.setitem(sys.modules, missing, None)
-        assert bench("--url", "127.0.0.1:1", *arguments) == 1
+        assert bench("--url", "127.0.0.1:1", *arguments) == 2
     assert "pip install 'lmx-lab[lab]'" in capsys.readouterr().err
 
 

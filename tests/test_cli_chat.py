@@ -15,7 +15,8 @@ from typing import IO, Any
 
 import pytest
 
-from lmx_lab.cli.app import main
+from lmx_lab.cli import commands
+from lmx_lab.cli.entry import run
 from lmx_lab.cli.following import as_json
 from lmx_lab.cli.terminal import line, shown
 from lmx_lab.daemon.daemon import Daemon
@@ -95,7 +96,7 @@ def test_what_is_for_a_new_session_is_refused_where_there_is_one(
     first = lmx_lab(tmp_path, "chat", "one", "--session", "s", "--system", "be brief")
     assert first.returncode == 0, first.stderr
     second = lmx_lab(tmp_path, "chat", "two", "--session", "s", "--system", "be long")
-    assert second.returncode == 1
+    assert second.returncode == 2
     assert "session s is there already" in second.stderr
     assert [len(body["messages"]) for body in upstream.bodies] == [2]
 
@@ -134,7 +135,7 @@ def test_the_question_may_come_on_standard_input(tmp_path: Path, daemon: Daemon,
 @pytest.mark.parametrize("question", ["", "  "])
 def test_no_question_is_said(tmp_path: Path, daemon: Daemon, question: str) -> None:
     done = lmx_lab(tmp_path, "chat", question)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "there is no question" in done.stderr
 
 
@@ -149,7 +150,7 @@ def test_without_a_daemon_it_says_how_one_is_started(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("hello")
 def test_an_address_needs_its_token(tmp_path: Path, daemon: Daemon) -> None:
     done = lmx_lab(tmp_path, "chat", "hello", "--url", daemon.url)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "LMX_LAB_DAEMON_TOKEN" in done.stderr
     command = [sys.executable, "-m", "lmx_lab", "chat", "hello", "--url", daemon.url]
     given = {**environment(tmp_path), "LMX_LAB_DAEMON_TOKEN": daemon.token}
@@ -332,7 +333,7 @@ def test_the_newest_events_are_printed_as_lines_for_people_or_programs(tmp_path:
 @pytest.mark.usefixtures("hello")
 def test_a_kind_that_does_not_exist_is_said(tmp_path: Path, daemon: Daemon) -> None:
     done = lmx_lab(tmp_path, "events", "--types", "turn.nope")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "turn.nope" in done.stderr
 
 
@@ -393,12 +394,11 @@ def test_json_is_ascii_and_says_the_same() -> None:
 def test_what_a_server_says_in_an_error_does_nothing_to_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
+    def fail(_: object) -> None:
         raise LabError("gone\x1b[2J")
 
-    monkeypatch.setattr(sys.modules[main.__module__], "app", fail)
-    with pytest.raises(SystemExit):
-        main()
+    monkeypatch.setattr(commands, "app", fail)
+    assert run() == 1
     assert "gone\\x1b[2J" in capsys.readouterr().err
 
 

@@ -22,7 +22,13 @@ WAIT_S = 120
 
 
 def doctor(home: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    named = {"LMX_LAB_HOME": str(home), "HF_HOME": str(home / "hub"), "LMX_LAB_THREADS": "1", "LMX_LAB_PORT": "0"}
+    named = {
+        "LMX_LAB_HOME": str(home),
+        "HF_HOME": str(home / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "LMX_LAB_THREADS": "1",
+        "LMX_LAB_PORT": "0",
+    }
     command = [sys.executable, "-m", "lmx_lab", "doctor", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=WAIT_S, env={**os.environ, **named, **environ}, check=False
@@ -61,7 +67,7 @@ def test_each_engine_is_measured_once_and_shown_from_then_on(home: Path) -> None
     assert (home / preference.FILE).read_bytes() == kept
 
 
-def test_what_was_never_measured_is_measured_and_a_busy_machine_is_no_verdict(
+def test_what_was_never_measured_is_measured_when_asked_and_a_busy_machine_is_no_verdict(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models").symlink_to(home / "models")
@@ -80,8 +86,11 @@ def test_what_was_never_measured_is_measured_and_a_busy_machine_is_no_verdict(
         return speeds
 
     monkeypatch.setattr(speed, "measure_speeds", measured)
-    for _ in range(2):
-        _, found = examine_engines(settings)
+    _, unknown = examine_engines(settings)
+    assert (unknown.verdict, unknown.remedy.partition(" (")[0]) == ("note", "lmx-lab doctor --measure")
+    assert asked == []
+    for measure in (True, False):
+        _, found = examine_engines(settings, measure=measure)
         assert found.verdict == "note"
         assert "80 % of the processors busy" in found.text
         assert "(measured 3 days ago)" in found.text
@@ -93,11 +102,14 @@ def test_without_the_starters_nothing_is_measured_and_the_command_that_fetches_t
 ) -> None:
     _, nothing = examine_engines(Settings(home=tmp_path))
     assert nothing.verdict == "note"
-    assert "lmx-lab pull smollm2-135m && lmx-lab pull smollm2-135m-gguf && lmx-lab doctor" in nothing.text
+    assert (
+        "mend it: lmx-lab pull smollm2-135m && lmx-lab pull smollm2-135m-gguf && lmx-lab doctor --measure"
+        in nothing.text
+    )
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "smollm2-135m").symlink_to(tiny.path)
     _, half = examine_engines(Settings(home=tmp_path), measure=True)
-    assert "models; lmx-lab pull smollm2-135m-gguf && " in half.text
+    assert half.remedy.startswith("lmx-lab pull smollm2-135m-gguf && ")
     assert not (tmp_path / preference.FILE).exists()
 
 

@@ -1,1 +1,1 @@
-"""What the routes of both servers, the lab's and the daemon's, have in common: bodies, errors, request ids, CORS."""
+"""What the routes of both servers, the lab's and the daemon's, have in common: bodies, errors, documents, CORS, ids."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request, Response, WebSocket
@@ -11,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from lmx_lab import errors
 from lmx_lab.errors import CallerError, InvalidRequestError, LabError
@@ -19,15 +21,6 @@ from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 log = logging.getLogger(__name__)
 
 
-def _header(description: str, kind: str = "string") -> dict[str, Any]:
-    return {"description": description, "schema": {"type": kind}}
-
-
-FAILURE_HEADERS = {
-    "x-request-id": _header("The id of this request, as in `error.request_id` and in the server's log"),
-    "Retry-After": _header("Seconds after which it is worth another try; absent where none would help", "integer"),
-    "x-should-retry": _header("`false` where sending the same again cannot help; otherwise absent"),
-}
 # Looked up along the class's MRO, so a new error has its parent's status until it gets a row of its own.
 STATUS: dict[type[LabError], int] = {
     errors.LabError: 500,
@@ -51,7 +44,8 @@ STATUS: dict[type[LabError], int] = {
     errors.OutOfMemoryError: 503,
     errors.EngineDeadError: 503,
 }
-# Sending the same again at once cannot help, and chat clients would, twice, for every status from 500 up.
+# Sending the same again at once cannot help, and chat clients would, twice, for every status from 500 up; unless the
+# error says after how many seconds it can.
 NO_RETRY = (
     errors.NotLoadedError,
     errors.OutOfMemoryError,
@@ -62,19 +56,6 @@ NO_RETRY = (
 )
 # nginx's word for it: the client has closed the request.
 CLIENT_CLOSED = 499
-# What any route may answer; "4XX" keeps FastAPI from promising its own 422.
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {
-        "model": ErrorBody,
-        "description": "The request is wrong, or must wait: see `error.code`",
-        "headers": FAILURE_HEADERS,
-    },
-    "5XX": {
-        "model": ErrorBody,
-        "description": "No model, no memory, no time or a bug: see `error.code`",
-        "headers": FAILURE_HEADERS,
-    },
-}
 # There is no number for "no limit"; -1 and 0 are such elsewhere.
 LEFT_OUT = {
     **dict.fromkeys(
@@ -85,12 +66,17 @@ LEFT_OUT = {
     "dimensions": "for all that the model has leave it out",
 }
 REQUEST_PARTS = ("body", "query")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 ALTERNATIVES = ("str", "constrained-str")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+def status_for(error: type[LabError]) -> int:
+    return next(STATUS[kind] for kind in error.__mro__ if kind in STATUS)
+
+
 def status_of(error: LabError) -> int:
-    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+    return status_for(type(error))
 
 
 def detail(error: LabError, request_id: str | None) -> ErrorDetail:
@@ -101,16 +87,20 @@ def detail(error: LabError, request_id: str | None) -> ErrorDetail:
         message=error.message,
         type=kind,
         param=error.param,
-        retryable=not isinstance(error, (CallerError, *NO_RETRY)),
+        retryable=not isinstance(error, CallerError) and not _is_final(error),
         request_id=request_id,
         reason=error.reason if isinstance(error, errors.CursorExpiredError) else None,
     )
 
 
+def _is_final(error: LabError) -> bool:
+    return isinstance(error, NO_RETRY) and error.retry_after_s is None
+
+
 def respond(error: LabError, status: int | None = None, request_id: str | None = None) -> JSONResponse:
     """The whole answer to a failed request."""
     headers = {}
-    if isinstance(error, NO_RETRY):
+    if _is_final(error):
         headers["x-should-retry"] = "false"
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -199,7 +189,19 @@ async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     error = InvalidRequestError(f"{request.method} {request.url.path}: {exc.detail}; see {place} for what there is")
     response = respond(error, status=exc.status_code, request_id=request_id_of(request))
     response.headers.update(exc.headers or {})
+    if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        response.headers["allow"] = ", ".join(_methods_at(request))
     return response
+
+
+def _methods_at(request: Request) -> list[str]:
+    """What the address takes. Starlette names the methods of one route only, and there is a route for each method."""
+
+    def taken(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in METHODS if taken(method)]
 
 
 async def on_gone(request: Request, exc: Exception) -> Response:

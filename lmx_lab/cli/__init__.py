@@ -1,9 +1,8 @@
-"""The command line: arguments, printing, exit codes. The work is done elsewhere.
+"""The command line: arguments, printing, exit statuses. The work is done elsewhere.
 
-A module for each command, in the order in which ``--help`` lists them.
+``entry`` is the script from its first moment to its exit status, ``commands`` has a module for each command.
 """
 
-from lmx_lab.cli import serve, daemon, chat, events, bench, weights, doctor  # noqa: F401, I001
-from lmx_lab.cli.app import app, main
+from lmx_lab.cli.entry import main
 
-__all__ = ["app", "main"]
+__all__ = ["main"]

@@ -1,75 +1,103 @@
-"""The command line itself, and what all commands share: printing, exit codes, logging."""
+"""The command line itself, and what all commands share: printing, words of help, logging."""
 
 from __future__ import annotations
 
 import gc
-import io
 import logging
-import os
-import sys
-import threading
-from typing import NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
+from lmx_lab.cli.entry import FAILED, INTERRUPTED
 from lmx_lab.cli.terminal import shown
 from lmx_lab.errors import LabError
+from lmx_lab.plaintext import LogFormatter
+
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "app",
+    "complain",
+    "epilog",
+    "err",
+    "keep_what_is_made",
+    "note",
+    "out",
+    "say",
+    "start_logging",
+]
+
+STATUS = "0 if all went well, 1 if it failed, 2 if an argument or a setting cannot be, 130 after Ctrl-C"
+
+
+def epilog(*examples: str, needs: str = "", status: str = STATUS) -> str:
+    """What stands below a command's options: what it needs, examples, what its exit status means."""
+    lines = [f"Needs {needs}.\n"] if needs else []
+    lines += ["Examples:", *(f"  {each}" for each in examples), f"\nExit status: {status}."]
+    return escape("\n".join(lines))
+
 
 app = typer.Typer(
     name="lmx-lab",
-    help="Local language models on MLX and llama.cpp: serve them, fetch them, see what is there.",
+    help="Local language models on MLX and llama.cpp: serve them, talk to them, measure them, see what is there.\n\n"
+    "The first steps are the first two examples below. What is wrong on this machine, lmx-lab doctor says.",
+    epilog=epilog(
+        "lmx-lab serve --model smollm2-135m   a server; the model is fetched once",
+        "lmx-lab bench --model smollm2-135m   its tokens per second",
+        "lmx-lab daemon                       sessions and tools, beside the server",
+        "lmx-lab chat 'Say hello.'            a conversation, which daemon keeps",
+        "lmx-lab serve --help                 more of a command, with examples",
+        "lmx-lab --install-completion         the Tab key: options, models, sessions",
+        status=f"{STATUS}. Errors are on standard error, a line each, code first; results alone are on standard output",
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 out = Console(soft_wrap=True)
 err = Console(stderr=True, soft_wrap=True)
-FAILED = 1
-INTERRUPTED = 130
-"""What shells take for Ctrl-C."""
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        say(f"lmx-lab {version('lmx-lab')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Say the version, and exit.")
+    ] = False,
+) -> None:
+    # Without a docstring: the help is the application's.
+    del version
 
 
 def say(text: str, *, style: str | None = None) -> None:
     """One line as it is: names and paths may contain what rich takes for markup."""
-    out.print(text, style=style, markup=False, highlight=False)
+    out.print(shown(text), style=style, markup=False, highlight=False)
 
 
 def note(text: str) -> None:
     """What is about a command's output, and not of it."""
-    err.print(text, style="dim", markup=False, highlight=False)
+    err.print(shown(text), style="dim", markup=False, highlight=False)
 
 
-def main() -> None:
-    """Entry point of the ``lmx-lab`` script: a deliberate error is one line, not a traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A letter that the terminal's encoding lacks is no reason to end.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        app()
-    except LabError as exc:
-        _fail(exc)
-    finally:
-        _leave_downloads()
-
-
-def _leave_downloads() -> None:
-    """End now if a download still runs: its library's threads cannot be stopped, and Python would wait for them."""
-    if any(thread.name.startswith("lmx-lab-hub") for thread in threading.enumerate()):
-        leaving = sys.exc_info()[1]
-        code = leaving.code if isinstance(leaving, SystemExit) and isinstance(leaving.code, int) else FAILED
-        sys.stdout.flush()
-        os._exit(code if leaving is not None else 0)
-
-
-def _fail(exc: LabError) -> NoReturn:
-    # A server may have said it.
+def complain(exc: LabError) -> None:
+    """One line with the error's code and message, which a server may have said."""
     err.print(Text.assemble((shown(exc.code), "bold red"), f": {shown(exc.message)}"), highlight=False)
-    sys.exit(FAILED)
 
 
 def start_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=level.upper())
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("httpx", "httpx2", "httpcore2", "filelock"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

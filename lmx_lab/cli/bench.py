@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmx_lab.cli.app import FAILED, INTERRUPTED, app, keep_what_is_made, note
+from lmx_lab.cli.app import FAILED, INTERRUPTED, app, epilog, keep_what_is_made, note
+from lmx_lab.cli.completion import complete_model
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 
@@ -30,18 +31,33 @@ With --compare it is served from here on a free port, so that both sides go over
 is measured as its clients see it.
 
 No prompt begins like another one, so that no cache helps, unless --warm is given. Ctrl-C prints what is there.
-
-Exit status: 0 if every request ended well, 1 if one failed (in warm-up, too), 130 after Ctrl-C.
 """
+Model = Annotated[
+    str | None,
+    typer.Option(help="An id (fetched if needed) or a path; with --url, its name.", autocompletion=complete_model),
+]
 
 
-@app.command(help=HELP)
+CompareKey = Annotated[
+    str | None, typer.Option(envvar="LMX_LAB_COMPARE_API_KEY", show_envvar=True, help="Key of --compare.")
+]
+
+
+@app.command(
+    help=HELP,
+    epilog=epilog(
+        "lmx-lab bench --model smollm2-135m",
+        "lmx-lab bench --url http://127.0.0.1:8400 -c 1,4,8 -r 3 --plot bench.png",
+        "lmx-lab bench --url 127.0.0.1:8400 --compare 127.0.0.1:8080 -r 3 --json",
+        needs="pip install 'lmx-lab[lab]' (for tables), and --model or --url",
+        status="0 if every request ended well, 1 if one failed (in warm-up, too), 2 if an argument cannot be, 130 "
+        "after Ctrl-C",
+    ),
+)
 def bench(
     *,
     url: Annotated[str | None, typer.Option(help="A chat-format server that runs, of any make.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="An id (fetched if needed) or a path; with --url, its name.")
-    ] = None,
+    model: Model = None,
     prompt_tokens: Annotated[
         str, typer.Option("--prompt-tokens", "-p", help="One number, or several: 128,512.")
     ] = "512",
@@ -67,9 +83,7 @@ def bench(
         str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key of --url.")
     ] = None,
     compare_model: Annotated[str | None, typer.Option(help="By default the only one that --compare lists.")] = None,
-    compare_api_key: Annotated[
-        str | None, typer.Option(envvar="LMX_LAB_COMPARE_API_KEY", show_envvar=True, help="Key of --compare.")
-    ] = None,
+    compare_api_key: CompareKey = None,
     record: Annotated[bool, typer.Option(help="Keep the run in the lab's home, for lmx_lab.bench.load().")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document in the place of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file, such as bench.png.")] = None,

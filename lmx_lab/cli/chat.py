@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmx_lab.cli.app import app, note
-from lmx_lab.cli.reach import Token, Url, daemon_client
+from lmx_lab.cli.app import app, epilog, note
+from lmx_lab.cli.completion import complete_model, complete_session
+from lmx_lab.cli.reach import NEEDS, Token, Url, daemon_client
 from lmx_lab.cli.terminal import can_be_asked
 from lmx_lab.errors import InvalidRequestError, SessionNotFoundError
 from lmx_lab.settings import Settings
@@ -23,15 +24,30 @@ LAST = "chat.json"
 """Has the session that a chat without a name goes on with."""
 
 
-@app.command()
+@app.command(
+    epilog=epilog(
+        'lmx-lab chat "What is the capital of France?"',
+        "lmx-lab chat --new --system 'Answer in one word.'",
+        "git diff | lmx-lab chat --session review",
+        needs=NEEDS,
+        status="0 after an answer, 1 if there is none, 2 if an argument cannot be, 130 if Ctrl-C has cancelled it",
+    )
+)
 def chat(
     text: Annotated[list[str] | None, typer.Argument(help="The question. Without one, it is a conversation.")] = None,
     *,
     session: Annotated[
-        str | None, typer.Option(help="Id of a session, made if it is not there. By default the last chat's.")
+        str | None,
+        typer.Option(
+            help="Id of a session, made if it is not there. By default the last chat's.",
+            autocompletion=complete_session,
+        ),
     ] = None,
     new: Annotated[bool, typer.Option("--new", help="Begin a new session.")] = False,
-    model: Annotated[str | None, typer.Option(help="Of a new session; by default whatever the server has.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Of a new session; by default whatever the server has.", autocompletion=complete_model),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
     allow: Annotated[bool, typer.Option("--allow", help="Let tools run without asking.")] = False,
     url: Url = None,

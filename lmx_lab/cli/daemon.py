@@ -11,10 +11,11 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
-from lmx_lab.cli.app import app, keep_what_is_made, say, start_logging
+from lmx_lab.cli.app import app, epilog, keep_what_is_made, say, start_logging
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, McpServerExistsError
 from lmx_lab.links import LOOPBACK_NAMES
 from lmx_lab.settings import Settings
@@ -27,7 +28,16 @@ DRAIN_S = 30.0
 """How long turns may go on after the daemon was told to end."""
 
 
-@app.command()
+@app.command(
+    epilog=epilog(
+        "lmx-lab daemon",
+        "lmx-lab daemon --upstream http://127.0.0.1:8080   before another server",
+        "lmx-lab daemon --mcp-config .mcp.json             with a project's tools",
+        needs="a chat-format server for its turns, such as lmx-lab serve; it may come later",
+        status="0 after Ctrl-C or SIGTERM (the first lets turns end, the second does not) or POST /v3/daemon/shutdown; "
+        "1 if it could not start; 2 if an argument cannot be",
+    )
+)
 def daemon(
     *,
     upstream: Annotated[
@@ -61,9 +71,31 @@ def daemon(
         cors_origins=cors_origin or None,
         log_level=log_level,
     )
+    _check_upstream(settings.upstream)
     start_logging(settings.log_level)
     servers = _agreed(mcp_config, yes=yes) if mcp_config is not None else []
     _run_daemon(settings, servers, explicit_port=port is not None or "LMX_LAB_DAEMON_PORT" in os.environ)
+
+
+def _check_upstream(url: str | None) -> None:
+    """
+    Raises:
+        InvalidRequestError: no address of a server. Found out here, and not when the first turn fails.
+    """
+    if url is None:
+        return
+    from lmx_lab.client.address import server_address
+
+    try:
+        # What has neither would be a web site at port 80.
+        named = "://" in url or urlsplit(server_address(url)).port is not None
+    except InvalidRequestError as exc:
+        raise InvalidRequestError(exc.message.replace("url:", "upstream:", 1), param="upstream") from None
+    if not named:
+        raise InvalidRequestError(
+            f"upstream: {url!r:.200} has neither http:// nor a port; it looks like http://127.0.0.1:8400",
+            param="upstream",
+        )
 
 
 def _agreed(path: Path, *, yes: bool) -> list[McpServerConfig]:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from typing import Annotated
 
 import typer
 
-from lmx_lab.cli.app import app
-from lmx_lab.cli.reach import Token, Url, daemon_client
+from lmx_lab.cli.app import app, epilog
+from lmx_lab.cli.completion import complete_session
+from lmx_lab.cli.reach import NEEDS, Token, Url, daemon_client
 from lmx_lab.errors import InvalidRequestError
 
 
-@app.command()
+@app.command(
+    epilog=epilog(
+        "lmx-lab events --follow",
+        "lmx-lab events --after 0 --types 'turn.*' --session letters",
+        "lmx-lab events --follow --json | jq .event",
+        needs=NEEDS,
+        status="0, also after Ctrl-C, which ends --follow; 1 if it failed, or nobody reads on; 2 if an argument cannot "
+        "be",
+    )
+)
 def events(
     *,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")] = False,
     after: Annotated[int | None, typer.Option(help="From this cursor on; 0 is all that is kept.")] = None,
     tail: Annotated[int, typer.Option(help="By default so many of the newest events.")] = 20,
-    session: Annotated[list[str] | None, typer.Option(help="Only of this session. Repeatable.")] = None,
+    session: Annotated[
+        list[str] | None,
+        typer.Option(help="Only of this session. Repeatable.", autocompletion=complete_session),
+    ] = None,
     types: Annotated[
         list[str] | None, typer.Option(help="Only of this kind, or turn.* for a group. Repeatable.")
     ] = None,
@@ -35,10 +46,6 @@ def events(
 
     chosen = Chosen(session_ids=tuple(session or ()), types=tuple(types or ()), as_json=json)
     with daemon_client(url, token) as client, contextlib.suppress(KeyboardInterrupt):
-        try:
-            cursor = newest_events(client, chosen, after=after, tail=tail)
-            if follow:
-                follow_events(client, chosen, after=cursor)
-        except BrokenPipeError:
-            # Whoever read this has enough, as head does; Python would complain once more when it ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        cursor = newest_events(client, chosen, after=after, tail=tail)
+        if follow:
+            follow_events(client, chosen, after=cursor)

@@ -12,19 +12,50 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmx_lab.cli.app import app, keep_what_is_made, say, start_logging
+from lmx_lab.cli.app import app, epilog, keep_what_is_made, say, start_logging
+from lmx_lab.cli.completion import complete_model
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
     from lmx_lab.lab import Lab
 
 
-@app.command()
+HELP = """Run the inference server until Ctrl-C or SIGTERM.
+
+It speaks the chat-completions format at /v1, so that any client of it can be pointed there. Most options are also \
+variables of the environment: LMX_LAB_PORT and so on.
+"""
+Model = Annotated[
+    str | None,
+    typer.Option(help="Model to load first: an id (fetched if needed) or a path.", autocompletion=complete_model),
+]
+
+
+IdleUnload = Annotated[
+    float | None, typer.Option("--idle-unload", "--ttl", help="Seconds without a request until the model goes.")
+]
+PrefixCache = Annotated[
+    float | None, typer.Option(help="GB of that for prompts seen before; 0 keeps none. By default 10 % of it.")
+]
+Dtype = Annotated[str | None, typer.Option(help="Of weights in memory: auto, keep, float32, float16 or bfloat16.")]
+
+
+@app.command(
+    help=HELP,
+    epilog=epilog(
+        "lmx-lab serve --model smollm2-135m",
+        "lmx-lab serve --host 0.0.0.0 --api-key KEY           for the LAN",
+        "lmx-lab serve --cors-origin http://localhost:3000    for a web page",
+        "curl http://127.0.0.1:8400/healthz                   whether it runs",
+        needs="nothing but the model, which is fetched if it is not here (lmx-lab models lists those that are)",
+        status="0 after Ctrl-C or SIGTERM, which are its end; 1 if it could not start; 2 if an argument cannot be",
+    ),
+)
 def serve(
     *,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 serves the LAN.")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one. By default 8400 or the next.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model to load first: an id (fetched if needed) or a path.")] = None,
+    model: Model = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = None,
@@ -38,19 +69,13 @@ def serve(
     embedder: Annotated[str | None, typer.Option(help="Embedding model to keep in memory beside the model.")] = None,
     reranker: Annotated[str | None, typer.Option(help="Reranker to keep in memory beside the model.")] = None,
     swap: Annotated[bool, typer.Option("--swap", help="Load the model that a request names.")] = False,
-    idle_unload: Annotated[
-        float | None, typer.Option("--idle-unload", "--ttl", help="Seconds without a request until the model goes.")
-    ] = None,
+    idle_unload: IdleUnload = None,
     slots: Annotated[int | None, typer.Option("--slots", "--parallel", help="Requests at once. By default 8.")] = None,
     queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait beside them. By default 64.")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds for one request. By default 600.")] = None,
     memory_limit: Annotated[float | None, typer.Option(help="GB for models and caches. By default 80 %.")] = None,
-    prefix_cache: Annotated[
-        float | None, typer.Option(help="GB of that for prompts seen before; 0 keeps none. By default 10 % of it.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of weights in memory: auto, keep, float32, float16 or bfloat16.")
-    ] = None,
+    prefix_cache: PrefixCache = None,
+    dtype: Dtype = None,
     threads: Annotated[int | None, typer.Option(help="For matrix products on a CPU. By default its cores.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:

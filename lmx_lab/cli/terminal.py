@@ -5,18 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import termios
-import unicodedata
 
-HARMLESS = "\n\t"
-# Cf has what changes the direction of text (U+202A to U+202E, U+2066 to U+2069); two of it belong to words.
-JOINERS = "\u200c\u200d"
+from lmx_lab.plaintext import shown
 
-
-def shown(text: str) -> str:
-    """The text with every character that does something written out, but for line ends and tabs."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(char if _is_text(char) else char.encode("unicode_escape").decode() for char in text)
+__all__ = ["asked", "can_be_asked", "forget_typed", "line", "shown"]
 
 
 def line(text: str, most: int = 100) -> str:
@@ -47,7 +39,3 @@ def forget_typed() -> None:
     """What was typed before a question is no answer to it."""
     with contextlib.suppress(termios.error):
         termios.tcflush(sys.stdin, termios.TCIFLUSH)
-
-
-def _is_text(char: str) -> bool:
-    return char in HARMLESS or char in JOINERS or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp")

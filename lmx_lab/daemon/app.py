@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from fastapi import FastAPI
-from pydantic.json_schema import models_json_schema
 
-from lmx_lab.asgi import errors
+from lmx_lab.asgi.documents import DescribedAPI
 from lmx_lab.asgi.wrapping import VERSION, wrapped
 from lmx_lab.daemon.routes.daemon import HEALTH, daemon_routes
 from lmx_lab.daemon.routes.event_stream import PATH, stream_routes
@@ -19,12 +17,13 @@ from lmx_lab.daemon.routes.permissions import permission_routes
 from lmx_lab.daemon.routes.sessions import session_routes
 from lmx_lab.daemon.routes.turns import turn_routes
 from lmx_lab.daemon.services import Services
+from lmx_lab.daemon.sessions import LIST_LIMIT
 from lmx_lab.guard import ASGIApp, GuardPolicy, local_policy
 from lmx_lab.settings import Settings
 from lmx_lab.wire.events import DATA, Envelope
 
 METHODS = ("GET", "POST", "PATCH", "DELETE")
-PLACE = "#/components/schemas/{model}"
+POLLS = ("events_events", "events_events_of_session")
 KEY_HINT = (
     "send the header Authorization: Bearer TOKEN; the token is new at each start, in state.json in the daemon's folder "
     "($LMX_LAB_HOME/daemon)"
@@ -35,14 +34,22 @@ def create_daemon_app(
     services: Services, *, policy: Callable[[], GuardPolicy], max_body_bytes: int
 ) -> tuple[ASGIApp, FastAPI]:
     """Routes, errors, guard, CORS and request ids around the daemon's services. Starts nothing."""
-    api = _DescribedAPI(
+    limits = services.limits
+    api = DescribedAPI(
         title="LMX Lab daemon",
         version=VERSION,
-        responses=errors.RESPONSES,
         redirect_slashes=False,
         openapi_url="/v3/openapi.json",
         docs_url=None,
         redoc_url=None,
+        shapes=(Envelope, *DATA.values()),
+        key=("token", KEY_HINT),
+        open_paths=frozenset({HEALTH}),
+        most={
+            **{(polling, "wait"): limits.wait_s for polling in (*POLLS, "turns_read")},
+            **{(polling, "limit"): limits.page_events for polling in POLLS},
+            ("sessions_listed", "limit"): LIST_LIMIT,
+        },
     )
     api.state.max_body_bytes = max_body_bytes
     for routes in (
@@ -68,18 +75,3 @@ def daemon_policy(settings: Settings, port: int, token: str) -> GuardPolicy:
     own = [] if host in ("0.0.0.0", "::", "localhost") else [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
     policy = local_policy(port, hosts=[*own, *settings.allowed_hosts], origins=settings.cors_origins, key=token)
     return replace(policy, key_hint=KEY_HINT, open_paths=frozenset({HEALTH}), query_key_paths=frozenset({PATH}))
-
-
-class _DescribedAPI(FastAPI):
-    """With the token, which the guard asks for, and the events, which are no answers: FastAPI knows neither."""
-
-    def openapi(self) -> dict[str, Any]:
-        described = super().openapi()
-        shapes = [(shape, "serialization") for shape in dict.fromkeys([Envelope, *DATA.values()])]
-        _, events = models_json_schema(shapes, ref_template=PLACE)  # type: ignore[arg-type]
-        parts = described["components"]
-        parts["schemas"] = {**events["$defs"], **parts["schemas"]}
-        parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer", "description": KEY_HINT}}
-        described["security"] = [{"token": []}]
-        described["paths"][HEALTH]["get"]["security"] = []
-        return described

@@ -9,6 +9,8 @@ import os
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from lmx_lab.plaintext import LogFormatter
+
 LOG = "daemon.log"
 LOG_BYTES = 1_000_000
 BACKUPS = 2
@@ -45,7 +47,7 @@ class _Private(RotatingFileHandler):
         """A full disk is no reason to write tracebacks into a notebook."""
 
 
-class _Redacting(logging.Formatter):
+class _Redacting(LogFormatter):
     """The token gets into no record; this holds for those of other packages too, tracebacks included."""
 
     def __init__(self, token: str) -> None:

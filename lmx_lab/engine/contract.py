@@ -1,7 +1,7 @@
 """What every engine does, whatever computes: the seam between the server and MLX, llama.cpp, or what comes next.
 
 An engine holds one *main* model of any kind and *pinned* encoders beside it. ``tests/engine/contract`` holds every
-implementation to what is written here; where they differ, ``Capabilities`` and the README's table say so.
+implementation to what is written here; where they differ, ``Capabilities`` and the table in ``docs/server.md`` say so.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.weights.stamp import is_loaded, require_unchanged, stamped
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class EngineCore:
 
     def already(self, entry: ModelEntry) -> LoadReport | None:
         """The report of loading what is loaded, and stays so: nobody need be drained for it."""
-        if self._swaps or self._main is None or self._main.entry.path != entry.path:
+        if self._swaps or self._main is None or not is_loaded(self._main.entry, entry):
             return None
         return LoadReport(model=entry.id, load_s=0.0, memory_bytes=self._main.memory_bytes)
 
@@ -192,7 +193,7 @@ class EngineCore:
         """Keep an encoder in memory from now on, in the place of the one of its kind; the main model is not touched."""
         started = time.perf_counter()
         before = self._pinned.get(entry.kind)
-        if before is None or before.entry.path != entry.path:
+        if before is None or not is_loaded(before.entry, entry):
             failure = self._bring_up(entry, pinned=True)
             if failure is not None:
                 raise failure
@@ -250,12 +251,8 @@ class EngineCore:
         if (there := self._in_memory(entry)) is not None:
             self._take_in(there, pinned=pinned)
             return None
-        room = self._limit_bytes - self._bytes_beside(entry, pinned=pinned)
         try:
-            if entry.kind == "chat":
-                model: Loaded = load_chat(entry, limit_bytes=room, dtype=self._settings.dtype)
-            else:
-                model = load_encoder(entry, limit_bytes=room, dtype=self._settings.dtype)
+            model = self._read(entry, limit_bytes=self._limit_bytes - self._bytes_beside(entry, pinned=pinned))
         except LabError as exc:
             failure = type(exc)(exc.message, param=exc.param)
         except Exception as exc:
@@ -268,9 +265,15 @@ class EngineCore:
         memory.release()
         return failure
 
+    def _read(self, entry: ModelEntry, *, limit_bytes: int) -> Loaded:
+        entry, load = stamped(entry), load_chat if entry.kind == "chat" else load_encoder
+        model: Loaded = load(entry, limit_bytes=limit_bytes, dtype=self._settings.dtype)
+        require_unchanged(entry)
+        return model
+
     def _in_memory(self, entry: ModelEntry) -> LoadedEncoder | None:
         """An encoder that is pinned already, or loaded, serves as both."""
-        return next((model for model in self.encoders() if model.entry.path == entry.path), None)
+        return next((model for model in self.encoders() if is_loaded(model.entry, entry)), None)
 
     def _bytes_beside(self, entry: ModelEntry, *, pinned: bool) -> int:
         """What is in memory and stays there when the entry comes."""

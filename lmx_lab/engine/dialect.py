@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lmx_lab.engine.grammar import Marker, Thoughts, grammar
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, ToolUse
 from lmx_lab.engine.shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.templates import TemplateLimitError, rendered
 from lmx_lab.engine.tool_prompt import END, START, template_tools, written_out
 from lmx_lab.errors import InvalidRequestError
 
@@ -206,6 +207,9 @@ def dialect_of(tokenizer: Any) -> Dialect:
 
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``.
+
+    Raises:
+        TemplateLimitError: of the template, which is tried out.
     """
     thoughts = _thoughts(tokenizer)
     harmony = not tokenizer.response_transitions and all(token in tokenizer.get_vocab() for token in HARMONY_TOKENS)
@@ -238,16 +242,20 @@ def _thoughts(tokenizer: Any) -> tuple[str, str] | None:
 
 def _takes_system(tokenizer: Any) -> bool:
     def shown(*messages: dict[str, str]) -> str:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        return rendered(tokenizer, messages, add_generation_prompt=True)
 
     user = {"role": "user", "content": "?"}
     try:
         shown(user)
+    except TemplateLimitError:
+        raise
     # Templates raise anything; one that refuses even this says nothing of the system's message.
     except Exception:
         return True
     try:
         return "probe" in shown({"role": "system", "content": "probe"}, user)
+    except TemplateLimitError:
+        raise
     except Exception:
         return False
 

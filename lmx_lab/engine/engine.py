@@ -7,6 +7,7 @@ format unloads it first, and brings it back if that fails.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Self
 
 from lmx_lab.engine.contract import NOTHING_LOADED, InferenceEngine
 from lmx_lab.engine.gguf import GgufEngine
+from lmx_lab.engine.gguf.loads import Load
 from lmx_lab.engine.mlx_engine import MlxEngine
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
@@ -28,7 +30,7 @@ from lmx_lab.engine.requests import (
 )
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
-from lmx_lab.errors import LabError
+from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, Kind, ModelEntry
 
@@ -112,29 +114,39 @@ class Engine:
 
         Raises:
             UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
+            NotLoadedError: it was given up, on llama.cpp: an unload, or the load of another model, came meanwhile.
         """
         self.check_fits(entry)
         if entry.format == self._main and not self._swapping:
             return await self._by_format[entry.format].load(entry, finish_queued=finish_queued)
-        return await self._gguf.owned(self._exchange(entry, finish_queued=finish_queued))
+        return await self._gguf.owned(entry, functools.partial(self._exchange, entry, finish_queued=finish_queued))
 
-    async def _exchange(self, entry: ModelEntry, *, finish_queued: bool) -> LoadReport:
+    async def _exchange(self, entry: ModelEntry, asked: Load, *, finish_queued: bool) -> LoadReport:
         if entry.format == self._main:
             # Another exchange has been faster.
-            return await self._by_format[entry.format].load(entry, finish_queued=finish_queued)
-        before, after = self._by_format[self._main], self._by_format[entry.format]
+            return await self._load_of(asked, finish_queued=finish_queued)
+        before = self._by_format[self._main]
         previous, format_before = before.snapshot.entry, self._main
         self._swapping = True
         try:
             await before.unload(why=f"{entry.id} is loaded in the model's place", finish_queued=finish_queued)
+            asked.check()
             self._main = entry.format
-            return await after.load(entry)
+            return await self._load_of(asked)
+        except NotLoadedError:
+            # Given up, for an unload or another load: nothing comes back for that.
+            raise
         except LabError as exc:
             self._main = format_before
             failed = exc.message.removesuffix(NOTHING_LOADED)
             raise type(exc)(failed + await _restored(before, previous), param=exc.param) from None
         finally:
             self._swapping = False
+
+    async def _load_of(self, asked: Load, *, finish_queued: bool = False) -> LoadReport:
+        if asked.entry.format == "gguf":
+            return await self._gguf.load(asked.entry, finish_queued=finish_queued, part_of=asked)
+        return await self._mlx.load(asked.entry, finish_queued=finish_queued)
 
     async def pin(self, entry: ModelEntry) -> LoadReport:
         """Keep an embedding model or a reranker in memory beside the loaded model, until the engine stops.
@@ -148,8 +160,16 @@ class Engine:
         return report
 
     async def unload(self) -> int:
-        """Unload the model after running requests have ended; returns the bytes freed, 0 when there was none."""
+        """Unload the model after running requests have ended; returns the bytes freed, 0 when there was none.
+
+        A load on llama.cpp that has not ended is given up, a load on MLX is waited for.
+        """
+        self._gguf.give_up_loads("the model is unloaded")
         return await self._by_format[self._main].unload()
+
+    def gives_up(self, entry: ModelEntry) -> bool:
+        """Whether ``unload`` ends a load of this model that is under way: a process can be ended, MLX's thread not."""
+        return self._by_format[entry.format] is self._gguf
 
     async def quiesce(self, timeout_s: float) -> None:
         """Let running requests end, for at most ``timeout_s``; the rest, and those that wait, end with an error."""

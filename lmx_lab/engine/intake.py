@@ -1,6 +1,7 @@
 """Chat requests and plain prompts, from what was asked to what the engine thread can begin with.
 
-Prompts become tokens on one thread, grammars are compiled on another: neither waits for the other's long ones.
+Chats become text on one thread, text becomes tokens on another, grammars are compiled on a third: none waits for the
+others' long ones.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Intake:
     def __init__(self, thread: EngineThread, settings: Settings) -> None:
         self._thread = thread
         self._settings = settings
+        self._templates: ThreadPoolExecutor | None = None
         self._prompts: ThreadPoolExecutor | None = None
         self._compiling: ThreadPoolExecutor | None = None
         self._trials = Trials()
@@ -46,13 +48,15 @@ class Intake:
         return self._tokenizing > 0
 
     def start(self) -> None:
+        self._templates = self._templates or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-templates")
         self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
         if self._compiling is None:
             self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
             self._trials = Trials(lambda: self._to_compile > 1)
 
     def stop(self) -> None:
-        executors, self._prompts, self._compiling = (self._prompts, self._compiling), None, None
+        executors = (self._templates, self._prompts, self._compiling)
+        self._templates = self._prompts = self._compiling = None
         for executor in executors:
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
@@ -73,7 +77,7 @@ class Intake:
         # Nobody may hold the model while something else is awaited, or it could not be unloaded.
         del found
         with self._place_in_queue():
-            prompt = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.encode, request)
+            prompt = await self._encoded(request, prompts)
             matchers = await self._matchers(request, prompts, prompt, width=width, count=choices)
         model = chat_model(self._thread, request.model)
         if model.prompts is not prompts:
@@ -94,6 +98,12 @@ class Intake:
             )
             for choice, matcher in enumerate(matchers)
         ]
+
+    async def _encoded(self, request: GenerationRequest, prompts: PromptTokenizer) -> EncodedPrompt:
+        loop, text = asyncio.get_running_loop(), None
+        if isinstance(request.prompt, ChatPrompt):
+            text = await loop.run_in_executor(self._templates, prompts.rendered, request, request.prompt)
+        return await loop.run_in_executor(self._prompts, prompts.encode, request, text)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids as the loaded model's tokenizer shows it."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from lmx_lab.engine.grammars import Grammars, words_of
 from lmx_lab.engine.kv import Traits, measure
 from lmx_lab.engine.prompt_checks import AMPLE_CHARACTERS, check_characters, check_messages
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from lmx_lab.engine.tool_prompt import template_tools
+from lmx_lab.engine.templates import TemplateLimitError, rendered
 from lmx_lab.engine.vocabulary import Vocabulary
 from lmx_lab.engine.weights_dtype import fit_weights
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
@@ -35,7 +34,8 @@ class EncodedPrompt:
 
 
 class PromptTokenizer:
-    """Prompts to token ids. Used by one thread at a time, beside the engine's (Rust tokenizers refuse to be shared)."""
+    """Prompts to token ids. Used by one thread at a time, beside the engine's (Rust tokenizers refuse to be shared);
+    ``rendered`` by any."""
 
     def __init__(self, tokenizer: Any, model: str, context_length: int | None, dialect: Dialect) -> None:
         self._tokenizer = tokenizer
@@ -45,19 +45,51 @@ class PromptTokenizer:
         self.grammars: Grammars | None = None
         """Of the thread that compiles; made when the first is asked for."""
 
-    def encode(self, request: GenerationRequest) -> EncodedPrompt:
-        """Token ids of the prompt, through the model's chat template where it is a chat.
+    def rendered(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
+        """A chat as its text, by the model's chat template. Touches no tokens.
+
+        Args:
+            prompt: The request's.
 
         Raises:
-            InvalidRequestError: no chat template, the template refuses these messages, or the prompt is empty.
+            InvalidRequestError: no chat template, or the template refuses these messages or goes over its limits; or
+                they have half characters.
+        """
+        check_messages(prompt.messages)
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequestError(f"{self._model} has no chat template: it takes plain prompts only", param="model")
+        try:
+            given = self.dialect.template_input(request, prompt)
+            messages = given.pop("messages")
+            return rendered(self._tokenizer, messages, add_generation_prompt=True, **given, **prompt.template_options)
+        except TemplateLimitError as exc:
+            raise InvalidRequestError(
+                f"the chat template of {self._model} {exc}, its limit; send less, or take another model",
+                param="messages",
+            ) from exc
+        # A template is a program that comes with the model: it may raise anything, about these messages.
+        except Exception as exc:
+            raise InvalidRequestError(
+                f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
+            ) from exc
+
+    def encode(self, request: GenerationRequest, text: str | None) -> EncodedPrompt:
+        """Token ids of the prompt.
+
+        Args:
+            text: Of a chat, what ``rendered`` gave.
+
+        Raises:
+            InvalidRequestError: the prompt is empty, or has half characters.
             ContextLengthError: the text is so long that its beginning alone does not fit.
         """
         thinking: Thinking = "closed"
         match prompt := request.prompt:
             case ChatPrompt():
-                check_messages(prompt.messages)
-                self._check_beginning("\n".join(_texts(prompt)), "messages")
-                tokens = self._chat(request, prompt)
+                assert text is not None
+                check_characters(text, "messages")
+                self._check_beginning(text, "messages")
+                tokens = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
                 if self.dialect.thoughts is not None:
                     thinking = self.dialect.thinking(self.decode(tokens[-TAIL_TOKENS:]))
             case TextPrompt():
@@ -92,30 +124,6 @@ class PromptTokenizer:
         """The text of token ids, special tokens shown."""
         text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return text
-
-    def _chat(self, request: GenerationRequest, prompt: ChatPrompt) -> list[int]:
-        if not self._tokenizer.has_chat_template:
-            raise InvalidRequestError(f"{self._model} has no chat template: it takes plain prompts only", param="model")
-        try:
-            given = self.dialect.template_input(request, prompt)
-            tokens = self._tokenizer.apply_chat_template(
-                given.pop("messages"), add_generation_prompt=True, **given, **prompt.template_options
-            )
-            return [int(token) for token in tokens]
-        # A template is a program that comes with the model: it may raise anything, about these messages.
-        except Exception as exc:
-            raise InvalidRequestError(
-                f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
-            ) from exc
-
-
-def _texts(prompt: ChatPrompt) -> Iterator[str]:
-    for message in prompt.messages:
-        yield str(message.get("content", ""))
-        if calls := message.get("tool_calls"):
-            yield json.dumps(calls)
-    if prompt.tools is not None:
-        yield json.dumps(template_tools(prompt.tools))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +180,17 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         what = f"{type(exc).__name__}: {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model") from exc
     context_length = _context_length(entry, traits.footprint, limit_bytes)
+    try:
+        dialect = dialect_of(tokenizer)
+    except TemplateLimitError as exc:
+        raise UnusableModelError(
+            f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
+        ) from exc
     return LoadedModel(
         entry=entry,
         model=model,
         tokenizer=tokenizer,
-        prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id, context_length, dialect_of(tokenizer)),
+        prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id, context_length, dialect),
         context_length=context_length,
         memory_bytes=traits.footprint.weights_bytes,
         traits=traits,

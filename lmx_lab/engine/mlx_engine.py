@@ -34,7 +34,7 @@ from lmx_lab.engine.requests import (
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.engine.texts import Texts
 from lmx_lab.engine.thread import EngineThread
-from lmx_lab.errors import LabError, UnusableModelError
+from lmx_lab.errors import EngineError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 def _frameless(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """A deliberate error leaves without the frames that raised it: some hold the model, and whoever keeps the error (a
-    notebook keeps the last one) would keep the weights in memory.
+    notebook keeps the last one) would keep the weights in memory. Any other error becomes a deliberate one.
     """
 
     @functools.wraps(verb)
@@ -54,6 +54,9 @@ def _frameless(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corouti
             return await verb(*args, **kwargs)
         except LabError as exc:
             failure = exc.with_traceback(None)
+        except Exception as exc:
+            log.exception("a request could not be begun")
+            failure = EngineError(f"the request could not be begun: {type(exc).__name__}: {exc}")
         failure.__context__ = None
         raise failure
 

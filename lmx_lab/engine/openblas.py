@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from lmx_lab.engine import elf
+from lmx_lab.engine import container, elf
 
 PACKAGE = "scipy_openblas32"
 PREFIX = "scipy_"
@@ -142,14 +142,16 @@ def _allow_forks(path: Path, machine: str) -> bool:
     return True
 
 
-def default_threads(environ: Mapping[str, str], cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def default_threads(
+    environ: Mapping[str, str], cgroups: Path = container.CGROUPS, membership: Path = container.MEMBERSHIP
+) -> int:
     """What the environment says, else the physical cores that this process may use."""
     if (chosen := chosen_threads(environ)) is not None:
         return chosen
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     # macOS has no such call, and lets a process use all.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(cores, usable, _quota(cgroups) or cores))
+    return max(1, min(cores, usable, container.cpu_limit(environ, cgroups, membership) or cores))
 
 
 def chosen_threads(environ: Mapping[str, str]) -> int | None:
@@ -159,18 +161,4 @@ def chosen_threads(environ: Mapping[str, str]) -> int | None:
         first = environ.get(name, "").split(",")[0].strip()
         if first.isdecimal() and int(first) > 0:
             return int(first)
-    return None
-
-
-def _quota(cgroups: Path) -> int | None:
-    """The CPUs that a container may use, rounded up; ``None`` for any number."""
-    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            words = " ".join((cgroups / name).read_text(encoding="ascii") for name in files).split()
-            quota, period = (int(word) for word in words)
-        except (OSError, ValueError):
-            # Not this version of cgroups, or "max".
-            continue
-        if quota > 0 and period > 0:
-            return -(-quota // period)
     return None

@@ -18,6 +18,7 @@ from typing import Any
 from lmx_lab.engine import grammar_trial
 from lmx_lab.engine.grammar_trial import Words
 from lmx_lab.errors import QueueFullError
+from lmx_lab.settings import without_secrets
 
 log = logging.getLogger(__name__)
 SCRIPT = Path(grammar_trial.__file__)
@@ -120,6 +121,7 @@ class Trials:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                env=without_secrets(os.environ),
                 start_new_session=True,
             )
         self._channel = ours

@@ -14,14 +14,15 @@ from pydantic import BaseModel
 from starlette.requests import HTTPConnection
 
 from lmx_lab.asgi.bodies import StrictRoute
+from lmx_lab.asgi.documents import event_stream, failures, link
 from lmx_lab.engine import Engine, EngineSnapshot
 from lmx_lab.engine.preference import ENGINES, Speeds, kept_speeds, problem, versions
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
 from lmx_lab.feed import Feed
 from lmx_lab.server.connections import EventStream
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.server.naming import ANY, check_unloads, unknown_model
-from lmx_lab.server.openapi import EVENTS, event_stream
+from lmx_lab.server.openapi import EVENTS, SWAPPED
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.admin import (
     Compute,
@@ -45,6 +46,12 @@ from lmx_lab.wire.admin import (
 SAMPLE_S = 1.0
 HEARTBEAT_S = 15.0
 EXTRAS = {"models": "model", "requests": "request", "samples": "sample"}
+FIRST_CARD = link("inference_get_model", "One of the models that are listed.", model="$response.body#/data/0/id")
+FIRST_RECORD = link("admin_load", "Load one that is listed.", body={"model": "$response.body#/models/0/id"})
+LOADED = {
+    "model": link("inference_get_model", "The model that was loaded.", model="$response.body#/model"),
+    "unload": link("admin_unload", "Unload it again.", body={"model": "$response.body#/model"}),
+}
 INCLUDE = (
     "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
     "`requests` for the end of every generation, embedding and rerank (RequestEvent), "
@@ -57,12 +64,12 @@ def admin_routes(
 ) -> APIRouter:
     router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
 
-    @router.get("/models")
+    @router.get("/models", responses={200: {"links": {"load": FIRST_RECORD}}})
     async def models() -> ModelRecords:
         """Every model on this disk that can be loaded, and which one is, and which engines run them."""
         return await asyncio.to_thread(listing, catalog, engine)
 
-    @router.post("/models/load")
+    @router.post("/models/load", responses={200: {"links": LOADED}, **SWAPPED})
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
         """Load a model in the place of what is loaded; answers when it is done. Local callers may name a path."""
         local = is_local(request)
@@ -70,7 +77,7 @@ def admin_routes(
         report = await loader.load(body.model, local=local)
         return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
 
-    @router.post("/models/unload")
+    @router.post("/models/unload", responses=SWAPPED)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
         """Unload the model; with none loaded nothing happens, and 0 GB are freed. Pinned models stay."""
         local = is_local(request)
@@ -82,7 +89,10 @@ def admin_routes(
     @router.get(
         "/events",
         response_class=Response,
-        responses={200: event_stream(*EVENTS, description="Samples, heartbeats, and what `include` asked for")},
+        responses={
+            200: event_stream(*EVENTS, description="Samples, heartbeats, and what `include` asked for; it never ends"),
+            **failures(InvalidRequestError),
+        },
     )
     async def events(include: Annotated[str, Query(description=INCLUDE, examples=list(EXTRAS))] = "") -> EventStream:
         """Throughput and memory every second, a heartbeat every 15 s, as server-sent events without an end."""
@@ -98,12 +108,12 @@ def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
     def cards() -> list[ModelCard]:
         return [_card(record) for record in records(catalog.scan(), engine.snapshot)]
 
-    @router.get("")
+    @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models() -> ModelCards:
         """The models on this disk, as the chat format lists them."""
         return ModelCards(data=await asyncio.to_thread(cards))
 
-    @router.get("/{model:path}")
+    @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str) -> ModelCard:
         """One model on this disk, by its id."""
         for card in await asyncio.to_thread(cards):

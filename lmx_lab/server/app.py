@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from lmx_lab.asgi import errors
+from lmx_lab.asgi.documents import DescribedAPI
 from lmx_lab.asgi.wrapping import VERSION, wrapped
 from lmx_lab.engine import Engine
 from lmx_lab.feed import Feed
-from lmx_lab.guard import ASGIApp, GuardPolicy
+from lmx_lab.guard import OPEN_PATHS, ASGIApp, GuardPolicy
 from lmx_lab.server.admin import admin_routes, listing_routes
 from lmx_lab.server.chat import chat_routes
 from lmx_lab.server.completions import completion_routes
@@ -20,7 +20,7 @@ from lmx_lab.server.encoding import EncodingService
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.loading import Event, ModelLoader
 from lmx_lab.server.metrics import Metrics, metrics_routes
-from lmx_lab.server.openapi import DescribedAPI
+from lmx_lab.server.openapi import SHAPES, SOCKETS
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.socket import socket_routes
@@ -55,7 +55,13 @@ def create_server(
     chat = ChatService(engine=engine, catalog=catalog, feed=feed, swap=swap, observe=metrics.observe)
     encoding = EncodingService(engine=engine, catalog=catalog, feed=feed, swap=swap, observe=metrics.observe_encoding)
     api = DescribedAPI(
-        title="LMX Lab inference server", version=VERSION, responses=errors.RESPONSES, redirect_slashes=False
+        title="LMX Lab inference server",
+        version=VERSION,
+        redirect_slashes=False,
+        shapes=SHAPES,
+        sockets=SOCKETS,
+        key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
+        open_paths=OPEN_PATHS,
     )
     api.state.max_body_bytes = settings.max_body_bytes
     api.include_router(health_routes(engine))

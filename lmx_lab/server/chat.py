@@ -9,6 +9,7 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.asgi.bodies import StrictRoute
+from lmx_lab.asgi.documents import event_stream
 from lmx_lab.asgi.errors import detail, request_id_of
 from lmx_lab.errors import LabError
 from lmx_lab.server.admin import is_local
@@ -16,13 +17,17 @@ from lmx_lab.server.answers import Answer
 from lmx_lab.server.connections import DONE, EventStream, while_connected
 from lmx_lab.server.generations import Generation, attended
 from lmx_lab.server.joining import merged, together
-from lmx_lab.server.openapi import event_stream
+from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import usage
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from lmx_lab.wire.errors import ErrorBody
 
 log = logging.getLogger(__name__)
+WHOLE_OR_CHUNKS = (
+    "A completion, or with `stream: true` its chunks as events and `[DONE]` as the last; an error in their midst is an "
+    "event too, and the last"
+)
 
 
 def chat_routes(service: ChatService) -> APIRouter:
@@ -31,7 +36,7 @@ def chat_routes(service: ChatService) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         response_model=ChatCompletion,
-        responses={200: event_stream(ChatChunk, description="A completion, or with stream: true its chunks")},
+        responses={200: event_stream(ChatChunk, ErrorBody, description=WHOLE_OR_CHUNKS, end=DONE), **INFERENCE},
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, whole or with `stream: true` as server-sent events that end with `[DONE]`."""

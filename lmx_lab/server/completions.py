@@ -9,18 +9,20 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.asgi.bodies import StrictRoute
+from lmx_lab.asgi.documents import event_stream
 from lmx_lab.asgi.errors import request_id_of
 from lmx_lab.engine import Delta, GenerationReport, TextPrompt, TokenPrompt
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import TextAnswer, TextLogprobs
-from lmx_lab.server.chat import until_done
-from lmx_lab.server.connections import EventStream, while_connected
+from lmx_lab.server.chat import WHOLE_OR_CHUNKS, until_done
+from lmx_lab.server.connections import DONE, EventStream, while_connected
 from lmx_lab.server.generations import Generation, attended, gathered
 from lmx_lab.server.joining import merged, together
-from lmx_lab.server.openapi import event_stream
+from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionRequest
+from lmx_lab.wire.errors import ErrorBody
 from lmx_lab.wire.generation import Usage
 
 
@@ -30,7 +32,7 @@ def completion_routes(service: ChatService, *, slots: int) -> APIRouter:
     @router.post(
         "/v1/completions",
         response_model=Completion,
-        responses={200: event_stream(Completion, description="A completion, or with stream: true its chunks")},
+        responses={200: event_stream(Completion, ErrorBody, description=WHOLE_OR_CHUNKS, end=DONE), **INFERENCE},
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, whole or with `stream: true` as server-sent events that end with `[DONE]`."""

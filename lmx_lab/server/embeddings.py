@@ -17,6 +17,7 @@ from lmx_lab.engine import EmbeddingRequest, Embeddings, InputType, Vectors
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.connections import while_connected
 from lmx_lab.server.encoding import EncodingService
+from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
 
@@ -36,7 +37,7 @@ PURPOSES: dict[str | None, InputType | None] = {
 def embedding_routes(service: EncodingService) -> APIRouter:
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
-    @router.post("/v1/embeddings", response_model=EmbeddingList)
+    @router.post("/v1/embeddings", response_model=EmbeddingList, responses=INFERENCE)
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         """A vector for each text, as numbers or with `encoding_format: base64` as little-endian float32."""
         work = _answer(service, body, request_id_of(request), local=is_local(request))

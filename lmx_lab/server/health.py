@@ -48,8 +48,10 @@ def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> L
         return EngineDeadError(
             f"no engine step for {settings.stall_limit_s:g} s while {now.active_requests} requests run"
         )
-    if now.state == "ready":
-        return None
+    return None if now.state == "ready" else _nothing_ready(now, settings)
+
+
+def _nothing_ready(now: EngineSnapshot, settings: Settings) -> LabError:
     if now.state == "empty" and now.unload_cause == "memory":
         why = f"{now.unloaded_model} was unloaded for lack of memory"
         return OutOfMemoryError(f"{why}; load it again, or a smaller or more quantized one: POST /admin/models/load")
@@ -58,4 +60,6 @@ def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> L
         return NotLoadedError(f"{why}; load it again: POST /admin/models/load")
     pinned = ", ".join(pinned.entry.id for pinned in now.pinned)
     kept = f" ({pinned} answers, but is only kept beside one)" if pinned else ""
+    if now.state == "loading":
+        return NotLoadedError(f"the engine is loading a model{kept}; ask again", retry_after_s=1)
     return NotLoadedError(f"the engine is {now.state}{kept}; load a model first: POST /admin/models/load")

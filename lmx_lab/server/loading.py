@@ -23,6 +23,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.feed import Feed
 from lmx_lab.weights import KINDS_IN_WORDS, Catalog, Kind, ModelEntry, Progress
+from lmx_lab.weights.stamp import is_loaded
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 
 T = TypeVar("T")
@@ -48,6 +49,8 @@ class ModelLoader:
         self._lock = threading.Lock()
         self._doing: str | None = None
         """What is being done to the engine's model."""
+        self._entering: ModelEntry | None = None
+        """What the engine is loading."""
         self._inside: set[str] = set()
         """Names whose files are there, and which the engine is being given."""
 
@@ -124,13 +127,13 @@ class ModelLoader:
             task.exception()
 
     async def unload(self) -> int:
-        """Unload; returns the bytes freed, 0 when nothing was loaded.
+        """Unload; returns the bytes freed, 0 when nothing was loaded. A load that can be given up ends: it may hang.
 
         Raises:
-            ModelBusyError: a load is under way.
+            ModelBusyError: a load is under way that cannot.
         """
         model = self._engine.snapshot.model
-        with self._entrance("the model is being unloaded"):
+        with contextlib.nullcontext() if self._gives_up() else self._entrance("the model is being unloaded"):
             freed = await self._engine.unload()
         if model is not None:
             self._feed.publish(ModelEvent(model=model, stage="unloaded"))
@@ -165,7 +168,9 @@ class ModelLoader:
         try:
             entry = await self._find(name, local=local)
             self._inside.add(name)
-            report = self._loaded(entry) or await self._enter(entry, finish_queued=finish_queued)
+            report = await asyncio.to_thread(self._loaded, entry) or await self._enter(
+                entry, finish_queued=finish_queued
+            )
         except LabError as exc:
             self._feed.publish(ModelEvent(model=name, stage="failed", message=exc.message))
             raise
@@ -179,7 +184,7 @@ class ModelLoader:
 
     def _loaded(self, entry: ModelEntry) -> LoadReport | None:
         now = self._engine.snapshot
-        if self._doing is not None or now.entry is None or now.entry.path != entry.path:
+        if self._doing is not None or not is_loaded(now.entry, entry):
             return None
         return LoadReport(model=entry.id, load_s=0.0, memory_bytes=now.model_memory_bytes)
 
@@ -187,7 +192,16 @@ class ModelLoader:
         with self._entrance(f"{entry.id} is being loaded"):
             await asyncio.to_thread(self._catalog.check, entry)
             self._feed.publish(ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes))
-            return await self._engine.load(entry, finish_queued=finish_queued)
+            self._entering = entry
+            try:
+                return await self._engine.load(entry, finish_queued=finish_queued)
+            finally:
+                self._entering = None
+
+    def _gives_up(self) -> bool:
+        """Whether a load is under way that an unload ends."""
+        entering = self._entering
+        return entering is not None and self._engine.gives_up(entering)
 
     @contextlib.contextmanager
     def _entrance(self, doing: str) -> Iterator[None]:
@@ -204,16 +218,23 @@ class ModelLoader:
     async def _find(self, name: str, *, local: bool) -> ModelEntry:
         try:
             return await asyncio.to_thread(self._catalog.resolve, name, local=local)
-        except ModelNotFoundError as exc:
+        except (ModelNotFoundError, UnusableModelError) as exc:
+            # A fetch that was cut off, by a full disk or the end of its process, leaves a part: the rest is to be had.
+            if isinstance(exc, UnusableModelError) and not self._catalog.can_fetch(name):
+                raise
             return await self._download(name, exc, local=local)
 
-    async def _download(self, name: str, missing: ModelNotFoundError, *, local: bool) -> ModelEntry:
+    async def _download(
+        self, name: str, missing: ModelNotFoundError | UnusableModelError, *, local: bool
+    ) -> ModelEntry:
         if not self._downloads or not local:
             raise missing
         try:
             return await self._fetch(name)
         except DownloadError as exc:
-            # For the caller of a load there is one answer: the model is not here. The message says why.
+            # For the caller of a load there is one answer: the model is not here, or not whole. The message says why.
+            if isinstance(missing, UnusableModelError):
+                raise UnusableModelError(f"{missing.message}; {exc.message}", param="model") from exc
             raise ModelNotFoundError(f"{name} is not on this disk: {exc.message}", param="model") from exc
 
     async def _fetch(self, name: str) -> ModelEntry:

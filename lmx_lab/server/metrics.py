@@ -15,6 +15,8 @@ from lmx_lab.engine import Engine, EngineSnapshot, GenerationReport
 from lmx_lab.server.encoding import EncodeEnd
 from lmx_lab.server.generations import RequestEnd
 
+FORMATS = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
+"""By the ``Accept`` header; the second is for those who ask for it."""
 # 1 ms, a token of a small model, to 100 s, the first token of a long prompt on a CPU.
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 
@@ -130,7 +132,7 @@ def _gauge(name: str, what: str, value: float) -> Metric:
 def metrics_routes(metrics: Metrics) -> APIRouter:
     router = APIRouter(tags=["admin"])
 
-    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    @router.get("/metrics", response_class=Response, responses={200: {"content": FORMATS}})
     async def figures(request: Request) -> Response:
         """The server's figures, as Prometheus reads them."""
         body, content_type = metrics.render(",".join(request.headers.getlist("accept")))

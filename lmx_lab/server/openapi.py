@@ -1,35 +1,52 @@
-"""What /openapi.json says beyond what FastAPI finds out by itself."""
+"""What /openapi.json says of this server beyond its routes: events, the WebSocket, how an answer may fail."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
+from lmx_lab.asgi.documents import BODY, failures, reference, switching
+from lmx_lab.errors import (
+    AdminForbiddenError,
+    ContextLengthError,
+    EngineDeadError,
+    GenerationTimeoutError,
+    ModelBusyError,
+    ModelNotFoundError,
+    NotLoadedError,
+    OutOfMemoryError,
+    QueueFullError,
+    StorageFullError,
+)
 from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
-from lmx_lab.wire.chat import ChatChunk
+from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.completions import Completion
 
 EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
-STREAMED: tuple[type[BaseModel], ...] = (ChatChunk, Completion, *EVENTS)
-PLACE = "#/components/schemas/{model}"
+SHAPES: tuple[type[BaseModel], ...] = (ChatChunk, Completion, *EVENTS, SocketToken, SocketDone, SocketError)
+ENGINE = (NotLoadedError, OutOfMemoryError, EngineDeadError)
+INFERENCE = failures(*BODY, ContextLengthError, ModelNotFoundError, QueueFullError, *ENGINE, GenerationTimeoutError)
+"""Of a request that the engine answers."""
+SWAPPED = failures(*BODY, AdminForbiddenError, ModelNotFoundError, ModelBusyError, *ENGINE, StorageFullError)
+"""Of a request that exchanges the model."""
+SOCKET = f"""One answer over a WebSocket. OpenAPI has no words for those, so here are some.
 
-
-class DescribedAPI(FastAPI):
-    """With the schemas of server-sent events, which are no response models: FastAPI does not know them."""
-
-    def openapi(self) -> dict[str, Any]:
-        described = super().openapi()
-        _, streamed = models_json_schema([(model, "serialization") for model in STREAMED], ref_template=PLACE)
-        schemas = described["components"]["schemas"]
-        described["components"]["schemas"] = {**streamed["$defs"], **schemas}
-        return described
-
-
-def event_stream(*models: type[BaseModel], description: str) -> dict[str, Any]:
-    """A response that is, or with ``stream: true`` may be, ``data:`` lines of these models."""
-    places = [{"$ref": PLACE.format(model=model.__name__)} for model in models]
-    schema = places[0] if len(places) == 1 else {"oneOf": places}
-    return {"content": {"text/event-stream": {"schema": schema}}, "description": description}
+The client sends one text message, a `{ChatRequest.__name__}` (`n` is 1 or absent). The server sends text messages: a
+`{SocketToken.__name__}` for each piece of the answer, then one `{SocketDone.__name__}`, and waits for the client to
+close; or, at any time, a `{SocketError.__name__}`, after which it closes with 1011. A client that closes early ends
+the generation. Without an upgrade there is nothing here: 404."""
+MESSAGES = {"oneOf": [reference(shape) for shape in (SocketToken, SocketDone, SocketError)]}
+SOCKETS: dict[str, dict[str, Any]] = {
+    "/v1/chat/stream": {
+        "tags": ["inference"],
+        "summary": "Chat Stream",
+        "description": SOCKET,
+        "operationId": "inference_chat_stream",
+        "responses": {
+            **{str(status): response for status, response in switching("With `Upgrade: websocket`").items()},
+            **{str(status): response for status, response in failures(in_path=True).items()},
+        },
+        "x-websocket": {"sends": reference(ChatRequest), "receives": MESSAGES},
+    }
+}

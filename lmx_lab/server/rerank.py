@@ -15,6 +15,7 @@ from lmx_lab.engine import Ranking, RerankRequest
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.connections import while_connected
 from lmx_lab.server.encoding import EncodingService
+from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.embeddings import EncodingUsage
 from lmx_lab.wire.rerank import AnyRerankBody, RerankBody, RerankItem, RerankResults, TextRank, TextsRerankBody
@@ -34,7 +35,14 @@ def rerank_routes(service: EncodingService) -> APIRouter:
         return Response(await while_connected(request, work), media_type="application/json")
 
     for path in PATHS:
-        router.add_api_route(path, rerank, methods=["POST"], response_model=RerankResults | list[TextRank])
+        router.add_api_route(
+            path,
+            rerank,
+            name=path.strip("/").replace("/", "_"),
+            methods=["POST"],
+            response_model=RerankResults | list[TextRank],
+            responses=INFERENCE,
+        )
     return router
 
 

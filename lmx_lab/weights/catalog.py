@@ -123,6 +123,10 @@ class Catalog:
         entry = self.fetch(name, report)
         return entry if entry.format == "mlx" else self._import(entry.path, report)
 
+    def can_fetch(self, name: str) -> bool:
+        """Whether a download may provide the model of that name, or mend what is here of it."""
+        return name in STARTERS or (HUB_ID.fullmatch(name) is not None and not os.path.exists(name))
+
     def _present(self, name: str) -> ModelEntry | None:
         """The entry, or ``None`` if a download can provide or mend it."""
         try:
@@ -130,7 +134,7 @@ class Catalog:
         except ModelNotFoundError:
             return None
         except UnusableModelError:
-            if name in STARTERS or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
+            if self.can_fetch(name):
                 return None
             raise
 

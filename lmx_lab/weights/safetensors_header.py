@@ -1,8 +1,12 @@
-"""Read and check the header of a safetensors file: an 8-byte little-endian length, that much JSON, the tensors."""
+"""Read and check the header of a safetensors file: an 8-byte little-endian length, that much JSON, the tensors.
+
+The file may be hostile: what its tensors claim is compared with the bytes that there are, before anything is loaded.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +18,11 @@ from lmx_lab.errors import UnusableModelError
 # The format's own limit; a larger length means the file is something else.
 MAX_HEADER_BYTES = 100_000_000
 
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64, "F64": 64, "F32": 32,
+    "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64,
+}  # fmt: skip
+"""Of those that MLX reads; tensors of others are compared with nothing."""
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8"}
 
 
@@ -28,7 +37,8 @@ def read_summary(path: Path) -> SafetensorsSummary:
     """Check that the file is whole and sum it up, from its header and its length alone.
 
     Raises:
-        UnusableModelError: it is cut short, longer than its header says, or no safetensors file.
+        UnusableModelError: it is cut short, longer than its header says, or no safetensors file; or its tensors claim
+            other bytes than they have, or share some.
     """
     try:
         stat = path.stat()
@@ -47,6 +57,7 @@ def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
         bytes_of: Counter[str] = Counter()
         for dtype, start, stop in spans:
             bytes_of[str(dtype)] += int(stop) - int(start)
+        _check_spans(path, header)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as exc:
         raise UnusableModelError(f"{path} is no safetensors file: its header is malformed ({exc!r})") from exc
     if size != data_start + end:
@@ -54,6 +65,23 @@ def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
         raise UnusableModelError(f"{path} is {state}: {size} bytes, its header says {data_start + end}; fetch it again")
     dtype = bytes_of.most_common(1)[0][0] if bytes_of else None
     return SafetensorsSummary(size_bytes=size, dtype=DTYPE_NAMES.get(dtype) if dtype else None)
+
+
+def _check_spans(path: Path, header: dict[str, Any]) -> None:
+    """Every tensor has the bytes that its shape needs, and no byte is two tensors'."""
+    behind = 0
+    tensors = [(name, tensor) for name, tensor in header.items() if name != "__metadata__"]
+    for name, tensor in sorted(tensors, key=lambda item: tuple(item[1]["data_offsets"])):
+        start, stop = tensor["data_offsets"]
+        lengths = [int(length) for length in tensor["shape"]]
+        bits = DTYPE_BITS.get(tensor["dtype"])
+        fits = bits is None or math.prod(lengths) * bits == (stop - start) * 8
+        if not (behind <= start <= stop and min(lengths, default=0) >= 0 and fits):
+            raise UnusableModelError(
+                f"{path} is no safetensors file: {name!r:.80} has the shape {tensor['shape']!r:.80} of "
+                f"{tensor['dtype']!r:.20} and the bytes {start} to {stop}; fetch it again"
+            )
+        behind = stop
 
 
 def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:

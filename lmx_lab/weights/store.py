@@ -53,21 +53,32 @@ def workspace(models: Path, model_id: str) -> Iterator[Path]:
     # "@" is in no file_name(), so one model's leftovers cannot be another's.
     for leftover in temp.glob(f"{file_name(model_id)}@*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    with full_disk_reported(model_id), tempfile.TemporaryDirectory(prefix=f"{file_name(model_id)}@", dir=temp) as name:
+    with (
+        full_disk_reported(model_id, temp),
+        tempfile.TemporaryDirectory(prefix=f"{file_name(model_id)}@", dir=temp) as name,
+    ):
         yield Path(name)
 
 
 @contextmanager
-def full_disk_reported(what: str) -> Iterator[None]:
-    """Raise ``StorageFullError`` in place of the system's error for a full disk or quota."""
+def full_disk_reported(what: str, folder: Path) -> Iterator[None]:
+    """Raise ``StorageFullError`` in place of the system's error for a full disk or quota under ``folder``."""
     try:
         yield
     except OSError as exc:
         if exc.errno not in FULL:
             raise
         raise StorageFullError(
-            f"the disk filled up while {what} was fetched; nothing of it was kept. Free some"
+            f"the disk filled up while {what} was fetched: {free_in_words(folder)}; nothing of it was kept. Free some"
         ) from exc
+
+
+def free_in_words(folder: Path) -> str:
+    """For errors about a full disk."""
+    try:
+        return f"{shutil.disk_usage(existing_parent(folder)).free} bytes are free at {folder}"
+    except OSError:
+        return f"{folder} cannot be read"
 
 
 def publish(folder: Path, target: Path, workspace_folder: Path) -> None:

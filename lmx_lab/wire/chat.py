@@ -11,6 +11,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     FailFast,
     Field,
     JsonValue,
@@ -18,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.config import JsonDict
 
 from lmx_lab.wire import neutral
 from lmx_lab.wire.errors import ErrorDetail
@@ -56,6 +58,9 @@ RESERVED = frozenset(
 ENDLESS = "which ignore_eos: true would never let end; leave one of them out"
 
 
+HELLO: JsonValue = [{"role": "user", "content": "Say hello."}]
+
+
 def _is_none(value: object) -> bool:
     return value is None
 
@@ -65,7 +70,18 @@ class TextPart(RequestShape):
     text: str
 
 
+# An assistant that calls tools may have nothing to say beside that.
+CONTENT_OR_CALLS: JsonDict = {
+    "anyOf": [
+        {"required": ["content"]},
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ]
+}
+
+
 class ChatMessage(RequestShape):
+    model_config = ConfigDict(json_schema_extra=CONTENT_OR_CALLS)
+
     role: Role
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -121,6 +137,10 @@ TemplateKey = Annotated[str, AfterValidator(_check_template_key)]
 
 class ChatRequest(GenerationFields):
     """The body of POST /v1/chat/completions and the message of WS /v1/chat/stream."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "default", "messages": HELLO, "max_tokens": 64}]}
+    )
 
     messages: Annotated[
         list[ChatMessage],

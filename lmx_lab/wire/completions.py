@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, FailFast, Field, Tag, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationInfo, field_validator
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire import neutral
@@ -38,6 +38,10 @@ Prompt = Annotated[
 
 class CompletionRequest(GenerationFields):
     """The body of POST /v1/completions."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "default", "prompt": "The sea is", "max_tokens": 16}]}
+    )
 
     prompt: Prompt
     """A text, texts, the token ids of one prompt, or those of several."""

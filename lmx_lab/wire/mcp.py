@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic.config import JsonDict
 
 from lmx_lab.wire.generation import LISTED, NonEmpty, RequestShape
 
@@ -19,8 +20,28 @@ ServerState = Literal["disabled", "starting", "ready", "restarting", "failed", "
 ErrorKind = Literal["command-not-found", "start-timeout", "exited", "unreachable", "protocol", "invalid"]
 
 
+BY_TRANSPORT: JsonDict = {
+    "oneOf": [
+        {
+            "properties": {
+                "transport": {"const": "stdio"},
+                "command": {"type": "string"},
+                "url": {"type": "null"},
+            },
+            "required": ["command"],
+        },
+        {
+            "properties": {"transport": {"const": "http"}, "url": {"type": "string"}, "command": {"type": "null"}},
+            "required": ["transport", "url"],
+        },
+    ]
+}
+
+
 class McpServerConfig(RequestShape):
     """``stdio`` has ``command``, ``args``, ``env``, ``cwd``; ``http`` has ``url`` and ``headers``."""
+
+    model_config = ConfigDict(json_schema_extra=BY_TRANSPORT)
 
     name: ServerName
     transport: Literal["stdio", "http"] = "stdio"

@@ -25,7 +25,9 @@ class Neutral:
         return handler.generate_schema(Annotated[Any, AfterValidator(self._check), WithJsonSchema(shown)])
 
     def _check(self, value: Any) -> Any:
-        if value is not None and value not in self.values:
+        # To Python False is 0, and 0 is False.
+        is_neutral = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.values)
+        if value is not None and not is_neutral:
             raise ValueError(f"{self.what} are not supported by this version; leave the field out")
         return value
 

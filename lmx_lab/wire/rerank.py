@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field, JsonValue, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    JsonValue,
+    Tag,
+    WithJsonSchema,
+)
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire import neutral
@@ -24,7 +34,7 @@ def _check_query(text: str) -> str:
     return text
 
 
-Query = Annotated[str, AfterValidator(_check_query)]
+Query = Annotated[str, AfterValidator(_check_query), WithJsonSchema({"type": "string", "pattern": r"\S"})]
 
 
 class Document(BaseModel):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, JsonValue, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic.config import JsonDict
 
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.generation import LISTED, WHOLE, NonEmpty, Penalty, Probability, RequestShape, Temperature
@@ -160,6 +161,8 @@ class TurnOverrides(RequestShape):
 
 
 class SubmitTurn(RequestShape):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"content": "Say hello."}]})
+
     turn_id: Identifier | None = None
     """Chosen by the client, it makes a submit that can be repeated safely."""
     content: Content
@@ -223,7 +226,18 @@ class CancelAnswer(BaseModel):
 # Permissions
 
 
+# Nothing remembers a denial for later calls.
+NO_LASTING_DENIAL: JsonDict = {
+    "not": {
+        "properties": {"decision": {"const": "deny"}, "scope": {"const": "session"}},
+        "required": ["decision", "scope"],
+    }
+}
+
+
 class Decision(RequestShape):
+    model_config = ConfigDict(json_schema_extra=NO_LASTING_DENIAL)
+
     decision: Literal["allow", "deny"]
     scope: Literal["once", "session"] = "once"
     """``session``: also later calls of this tool in this session, whatever their arguments."""

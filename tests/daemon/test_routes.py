@@ -243,8 +243,9 @@ def test_a_poll_that_waits_gets_the_event_when_it_comes(http: httpx2.Client, dae
     assert [event["data"]["session"]["title"] for event in answers[0]["events"]] == ["awaited"]
 
 
-def test_a_poll_gives_up_after_its_time(http: httpx2.Client) -> None:
-    answer = http.get("/v3/events", params={"wait": "0.05"}).json()
+@pytest.mark.parametrize("wait", ["0.05", "5e-2", "0.0123456789"])
+def test_a_poll_gives_up_after_its_time(http: httpx2.Client, wait: str) -> None:
+    answer = http.get("/v3/events", params={"wait": wait}).json()
     assert answer["events"] == []
 
 
@@ -273,8 +274,11 @@ def test_everything_is_described(http: httpx2.Client) -> None:
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     assert all(operation["summary"] and operation["description"] for operation in operations)
     answers = [set(operation["responses"]) for operation in operations]
-    assert all({"4XX", "5XX"} <= statuses and "422" not in statuses for statuses in answers)
+    assert all({"400", "401", "500"} <= statuses and not statuses & {"422", "4XX"} for statuses in answers)
     names = {parameter["name"] for parameter in document["paths"]["/v3/events"]["get"]["parameters"]}
     assert names == {"after", "limit", "wait", "types", "session_id", "stream_id"}
+    after, limit, wait = document["paths"]["/v3/events"]["get"]["parameters"][:3]
+    assert (after["schema"]["minimum"], limit["schema"]["minimum"], limit["schema"]["maximum"]) == (0, 1, 500)
+    assert (wait["schema"]["minimum"], wait["schema"]["maximum"]) == (0, 5.0)
     assert document["paths"]["/v3/health"]["get"]["security"] == []
     assert document["security"] == [{"token": []}]

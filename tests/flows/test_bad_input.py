@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
 
+from lmx_lab.lab import Lab
 from tests.flows.conftest import HELLO, chat_body
 
 PATH = "/v1/chat/completions"
@@ -240,3 +244,17 @@ def test_a_foreign_host_is_421(http: httpx2.Client, headers: dict[str, str]) -> 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null"])
 def test_a_foreign_page_is_403(http: httpx2.Client, origin: str) -> None:
     error_of(http.post(PATH, json={"messages": HELLO}, headers={"origin": origin}), 403, "origin-forbidden")
+
+
+@pytest.mark.parametrize("path", ["/nothing", PATH])
+def test_a_body_that_breaks_off_in_its_chunks_is_answered_once(
+    lab: Lab, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """Also where the application answers without reading it."""
+    head = f"POST {path} HTTP/1.1\r\nHost: {urlsplit(lab.url).netloc}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", lab.port), timeout=30) as connection:
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\nzz\r\n{{}}".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from socket import SHUT_RDWR
 from typing import Any
@@ -131,3 +132,15 @@ def test_strangers_are_refused_before_the_handshake(lab: Lab, headers: dict[str,
     with pytest.raises(InvalidStatus) as refused, connect(address(lab), additional_headers=headers):
         pass
     assert refused.value.response.status_code in {status, 400}
+
+
+@pytest.mark.parametrize("more", [b"", b"\x88\x80\0\0\0\0"], ids=["alone", "with the client's close behind it"])
+def test_a_text_that_is_no_utf8_ends_the_connection_and_is_no_error_of_ours(
+    socket: ClientConnection, caplog: pytest.LogCaptureFixture, more: bytes
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        socket.socket.sendall(b"\x81\x81\0\0\0\0\xff" + more)
+        with pytest.raises(ConnectionClosed):
+            socket.recv(timeout=30)
+    assert socket.close_code == (1005 if more else 1007)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []

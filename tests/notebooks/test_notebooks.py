@@ -45,7 +45,7 @@ def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
 
 
 def test_the_demo_ends_with_a_sensible_answer_its_speed_and_the_addresses(starter_home: Path) -> None:
-    command = [sys.executable, FOLDER / "demo.py", FOLDER / "00_quickstart.ipynb"]
+    command: list[str | Path] = [sys.executable, FOLDER / "demo.py", FOLDER / "00_quickstart.ipynb"]
     done = subprocess.run(
         command, env={**os.environ, "LMX_LAB_HOME": str(starter_home)}, capture_output=True, text=True, check=False
     )
@@ -104,9 +104,9 @@ def test_both_engines_and_both_other_servers_are_compared_in_one_table(
     assert targets.endswith(" 0\n")
 
 
-@pytest.mark.parametrize("stem", SMALL)
-def test_a_cell_of_a_notebook_that_measures_has_ten_lines_at_most(stem: str) -> None:
-    cells = nbformat.read(FOLDER / f"{stem}.ipynb", as_version=4).cells
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_cell_of_a_notebook_has_ten_lines_at_most(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
     assert max(len(cell.source.splitlines()) for cell in cells) <= 10
 
 
@@ -130,7 +130,7 @@ def outputs_of(notebook: Any, home: Path, folder: Path) -> list[Any]:
 def test_the_demo_fails_when_a_cell_does(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("raise ValueError('broken cell')")])
     nbformat.write(notebook, tmp_path / "broken.ipynb")
-    command = [sys.executable, FOLDER / "demo.py", tmp_path / "broken.ipynb"]
+    command: list[str | Path] = [sys.executable, FOLDER / "demo.py", tmp_path / "broken.ipynb"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ValueError: broken cell" in done.stdout

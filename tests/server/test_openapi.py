@@ -16,6 +16,8 @@ from lmx_lab.server.admin import EXTRAS
 from lmx_lab.server.rerank import PATHS
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, TextsRerankBody
 
@@ -68,9 +70,15 @@ def test_the_streams_are_described_by_their_lines(document: dict[str, Any]) -> N
     def stream(path: str, method: str) -> Any:
         return document["paths"][path][method]["responses"]["200"]["content"]["text/event-stream"]["schema"]
 
-    assert stream("/v1/chat/completions", "post") == {"$ref": "#/components/schemas/ChatChunk"}
-    assert stream("/v1/completions", "post") == {"$ref": "#/components/schemas/Completion"}
-    assert len(stream("/admin/events", "get")["oneOf"]) == 6
+    def shapes(data: dict[str, Any]) -> list[str]:
+        assert data["contentMediaType"] == "application/json"
+        return [place["$ref"].rsplit("/", 1)[1] for place in data["contentSchema"]["anyOf"]]
+
+    for path, chunk in (("/v1/chat/completions", "ChatChunk"), ("/v1/completions", "Completion")):
+        line, end = stream(path, "post")["properties"]["data"]["anyOf"]
+        assert shapes(line) == [chunk, "ErrorBody"]
+        assert end == {"const": "[DONE]"}
+    assert len(shapes(stream("/admin/events", "get")["properties"]["data"])) == 6
 
 
 def test_every_operation_says_what_it_does(document: dict[str, Any]) -> None:
@@ -79,9 +87,34 @@ def test_every_operation_says_what_it_does(document: dict[str, Any]) -> None:
 
 
 def test_failures_mention_their_headers(document: dict[str, Any]) -> None:
+    told = {"Retry-After", "x-lmx-lab", "x-request-id", "x-should-retry"}
     for operation in operations(document):
-        for status in ("4XX", "5XX"):
-            assert set(operation["responses"][status]["headers"]) == {"Retry-After", "x-request-id", "x-should-retry"}
+        failures = {status: answer for status, answer in operation["responses"].items() if status >= "400"}
+        assert "500" in failures
+        # Whether the server is ready is said in one shape, good or bad.
+        assert [status for status, answer in failures.items() if not told <= set(answer["headers"])] in ([], ["503"])
+
+
+def test_failures_have_one_body_and_name_their_codes(document: dict[str, Any]) -> None:
+    post = document["paths"]["/v1/chat/completions"]["post"]["responses"]
+
+    def codes(status: str) -> list[str]:
+        body, narrowed = post[status]["content"]["application/json"]["schema"]["allOf"]
+        assert body == {"$ref": "#/components/schemas/ErrorBody"}
+        found: list[str] = narrowed["properties"]["error"]["properties"]["code"]["enum"]
+        assert all(f"`{code}`" in post[status]["description"] for code in found)
+        return found
+
+    assert codes("400") == ["invalid-request", "context-length-exceeded"]
+    assert codes("429") == ["queue-full"]
+    assert codes("503") == ["no-model-loaded", "oom-unloaded", "internal-error"]
+    assert codes("504") == ["lmx-timeout"]
+
+
+def test_the_websocket_is_described_by_its_messages(document: dict[str, Any]) -> None:
+    socket = document["paths"]["/v1/chat/stream"]["get"]
+    assert "101" in socket["responses"]
+    assert all(shape in socket["description"] for shape in ("ChatRequest", "SocketToken", "SocketDone", "SocketError"))
 
 
 def test_numbers_show_their_bounds(document: dict[str, Any]) -> None:
@@ -122,7 +155,7 @@ def test_reranking_shows_both_bodies_under_all_addresses(document: dict[str, Any
 
 
 def test_the_examples_are_valid(document: dict[str, Any]) -> None:
-    for shape in (EmbeddingsBody, RerankBody, TextsRerankBody):
+    for shape in (ChatRequest, CompletionRequest, EmbeddingsBody, RerankBody, TextsRerankBody):
         for example in document["components"]["schemas"][shape.__name__]["examples"]:
             shape.model_validate(example)
 

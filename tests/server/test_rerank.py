@@ -68,6 +68,14 @@ async def test_documents_can_be_left_out() -> None:
     assert [set(result) for result in results] == [{"index", "relevance_score"}] * 3
 
 
+@pytest.mark.parametrize("foreign", [{"priority": False}, {"return_embeddings": 0}])
+async def test_what_only_python_takes_for_no_is_refused(foreign: dict[str, Any]) -> None:
+    refused = await post(FakeEncoder(), PATH, body(**foreign))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(foreign)))
+    for neutral in ({"priority": 0}, {"return_embeddings": False}):
+        assert (await post(FakeEncoder(), PATH, body(**neutral))).status_code == 200
+
+
 async def test_an_empty_document_is_one_and_is_returned() -> None:
     results = (await post(FakeEncoder(), PATH, body(documents=["", "ü🙂"]))).json()["results"]
     assert [result["document"] for result in results] == ["ü🙂", ""]

@@ -7,11 +7,14 @@ from dataclasses import asdict
 
 from fastapi import APIRouter
 
+from lmx_lab.asgi.documents import BODY, failures
 from lmx_lab.asgi.wrapping import VERSION
 from lmx_lab.daemon.clock import iso, unix_s
 from lmx_lab.daemon.routes.queries import StrictQueryRoute
+from lmx_lab.daemon.routes.responses import reading
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.store import Reading
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.daemon import Counts, DaemonRecord, Health, Retention, Shutdown, ShutdownAnswer
 
 HEALTH = "/v3/health"
@@ -28,12 +31,12 @@ def daemon_routes(services: Services) -> APIRouter:
 
     # HEAD is for load balancers. The HTTP server leaves the body out.
     @router.head("/health", include_in_schema=False)
-    @router.get("/health")
+    @router.get("/health", responses=failures(InvalidRequestError))
     async def health() -> Health:
         """The daemon answers; needs no token."""
         return Health(status=services.status(), daemon_id=services.daemon_id)
 
-    @router.get("/daemon")
+    @router.get("/daemon", responses=reading())
     async def daemon() -> DaemonRecord:
         """What it is, what it does, what it keeps, how much it allows."""
         rows = await services.store.read(_counted)
@@ -64,7 +67,7 @@ def daemon_routes(services: Services) -> APIRouter:
             features=list(FEATURES),
         )
 
-    @router.post("/daemon/shutdown", status_code=202)
+    @router.post("/daemon/shutdown", status_code=202, responses=failures(*BODY))
     async def shutdown(body: Shutdown | None = None) -> ShutdownAnswer:
         """End the daemon: running turns have `grace_s` to end, with `now` none; queued ones run at the next start."""
         services.shut_down(body or Shutdown())

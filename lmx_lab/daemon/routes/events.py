@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from fastapi import APIRouter, Request, Response
 
+from lmx_lab.asgi.documents import switching
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.routes.queries import (
     After,
@@ -20,15 +21,29 @@ from lmx_lab.daemon.routes.queries import (
     limited,
     waiting_s,
 )
+from lmx_lab.daemon.routes.responses import reading
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.log import EventFilter, Page
+from lmx_lab.errors import CursorExpiredError, QueueFullError, SessionNotFoundError
 from lmx_lab.wire.events import EventPage
+
+SOCKET = """With `Upgrade: websocket` the address is a stream of events without an end.
+
+It takes `after`, `stream_id`, `session_id` and `types`, and the token also as `?token=`, since browsers give no headers
+to WebSockets. Each text message of the server is an `Envelope`: first `stream.hello`; where the cursor cannot be
+resumed `stream.reset` and a `stream.snapshot` of each session; then what is kept after the cursor, `stream.synced`, and
+what happens from there on. Nothing is expected from the client. A daemon that ends sends `stream.closing` and closes
+with 1001. A handshake is refused with the failures below."""
 
 
 def event_routes(services: Services) -> APIRouter:
     router = APIRouter(prefix="/v3", tags=["events"], route_class=StrictQueryRoute)
 
-    @router.get("/events", response_model=EventPage)
+    @router.get(
+        "/events",
+        response_model=EventPage,
+        responses={**switching(SOCKET), **reading(CursorExpiredError, QueueFullError)},
+    )
     async def events(
         *,
         request: Request,
@@ -44,7 +59,11 @@ def event_routes(services: Services) -> APIRouter:
         poll = _Poll(services, event_filter(session_id, types), limit)
         return await poll.answer(request, after=after, stream_id=stream_id, wait=wait)
 
-    @router.get("/sessions/{session_id}/events", response_model=EventPage)
+    @router.get(
+        "/sessions/{session_id}/events",
+        response_model=EventPage,
+        responses=reading(SessionNotFoundError, CursorExpiredError, in_path=True),
+    )
     async def events_of_session(
         *,
         session_id: str,

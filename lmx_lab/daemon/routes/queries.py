@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 from fastapi import Query, Request, Response
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from lmx_lab.asgi.bodies import StrictRoute
 from lmx_lab.asgi.errors import invalid
@@ -23,7 +23,8 @@ CONTROL = "stream"
 KINDS = frozenset(kind for kind in DATA if not kind.startswith(f"{CONTROL}."))
 GROUPS = frozenset(f"{kind.partition('.')[0]}.*" for kind in KINDS)
 _WHOLE = re.compile(r"[0-9]{1,16}", re.ASCII)
-_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?", re.ASCII)
+# As JSON writes numbers, which is how programs write them out.
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
 _SWITCH = {"true": True, "false": False}
 
 
@@ -61,18 +62,26 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+# The bounds come first: only so the document has them.
+Whole = Annotated[int, Field(ge=0, lt=10**16), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1, lt=10**16), BeforeValidator(_whole)]
 Switch = Annotated[bool, BeforeValidator(_switch)]
-Kinds = Annotated[list[str], AfterValidator(_kinds)]
+_ONE_KIND = f"(?:{'|'.join(map(re.escape, sorted(KINDS | GROUPS)))})"
+Kinds = Annotated[
+    list[str],
+    AfterValidator(_kinds),
+    WithJsonSchema({"type": "array", "items": {"type": "string", "pattern": f"^{_ONE_KIND}(?:,{_ONE_KIND})*$"}}),
+]
 SessionIds = Annotated[list[Identifier], Field(max_length=NAMES_LIMIT)]
 
 # As parameters of routes; these are not closures because FastAPI looks annotations up in a module.
 After = Annotated[
     Whole | None, Query(description="Events after this cursor; 0 for all that is kept, absent for new ones")
 ]
-PageLimit = Annotated[Whole | None, Query(description="The most that is answered", ge=1)]
+PageLimit = Annotated[Count | None, Query(description="The most that is answered")]
 Wait = Annotated[
-    Annotated[float, BeforeValidator(_seconds)], Query(description="Seconds to wait if there is nothing yet", ge=0)
+    Annotated[float, Field(ge=0), BeforeValidator(_seconds)],
+    Query(description="Seconds to wait if there is nothing yet"),
 ]
 Types = Annotated[
     Kinds | None, Query(description="Kinds of events, separated by commas; `turn.*` is all that begin so")

@@ -7,7 +7,7 @@ import logging
 import time
 from itertools import takewhile
 
-from lmx_lab.daemon.clock import iso
+from lmx_lab.daemon.clock import DoubtfulClock, iso
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.log import EventLog, note_pruned
 from lmx_lab.daemon.storage.store import Store, Transaction
@@ -23,9 +23,10 @@ STREAMED = "event IN ('turn.token', 'turn.thinking')"
 
 async def keep(store: Store, events: EventLog, limits: Limits, *, round_s: float = ROUND_S) -> None:
     """Forget what is due, again and again, until cancelled."""
+    clock = DoubtfulClock()
     while True:
         try:
-            await forget(store, events, limits)
+            await forget(store, events, limits, now_s=clock.now_s())
         except LabError as exc:
             # A full disk, most likely, for which turns and submits have the words.
             log.warning("the log was not cut: %s", exc)

@@ -322,6 +322,12 @@ def is_full(exc: sqlite3.Error) -> bool:
     return getattr(exc, "sqlite_errorcode", None) in FULL or "disk is full" in str(exc)
 
 
+def _free(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return f" ({shutil.disk_usage(path.parent).free} bytes are free)"
+    return ""
+
+
 @contextlib.contextmanager
 def in_plain_words(path: Path) -> Iterator[None]:
     """Errors of SQLite, raised in the block, become the lab's own."""
@@ -329,7 +335,7 @@ def in_plain_words(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as exc:
         if is_full(exc):
-            raise StorageFullError(f"no room to write {path}; free some disk, then try again") from exc
+            raise StorageFullError(f"no room to write {path}{_free(path)}; free some disk, then try again") from exc
         if getattr(exc, "sqlite_errorcode", None) in DAMAGED:
             raise HostingError(f"{path} is damaged ({exc}); move it away to begin with an empty one") from exc
         raise LabError(f"{path} could not be read or written: {exc}") from exc

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lmx_lab.engine.encoders.recipe import ChatForm
+from lmx_lab.engine.templates import TemplateLimitError, rendered
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
 
 
@@ -79,13 +80,14 @@ class ChatPairs:
         if self._form.system:
             messages.insert(0, self._message("system", self._form.system))
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **self._form.options)
+            return rendered(self._tokenizer, messages, **self._form.options)
+        except TemplateLimitError as exc:
+            raise InvalidRequestError(f"the chat template of {self._model} {exc}, its limit", param="query") from exc
         # A template is a program that comes with the model: it may raise anything.
         except Exception as exc:
             raise InvalidRequestError(
                 f"the chat template of {self._model} refuses the roles query and document: {exc}", param="query"
             ) from exc
-        return str(text)
 
     def _message(self, role: str, text: str) -> dict[str, Any]:
         return {"role": role, "content": [{"type": "text", "text": text}] if self._form.structured else text}

@@ -14,15 +14,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import psutil
-
 from lmx_lab.engine.contract import NOTHING_LOADED
 from lmx_lab.engine.gguf.hosted import Hosted, host
 from lmx_lab.engine.gguf.intake import Intake
 from lmx_lab.engine.gguf.jobs import Job, Jobs, Totals
+from lmx_lab.engine.gguf.loads import Load, Loads
 from lmx_lab.engine.gguf.place import Place
 from lmx_lab.engine.gguf.texts import TextJob
-from lmx_lab.engine.memory import limit_bytes
+from lmx_lab.engine.memory import limit_bytes, total_bytes
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -41,6 +40,7 @@ from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.errors import EngineDeadError, EngineError, InvalidRequestError, LabError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.weights.stamp import is_loaded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,9 +64,10 @@ class GgufCore:
         self._totals = Totals()
         self._encoded_tokens = 0
         self._changing, self._exchanging = asyncio.Lock(), asyncio.Lock()
+        self.loads = Loads()
         self._state: EngineState = "empty"
         self._dead: EngineDeadError | None = None
-        self.snapshot = EngineSnapshot(memory_total_bytes=psutil.virtual_memory().total)
+        self.snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
         self._tending = asyncio.create_task(self._tend(), name="lmx-lab gguf engine")
 
     # Models
@@ -77,28 +78,35 @@ class GgufCore:
         taken = self._beside_bytes() + sum(place.hosted.memory_bytes for place in others)
         return limit_bytes(self._settings.memory_limit_bytes) - taken
 
-    async def load(self, entry: ModelEntry, *, finish_queued: bool) -> LoadReport:
-        """See ``InferenceEngine.load``."""
-        async with self._changing:
-            main = self._main
-            if main is not None and main.entry.path == entry.path:
-                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=main.hosted.memory_bytes)
-            await self._revive_pinned()
-            await self._empty(f"{entry.id} is loaded in the model's place", finish_queued=finish_queued)
-            started = time.perf_counter()
-            failure = await self._bring_up(entry)
-            if failure is not None:
-                restored = await self._restored(main.entry if main is not None else None)
-                raise type(failure)(f"{failure.message}{restored}", param=failure.param)
-            assert self._main is not None
-            memory = self._main.hosted.memory_bytes
-            return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=memory)
+    async def load(self, entry: ModelEntry, *, finish_queued: bool, part_of: Load | None) -> LoadReport:
+        """See ``InferenceEngine.load``; raises NotLoadedError, too: something else was asked for meanwhile."""
+        with self.loads.begun(entry, part_of) as load:
+            async with self._changing:
+                load.check()
+                return await self._load(load, finish_queued=finish_queued)
+
+    async def _load(self, load: Load, *, finish_queued: bool) -> LoadReport:
+        main, entry = self._main, load.entry
+        if main is not None and is_loaded(main.entry, entry):
+            return LoadReport(model=entry.id, load_s=0.0, memory_bytes=main.hosted.memory_bytes)
+        await load.wait(self._revive_pinned())
+        await self._empty(f"{entry.id} is loaded in the model's place", finish_queued=finish_queued)
+        started = time.perf_counter()
+        failure = await self._bring_up(entry, load)
+        # Whoever wanted something else wants no model of before either.
+        load.check()
+        if failure is not None:
+            restored = await self._restored(main.entry if main is not None else None, load)
+            raise type(failure)(f"{failure.message}{restored}", param=failure.param)
+        assert self._main is not None
+        memory = self._main.hosted.memory_bytes
+        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=memory)
 
     async def pin(self, entry: ModelEntry) -> LoadReport:
         """See ``InferenceEngine.pin``."""
         async with self._changing:
             started, before = time.perf_counter(), self._pinned.get(entry.kind)
-            if before is None or before.entry.path != entry.path or before.hosted.process.died.is_set():
+            if before is None or not is_loaded(before.entry, entry) or before.hosted.process.died.is_set():
                 room = self.limit_bytes(without=before)
                 place = self._place(await host(entry, self._settings, limit_bytes=room))
                 self._pinned[entry.kind] = place
@@ -114,10 +122,12 @@ class GgufCore:
             if (pinned := self._pinned.pop(kind, None)) is not None:
                 await self._drop(pinned, NotLoadedError(f"{pinned.entry.id} was unloaded before this request ended"))
 
-    async def in_order(self, work: Coroutine[Any, Any, T]) -> T:
-        """Exchanges of models between engines, one after the other."""
-        async with self._exchanging:
-            return await work
+    async def in_order(self, entry: ModelEntry, work: Callable[[Load], Coroutine[Any, Any, T]]) -> T:
+        """Exchanges of models between engines, one after the other, each for the sake of one entry."""
+        with self.loads.begun(entry) as load:
+            async with self._exchanging:
+                load.check()
+                return await work(load)
 
     async def unload(self, *, why: str, finish_queued: bool, cause: UnloadCause = "asked") -> int:
         """See ``InferenceEngine.unload``."""
@@ -141,17 +151,19 @@ class GgufCore:
         """Every request gets its end, the system its memory."""
         self._tending.cancel()
         self._intake.stop()
+        await self.loads.end(error.message)
         places, self._main, self._pinned = self._places(), None, {}
         for place in places:
             await self._drop(place, error)
         self._publish("empty")
         self._send()
 
-    async def _bring_up(self, entry: ModelEntry) -> LabError | None:
+    async def _bring_up(self, entry: ModelEntry, load: Load) -> LabError | None:
         """Load, or return why not."""
         self._publish("loading")
         try:
-            self._main = self._place(await host(entry, self._settings, limit_bytes=self.limit_bytes()))
+            hosted = await load.wait(host(entry, self._settings, limit_bytes=self.limit_bytes()))
+            self._main = self._place(hosted)
         except LabError as exc:
             return exc
         finally:
@@ -162,10 +174,10 @@ class GgufCore:
         self._publish("ready")
         return None
 
-    async def _restored(self, previous: ModelEntry | None) -> str:
+    async def _restored(self, previous: ModelEntry | None, load: Load) -> str:
         if previous is None:
             return NOTHING_LOADED
-        failure = await self._bring_up(previous)
+        failure = await self._bring_up(previous, load)
         if failure is not None:
             return f"; the previous model {previous.id} could not be loaded again either: {failure.message}"
         return f"; the previous model {previous.id} is loaded again"
@@ -366,7 +378,7 @@ class GgufCore:
             if now - measured_at >= MEASURE_S:
                 measured_at = now
                 for place in self._places():
-                    place.hosted.memory_bytes = place.hosted.process.memory_bytes or place.hosted.memory_bytes
+                    place.hosted.look()
             if self._places():
                 self._publish()
             main, idle_s = self._main, self._settings.idle_unload_s

@@ -10,13 +10,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-import psutil
-
 from lmx_lab.engine.contract import Capabilities
 from lmx_lab.engine.gguf.budget import plan
 from lmx_lab.engine.gguf.core import GgufCore
+from lmx_lab.engine.gguf.loads import Load
 from lmx_lab.engine.gguf.process import PACKAGE, installed, require_installed
-from lmx_lab.engine.memory import limit_bytes
+from lmx_lab.engine.memory import limit_bytes, total_bytes
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -61,6 +60,10 @@ class GgufEngine:
         """See ``InferenceEngine.fingerprint``."""
         return f"llama.cpp-{version(PACKAGE)}" if installed() else "llama.cpp"
 
+    @functools.cached_property
+    def _unused(self) -> EngineSnapshot:
+        return EngineSnapshot(memory_total_bytes=total_bytes())
+
     @property
     def used(self) -> bool:
         """Whether it has ever had a model."""
@@ -70,7 +73,7 @@ class GgufEngine:
     def snapshot(self) -> EngineSnapshot:
         """The state as of the last event. Never blocks."""
         core = self._core
-        return core.snapshot if core is not None else EngineSnapshot(memory_total_bytes=psutil.virtual_memory().total)
+        return core.snapshot if core is not None else self._unused
 
     @property
     def alive(self) -> bool:
@@ -98,10 +101,22 @@ class GgufEngine:
                 thread.submit(core.close(EngineDeadError("the engine was stopped"))).result(STOP_S)
             thread.stop()
 
-    async def owned(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do this on the engine's loop, one after the other, to its end, whether or not the caller still waits."""
+    async def owned(self, entry: ModelEntry, work: Callable[[Load], Coroutine[Any, Any, T]]) -> T:
+        """Do this, for the sake of one entry, on the engine's loop, one after the other, to its end, whether or not the
+        caller still waits.
+
+        Raises:
+            NotLoadedError: an unload, or the load of another model, was asked for before it began.
+        """
         await asyncio.to_thread(self.start)
-        return await asyncio.shield(self._on_loop(lambda core: core.in_order(work)))
+        return await asyncio.shield(self._on_loop(lambda core: core.in_order(entry, work)))
+
+    def give_up_loads(self, why: str) -> None:
+        """Tell the loads that have not ended to end, for an unload. Returns at once."""
+        thread, core = self._thread, self._core
+        if thread is not None and core is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and they with it
+                thread.loop.call_soon_threadsafe(core.loads.give_up, why)
 
     # Models
 
@@ -111,12 +126,14 @@ class GgufEngine:
         limit = limit_bytes(self._settings.memory_limit_bytes)
         plan(entry, read_gguf(entry.path), slots=self._settings.slots, limit_bytes=limit)
 
-    async def load(self, entry: ModelEntry, *, finish_queued: bool = False) -> LoadReport:
-        """See ``InferenceEngine.load``."""
+    async def load(self, entry: ModelEntry, *, finish_queued: bool = False, part_of: Load | None = None) -> LoadReport:
+        """See ``InferenceEngine.load``; ``part_of`` is the exchange that it belongs to."""
         self.check_fits(entry)
         await asyncio.to_thread(self.start)
         # Whoever asked may leave; the load goes on.
-        return await asyncio.shield(self._on_loop(lambda core: core.load(entry, finish_queued=finish_queued)))
+        return await asyncio.shield(
+            self._on_loop(lambda core: core.load(entry, finish_queued=finish_queued, part_of=part_of))
+        )
 
     async def pin(self, entry: ModelEntry) -> LoadReport:
         """See ``InferenceEngine.pin``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import time
@@ -20,11 +21,13 @@ from lmx_lab.engine.grammar import Marker
 from lmx_lab.engine.grammar_trial import Words
 from lmx_lab.engine.openblas import default_threads
 from lmx_lab.engine.prompt_checks import AMPLE_CHARACTERS
+from lmx_lab.engine.templates import TemplateLimitError, TemplateRefusalError, shared
 from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 from lmx_lab.weights.gguf_header import GgufHeader, read_header
 from lmx_lab.weights.gguf_model import read_gguf
+from lmx_lab.weights.stamp import overwritten, require_unchanged, stamped
 
 ENCODERS_SLOTS = 8
 """Texts that an encoder computes together; more gain nothing (measured)."""
@@ -81,6 +84,12 @@ class Hosted:
                 return tokens
             characters *= 2
 
+    def look(self) -> None:
+        """Measure its memory. End it if somebody has written to its file: it would compute with what that is now."""
+        self.memory_bytes = self.process.memory_bytes or self.memory_bytes
+        if overwritten(self.entry):
+            self.process.condemn()
+
     def death(self) -> EngineDeadError:
         """What to say after its process has died."""
         return EngineDeadError(
@@ -94,19 +103,40 @@ async def host(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> Ho
     Raises:
         UnusableModelError, OutOfMemoryError: with llama.cpp's reason.
     """
+    entry = await asyncio.to_thread(stamped, entry)
     header = await asyncio.to_thread(read_gguf, entry.path)
+    if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
+        await asyncio.to_thread(_try_out, template, entry)
     planned = plan(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
     fields = _fields(entry, header, planned, settings, limit_bytes)
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ))
     try:
         connection = LlamaConnection(process.socket, process.api_key)
         hosted = await _described(entry, header, planned, process, connection)
+        require_unchanged(entry)
     except BaseException as exc:
         await process.stop()
-        if isinstance(exc, RefusedError | LabError):
+        if isinstance(exc, RefusedError | LabError) and not isinstance(exc, UnusableModelError):
             raise UnusableModelError(f"{entry.path} is loaded by llama.cpp, but does not answer: {exc}") from exc
         raise
     return hosted
+
+
+def _try_out(template: str, entry: ModelEntry) -> None:
+    """In a process that can be ended: llama.cpp renders it while it loads, where nobody could tell why that takes long.
+
+    Raises:
+        UnusableModelError: it goes over its limits. What else is wrong with it llama.cpp says, or does not mind.
+    """
+    user = {"role": "user", "content": "?"}
+    given = {"messages": [user], "add_generation_prompt": True, "bos_token": "", "eos_token": ""}
+    with contextlib.suppress(TemplateRefusalError):
+        try:
+            shared().render(template, given)
+        except TemplateLimitError as exc:
+            raise UnusableModelError(
+                f"{entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
+            ) from exc
 
 
 def _fields(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lmx_lab.engine.dialect import Thinking
 from lmx_lab.engine.gguf.answer import Answer
@@ -24,6 +26,13 @@ from lmx_lab.engine.prompt_checks import (
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from lmx_lab.engine.trials import Trials
 from lmx_lab.errors import InvalidRequestError
+
+TEMPLATE_S = 10.0
+"""For a chat template in llama.cpp's process, where other work may delay it; a usual one takes a millisecond."""
+TEMPLATE_BYTES = 2**30
+"""By which the process may grow meanwhile."""
+LOOK_S = 0.1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +97,13 @@ class Intake:
         self._trials = Trials()
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-gguf-grammars")
         self._forms: tuple[Hosted, Forms] | None = None
+        self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
 
     def stop(self) -> None:
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._trials.end()
+        for task in self._rendering:
+            task.cancel()
 
     async def prepared(self, request: GenerationRequest, hosted: Hosted) -> Prepared:
         """
@@ -105,7 +117,7 @@ class Intake:
             case ChatPrompt():
                 check_messages(prompt.messages)
                 given = _given(request, prompt, hosted, route)
-                text = await _templated(given, hosted)
+                text = await self._templated(given, hosted)
                 thinking = hosted.dialect.thinking(text)
                 tokens = await _tokenized(text, request, hosted)
             case TextPrompt():
@@ -125,6 +137,27 @@ class Intake:
             grammar=grammar,
             context_length=hosted.context_length,
         )
+
+    async def _templated(self, given: Mapping[str, Any], hosted: Hosted) -> str:
+        if not hosted.templated:
+            raise InvalidRequestError(
+                f"{hosted.entry.id} has no chat template: it takes plain prompts only", param="model"
+            )
+        # It goes on when its caller has left, and has to be watched then, too.
+        task = asyncio.create_task(_within_limits(hosted.connection.ask("/apply-template", given), hosted))
+        self._rendering.add(task)
+        task.add_done_callback(self._rendered)
+        try:
+            answer = await asyncio.shield(task)
+        except RefusedError as exc:
+            raise _unreadable(hosted, exc.message) from exc
+        return str(answer["prompt"])
+
+    def _rendered(self, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._rendering.discard(task)
+        if not task.cancelled():
+            # Whoever waited has it; without this the loop would complain where nobody did.
+            task.exception()
 
     async def _grammar(self, request: GenerationRequest, hosted: Hosted, thinking: Thinking) -> str | None:
         """The grammar in llama.cpp's spelling, which enforces it."""
@@ -155,14 +188,29 @@ def _unreadable(hosted: Hosted, why: object) -> InvalidRequestError:
     )
 
 
-async def _templated(given: Mapping[str, Any], hosted: Hosted) -> str:
-    if not hosted.templated:
-        raise InvalidRequestError(f"{hosted.entry.id} has no chat template: it takes plain prompts only", param="model")
+async def _within_limits(rendering: Coroutine[Any, Any, T], hosted: Hosted) -> T:
+    """What comes of a chat template; where it takes too much, the whole process is ended: its thread cannot be.
+
+    Raises:
+        InvalidRequestError: it was ended.
+    """
+    task = asyncio.ensure_future(rendering)
+    began, before, why = time.monotonic(), 0, None
     try:
-        answer = await hosted.connection.ask("/apply-template", given)
-    except RefusedError as exc:
-        raise _unreadable(hosted, exc.message) from exc
-    return str(answer["prompt"])
+        while not (await asyncio.wait([task], timeout=LOOK_S))[0] and why is None:
+            before = before or hosted.process.own_bytes
+            if time.monotonic() - began > TEMPLATE_S:
+                why = f"its chat template ran for more than {TEMPLATE_S:g} s, its limit"
+            elif hosted.process.own_bytes - before > TEMPLATE_BYTES:
+                why = f"its chat template took more than {TEMPLATE_BYTES >> 30} GB, its limit"
+        if why is None:
+            return task.result()
+    finally:
+        task.cancel()
+    await hosted.process.end_for(why)
+    raise InvalidRequestError(
+        f"{hosted.entry.id} was ended: {why}; load a model again, and send less, or take another one", param="messages"
+    )
 
 
 async def _tokenized(text: str, request: GenerationRequest, hosted: Hosted) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from lmx_lab.engine.gguf.jobs import Jobs
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, NotLoadedError
 from lmx_lab.weights import ModelEntry
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -64,6 +66,11 @@ class Place:
             raise
         except RefusedError as exc:
             raise EngineError(f"llama.cpp did not read this request: {exc.message}") from exc
+        except LabError:
+            raise
+        except Exception as exc:
+            log.exception("a request for %s could not be begun", self.entry.id)
+            raise EngineError(f"the request could not be begun: {type(exc).__name__}: {exc}") from exc
         finally:
             self.reading -= 1
         self.check_stays()

@@ -21,12 +21,15 @@ from typing import Any
 import psutil
 
 from lmx_lab.errors import LabError, OutOfMemoryError, UnusableModelError
+from lmx_lab.settings import without_secrets
 
 SCRIPT = Path(__file__).with_name("worker.py")
 PACKAGE = "xllamacpp"
 INSTALL = "pip install 'lmx-lab[gguf]'"
 LOAD_S = 1800.0
 """A model of 100 GB from a slow disk takes as long."""
+END_S = 5.0
+"""How long the end of a killed process is waited for."""
 LONGEST_FOLDER = 70
 READY = b'{"ready"'
 LINES, LINE_BYTES = 200, 2000
@@ -37,6 +40,10 @@ REASONS = (
     re.compile(r"(?:^|\s)E\s+(.*(?:invalid|fail|illegal|unknown).*)"),
     re.compile(r"(.*\berror\b.*)", re.IGNORECASE),
 )
+LIKELY: Mapping[int, str] = {
+    signal.SIGKILL: ", probably for lack of memory",
+    signal.SIGBUS: ": its file was changed or cut short while it was loaded, or cannot be read any more",
+}
 NO_MEMORY = re.compile(r"failed to allocate|out of memory|cannot allocate", re.IGNORECASE)
 
 
@@ -70,6 +77,7 @@ class LlamaProcess:
         self.api_key = api_key
         self.died = asyncio.Event()
         """It has ended without being asked to."""
+        self._why: str | None = None
         self._watching = asyncio.create_task(self._watch(), name="lmx-lab llama.cpp process")
 
     @property
@@ -93,9 +101,9 @@ class LlamaProcess:
         folder = _private_folder()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", str(SCRIPT),
+                sys.executable, "-P", str(SCRIPT), str(folder), str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                env=os.environ | environ,
+                env=without_secrets(os.environ) | dict(environ),
                 # Ctrl-C in a terminal is for us; the process ends when we let go of its input.
                 start_new_session=True,
             )  # fmt: skip
@@ -142,10 +150,12 @@ class LlamaProcess:
 
     def reason(self) -> str:
         """Why it has ended: what it said of it, or how."""
+        if self._why is not None:
+            return self._why
         code = self._process.returncode
         if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-            likely = ", probably for lack of memory" if -code == signal.SIGKILL else ", a crash in its native code"
+            likely = LIKELY.get(-code, ", a crash in its native code")
             said = next((f": {line.strip()}" for line in reversed(self._lines) if "GGML_ASSERT" in line), "")
             return f"its process was ended by {name}{likely}{said}"
         for pattern in REASONS:
@@ -164,6 +174,28 @@ class LlamaProcess:
         except psutil.Error:
             return 0
 
+    @property
+    def own_bytes(self) -> int:
+        """Resident memory without what is mapped from files, where the system tells them apart; 0 once it has ended."""
+        try:
+            known = psutil.Process(self._process.pid).memory_info()
+        except psutil.Error:
+            return 0
+        return int(known.rss - getattr(known, "shared", 0))
+
+    async def end_for(self, why: str) -> None:
+        """End it, since something in it would never end by itself; all that runs on it gets this for a reason."""
+        self._why = self._why or why
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.died.wait(), END_S)
+
+    def condemn(self) -> None:
+        """End it as the system does when a page of a mapped file is gone: what it has mapped is not what it loaded."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGBUS)
+
     async def stop(self) -> None:
         """End it and remove its folder; idempotent."""
         self._stopping = True
@@ -171,9 +203,14 @@ class LlamaProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         try:
-            await self._process.wait()
+            # A read that hangs in the system holds even a killed process; it goes when that returns.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), END_S)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._process.returncode is None:
+            self._reading.cancel()
+            self._watching.cancel()
         await asyncio.gather(self._reading, self._watching, return_exceptions=True)
 
     async def _watch(self) -> None:

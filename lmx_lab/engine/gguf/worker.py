@@ -1,7 +1,8 @@
 """The process that holds one model for llama.cpp. Run by its path and never imported: it needs nothing of the package.
 
-The first line of its input is what to load, as JSON: ``fields`` of ``CommonParams`` by name, ``api_key`` and
-``socket``. It prints a line when the model answers, and ends with its input: nobody is left to ask it then.
+It is given the folder of its socket, which it removes when it ends, and the process that it ends with. The first line
+of its input is what to load, as JSON: ``fields`` of ``CommonParams`` by name, ``api_key`` and ``socket``. It prints a
+line when the model answers, and ends with its input: nobody is left to ask it then.
 """
 
 from __future__ import annotations
@@ -12,15 +13,29 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 
 def main() -> None:
+    folder, parent = sys.argv[1], int(sys.argv[2])
+    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
+    code = 1
+    try:
+        code = _serve()
+    except Exception:
+        # Such as that nobody is left to give an order, or to be told that the model answers.
+        traceback.print_exc()
+    finally:
+        _end(folder, code)
+
+
+def _serve() -> int:
+    """Load what is ordered and answer until the input ends; the exit status."""
     order = json.loads(sys.stdin.readline())
     # After reading: it takes a while, and the order is on its way meanwhile.
     import xllamacpp
 
-    threading.Thread(target=_end_with, args=(os.getppid(), order["socket"]), daemon=True).start()
     params = xllamacpp.CommonParams()
     if (pooling := order["fields"].pop("pooling_type", None)) is not None:
         params.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{pooling}")
@@ -32,24 +47,24 @@ def main() -> None:
         server.handle_metrics()
     except RuntimeError as exc:
         print(exc, file=sys.stderr, flush=True)
-        os._exit(1)
+        return 1
     print(json.dumps({"ready": True, "system": xllamacpp.get_system_info()}), flush=True)
     sys.stdin.read()
-    _end(order["socket"])
+    return 0
 
 
-def _end(socket: str) -> None:
+def _end(folder: str, code: int = 0) -> None:
     # If the other side was killed, nobody else does.
-    shutil.rmtree(os.path.dirname(socket), ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     # Without tearing it down, which takes longer and frees no more.
-    os._exit(0)
+    os._exit(code)
 
 
-def _end_with(parent: int, socket: str) -> None:
+def _end_with(parent: int, folder: str) -> None:
     """Our input stays open where the parent has forked, and its child lives on."""
     while os.getppid() == parent:
         time.sleep(1)
-    _end(socket)
+    _end(folder)
 
 
 def _set(params: Any, fields: dict[str, Any]) -> None:

@@ -243,7 +243,7 @@ async def test_a_seed_draws_the_same_beside_others(engine: Engine, made_for: For
     alone = [(await run(engine, sampling=each, max_tokens=8, ignore_eos=True))[0] for each in wanted]
     found = await asyncio.gather(*(run(engine, sampling=each, max_tokens=8, ignore_eos=True) for each in wanted))
     same = [text == one for (text, _), one in zip(found, alone, strict=True)]
-    # llama.cpp computes with other roundings beside others, which may tip a draw: a difference in the README's table.
+    # llama.cpp computes with other roundings beside others, which may tip a draw: see the table in docs/server.md.
     assert all(same) if made_for == "mlx" else sum(same) >= 4
     assert len(set(alone)) == 8
 

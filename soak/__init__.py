@@ -1,0 +1,1 @@
+"""Long runs against the running programs: ``make soak``."""

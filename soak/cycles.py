@@ -1,0 +1,99 @@
+"""Loads and unloads by the hundred, with a request between each: what a model took is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx2
+
+from benchmarks.paths import ROOT
+from soak.chats import GIVE_UP_S, Good, note_good
+from soak.row import Row
+from soak.served import SMALL_CACHE, Home, Server, end_well, until
+from soak.soak import Soak
+from soak.watch import Watch
+from tests.gguf_models import kept, starter_gguf, write_tiny_gguf
+
+CYCLES, QUICK_CYCLES = 1000, 50
+GGUF_CYCLES, QUICK_GGUF_CYCLES = 30, 5
+WARM_UP = 25
+"""Cycles: what allocators and pools of threads keep, they have by then."""
+LOAD_S = 60.0
+"""A tiny model that is not loaded, or not unloaded, by then never will be."""
+EMPTY_S = 5.0
+BOUND_S = 10.0
+"""For the good request after a load."""
+
+
+def run(soak: Soak) -> list[Row]:
+    rows = [cycled(soak.folder, QUICK_CYCLES if soak.quick else CYCLES, Row(part="cycles: load and unload, MLX"))]
+    row = Row(part="cycles: load and unload, llama.cpp")
+    if find_spec("xllamacpp") is None:
+        row.notes = "not done: xllamacpp is not installed"
+        return [*rows, row]
+    return [*rows, cycled(tiny_gguf(soak), QUICK_GGUF_CYCLES if soak.quick else GGUF_CYCLES, row)]
+
+
+def tiny_gguf(soak: Soak) -> Path:
+    """The tiny model's weights as llama.cpp reads them, in the home that the tests use too."""
+    home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
+    starter = starter_gguf(home)
+    return kept(home, "tiny", lambda target: write_tiny_gguf(target, starter, soak.folder))
+
+
+def cycled(model: Path, count: int, row: Row) -> Row:
+    """Load and unload one model so often; afterwards the server holds what it held after the first few."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lmx-soak-") as name,
+        Server(Home(Path(name)), None, *SMALL_CACHE) as server,
+        httpx2.Client(base_url=server.url, timeout=LOAD_S, trust_env=False) as http,
+    ):
+        _change(http, "load", Row(part="warm-up"), model=str(model))
+        good = asyncio.run(Good.first(server.url))
+        watch = Watch(server.pid)
+        for _ in range(WARM_UP):
+            _cycle(server, http, model, good, Row(part="warm-up"))
+        watch.begin()
+        began = time.perf_counter()
+        for _ in range(count):
+            _cycle(server, http, model, good, row)
+        row.notes = f"{count} cycles, {(time.perf_counter() - began) / count:.2f} s each"
+        _check_empty(server, row)
+        watch.add_to(row)
+        end_well(server, row)
+    return row
+
+
+def _cycle(server: Server, http: httpx2.Client, model: Path, good: Good, row: Row) -> None:
+    _change(http, "load", row, model=str(model))
+    row.requests += 1
+    note_good(row, asyncio.run(good.again(server.url, limit_s=GIVE_UP_S)), bound_s=BOUND_S)
+    _change(http, "unload", row)
+
+
+def _change(http: httpx2.Client, what: str, row: Row, **body: str) -> None:
+    row.requests += 1
+    try:
+        answer = http.post(f"/admin/models/{what}", json=body)
+    except httpx2.TimeoutException:
+        row.hung += 1
+        row.wrong.append(f"{what} was not answered within {LOAD_S:g} s")
+        return
+    if answer.status_code != 200:
+        row.lost += 1
+        row.wrong.append(f"{what}: {answer.text[:200]}")
+
+
+def _check_empty(server: Server, row: Row) -> None:
+    """With nothing loaded there is no process beside the server, and no folder of a socket."""
+    until(lambda: len(server.home.family()) == 1 and not server.home.litter(), EMPTY_S)
+    beside = [process for process in server.home.family() if process.pid != server.pid]
+    row.leaked_processes += len(beside)
+    row.wrong += [f"with nothing loaded there runs {process}" for process in beside]
+    if litter := server.home.litter():
+        row.wrong.append(f"with nothing loaded there is {', '.join(litter)[:300]} in the temporary folder")

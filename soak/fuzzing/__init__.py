@@ -1,0 +1,1 @@
+"""Requests that are nearly right, what is due for them, and who sends them."""

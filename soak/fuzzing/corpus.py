@@ -1,0 +1,187 @@
+"""What would be right, of every kind: the bodies and addresses from which the others are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from soak.fuzzing.requests import Good
+
+HELLO = [{"role": "user", "content": "hello"}]
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look somewhere.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 9},
+        "kind": {"enum": ["a", "b", None, 3]},
+        "parts": {"type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 2},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+    "$defs": {"part": {"anyOf": [{"type": "boolean"}, {"const": "x"}, {"type": "string", "pattern": "^[a-z]{2}$"}]}},
+}
+HISTORY = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Where is it?"}, {"type": "text", "text": "Look!"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "I have to look.",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"place": "sea"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "nothing"},
+    {"role": "user", "content": "And now?", "name": "ann"},
+]
+SAMPLING = {
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "logit_bias": {"100": -100, "200": 5},
+    "seed": 7,
+}
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": HELLO, "max_tokens": 4, **changes}
+
+
+CHAT_BODIES: tuple[dict[str, Any], ...] = (
+    chat(),
+    chat(temperature=0, stop=["\n", "end"], user="me"),
+    chat(**SAMPLING, n=2, logprobs=True, top_logprobs=3),
+    chat(stream=True, stream_options={"include_usage": True}, max_completion_tokens=3),
+    chat(messages=HISTORY, tools=[LOOK], tool_choice="auto", parallel_tool_calls=False),
+    chat(messages=HISTORY, tools=[LOOK], tool_choice="required", stream=True),
+    chat(tools=[LOOK], tool_choice={"type": "function", "function": {"name": "look"}}),
+    chat(response_format={"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}),
+    chat(response_format={"type": "json_object"}, ignore_eos=False),
+    chat(response_format={"type": "regex", "pattern": "[a-c]{1,5}( x)?"}, stream=True),
+    chat(response_format={"type": "grammar", "grammar": 'start: "a" | "b" start'}),
+    chat(reasoning_effort="low", thinking_token_budget=2, chat_template_kwargs={"enable_thinking": True, "a": [1]}),
+    chat(metadata={"a": "b"}, store=False, service_tier="auto", prompt_cache_key="k", ignore_eos=True),
+)
+COMPLETION_BODIES: tuple[dict[str, Any], ...] = (
+    {"model": "tiny", "prompt": "Once upon", "max_tokens": 4},
+    {"model": "tiny", "prompt": ["a", "b c"], "max_tokens": 2, "n": 2, "best_of": 2, **SAMPLING},
+    {"model": "tiny", "prompt": [100, 200, 300], "max_tokens": 0, "echo": True, "logprobs": 2},
+    {"model": "tiny", "prompt": [[5, 6], [7]], "max_tokens": 3, "stream": True, "stop": "x"},
+)
+EMBEDDING_BODIES: tuple[dict[str, Any], ...] = (
+    {"model": "default", "input": "a cat"},
+    {"model": "tiny-embedder", "input": ["the cat sits", "a dog"], "encoding_format": "base64", "dimensions": 8},
+    {"model": "default", "input": [5, 6, 7], "input_type": "query", "user": "me"},
+    {"model": "default", "input": [[5, 6], [7, 8, 9]], "truncate": True, "encoding_format": "float"},
+)
+PAIR = ["a small dog", "a big cat in the house"]
+RERANK_BODIES: tuple[dict[str, Any], ...] = (
+    {"model": "default", "query": "a cat", "documents": PAIR},
+    {
+        "model": "tiny-reranker",
+        "query": "where",
+        "documents": [{"text": "berlin"}, "paris"],
+        "top_n": 1,
+        "truncate": True,
+    },
+    {"model": "default", "query": "who", "documents": PAIR * 3, "return_documents": False, "raw_scores": True},
+    {"query": "a cat", "texts": PAIR, "return_text": True, "raw_scores": False},
+)
+CHAT = tuple(Good(method="POST", path="/v1/chat/completions", body=body) for body in CHAT_BODIES)
+COMPLETIONS = tuple(Good(method="POST", path="/v1/completions", body=body) for body in COMPLETION_BODIES)
+EMBEDDINGS = tuple(Good(method="POST", path="/v1/embeddings", body=body) for body in EMBEDDING_BODIES)
+RERANK = tuple(
+    Good(method="POST", path=path, body=body) for path in ("/v1/rerank", "/rerank") for body in RERANK_BODIES
+)
+LOAD, UNLOAD = "/admin/models/load", "/admin/models/unload"
+ADMIN = (
+    Good(method="POST", path=LOAD, body={"model": "tiny"}),
+    Good(method="POST", path=LOAD, body={"model": "tiny-two"}),
+    Good(method="POST", path=LOAD, body={"model": "org/no-such-model"}),
+    Good(method="POST", path=LOAD, body={"model": "/no/such/folder"}),
+    Good(method="POST", path=LOAD, body={"model": "tiny-embedder"}),
+    Good(method="POST", path=UNLOAD, body={"model": "tiny"}),
+    Good(method="POST", path=UNLOAD, body={}),
+    Good(method="POST", path=UNLOAD),
+    *(
+        Good(method="GET", path=path)
+        for path in ("/admin/models", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz")
+    ),
+)
+
+SESSIONS = tuple(f"fuzz-{number}" for number in range(3))
+TURN = {"content": "hello", "overrides": {"max_tokens": 4, "temperature": 0, "seed": 1}}
+SERVER = {"name": "nothing", "transport": "stdio", "command": "/no/such/program", "args": ["-x"], "env": {"A": "b"}}
+HTTP_SERVER = {"name": "nowhere", "transport": "http", "url": "http://127.0.0.1:1/mcp", "headers": {"x": "y"}}
+CREATED: tuple[dict[str, Any], ...] = (
+    {},
+    {"session_id": SESSIONS[0], "title": "a title", "metadata": {"a": [1, None, {"b": 2.5}]}},
+    {
+        "session_id": SESSIONS[1],
+        "model": "default",
+        "system_prompt": "Be brief.",
+        "tools": ["look", "time__*"],
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "", "tool_calls": [{"call_id": "c", "name": "look", "arguments": "{}"}]},
+            {"role": "tool", "content": "seen", "call_id": "c"},
+        ],
+    },
+)
+TURNS: tuple[dict[str, Any], ...] = (
+    TURN,
+    {"turn_id": "t-1", "content": "hello", "when_busy": "interrupt", "overrides": {"max_tokens": 2, "max_steps": 1}},
+    {"content": "look", "when_busy": "reject", "overrides": {"max_tokens": 40, "tool_choice": "look", "timeout_s": 5}},
+    {"content": "ask", "overrides": {"max_tokens": 40, "tool_choice": "change", "extra": {"stop": ["x"]}, "top_k": 5}},
+)
+
+
+def _daemon() -> list[Good]:
+    in_session = [f"/v3/sessions/{session}" for session in SESSIONS]
+    posts: list[tuple[str, tuple[Any, ...]]] = [
+        ("/v3/sessions", CREATED),
+        *((f"{path}/turns", TURNS) for path in in_session),
+        *((f"{path}/fork", ({"title": "a fork"}, {"through_turn_id": "t-1"}, None)) for path in in_session[:1]),
+        *((f"{path}/cancel", ({"queued": True}, {"turn_id": "t-1"}, None)) for path in in_session[:2]),
+        (f"{in_session[0]}/turns/t-1/cancel", (None,)),
+        ("/v3/permissions/per_0", ({"decision": "allow", "scope": "session"}, {"decision": "deny"})),
+        ("/v3/mcp/servers", (SERVER, HTTP_SERVER)),
+        ("/v3/mcp/test", (SERVER, HTTP_SERVER)),
+        *((f"/v3/mcp/servers/nothing/{verb}", (None,)) for verb in ("test", "restart")),
+    ]
+    changes: dict[str, Any] = {"title": None, "archived": True, "metadata": {}, "tools": [], "revision": 1}
+    patches: list[tuple[str, Any]] = [
+        *((path, {**changes, "title": "other"}) for path in in_session),
+        ("/v3/mcp/servers/nothing", {"args": ["-y"], "env": {"A": "***"}, "permission": "allow", "start_timeout_s": 1}),
+    ]
+    gets = [
+        *("/v3/health", "/v3/daemon", "/v3/sessions?limit=5&archived=false&q=a", "/v3/permissions", "/v3/mcp/servers"),
+        *(
+            "/v3/events?after=0&limit=3&types=turn.*",
+            "/v3/events?after=5",
+            "/v3/openapi.json",
+            "/v3/mcp/servers/nothing/tools",
+        ),
+        *in_session,
+        *(f"{path}/events?after=0&limit=2" for path in in_session),
+        f"{in_session[0]}/turns/t-1?wait=0.1",
+    ]
+    return [
+        *(Good(method="POST", path=path, body=body) for path, bodies in posts for body in bodies),
+        *(Good(method="PATCH", path=path, body=body) for path, body in patches),
+        *(Good(method="GET", path=path) for path in gets),
+        *(Good(method="DELETE", path=path) for path in (in_session[2], "/v3/mcp/servers/nothing", "/v3/mcp/servers/x")),
+    ]
+
+
+DAEMON = tuple(_daemon())
+"""All but ``/v3/daemon/shutdown``, which would do what it says."""

@@ -1,0 +1,71 @@
+"""The kinds of requests: how many of each, where they go, and which refusals beside 4xx are declared for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hypothesis.strategies import SearchStrategy
+
+from soak.fuzzing import corpus
+from soak.fuzzing.frames import SocketCase, chat_sockets, event_sockets, oversized
+from soak.fuzzing.requests import Case, Good, Headers, http_cases, raw_cases, too_large
+
+TOKEN: Headers = [("authorization", "Bearer TOKEN")]
+Refusals = frozenset[tuple[int, str]]
+NOT_LOADED: Refusals = frozenset({(503, "no-model-loaded")})
+"""Of a request that names a model which is on the disk and not in memory."""
+BUSY: Refusals = frozenset({(503, "no-model-loaded"), (409, "model-busy")})
+NONE: Refusals = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    name: str
+    count: int
+    """Of 20,000."""
+    cases: SearchStrategy[Any]
+    """Of ``Case`` or ``SocketCase``."""
+    program: Literal["server", "daemon"] = "server"
+    refusals: Refusals = NONE
+    longest: Callable[[], Case | SocketCase] | None = None
+    """Made for each batch: more than the server takes."""
+
+
+def _http(name: str, count: int, goods: tuple[Good, ...], refusals: Refusals = NOT_LOADED) -> Family:
+    return Family(
+        name=name, count=count, cases=http_cases(goods, []), refusals=refusals, longest=lambda: too_large(goods[0], [])
+    )
+
+
+FAMILIES = (
+    _http("chat", 5000, corpus.CHAT),
+    _http("completions", 2500, corpus.COMPLETIONS),
+    _http("embeddings", 2000, corpus.EMBEDDINGS),
+    _http("rerank", 2000, corpus.RERANK),
+    _http("admin", 1500, corpus.ADMIN, BUSY),
+    Family(
+        name="chat socket",
+        count=2000,
+        cases=chat_sockets("/v1/chat/stream", corpus.CHAT_BODIES),
+        refusals=NOT_LOADED,
+        longest=lambda: oversized("/v1/chat/stream", []),
+    ),
+    Family(
+        name="/v3",
+        count=3500,
+        program="daemon",
+        cases=http_cases(corpus.DAEMON, TOKEN),
+        longest=lambda: too_large(corpus.DAEMON[0], TOKEN),
+    ),
+    Family(
+        name="/v3 events socket",
+        count=1000,
+        program="daemon",
+        cases=event_sockets("/v3/events", TOKEN, corpus.SESSIONS),
+        longest=lambda: oversized("/v3/events", TOKEN),
+    ),
+    Family(name="no HTTP", count=300, cases=raw_cases()),
+    Family(name="/v3 no HTTP", count=200, program="daemon", cases=raw_cases()),
+)

@@ -1,0 +1,244 @@
+"""HTTP requests that are nearly right, as the bytes that go over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import quote
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from soak.fuzzing.values import KEYS, WORDS, changed_bodies, written
+
+HOST = "HOST"
+"""In a head, for the address of the server: who draws does not know it."""
+Headers = list[tuple[str, str]]
+Ending = Literal["stay", "shut", "reset"]
+LEAVING: tuple[Ending, ...] = ("shut", "shut", "reset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Good:
+    """A request that would be right."""
+
+    method: str
+    path: str
+    body: Any = None
+    """None for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One request, and what is known of it by how it was made."""
+
+    wire: bytes
+    method: str
+    whole: bool = True
+    """HTTP says where it ends, and it does: an answer is due. Of others the server may say nothing."""
+    last: bool = False
+    """Nobody can know where the next request on its connection would begin."""
+    end: Ending = "stay"
+    """What its client does behind it: wait, send no more, or go without a word."""
+
+
+CONTENT_TYPES = (
+    *("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonp", ""),
+    *("application/json; charset=utf-16", "application/json;charset=utf-8", "APPLICATION/JSON", "application/json,x"),
+    *("application/json ; a=b", "text/json", "*/*", "json", "application/json\x00", "a" * 5000, "é"),
+)
+MORE_HEADERS = (
+    *(
+        ("content-encoding", "gzip"),
+        ("content-encoding", "identity"),
+        ("content-encoding", "br, gzip"),
+        ("te", "trailers"),
+    ),
+    *(
+        ("accept", "text/html"),
+        ("accept", "text/event-stream"),
+        ("accept-encoding", "gzip"),
+        ("expect", "100-continue"),
+    ),
+    *(
+        ("expect", "the-moon"),
+        ("upgrade", "websocket"),
+        ("upgrade", "h2c"),
+        ("connection", "upgrade"),
+        ("host", "evil"),
+    ),
+    *(("origin", "null"), ("origin", "http://evil.example"), ("origin", "http://localhost"), ("cookie", "a=b" * 500)),
+    *(("authorization", "Bearer x"), ("authorization", "Basic !!"), ("authorization", ""), ("x-request-id", "\t")),
+    *(
+        ("x-forwarded-for", "8.8.8.8"),
+        ("x-forwarded-host", "evil"),
+        ("forwarded", "for=8.8.8.8"),
+        ("range", "bytes=0-"),
+    ),
+    *(
+        ("x", "y" * 70_000),
+        ("x" * 70_000, "y"),
+        ("bad header", "y"),
+        ("x:y", "z"),
+        ("", "empty"),
+        ("x", "a\rb"),
+        ("x", "\0"),
+    ),
+    *(("connection", "close"), ("connection", "keep-alive"), ("keep-alive", "timeout=0"), ("if-none-match", "*")),
+)
+METHODS = ("GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "POST", "post", "FOO", "A" * 200)
+TARGETS = (
+    *("/", "", "*", "//", "/..", "/%00", "/%", "/%zz", "/%c0%af", "/v1", "/v1/", "/v1//models", "/v1/./models"),
+    *("/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2fetc", "/v1/models/%00", "/v1/models/" + "a" * 3000),
+    *("/v1/models/%ed%a0%80", "/v1/models/\xff", "/v1/chat/completions?x=" + "y" * 3000, "/v1/chat/completions#x"),
+    *("http://evil.example/v1/models", "http://localhost/v1/models", "/docs/../v1/models", "/v3/../v1/models"),
+    *("/metrics?a[]=1", "/admin/models?x", "/healthz;a=b", "/openapi.json?%", "evil.example:443", "/v1/models\tx"),
+)
+GARBAGE = (
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x5a" * 64,  # TLS
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00",
+    *(b"GET /\r\n\r\n", b"GET / HTTP/0.9\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n\r\n\r\n", b"\0" * 100, b"\n"),
+    *(b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\nHost: x\n\n", b"POST / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"),
+    *(b"GET / HTTP/1.1\r\n Host: x\r\n\r\n", b"SSH-2.0-x\r\n", b"*1\r\n$4\r\nPING\r\n", b"A" * 70_000),
+    b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 2000 + b"\r\n",
+)
+NO_UTF8 = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xc0\xaf")
+AGAIN = (b'"model":5', b'"model":"tiny"', b'"messages":[]', b'"max_tokens":3', b'"":1')
+IN_FRONT = (b"\xef\xbb\xbf", b" \r\n\t", b"\0", b")]}',\n")
+BEHIND = (b" \n", b"\0", b"{}", b",", b"]", b"}", b"//x")
+BODY_LIMIT_BYTES = 8 * 2**20
+RIGHT, CHUNKED, BROKEN = "right", "chunked", "broken"
+FRAMINGS = (*(RIGHT,) * 16, *(CHUNKED,) * 2, *(BROKEN,) * 2)
+
+
+@st.composite
+def http_cases(draw: DrawFn, goods: Sequence[Good], more_headers: Headers) -> Case:
+    """One of the good requests, changed in its body, its head, or the way it is sent."""
+    good = draw(st.sampled_from(goods))
+    bodies = [each.body for each in goods if each.body is not None]
+    body = b""
+    if good.body is not None and draw(st.integers(0, 9)):
+        tree = draw(changed_bodies(good.body, bodies)) if draw(st.integers(0, 5)) else good.body
+        body = draw(_spoiled(written(tree, escaped=draw(st.booleans()))))
+    method, target = good.method, good.path
+    if not draw(st.integers(0, 24)):
+        method = draw(st.sampled_from(METHODS))
+    if not draw(st.integers(0, 14)):
+        target = draw(_other_targets(target))
+    head: Headers = [("host", HOST), *more_headers]
+    if body or draw(st.booleans()):
+        kind = draw(st.sampled_from(CONTENT_TYPES)) if not draw(st.integers(0, 19)) else "application/json"
+        head.append(("content-type", kind))
+    if not draw(st.integers(0, 14)):
+        head += draw(st.lists(st.sampled_from(MORE_HEADERS), min_size=1, max_size=3))
+    return draw(_framed(method, target, head, body))
+
+
+@st.composite
+def _framed(draw: DrawFn, method: str, target: str, head: Headers, body: bytes) -> Case:
+    framing = draw(st.sampled_from(FRAMINGS))
+    if framing == CHUNKED:
+        size = draw(st.sampled_from((1, 7, 1000, 100_000)))
+        # A chunk for each byte of what is long would take longer than anything it could find.
+        pieces = [body[at : at + size] for at in range(0, len(body), size)] if len(body) < 400 * size else [body]
+        sent = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        return Case(wire=_head(method, target, [*head, ("transfer-encoding", "chunked")]) + sent, method=method)
+    if framing == RIGHT:
+        head = [*head, ("content-length", str(len(body)))] if body or method != "GET" else head
+        return Case(wire=_head(method, target, head) + body, method=method)
+    return draw(_broken(method, target, head, body))
+
+
+@st.composite
+def _broken(draw: DrawFn, method: str, target: str, head: Headers, body: bytes) -> Case:
+    """Nobody can tell where such a request ends, or it ends before it should."""
+    length = str(len(body))
+    how = draw(st.integers(0, 8))
+    end = draw(st.sampled_from(LEAVING))
+    chunked = ("transfer-encoding", "chunked")
+    if how == 0:
+        headers, sent = [("content-length", str(len(body) + draw(st.integers(1, 10_000))))], body
+    elif how == 1:
+        headers, sent = [("content-length", str(max(0, len(body) - draw(st.integers(1, 50)))))], body
+    elif how == 2:
+        lengths = ("-1", "1e3", "0x10", "+5", "9" * 30, "", " ", "5, 5", "5, 6", "\u0665")
+        headers, sent = [("content-length", draw(st.sampled_from(lengths)))], body
+    elif how == 3:
+        headers, sent = [("content-length", length), ("content-length", str(len(body) + 1))], body
+    elif how == 4:
+        headers, sent = [("content-length", length), chunked], body
+    elif how == 5:
+        headers, sent = [chunked], b"%x\r\n%s" % (len(body) + 5, body)
+    elif how == 6:
+        sizes = (b"-1", b"zz", b"", b"f" * 40, b"5;ext=" + b"a" * 20_000, b"5\n", b"0x5", b" 5")
+        headers, sent = [chunked], draw(st.sampled_from(sizes)) + b"\r\n" + body
+    elif how == 7:
+        headers, sent = (
+            [("transfer-encoding", draw(st.sampled_from(("gzip", "chunked, chunked", "identity", "x"))))],
+            body,
+        )
+    else:
+        whole = _head(method, target, [*head, ("content-length", length)]) + body
+        cut = draw(st.integers(0, max(0, len(whole) - 1)))
+        return Case(wire=whole[:cut], method=method, whole=False, last=True, end=end)
+    return Case(wire=_head(method, target, [*head, *headers]) + sent, method=method, whole=False, last=True, end=end)
+
+
+def _head(method: str, target: str, headers: Headers) -> bytes:
+    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers)]
+    return "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def _other_targets(draw: DrawFn, target: str) -> str:
+    how = draw(st.integers(0, 3))
+    if how == 0:
+        return draw(st.sampled_from(TARGETS))
+    word = quote(draw(st.sampled_from((*WORDS, *KEYS))), safe="", errors="surrogatepass")[:3000]
+    if how == 1:
+        return f"{target}{draw(st.sampled_from(('?', '&', '?after=', '?wait=', '?limit=', '/')))}{word}"
+    parts = target.split("/")
+    parts[draw(st.integers(0, len(parts) - 1))] = word
+    return "/".join(parts)
+
+
+@st.composite
+def _spoiled(draw: DrawFn, text: str) -> bytes:
+    """The text of a body as bytes, mostly as they should be."""
+    whole = text.encode("utf-8", "surrogatepass")
+    if draw(st.integers(0, 4)):
+        return whole
+    at = draw(st.integers(0, len(whole)))
+    before, behind = whole[:at], whole[at:]
+    spoiled: bytes = draw(
+        st.one_of(
+            st.just(before),
+            st.just(before + behind[1:]),
+            st.binary(min_size=1, max_size=4).map(lambda some: before + some + behind),
+            st.binary(min_size=1, max_size=2).map(lambda some: before + some + behind[2:]),
+            st.sampled_from(NO_UTF8).map(lambda some: before + some + behind),
+            st.sampled_from(AGAIN).map(lambda field: whole.replace(b"{", b"{" + field + b",", 1)),
+            st.sampled_from(IN_FRONT).map(lambda some: some + whole),
+            st.sampled_from((*BEHIND, whole[:2000])).map(lambda some: whole + some),
+            st.just(text.encode("utf-16", "surrogatepass")),
+            st.just(whole.replace(b'"', b"'")),
+        )
+    )
+    return spoiled
+
+
+@st.composite
+def raw_cases(draw: DrawFn) -> Case:
+    """What is hardly HTTP, or none at all."""
+    wire = draw(st.one_of(st.sampled_from(GARBAGE), st.binary(min_size=1, max_size=300)))
+    if draw(st.booleans()):
+        wire = wire[: draw(st.integers(1, len(wire)))]
+    return Case(wire=wire, method="GET", whole=False, last=True, end=draw(st.sampled_from(LEAVING)))
+
+
+def too_large(good: Good, more_headers: Headers) -> Case:
+    """More than a server takes by default, sent whole."""
+    body = b'{"model": "' + b"a" * BODY_LIMIT_BYTES + b'"}'
+    head = [("host", HOST), *more_headers, ("content-type", "application/json"), ("content-length", str(len(body)))]
+    return Case(wire=_head(good.method, good.path, head) + body, method=good.method)

@@ -1,0 +1,151 @@
+"""What an answer may be, whatever was asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from soak.fuzzing.exchange import Outcome
+from soak.fuzzing.frames import SocketCase
+from soak.fuzzing.requests import Case
+
+ENVELOPE = {"code", "message", "type", "param", "retryable", "request_id"}
+ERROR_BYTES = 16_384
+"""Of an error's body: it shows what was wrong, and does not repeat all of it."""
+NOT_HTTP = b"Invalid HTTP request received."
+"""The HTTP server's own words for what it cannot read, with 400."""
+NO_UPGRADE = b"Unsupported upgrade request."
+CLOSE_CODES = frozenset({1000, 1001, 1002, 1005, 1006, 1007, 1008, 1009, 1011, 1012, 1003, *range(3000, 5000)})
+
+
+def wrong_answer(case: Case, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+    """What is wrong with the answer to a request.
+
+    Args:
+        refusals: Status and code of what the routes declare beside 4xx.
+    """
+    if outcome.ended == "hung":
+        yield f"no answer within {outcome.seconds:.0f} s"
+    elif outcome.ended == "refused":
+        yield f"no connection: {outcome.remark}"
+    elif outcome.ended == "broken":
+        yield f"the answer is no HTTP: {outcome.remark}"
+    elif outcome.ended == "closed":
+        if case.whole and case.end == "stay":
+            yield f"closed {'in the middle of' if outcome.status else 'without'} an answer {outcome.remark}".rstrip()
+    else:
+        yield from _wrong_content(case.method, outcome, refusals)
+
+
+def _wrong_content(method: str, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+    status, body = outcome.status or 0, outcome.body
+    if method == "HEAD" or status in (204, 304):
+        if body:
+            yield f"a body with {method} and status {status}"
+        return
+    if status >= 400:
+        yield from _wrong_error(status, body, refusals)
+        return
+    kind = outcome.headers.get("content-type", "").partition(";")[0]
+    if kind == "application/json":
+        yield from _wrong_json(body)
+    elif kind == "text/event-stream":
+        yield from _wrong_stream(body, refusals)
+    elif kind not in ("text/html", "text/plain", "text/javascript", "text/css") or not 200 <= status < 400:
+        yield f"status {status} with content type {kind!r}"
+
+
+def _wrong_error(status: int, body: bytes, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+    if (status, body) in ((400, NOT_HTTP), (400, NO_UPGRADE)):
+        return
+    try:
+        error = json.loads(body)["error"]
+        code, message = error["code"], error["message"]
+    except (ValueError, TypeError, KeyError):
+        yield f"status {status} without the error's envelope: {body[:300]!r}"
+        return
+    if status >= 500 and (status, code) not in refusals:
+        yield f"status {status}, {code}: {message[:300]}"
+    yield from _wrong_detail(error)
+    if len(body) > ERROR_BYTES:
+        yield f"an error of {len(body)} bytes"
+
+
+def _wrong_detail(error: dict[str, Any]) -> Iterator[str]:
+    if set(error) - {"reason"} != ENVELOPE:
+        yield f"an error with the fields {sorted(error)}"
+    elif not isinstance(error["code"], str) or not isinstance(error["message"], str) or not error["message"]:
+        yield f"an error without words: {error}"
+
+
+def _wrong_json(body: bytes) -> Iterator[str]:
+    def no_number(text: str) -> Any:
+        raise ValueError(f"{text} is no JSON")
+
+    try:
+        json.dumps(json.loads(body, parse_constant=no_number), ensure_ascii=False).encode()
+    except ValueError as exc:
+        yield f"an answer that is no JSON: {exc}"
+
+
+def _wrong_stream(body: bytes, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+    try:
+        blocks = [block for block in body.decode().split("\n\n") if block and not block.startswith(":")]
+    except UnicodeDecodeError as exc:
+        yield f"a stream that is no UTF-8: {exc}"
+        return
+    lines = [block.removeprefix("data: ") for block in blocks]
+    if not body.endswith(b"\n\n") or not lines:
+        yield "a stream that ends in the middle of a line"
+        return
+    for line in lines[:-1]:
+        yield from _wrong_json(line.encode())
+    if lines[-1] != "[DONE]":
+        error = json.loads(lines[-1]).get("error") or {}
+        if not any(code == error.get("code") for _, code in refusals):
+            yield f"a stream that ends with {lines[-1][:300]}"
+
+
+def wrong_socket(case: SocketCase, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+    """What is wrong with how a WebSocket went."""
+    if outcome.ended == "hung":
+        yield f"not over within {outcome.seconds:.0f} s; messages: {str(outcome.messages)[:300]}"
+    elif outcome.ended == "refused":
+        yield f"no connection: {outcome.remark}"
+    elif outcome.ended == "broken":
+        yield outcome.remark
+    elif outcome.status is not None and outcome.status != 101:
+        if case.right:
+            yield f"a right handshake is refused with {outcome.status}: {outcome.body[:300]!r}"
+        elif outcome.status < 400:
+            yield f"a handshake is answered with {outcome.status}"
+        elif outcome.status == 426 or outcome.headers.get("content-type", "").startswith("text/plain"):
+            # The WebSocket library's own refusal, in its words.
+            if outcome.status >= 500:
+                yield f"status {outcome.status}: {outcome.body[:300]!r}"
+        else:
+            yield from _wrong_error(outcome.status, outcome.body, refusals)
+    elif outcome.status is None and case.right:
+        yield "a right handshake gets no answer"
+    elif outcome.status == 101:
+        yield from _wrong_messages(case, outcome)
+
+
+def _wrong_messages(case: SocketCase, outcome: Outcome) -> Iterator[str]:
+    messages = outcome.messages
+    errors = [message["error"] for message in messages if "error" in message]
+    ends = [message for message in messages if "done" in message]
+    if len(ends) > 1:
+        yield f"{len(ends)} ends in one answer"
+    for error in errors:
+        yield from _wrong_detail(error)
+        if error.get("code") == "internal-error":
+            yield f"an internal error: {error.get('message')}"
+    if outcome.close_code == 1011 and not errors:
+        yield "closed with 1011, and no word why"
+    if outcome.close_code is not None and outcome.close_code not in CLOSE_CODES:
+        yield f"closed with the code {outcome.close_code}"
+    is_told = ends or errors or any("event" in message for message in messages)
+    if case.answered and not is_told:
+        yield f"a whole message has no answer; close code {outcome.close_code}, messages {str(messages)[:200]}"

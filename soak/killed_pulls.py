@@ -1,0 +1,206 @@
+"""Downloads and conversions that are killed, and the next one; two processes that want the same model at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import shutil
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from lmx_lab.weights.starters import Starter
+from soak.chats import GIVE_UP_S, Good, note_good
+from soak.cycles import tiny_gguf
+from soak.row import Row
+from soak.served import Command, Home, Server, end, end_well, note_left, until
+from soak.slow_hub import MODEL, SlowHub
+from soak.soak import Soak
+
+KILLS, QUICK_KILLS = 10, 1
+"""Of each kind."""
+RACES, QUICK_RACES = 5, 1
+PULL_S = 120.0
+FILE_S = 1.5
+"""How long the largest file takes from the hub."""
+FIRST_S = 10.0
+STARTER = "soak-tiny"
+REGISTER = """
+import json
+from lmx_lab.weights.starters import STARTERS, Starter
+STARTERS["{id}"] = Starter(**json.loads('''{fields}'''))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """One way for a model to come here."""
+
+    part: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    code: str | None = None
+    expected: dict[str, str] | None = None
+    """Hashes of its files by their names; None where they are made here, and the first whole pull says them."""
+
+
+def run(soak: Soak) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
+        starter, wheels = wheel_of(soak.folder, Path(name) / "wheels")
+        with SlowHub(soak.folder, wheels=wheels, whole_s=FILE_S) as hub:
+            rows = [killed(soak, pull) for pull in pulls(soak, hub, starter)]
+            return [*rows, at_once(soak, hub)]
+
+
+def pulls(soak: Soak, hub: SlowHub, starter: Starter) -> Iterator[Pull]:
+    files = {name: hashlib.sha256(data).hexdigest() for name, data in hub.files.items()}
+    yield Pull(
+        part="kills: SIGKILL in downloads from the hub",
+        arguments=("pull", MODEL),
+        environment=hub.hub_environment,
+        expected=files,
+    )
+    yield Pull(
+        part="kills: SIGKILL in downloads of a starter",
+        arguments=("pull", STARTER),
+        environment=hub.index_environment,
+        code=REGISTER.format(id=STARTER, fields=json.dumps(asdict(starter))),
+        expected=files,
+    )
+    if find_spec("xllamacpp") is not None:
+        yield Pull(part="kills: SIGKILL in conversions", arguments=("pull", str(tiny_gguf(soak)), "--mlx"))
+
+
+def wheel_of(folder: Path, target: Path) -> tuple[Starter, Path]:
+    """The tiny model as a wheel, and what the table of starters would say of it."""
+    target.mkdir()
+    wheel, info = target / "lmx_soak_tiny-1.0-py3-none-any.whl", "lmx_soak_tiny-1.0.dist-info"
+    files = [path for path in folder.iterdir() if path.is_file()]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in files:
+            archive.write(path, f"tiny/{path.name}")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: lmx-soak-tiny\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    starter = Starter(
+        id=STARTER,
+        package="lmx-soak-tiny",
+        version="1.0",
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        wheel_bytes=wheel.stat().st_size,
+        unpacked_bytes=sum(path.stat().st_size for path in files),
+        members={f"tiny/{path.name}": path.name for path in files},
+        kind="chat",
+        licence="MIT",
+    )
+    return starter, target
+
+
+# Kills
+
+
+def killed(soak: Soak, pull: Pull) -> Row:
+    """Killed at some moment; the next pull ends well, and nothing but its files is left."""
+    row, chance = Row(part=pull.part), random.Random(soak.seed)
+    with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
+        home = Home(Path(name))
+        began = time.monotonic()
+        expected = pull.expected or _pulled(home, pull, None, row)
+        if pull.expected is not None:
+            _pulled(home, pull, expected, row)
+        took_s = time.monotonic() - began
+        for _ in range(QUICK_KILLS if soak.quick else KILLS):
+            _forget(home)
+            with _command(home, pull) as command:
+                time.sleep(chance.uniform(0.15, 0.8) * took_s)
+                row.faults += command.running
+                command.kill()
+            _pulled(home, pull, expected, row)
+            note_left(home, row)
+    row.notes = f"{took_s:.1f} s for a whole one"
+    return row
+
+
+def _command(home: Home, pull: Pull) -> Command:
+    return Command(home, *pull.arguments, code=pull.code, **pull.environment)
+
+
+def _pulled(home: Home, pull: Pull, expected: dict[str, str] | None, row: Row) -> dict[str, str]:
+    """Pull to the end; returns the hashes of the files, which are noted where they are not as expected."""
+    row.requests += 1
+    with _command(home, pull) as command:
+        status = command.wait(PULL_S)
+        if status is None:
+            row.hung += 1
+        elif status != 0:
+            row.lost += 1
+            row.wrong.append(f"a pull ended with {status}: {command.output[-300:]}")
+    files = _files(home)
+    if expected is not None and files != expected:
+        row.lost += 1
+        row.wrong.append(f"a pull left other files than the model's: {sorted(files)}")
+    row.wrong += [f"a killed pull's part stays on the disk: {path}" for path in _parts(home)]
+    return files
+
+
+def _files(home: Home) -> dict[str, str]:
+    """Of the one model that is in the store or the hub's cache: the hash of each file, by its name."""
+    folders = [*home.folder.glob("models/[!.]*"), *home.hub_cache.glob("models--*/snapshots/*")]
+    found = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def _parts(home: Home) -> list[str]:
+    """What belongs to no whole model."""
+    parts = [*home.folder.glob("models/.tmp/*"), *home.hub_cache.rglob("*.incomplete")]
+    return [str(path.relative_to(home.folder)) for path in parts]
+
+
+def _forget(home: Home) -> None:
+    for folder in (home.folder / "models", home.hub_cache):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# Two processes on one home
+
+
+def at_once(soak: Soak, hub: SlowHub) -> Row:
+    """Two servers start and want the same model from the hub; in every other race the first of them is killed."""
+    row, chance = Row(part="kills: two servers, one home, one model"), random.Random(soak.seed)
+    with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
+        home = Home(Path(name))
+        with Server(home, soak.folder) as server:
+            good = asyncio.run(Good.first(server.url))
+            end_well(server, row)
+        for number in range(1 + (QUICK_RACES if soak.quick else RACES)):
+            _forget(home)
+            hub.began.clear()
+            with _fetching(home, hub) as first, _fetching(home, hub) as second:
+                killed = number % 2 == 1
+                if killed:
+                    until(lambda: "model.safetensors" in hub.began, PULL_S)
+                    time.sleep(chance.uniform(0.0, FILE_S / 2))
+                    first.kill()
+                    row.faults += 1
+                for server in [second] if killed else [first, second]:
+                    row.requests += 1
+                    note_good(row, asyncio.run(good.again(server.url, limit_s=GIVE_UP_S)), bound_s=FIRST_S)
+                    end(server, row)
+            fetched = hub.began.count("model.safetensors")
+            row.doubled += max(0, fetched - (2 if killed else 1))
+            row.wrong += [f"a killed pull's part stays on the disk: {path}" for path in _parts(home)]
+            note_left(home, row)
+    return row
+
+
+@contextmanager
+def _fetching(home: Home, hub: SlowHub) -> Iterator[Server]:
+    with Server(home, MODEL, environment=hub.hub_environment) as server:
+        yield server

@@ -1,0 +1,131 @@
+"""The tables of settings and of error codes are those of the code, in both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperGroup, TyperOption
+from typer.testing import CliRunner
+
+from lmx_lab.asgi.errors import status_of
+from lmx_lab.cli.commands import app
+from lmx_lab.errors import LabError
+from lmx_lab.settings import CHOICES, PREFIX, RANGES, Settings
+from tests.docs.pages import DOCS, ROOT, inline, rows
+
+CONFIGURATION = DOCS / "configuration.md"
+TROUBLESHOOTING = DOCS / "troubleshooting.md"
+SETTINGS = {row["setting"].strip("`"): row for row in rows(CONFIGURATION, "setting")}
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+NO_SETTINGS = {"serve": {"model"}, "daemon": {"mcp_config", "yes"}}
+"""Flags that say something else, by command."""
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
+
+
+def test_every_setting_has_a_row_and_every_row_is_a_setting() -> None:
+    assert list(SETTINGS) == list(dict.fromkeys(SETTINGS))
+    assert set(SETTINGS) == set(FIELDS)
+    assert len(list(rows(CONFIGURATION, "setting"))) == len(FIELDS)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_setting_is_told_with_its_variable_and_its_default(name: str) -> None:
+    row = SETTINGS[name]
+    assert row["variable"] == f"`{PREFIX}{name.upper()}`"
+    assert row["default"] == in_words(getattr(Settings(), name))
+    assert row["meaning"]
+
+
+def in_words(value: Any) -> str:
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, Path):
+        return f"`~/{value.relative_to(Path.home())}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else f'{value:g}' if isinstance(value, float) else value}`"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_setting_is_told_with_its_unit_and_its_values(name: str) -> None:
+    values = SETTINGS[name]["values"]
+    assert values.startswith("seconds") == name.endswith("_s")
+    assert values.startswith("bytes") == name.endswith("_bytes")
+    if name in CHOICES:
+        assert values == ", ".join(f"`{choice}`" for choice in CHOICES[name])
+    elif name in RANGES:
+        found = re.search(r"(\S+) to (\S+)$", values)
+        assert found is not None
+        assert (number(found[1]), number(found[2])) == RANGES[name]
+    else:
+        assert "to" not in values.split()
+        assert (values == "yes or no") == isinstance(getattr(Settings(), name), bool)
+
+
+def number(text: str) -> float:
+    base, power = re.fullmatch(r"([\d.]+?)([⁰¹²³⁴⁵⁶⁷⁸⁹]*)", text).groups()  # type: ignore[union-attr]
+    return float(base) ** int(power.translate(SUPERSCRIPTS) or 1)
+
+
+def options(command: str) -> Iterator[TyperOption]:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    for parameter in group.commands[command].params:
+        if isinstance(parameter, TyperOption) and parameter.name not in (*NO_SETTINGS[command], "help"):
+            yield parameter
+
+
+FLAGS = [(command, option.opts[0], option.is_flag) for command in NO_SETTINGS for option in options(command)]
+
+
+@pytest.mark.parametrize(("command", "flag", "alone"), FLAGS, ids=str)
+def test_a_flag_sets_what_its_row_says(command: str, flag: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def read(**overrides: Any) -> Settings:
+        seen.update({name: value for name, value in overrides.items() if value is not None})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Settings, "read", read)
+    CliRunner().invoke(app, [command, flag] if alone else [command, flag, "7"])
+    assert [name for name, row in SETTINGS.items() if f"`{command} {flag}`" in row["flag"].split(", ")] == list(seen)
+
+
+def test_every_flag_that_is_told_is_one() -> None:
+    told = {flag for row in SETTINGS.values() for flag in row["flag"].split(", ") if flag != "none"}
+    assert told == {f"`{command} {flag}`" for command, flag, _ in FLAGS}
+
+
+def test_every_variable_of_the_package_is_told() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lmx_lab").rglob("*.py"))
+    read = set(re.findall(rf"\b{PREFIX}[A-Z_]+\b", sources))
+    assert read <= {text.partition("=")[0] for text in inline(CONFIGURATION)}
+
+
+# Error codes
+
+CODES = list(rows(TROUBLESHOOTING, "code"))
+IN_A_TURN = "`turn.error`"
+
+
+def kinds(root: type[LabError] = LabError) -> list[type[LabError]]:
+    return [root, *(found for child in root.__subclasses__() for found in kinds(child))]
+
+
+def test_every_error_code_has_one_row_and_every_row_is_one() -> None:
+    told = [row["code"].strip("`") for row in CODES]
+    assert len(told) == len(set(told))
+    assert set(told) == {kind.code for kind in kinds()}
+
+
+@pytest.mark.parametrize("row", CODES, ids=lambda row: row["code"].strip("`"))
+def test_an_error_code_is_told_with_its_status_and_what_to_do(row: dict[str, str]) -> None:
+    assert row["what it means"]
+    assert row["what to do"]
+    if "status" in row:
+        statuses = {str(status_of(kind(""))) for kind in kinds() if kind.code == row["code"].strip("`")}
+        assert statuses <= set(re.findall(r"\d+", row["status"]))

@@ -1,0 +1,171 @@
+"""What a container leaves of the machine: control groups of both versions as files, and one real group."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lmx_lab.engine import memory
+from lmx_lab.engine.container import CGROUPS, MEMBERSHIP, cpu_limit, free_bytes, memory_limit_bytes
+
+MIB = 2**20
+GIB = 2**30
+V1_NONE = "9223372036854771712"
+HUB = {"JUPYTERHUB_SERVICE_PREFIX": "/user/ada/"}
+OWN_V2 = "0::/user.slice/notebook.service\n"
+OWN_V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/pods/mine\n1:name=systemd:/pods/mine\n"
+ASK = """
+import json, os
+from lmx_lab.engine import container, memory
+print(json.dumps([memory.total_bytes(), memory.limit_bytes(None), memory.free_bytes()]))
+"""
+
+
+def tree(root: Path, files: dict[str, str], own: str) -> tuple[Path, Path]:
+    """The mount and the membership of a machine with these groups."""
+    root.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (root / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "cgroup" / name).write_text(text)
+    (root / "self").write_text(own)
+    return root / "cgroup", root / "self"
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "limit"),
+    [
+        ({}, "", None),
+        ({}, OWN_V2, None),
+        ({"memory.max": "max\n"}, "0::/\n", None),
+        ({"memory.max": f"{2 * GIB}\n"}, "0::/\n", 2 * GIB),
+        # The tightest of the groups around it counts.
+        ({"user.slice/notebook.service/memory.max": f"{GIB}\n", "user.slice/memory.max": "max\n"}, OWN_V2, GIB),
+        ({"user.slice/notebook.service/memory.max": "max\n", "user.slice/memory.max": f"{GIB}\n"}, OWN_V2, GIB),
+        ({"user.slice/notebook.service/memory.max": f"{4 * GIB}\n", "user.slice/memory.max": f"{GIB}"}, OWN_V2, GIB),
+        # Another's group is none of ours.
+        ({"user.slice/other.service/memory.max": f"{GIB}\n"}, OWN_V2, None),
+        # A container that sees its own group as the root, but reads the machine's path.
+        ({"memory.max": f"{GIB}\n"}, "0::/kubepods/burstable/pod1/abc\n", GIB),
+        ({"memory.max": f"{GIB}\n"}, "0::/../../other\n", GIB),
+        # Both versions beside each other.
+        ({"unified/user.slice/memory.max": f"{GIB}\n"}, OWN_V2, GIB),
+        ({"memory/memory.limit_in_bytes": f"{V1_NONE}\n"}, OWN_V1, int(V1_NONE)),
+        ({"memory/memory.limit_in_bytes": f"{2 * GIB}\n"}, OWN_V1, 2 * GIB),
+        ({"memory/pods/mine/memory.limit_in_bytes": f"{GIB}", "memory/memory.limit_in_bytes": V1_NONE}, OWN_V1, GIB),
+        ({"memory/pods/memory.limit_in_bytes": f"{GIB}"}, OWN_V1, GIB),
+        ({"memory.max": "nonsense\n"}, "nonsense", None),
+    ],
+)
+def test_the_tightest_limit_of_all_groups_around_this_process_counts(
+    files: dict[str, str], own: str, limit: int | None, tmp_path: Path
+) -> None:
+    assert memory_limit_bytes({}, *tree(tmp_path, files, own)) == limit
+
+
+@pytest.mark.parametrize(
+    ("environ", "limit"),
+    [
+        ({**HUB, "MEM_LIMIT": str(2 * GIB)}, 2 * GIB),
+        ({**HUB, "MEM_LIMIT": f"{2.0 * GIB}"}, 2 * GIB),
+        ({**HUB, "MEM_LIMIT": str(8 * GIB)}, 4 * GIB),
+        # Elsewhere the name may mean anything.
+        ({"MEM_LIMIT": "512"}, 4 * GIB),
+        *[({**HUB, "MEM_LIMIT": text}, 4 * GIB) for text in ("", "None", "2G", "0", "-1", "nan", "inf")],
+    ],
+)
+def test_what_a_hub_tells_of_memory_counts_if_it_is_less(environ: dict[str, str], limit: int, tmp_path: Path) -> None:
+    assert memory_limit_bytes(environ, *tree(tmp_path, {"memory.max": str(4 * GIB)}, "0::/")) == limit
+
+
+@pytest.mark.parametrize(
+    ("files", "environ", "cpus"),
+    [
+        ({"user.slice/notebook.service/cpu.max": "max 100000\n", "user.slice/cpu.max": "150000 100000\n"}, {}, 2),
+        ({"user.slice/notebook.service/cpu.max": "50000 100000\n", "user.slice/cpu.max": "200000 100000\n"}, {}, 1),
+        ({"cpu.max": "400000 100000\n"}, {**HUB, "CPU_LIMIT": "1.5"}, 2),
+        ({}, {**HUB, "CPU_LIMIT": "0.5"}, 1),
+        ({"cpu.max": "100000 100000\n"}, {**HUB, "CPU_LIMIT": "4"}, 1),
+        ({}, {"CPU_LIMIT": "1"}, None),
+        ({}, HUB, None),
+    ],
+)
+def test_the_smallest_share_of_the_cpus_counts(
+    files: dict[str, str], environ: dict[str, str], cpus: int | None, tmp_path: Path
+) -> None:
+    assert cpu_limit(environ, *tree(tmp_path, files, OWN_V2)) == cpus
+
+
+def test_shares_of_the_first_version_are_read_in_the_groups_of_their_own_controller(tmp_path: Path) -> None:
+    group = "cpu/pods/mine"
+    files = {f"{group}/cpu.cfs_quota_us": "250000\n", f"{group}/cpu.cfs_period_us": "100000\n"}
+    assert cpu_limit({}, *tree(tmp_path, {**files, "cpu/cpu.cfs_quota_us": "-1\n"}, OWN_V1)) == 3
+
+
+def test_file_pages_that_nobody_has_touched_for_long_count_as_free(tmp_path: Path) -> None:
+    stat = f"anon {600 * MIB}\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\n"
+    files = {"memory.max": str(2 * GIB), "memory.current": str(GIB), "memory.stat": stat}
+    assert free_bytes(*tree(tmp_path / "v2", files, "0::/")) == GIB + 300 * MIB
+    stat = f"inactive_file 5\ntotal_inactive_file {300 * MIB}\n"
+    files = {"memory.limit_in_bytes": str(2 * GIB), "memory.usage_in_bytes": str(GIB), "memory.stat": stat}
+    v1 = {f"memory/pods/mine/{name}": text for name, text in files.items()}
+    assert free_bytes(*tree(tmp_path / "v1", v1, OWN_V1)) == GIB + 300 * MIB
+
+
+def test_the_fullest_group_says_what_is_free(tmp_path: Path) -> None:
+    files = {
+        "user.slice/memory.max": str(2 * GIB),
+        "user.slice/memory.current": str(3 * GIB),
+        "user.slice/notebook.service/memory.max": str(GIB),
+        "user.slice/notebook.service/memory.current": str(MIB),
+        "memory.max": str(GIB),
+    }
+    assert free_bytes(*tree(tmp_path, files, OWN_V2)) == 0
+    assert free_bytes(*tree(tmp_path / "none", {}, OWN_V2)) is None
+
+
+def test_models_get_four_fifths_of_what_a_hub_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {**HUB, "MEM_LIMIT": str(GIB // 2)}.items():
+        monkeypatch.setenv(name, text)
+    assert memory.total_bytes() == GIB // 2
+    assert memory.limit_bytes(None) == GIB // 2 * 8 // 10
+    assert memory.limit_bytes(5) == 5
+
+
+@pytest.fixture
+def small_group() -> Iterator[tuple[Path, int]]:
+    """A real group within this process's own, and its limit."""
+    paths = [line.split(":", 2) for line in MEMBERSHIP.read_text().splitlines()] if MEMBERSHIP.exists() else []
+    own = next((path for _, controllers, path in paths if controllers == "memory"), None)
+    parent = CGROUPS / "memory" / (own or "").lstrip("/")
+    try:
+        if own is None:
+            raise OSError("control groups of version 1 are not used here")
+        group = Path(tempfile.mkdtemp(prefix="lmx-lab-", dir=parent))
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        limit = 600 * MIB
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        yield group, limit
+    finally:
+        group.rmdir()
+
+
+def test_a_process_in_a_real_group_has_the_memory_of_the_group(small_group: tuple[Path, int]) -> None:
+    group, limit = small_group
+    join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    asked = subprocess.run(
+        ["sh", "-c", join, "sh", sys.executable, "-c", ASK], capture_output=True, text=True, check=False
+    )
+    assert asked.returncode == 0, asked.stderr
+    total, allowed, free = json.loads(asked.stdout)
+    assert total == limit < psutil.virtual_memory().total
+    assert allowed == limit * 8 // 10
+    assert 0 < free < limit

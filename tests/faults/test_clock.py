@@ -1,0 +1,185 @@
+"""The wall clock is set back and forth by hours and weeks, at every look: what lasts is measured by the other one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.daemon import sessions
+from lmx_lab.daemon.clock import DOUBT_S, DoubtfulClock
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage import retention
+from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.store import Store
+from lmx_lab.engine import Engine
+from lmx_lab.errors import GenerationTimeoutError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Format, ModelEntry
+from lmx_lab.wire.sessions import CreateSession, Decision
+from tests.daemon.scripted import Scripted, calls, says
+from tests.daemon.turning import ASKS, check_invariants, daemon
+from tests.engine.conftest import finish, request, run
+from tests.engine.gguf.conftest import entry_of
+
+pytestmark = pytest.mark.anyio
+HOUR_S, DAY_S = 3600.0, 86_400.0
+JUMPS_S = (0.0, 9 * HOUR_S, -9 * HOUR_S, 40 * DAY_S, -40 * DAY_S)
+SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
+
+
+@pytest.fixture
+def _wild_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the wall clock finds it somewhere else."""
+    wall, jumps = time.time, itertools.cycle(JUMPS_S)
+    monkeypatch.setattr(time, "time", lambda: wall() + next(jumps))
+    monkeypatch.setattr(time, "time_ns", lambda: round((wall() + next(jumps)) * 1e9))
+
+
+@pytest.fixture
+def longs(tmp_path: Path, tiny: ModelEntry, long_gguf: Path) -> Mapping[Format, ModelEntry]:
+    return {"mlx": tiny, "gguf": entry_of(long_gguf)}
+
+
+@pytest.mark.usefixtures("_wild_clock")
+@pytest.mark.parametrize("made_for", ["mlx", "gguf"])
+async def test_deadlines_and_idle_models_know_nothing_of_the_wall_clock(
+    longs: Mapping[Format, ModelEntry], made_for: Format
+) -> None:
+    async with Engine(replace(SETTINGS, idle_unload_s=1.0)) as engine:
+        await engine.load(longs[made_for])
+        assert (await run(engine))[1].output_tokens == 8
+        begun = time.perf_counter()
+        stream = await engine.submit(request(max_tokens=480, ignore_eos=True, timeout_s=0.05))
+        with pytest.raises(GenerationTimeoutError, match=r"not finished after 0\.05 s"):
+            await finish(stream)
+        assert time.perf_counter() - begun > 0.05
+        used = time.perf_counter()
+        while engine.snapshot.state == "ready":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert time.perf_counter() - used > 0.9
+        assert engine.snapshot.unload_cause == "idle"
+
+
+@pytest.mark.usefixtures("_wild_clock")
+async def test_a_permission_does_not_expire_before_its_time(tmp_path: Path) -> None:
+    with Scripted() as upstream:
+        upstream.then(calls((ASKS, {})), says("done"))
+        async with daemon(tmp_path, upstream, permission_timeout_s=60) as here:
+            session = await here.session()
+            turn = await here.submit(session)
+            (asked,) = await here.asked()
+            await here.turns.decide(asked.permission_id, Decision(decision="allow"))
+            assert (await here.ended(session, turn)).text == "done"
+            check_invariants(await here.events())
+
+
+@pytest.mark.usefixtures("_wild_clock")
+async def test_a_permission_expires_in_its_time(tmp_path: Path) -> None:
+    with Scripted() as upstream:
+        upstream.then(calls((ASKS, {})), says("pity"))
+        async with daemon(tmp_path, upstream, permission_timeout_s=0.05) as here:
+            session = await here.session()
+            assert (await here.run(session)).text == "pity"
+            (resolved,) = await here.seen("permission.resolved")
+            assert resolved["data"]["permission"]["resolved_by"] == "expiry"
+            check_invariants(await here.events())
+
+
+@pytest.mark.usefixtures("_wild_clock")
+async def test_events_and_turns_are_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+    with Scripted() as upstream:
+        upstream.then(*(says(str(at)) for at in range(8)))
+        async with daemon(tmp_path, upstream) as here:
+            session = await here.session()
+            turns = [await here.submit(session, f"{at}") for at in range(8)]
+            texts = [(await here.ended(session, turn)).text for turn in turns]
+            events = await here.events()
+            page = await here.log.page(0, limit=1000)
+            snapshot = await here.store.read(lambda reading: sessions.messages(reading, session))
+    assert texts == [str(at) for at in range(8)]
+    assert [event["seq"] for event in events] == sorted(event["seq"] for event in events)
+    assert [event.seq for event in page.events] == [event["seq"] for event in events][: len(page.events)]
+    assert [event["at"] for event in events] != sorted(event["at"] for event in events), "or the clock did not jump"
+    assert [e["turn_id"] for e in events if e["event"] == "turn.done"] == turns
+    assert snapshot
+    check_invariants(events)
+
+
+# What is forgotten, does not come back
+
+
+class Clocks:
+    def __init__(self) -> None:
+        self.wall, self.steady = 1_000_000.0, 50.0
+
+    def go_on(self, seconds: float) -> None:
+        self.wall += seconds
+        self.steady += seconds
+
+
+def test_a_step_forward_is_believed_when_it_has_lasted() -> None:
+    clocks = Clocks()
+    clock = DoubtfulClock(lambda: clocks.wall, lambda: clocks.steady)
+    clocks.go_on(60)
+    assert clock.now_s() == 1_000_060
+    clocks.wall += 40 * DAY_S
+    assert clock.now_s() == 1_000_060
+    clocks.go_on(DOUBT_S - 1)
+    assert clock.now_s() == 1_000_060 + DOUBT_S - 1
+    clocks.go_on(1)
+    assert clock.now_s() == clocks.wall
+    clocks.go_on(60)
+    assert clock.now_s() == clocks.wall
+
+
+def test_a_step_forward_that_is_taken_back_never_happened() -> None:
+    clocks = Clocks()
+    clock = DoubtfulClock(lambda: clocks.wall, lambda: clocks.steady)
+    for _ in range(3):
+        clocks.wall += 40 * DAY_S
+        clocks.go_on(DOUBT_S / 2)
+        assert clock.now_s() == clocks.wall - 40 * DAY_S
+        clocks.wall -= 40 * DAY_S
+        assert clock.now_s() == clocks.wall
+
+
+def test_a_step_back_and_a_clock_that_drifts_are_followed() -> None:
+    clocks = Clocks()
+    clock = DoubtfulClock(lambda: clocks.wall, lambda: clocks.steady)
+    clocks.wall -= DAY_S
+    assert clock.now_s() == clocks.wall
+    for _ in range(100):
+        clocks.go_on(60)
+        clocks.wall += 1
+        assert clock.now_s() == clocks.wall
+
+
+async def test_a_clock_that_is_weeks_ahead_for_a_moment_empties_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rounds, limits = await Store.open(tmp_path / "daemon.db"), asyncio.Semaphore(0), Limits(keep_days=30)
+    forget, wall, ahead_s = retention.forget, time.time, 0.0
+
+    async def counted(*args: object, **options: object) -> None:
+        await forget(*args, **options)  # type: ignore[arg-type]
+        rounds.release()
+
+    monkeypatch.setattr(retention, "forget", counted)
+    monkeypatch.setattr(retention, "DoubtfulClock", lambda: DoubtfulClock(lambda: wall() + ahead_s))
+    await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
+    keeping = asyncio.create_task(retention.keep(store, EventLog(store, limits), limits, round_s=0.001))
+    await rounds.acquire()
+    ahead_s = 40 * DAY_S
+    # One may have looked at the clock before.
+    for _ in range(3):
+        await rounds.acquire()
+    keeping.cancel()
+    await asyncio.wait([keeping])
+    assert len(await store.read(lambda reading: reading.rows("SELECT * FROM events"))) == 1
+    await store.close()

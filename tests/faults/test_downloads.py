@@ -1,0 +1,204 @@
+"""A hub that is slow, breaks off, or sends something else than it announced; and a download that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from filelock import FileLock
+from huggingface_hub import constants, file_download
+
+from lmx_lab.errors import DownloadError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, ModelEntry, Progress, hub
+from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
+
+WEIGHTS = "model.safetensors"
+FETCH = """
+import sys
+from pathlib import Path
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("org/tiny")
+"""
+
+
+@pytest.fixture
+def server(tiny: ModelEntry) -> Iterator[Hub]:
+    with hub_with(tiny.path) as server:
+        yield server
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def catalog(tmp_path: Path, cache: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+    real = hub.download
+    monkeypatch.setattr(hub, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+    # The pauses between tries are huggingface_hub's, and its patience.
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)
+    return Catalog(Settings(home=tmp_path / "home", disk_reserve_bytes=0))
+
+
+def contents(entry: ModelEntry) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in entry.path.iterdir()}
+
+
+def partial(cache: Path) -> list[Path]:
+    return list(cache.rglob("*.incomplete"))
+
+
+# Something else
+
+
+def spoiled(server: Hub, name: str) -> bytes:
+    data = bytearray(server.files[name])
+    data[len(data) // 2] ^= 1
+    return bytes(data)
+
+
+WRONG: dict[str, tuple[str, Callable[[Hub, str], Sends], str]] = {
+    "other content": (WEIGHTS, lambda server, name: instead(spoiled(server, name)), "sha256"),
+    "other content of a small file": ("config.json", lambda server, name: instead(spoiled(server, name)), "git"),
+    "shorter": (WEIGHTS, lambda server, name: instead(server.files[name][:-1]), "bytes"),
+    "longer": (WEIGHTS, lambda server, name: instead(server.files[name] + b"x"), "bytes"),
+    "a page": (WEIGHTS, lambda server, name: instead(b"<html>Please log in</html>", "text/html"), "bytes"),
+    "a page for the API": ("api", lambda server, name: instead(b"<html>Please log in</html>", "text/html"), "hub"),
+    "a redirect to itself": (WEIGHTS, lambda server, name: redirected_for_ever, "edirect"),
+    "a redirect of the API": ("api", lambda server, name: redirected_for_ever, "edirect"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_not_the_announced_file_is_said_and_not_kept(
+    catalog: Catalog, cache: Path, server: Hub, wrong: str
+) -> None:
+    name, sends, said = WRONG[wrong]
+    server.faults[name] = sends(server, name)
+    with pytest.raises(DownloadError, match=said) as failed:
+        catalog.fetch(REPO)
+    assert REPO in failed.value.message or name in failed.value.message
+    assert catalog.scan() == []
+    assert partial(cache) == []
+    assert not [path for path in cache.rglob(name) if path.exists()]
+    server.faults.clear()
+    assert contents(catalog.fetch(REPO)) == server.files
+
+
+def test_what_has_come_is_compared_and_the_watcher_told(catalog: Catalog, server: Hub) -> None:
+    seen: list[Progress] = []
+    catalog.fetch(REPO, seen.append)
+    total = sum(map(len, server.files.values()))
+    verified = [progress for progress in seen if progress.stage == "verify"]
+    assert {progress.total_bytes for progress in seen} == {total}
+    assert [progress.done_bytes for progress in verified] == sorted(progress.done_bytes for progress in verified)
+    assert 0 < verified[-1].done_bytes <= total
+
+
+# Breaking off
+
+
+def test_a_connection_that_breaks_off_is_gone_on_from_where_it_was(catalog: Catalog, cache: Path, server: Hub) -> None:
+    server.faults[WEIGHTS] = HalfFirst(lambda handler: None, times=3)
+    assert contents(catalog.fetch(REPO)) == server.files
+    ranges = [asked for name, asked in server.asked if name == WEIGHTS]
+    assert ranges[0] == ""
+    assert len(ranges) == 4
+    assert all(asked.startswith("bytes=") for asked in ranges[1:])
+    assert partial(cache) == []
+
+
+def test_a_hub_that_falls_silent_is_asked_again(catalog: Catalog, server: Hub) -> None:
+    go_on = threading.Event()
+    server.faults[WEIGHTS] = HalfFirst(lambda handler: go_on.wait(60), times=1)
+    try:
+        assert contents(catalog.fetch(REPO)) == server.files
+    finally:
+        go_on.set()
+
+
+def test_a_hub_that_stays_silent_is_a_download_error_and_no_endless_wait(
+    catalog: Catalog, cache: Path, server: Hub
+) -> None:
+    go_on = threading.Event()
+
+    def silent(handler: Handler, data: bytes) -> None:
+        handler.begin(len(data), 200, {"ETag": f'"{git_id(data)}"'})
+        if handler.command == "GET":
+            go_on.wait(60)
+
+    server.faults[WEIGHTS] = silent
+    try:
+        with pytest.raises(DownloadError, match=r"org/tiny could not be downloaded.*Check the network"):
+            catalog.fetch(REPO)
+    finally:
+        go_on.set()
+    assert partial(cache) == []
+    server.faults.clear()
+    assert contents(catalog.fetch(REPO)) == server.files
+
+
+# A download that is killed
+
+
+def killed_half_way(server: Hub, home: Path) -> None:
+    half, go_on = threading.Event(), threading.Event()
+
+    def stand_still(handler: Handler) -> None:
+        half.set()
+        go_on.wait(60)
+
+    server.faults[WEIGHTS] = HalfFirst(stand_still)
+    environ = {**os.environ, "HF_ENDPOINT": server.url}
+    with subprocess.Popen([sys.executable, "-c", FETCH, str(home)], env=environ) as process:
+        try:
+            assert half.wait(60)
+            process.send_signal(signal.SIGKILL)
+        finally:
+            process.kill()
+            go_on.set()
+    assert process.returncode == -signal.SIGKILL
+    server.faults.clear()
+
+
+def test_what_a_killed_download_has_left_is_removed_and_whole_files_are_not_fetched_again(
+    catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
+) -> None:
+    killed_half_way(server, tmp_path / "home")
+    assert partial(cache)
+    whole = {path.name for path in cache.glob("models--org--tiny/snapshots/*/*")}
+    server.asked.clear()
+    assert contents(catalog.fetch(REPO)) == server.files
+    assert partial(cache) == []
+    assert {name for name, _ in server.asked} == server.files.keys() - whole
+
+
+def test_what_another_program_is_just_fetching_is_left_alone(catalog: Catalog, cache: Path, server: Hub) -> None:
+    part = cache / "models--org--tiny/blobs/abc.12345678.incomplete"
+    lock = cache / ".locks/models--org--tiny/abc.lock"
+    for file in (part, lock):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    with FileLock(lock):
+        catalog.fetch(REPO)
+        assert part.exists()
+    (cache / "models--org--tiny/snapshots" / hub_commit(cache) / WEIGHTS).unlink()
+    catalog.fetch(REPO)
+    assert not part.exists()
+
+
+def hub_commit(cache: Path) -> str:
+    return (cache / "models--org--tiny/refs/main").read_text()

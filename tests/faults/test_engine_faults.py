@@ -1,0 +1,196 @@
+"""A fault inside an engine, wherever it happens: every request has one end, and the next one is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+from mlx_lm.models import llama
+
+from lmx_lab.engine import AnswerFormat, Engine, batch, memory
+from lmx_lab.engine.constraint import Constraint
+from lmx_lab.engine.gguf.answer import Answer
+from lmx_lab.engine.gguf.connection import RefusedError
+from lmx_lab.engine.gguf.hosted import Hosted
+from lmx_lab.engine.gguf.jobs import Jobs
+from lmx_lab.engine.loaded import AnswerText, PromptTokenizer
+from lmx_lab.engine.sampling import Cut
+from lmx_lab.errors import EngineError
+from lmx_lab.lab import Lab
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
+from tests.engine.gguf.conftest import process_of
+from tests.faults.asking import WAIT_S, WAYS, End, Way, at_once
+from tests.faults.injecting import inject
+from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
+
+DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "^[0-9]{60}$"}}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a fault is injected, at which call, and what is asked for, so that it comes by."""
+
+    at: tuple[Any, str]
+    call: int
+    asked: dict[str, Any] = field(default_factory=dict)
+    alone: bool = False
+    """One request fails of it, and none of those that run beside it."""
+    exc: Exception = field(default_factory=lambda: RuntimeError("injected"))
+
+
+PLACES = {
+    "tokenizing": Place(at=(PromptTokenizer, "encode"), call=1, alone=True),
+    "prefill": Place(at=(llama.Model, "__call__"), call=1),
+    "decoding": Place(at=(llama.Model, "__call__"), call=9),
+    "sampling": Place(at=(Cut, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
+    "grammar mask": Place(at=(Constraint, "mask"), call=5, asked={"response_format": DIGITS}),
+    "detokenizing": Place(at=(AnswerText, "decode"), call=31, alone=True),
+    "log-probabilities": Place(at=(batch, "answer_token"), call=15, alone=True, asked={"logprobs": True}),
+}
+GGUF_PLACES = {
+    "tokenizing": Place(at=(Hosted, "tokenized"), call=1, alone=True),
+    "reading": Place(at=(Answer, "take"), call=5, alone=True),
+    "llama.cpp": Place(at=(Jobs, "_follow"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")),
+}
+
+
+@pytest.fixture(scope="module")
+def mlx_lab(tiny_home: Path) -> Iterator[Lab]:
+    with serving(tiny_home, "tiny", slots=2, queue_limit=4) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def gguf_lab(tiny_home: Path, tiny_gguf: Path) -> Iterator[Lab]:
+    with serving(tiny_home, str(tiny_gguf), slots=2, queue_limit=4, threads=1) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_fault_ends_requests_with_an_error_and_the_queue_goes_on(
+    mlx_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
+) -> None:
+    check_fault(mlx_lab, monkeypatch, PLACES[place], WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", GGUF_PLACES)
+def test_a_fault_beside_llama_cpp_does_too(
+    gguf_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
+) -> None:
+    check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], WAYS[way])
+
+
+def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: Place, way: Way) -> None:
+    asked = {"model": "default", "max_tokens": 24, **place.asked}
+    good = way(lab, chat_body(**asked))
+    assert good.text
+    with monkeypatch.context() as patched:
+        fault = inject(patched, place.at, place.exc, at_call=place.call)
+        # Two that run, and one that waits.
+        ends = [asked.result(WAIT_S) for asked in at_once(lab, [way] * 3, **asked)]
+    assert fault.happened
+    failed = [end for end in ends if end.error is not None]
+    assert 1 <= len(failed) <= (1 if place.alone else 2)
+    assert [end.text for end in ends if end.error is None] == [good.text] * (3 - len(failed))
+    for end in failed:
+        check_envelope(end)
+    wait_until_idle(lab)
+    assert way(lab, chat_body(**asked)) == good
+    assert httpx2.get(f"{lab.url}/readyz").status_code == 200
+
+
+def check_envelope(end: End) -> None:
+    assert end.error is not None
+    assert (end.error["code"], end.error["type"]) == ("internal-error", "server_error")
+    assert "injected" in end.error["message"]
+    assert end.status in (None, 500)
+
+
+# What is left
+
+
+FORM = AnswerFormat(kind="regex", text="[0-9]{200}")
+
+
+@pytest.mark.anyio
+async def test_nothing_of_failed_requests_is_left(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: weakref.WeakSet[Constraint] = weakref.WeakSet()
+    begin = Constraint.__init__
+
+    def noted(self: Constraint, *args: Any) -> None:
+        made.add(self)
+        begin(self, *args)
+
+    monkeypatch.setattr(Constraint, "__init__", noted)
+
+    async def fail_once(engine: Engine, call: int) -> None:
+        asked = [request(prompt=numbers(100, start=at), max_tokens=200, answer_format=FORM) for at in (500, 900)]
+        with monkeypatch.context() as patched:
+            fault = inject(patched, (llama.Model, "__call__"), RuntimeError("injected"), at_call=call)
+            for stream in [await engine.submit(each) for each in asked]:
+                with pytest.raises(EngineError, match="injected"):
+                    await finish(stream)
+        assert fault.happened
+        await until_idle(engine)
+
+    # Without a prefix cache: what that keeps of ended requests is meant.
+    async with Engine(Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as engine:
+        await engine.load(tiny)
+        seen = []
+        for at in range(6):
+            await fail_once(engine, call=20 + at)
+            gc.collect()
+            seen.append((await used_bytes(engine), threading.active_count(), len(made)))
+        assert seen[-1] == seen[2], seen
+        assert seen[-1][2] == 0
+        assert (await run(engine))[1].output_tokens == 8
+
+
+async def used_bytes(engine: Engine) -> int:
+    """Of MLX, without what it keeps for its next array."""
+    await engine._mlx._thread.call(lambda core: memory.release())
+    return await engine._mlx._thread.call(lambda core: memory.used_bytes())
+
+
+# What computes dies
+
+
+@pytest.mark.parametrize("made_for", ["mlx", "gguf"])
+def test_what_was_asked_of_an_engine_that_dies_ends_and_a_load_starts_another(
+    tiny_home: Path, long_gguf: Path, made_for: str
+) -> None:
+    name = "tiny" if made_for == "mlx" else str(long_gguf)
+    with serving(tiny_home, name, slots=3, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
+        before = lab.engine.snapshot.output_tokens
+        asked = at_once(lab, list(WAYS.values()), model="default", max_tokens=400, ignore_eos=True)
+        wait_until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.output_tokens > before)
+        if made_for == "mlx":
+            asyncio.run(poison(lab.engine, SystemExit("injected")))
+        else:
+            psutil.Process(process_of(lab.engine)._process.pid).kill()
+        for way, future in zip(WAYS, asked, strict=True):
+            end = future.result(WAIT_S)
+            assert end.error is not None
+            assert end.error["code"] == "internal-error"
+            assert "load a model" in end.error["message"]
+            assert (end.status, end.error["retryable"]) == (503 if way == "whole" else None, False)
+        refused = http.post("/v1/chat/completions", json=chat_body(model="default"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "internal-error")
+        assert http.get("/readyz").status_code == 503
+        assert http.get("/healthz").status_code == 200
+        assert http.post("/admin/models/load", json={"model": name}).status_code == 200
+        assert http.get("/readyz").status_code == 200
+        assert http.post("/v1/chat/completions", json=chat_body(model="default")).status_code == 200

@@ -1,0 +1,174 @@
+"""A disk that fills up, a real one of a few megabytes: 507 with numbers, nothing half stays, and room is used again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from huggingface_hub import constants
+
+from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.errors import StorageFullError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, ModelEntry, Progress, hub
+from lmx_lab.wire.events import ToolOutput
+from tests.daemon.program import Program
+from tests.faults.asking import CHAT, WAIT_S
+from tests.faults.hub import REPO, Handler, git_id, hub_with, whole
+from tests.flows.conftest import chat_body, serving
+
+NUMBERS = re.compile(r"\d+ bytes are free")
+MIB = 2**20
+
+
+class Disk:
+    """A file system in memory, which can be filled to its last byte, and freed again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._filler = folder / "filler"
+
+    def fill(self) -> None:
+        with contextlib.suppress(OSError), self._filler.open("ab", buffering=0) as file:
+            for size in (MIB, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)) == size:
+                        pass
+
+    def free(self) -> None:
+        self._filler.unlink()
+
+    @property
+    def full(self) -> bool:
+        return shutil.disk_usage(self.folder).free == 0
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={48 * MIB},mode=0700", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root may mount a small disk, and not in every container")
+    try:
+        yield Disk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def files_of(folder: Path) -> set[str]:
+    """What has content, but for the filler."""
+    return {path.name for path in folder.rglob("*") if path.is_file() and path.name != "filler" and path.stat().st_size}
+
+
+def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_there_is_room(
+    disk: Disk, tiny: ModelEntry, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(disk.folder / "hub"))
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)
+
+    def half_then_full(handler: Handler, data: bytes) -> None:
+        if handler.command == "HEAD":
+            whole(handler, data)
+            return
+        handler.begin(len(data), 200, {"ETag": f'"{git_id(data)}"'})
+        handler.wfile.write(data[: len(data) // 2])
+        disk.fill()
+        handler.wfile.write(data[len(data) // 2 :])
+
+    with hub_with(tiny.path) as server, serving(tiny_home, None, disk_reserve_bytes=0) as lab:
+        real = hub.download
+        monkeypatch.setattr(hub, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+        server.faults["model.safetensors"] = half_then_full
+        answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=WAIT_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage-full")
+        assert re.search(r"\d+ bytes were to come, \d+ bytes are free", answer.json()["error"]["message"])
+        assert list(disk.folder.rglob("*.incomplete")) == []
+        assert "model.safetensors" not in files_of(disk.folder)
+        disk.free()
+        server.faults.clear()
+        assert httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=WAIT_S).status_code == 200
+        assert httpx2.post(lab.url + CHAT, json=chat_body(model=REPO), timeout=WAIT_S).status_code == 200
+
+
+def test_a_conversion_that_fills_the_disk_leaves_nothing_and_succeeds_when_there_is_room(
+    disk: Disk, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(disk.folder / "hub"))
+    catalog = Catalog(Settings(home=disk.folder / "home", disk_reserve_bytes=0))
+
+    def fill_when_it_begins(progress: Progress) -> None:
+        if progress.stage == "convert":
+            disk.fill()
+
+    with pytest.raises(StorageFullError, match=NUMBERS):
+        catalog.convert(str(tiny_gguf), fill_when_it_begins)
+    assert files_of(disk.folder) == set()
+    assert catalog.scan() == []
+    disk.free()
+    entry = catalog.convert(str(tiny_gguf))
+    assert entry.format == "mlx"
+    assert catalog.resolve(entry.id) == entry
+
+
+def long_event(transaction: Transaction) -> int:
+    return transaction.append("tool.output", ToolOutput(call_id="c", text="x" * 100_000))
+
+
+async def write_until_full(store: Store, written: list[int]) -> None:
+    while True:
+        written.append(await store.write(long_event))
+
+
+@pytest.mark.anyio
+async def test_events_that_fill_the_disk_are_whole_or_not_there_and_what_ends_has_a_reserve(disk: Disk) -> None:
+    store = await Store.open(disk.folder / "daemon.db")
+    written = [await store.write(long_event)]
+    await asyncio.to_thread(disk.fill)
+    assert disk.full
+    with pytest.raises(StorageFullError, match=NUMBERS):
+        await write_until_full(store, written)
+    rows = await store.read(lambda reading: reading.rows("SELECT seq FROM events ORDER BY seq"))
+    assert [row["seq"] for row in rows] == written
+    ended = await store.write(lambda tx: tx.append("tool.output", ToolOutput(call_id="c", text="end")), ending=True)
+    assert ended > written[-1]
+    with pytest.raises(StorageFullError):
+        await store.write(long_event)
+    disk.free()
+    assert await store.write(long_event) > ended
+    assert store.path.with_suffix(".reserve").exists()
+    check = await store.read(lambda reading: reading.row("PRAGMA integrity_check"))
+    assert check is not None
+    assert tuple(check) == ("ok",)
+    await store.close()
+
+
+@pytest.mark.anyio
+async def test_a_daemon_on_a_full_disk_says_so_and_goes_on_when_there_is_room(disk: Disk) -> None:
+    program = Program(disk.folder, "http://127.0.0.1:9").start()
+    try:
+        async with program.client() as client:
+            body = {"system_prompt": "x" * 50_000}
+            # It has started when it answers; a start that finds no room is another matter.
+            assert (await client.post("/sessions", json=body)).status_code == 201
+            disk.fill()
+            answer = await client.post("/sessions", json=body)
+            while answer.status_code == 201:
+                answer = await client.post("/sessions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage-full")
+            assert NUMBERS.search(answer.json()["error"]["message"])
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/sessions")).status_code == 200
+            disk.free()
+            assert (await client.post("/sessions", json=body)).status_code == 201
+        assert program.stop() == 0, (disk.folder / "out.txt").read_text()
+    finally:
+        program.kill()

@@ -1,0 +1,208 @@
+"""A load on llama.cpp that hangs, as on a file system that does not answer: what is asked next ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+from lmx_lab.engine import Engine
+from lmx_lab.engine.gguf import process as process_module
+from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from tests.engine.conftest import run
+from tests.engine.gguf.conftest import entry_of
+from tests.faults.asking import CHAT, WAIT_S
+from tests.flows.conftest import chat_body, serving, wait_until
+from tests.gguf_files import unknown_architecture
+
+SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
+STANDS_STILL = """\
+import sys, time
+if "unknown-architecture" in sys.stdin.readline():
+    sys.exit("error loading model: bad magic")
+open(__file__ + ".begun", "w").close()
+while True:
+    time.sleep(60)
+"""
+
+
+class Hanging:
+    """Whether a process that is started from now on hears what to load, and says nothing any more."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._script, self._works = folder / "still.py", process_module.SCRIPT
+        self._script.write_text(STANDS_STILL)
+        self._monkeypatch = monkeypatch
+
+    def __call__(self, on: bool) -> None:
+        self._monkeypatch.setattr(process_module, "SCRIPT", self._script if on else self._works)
+
+    @property
+    def begun(self) -> bool:
+        """Whether one has begun to hang."""
+        return Path(f"{self._script}.begun").exists()
+
+    @property
+    def processes(self) -> int:
+        """How many hang, or are not yet forgotten by the system."""
+        found = 0
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += str(self._script) in child.cmdline()
+        return found
+
+
+@pytest.fixture
+def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hanging:
+    return Hanging(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    async with Engine(SETTINGS) as engine:
+        yield engine
+
+
+async def hanging(engine: Engine, hangs: Hanging, entry: ModelEntry) -> asyncio.Task[object]:
+    """A load that has come so far."""
+    hangs(True)
+    load = asyncio.create_task(engine.load(entry), name="hangs")
+    while not hangs.begun:
+        assert not load.done(), load
+        await asyncio.sleep(0.01)
+    assert engine.snapshot.state == "loading"
+    return load
+
+
+async def told(load: asyncio.Task[object]) -> str:
+    with pytest.raises(NotLoadedError) as given_up:
+        await asyncio.wait_for(load, WAIT_S)
+    return given_up.value.message
+
+
+@pytest.fixture(params=["nothing", "mlx", "gguf"])
+async def before(request: pytest.FixtureRequest, engine: Engine, tiny: ModelEntry, tiny_gguf: Path) -> None:
+    """What is loaded when the other load begins to hang."""
+    if request.param != "nothing":
+        await engine.load(tiny if request.param == "mlx" else entry_of(tiny_gguf))
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("before")
+async def test_an_unload_ends_it_and_nothing_comes_back(
+    engine: Engine, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
+) -> None:
+    load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
+    await asyncio.wait_for(engine.unload(), WAIT_S)
+    assert await told(load) == "the load of long was given up: the model is unloaded"
+    assert hangs.processes == 0
+    assert (engine.snapshot.state, engine.snapshot.entry) == ("empty", None)
+    with pytest.raises(NotLoadedError, match="no model is loaded"):
+        await run(engine)
+    hangs(False)
+    await engine.load(entry_of(tiny_gguf))
+    assert (await run(engine))[1].output_tokens == 8
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("before")
+@pytest.mark.parametrize("made_for", ["mlx", "gguf"])
+async def test_another_load_ends_it_and_takes_its_place(
+    engine: Engine, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: Hanging, made_for: str
+) -> None:
+    load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
+    hangs(False)
+    await asyncio.wait_for(engine.load(tiny if made_for == "mlx" else entry_of(tiny_gguf)), WAIT_S)
+    assert await told(load) == "the load of long was given up: tiny is loaded in its place"
+    assert hangs.processes == 0
+    assert (await run(engine))[1].model == "tiny"
+
+
+@pytest.mark.anyio
+async def test_of_several_loads_that_hang_one_after_the_other_the_last_one_counts(
+    engine: Engine, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
+) -> None:
+    first = await hanging(engine, hangs, entry_of(long_gguf, "long"))
+    second: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(tiny_gguf, "second")))
+    assert "second is loaded in its place" in await told(first)
+    await asyncio.wait_for(engine.unload(), WAIT_S)
+    assert "the model is unloaded" in await told(second)
+    assert hangs.processes == 0
+    await engine.load(tiny)
+    assert (await run(engine))[1].model == "tiny"
+
+
+@pytest.mark.anyio
+async def test_who_asks_for_the_same_model_again_waits_for_the_same_load(
+    engine: Engine, long_gguf: Path, hangs: Hanging
+) -> None:
+    first = await hanging(engine, hangs, entry_of(long_gguf, "long"))
+    again: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(long_gguf, "long")))
+    done, _ = await asyncio.wait([first, again], timeout=0.3)
+    assert not done
+    assert hangs.processes == 1
+    await engine.unload()
+    for load in (first, again):
+        await told(load)
+    assert hangs.processes == 0
+
+
+@pytest.mark.anyio
+async def test_a_model_that_was_to_come_back_and_hangs_holds_nobody_up_either(
+    engine: Engine, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: Hanging
+) -> None:
+    await engine.load(entry_of(tiny_gguf))
+    load = await hanging(engine, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
+    await asyncio.wait_for(engine.load(tiny), WAIT_S)
+    with pytest.raises(UnusableModelError, match=r"bad magic.*could not be loaded again either: .* was given up"):
+        await asyncio.wait_for(load, WAIT_S)
+    assert hangs.processes == 0
+    assert (await run(engine))[1].model == "tiny"
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_stops_ends_it(long_gguf: Path, hangs: Hanging) -> None:
+    async with Engine(SETTINGS) as engine:
+        load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
+    with pytest.raises(LabError, match="the engine was stopped"):
+        await asyncio.wait_for(load, WAIT_S)
+    assert hangs.processes == 0
+
+
+def test_a_server_takes_an_unload_while_a_load_hangs(tiny_home: Path, long_gguf: Path, hangs: Hanging) -> None:
+    with serving(tiny_home, None, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
+        hangs(True)
+        answers: list[httpx2.Response] = []
+        body = {"model": str(long_gguf)}
+        load = threading.Thread(target=lambda: answers.append(http.post("/admin/models/load", json=body)))
+        load.start()
+        wait_until(lambda: hangs.begun)
+        # It may be asked again in a second, and the client is told so.
+        refused = http.post(CHAT, json=chat_body(model="default"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
+        assert refused.json()["error"]["retryable"]
+        assert (refused.headers["retry-after"], refused.headers.get("x-should-retry")) == ("1", None)
+        assert http.get("/readyz").json()["error"]["retryable"]
+        # Another load would take the place of what somebody waits for.
+        assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 409
+        assert http.post("/admin/models/unload").status_code == 200
+        load.join(WAIT_S)
+        (answer,) = answers
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no-model-loaded")
+        assert "given up: the model is unloaded" in answer.json()["error"]["message"]
+        assert hangs.processes == 0
+        assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 200
+        gone = http.post(CHAT, json=chat_body())
+        assert gone.status_code == 200
+        http.post("/admin/models/unload")
+        none = http.post(CHAT, json=chat_body(model="default"))
+        assert (none.status_code, none.json()["error"]["retryable"]) == (503, False)
+        assert none.headers["x-should-retry"] == "false"

@@ -1,0 +1,237 @@
+"""A model's files are cut short, replaced, overwritten or removed while they are loaded, or while they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import mlx.core as mx
+import pytest
+
+from lmx_lab.engine import Engine
+from lmx_lab.engine.gguf.process import LlamaProcess
+from lmx_lab.errors import EngineDeadError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, Format, ModelEntry
+from tests.engine.conftest import run
+from tests.engine.gguf.conftest import process_of
+from tests.faults.asking import CHAT, WAIT_S
+from tests.flows.conftest import chat_body, serving, wait_until
+from tests.gguf_files import with_context
+from tests.tiny import write_tiny_llama
+
+SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
+MAKES: tuple[Format, ...] = ("mlx", "gguf")
+
+
+def entry_of(path: Path) -> ModelEntry:
+    return Catalog(Settings()).resolve(str(path))
+
+
+def weights_of(path: Path) -> Path:
+    return path / "model.safetensors" if path.is_dir() else path
+
+
+@pytest.fixture
+def copy(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path) -> Callable[[Format], Path]:
+    """``tiny`` where a test may do with it what it likes."""
+
+    def made(made_for: Format) -> Path:
+        if made_for == "mlx":
+            return Path(shutil.copytree(tiny.path, tmp_path / "copy"))
+        return Path(shutil.copy(tiny_gguf, tmp_path / "copy.gguf"))
+
+    return made
+
+
+@pytest.fixture
+def other(tmp_path: Path, smollm2: ModelEntry, tiny_gguf: Path) -> Callable[[Format], Path]:
+    """A model that is not ``tiny``: its weights, or its context, are others."""
+
+    def made(made_for: Format) -> Path:
+        if made_for == "gguf":
+            return with_context(tiny_gguf, 256, tmp_path / "other")
+        write_tiny_llama(tmp_path / "other", smollm2.path, seed=9, context=256)
+        return tmp_path / "other"
+
+    return made
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    async with Engine(SETTINGS) as engine:
+        yield engine
+
+
+# While it is loaded
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("spoil", ["cut", "overwritten", "removed"])
+async def test_what_mlx_has_read_does_not_depend_on_its_files_any_more(
+    engine: Engine, copy: Callable[[Format], Path], spoil: str
+) -> None:
+    path = copy("mlx")
+    await engine.load(entry_of(path))
+    good = (await run(engine))[0]
+    weights = weights_of(path)
+    if spoil == "cut":
+        os.truncate(weights, 4096)
+    elif spoil == "overwritten":
+        weights.write_bytes(bytes(weights.stat().st_size))
+    else:
+        shutil.rmtree(path)
+    assert (await run(engine))[0] == good
+
+
+@pytest.mark.anyio
+async def test_a_gguf_file_that_is_overwritten_ends_its_process_which_would_compute_with_what_is_there_now(
+    engine: Engine, copy: Callable[[Format], Path], tiny_gguf: Path
+) -> None:
+    path = copy("gguf")
+    await engine.load(entry_of(path))
+    assert (await run(engine))[1].output_tokens == 8
+    with path.open("r+b") as file:
+        file.seek(-4096, os.SEEK_END)
+        file.write(b"\1" * 4096)
+    while engine.snapshot.state != "dead":  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    with pytest.raises(EngineDeadError, match="its file was changed or cut short while it was loaded"):
+        await run(engine)
+    await engine.load(entry_of(tiny_gguf))
+    assert (await run(engine))[1].output_tokens == 8
+
+
+@pytest.mark.anyio
+async def test_a_gguf_file_that_is_replaced_or_removed_stays_what_it_was_for_those_who_have_it(
+    engine: Engine, copy: Callable[[Format], Path], other: Callable[[Format], Path]
+) -> None:
+    path = copy("gguf")
+    await engine.load(entry_of(path))
+    good = (await run(engine))[0]
+    other("gguf").replace(path)
+    core = engine._gguf._core
+    assert core is not None
+    assert core._main is not None
+    core._main.hosted.look()
+    path.unlink()
+    core._main.hosted.look()
+    assert (await run(engine))[0] == good
+    assert not process_of(engine).died.is_set()
+
+
+# A load that follows
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("made_for", MAKES)
+async def test_a_load_after_the_files_were_replaced_reads_the_new_ones(
+    engine: Engine, copy: Callable[[Format], Path], other: Callable[[Format], Path], made_for: Format
+) -> None:
+    path = copy(made_for)
+    await engine.load(entry_of(path))
+    assert (await engine.load(entry_of(path))).load_s == 0
+    assert engine.snapshot.context_length == 512
+    new = other(made_for)
+    if new.is_dir():
+        for file in new.iterdir():
+            file.replace(path / file.name)
+    else:
+        new.replace(path)
+    assert (await engine.load(entry_of(path))).load_s > 0
+    assert engine.snapshot.context_length == 256
+    assert (await engine.load(entry_of(path))).load_s == 0
+
+
+@pytest.mark.parametrize("spoil", ["cut", "removed"])
+@pytest.mark.parametrize("made_for", MAKES)
+def test_a_server_says_what_is_wrong_with_the_files_of_a_loaded_model(
+    tiny_home: Path, copy: Callable[[Format], Path], made_for: Format, spoil: str
+) -> None:
+    path = copy(made_for)
+    with serving(tiny_home, str(path), threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
+        if spoil == "removed":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        else:
+            os.truncate(weights_of(path), weights_of(path).stat().st_size - 1)
+        again = http.post("/admin/models/load", json={"model": str(path)})
+        if spoil == "removed":
+            assert (again.status_code, again.json()["error"]["code"]) == (404, "model-not-found")
+        else:
+            assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid-request")
+            assert "cut short" in again.json()["error"]["message"]
+        if (made_for, spoil) == ("gguf", "cut"):
+            # It is mapped: what computes with it is ended, soon.
+            wait_until(lambda: http.get("/readyz").status_code == 503)
+        else:
+            (record,) = [it for it in http.get("/admin/models").json()["models"] if it["path"] == str(path)]
+            assert record["loaded"]
+            assert http.post(CHAT, json=chat_body(model="default")).status_code == 200
+        assert http.get("/v1/models").status_code == 200
+        assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 200
+        assert http.post(CHAT, json=chat_body()).status_code == 200
+        assert str(path) not in [it["path"] for it in http.get("/admin/models").json()["models"]]
+
+
+# While it is read
+
+
+def _after_the_header(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[], object]) -> None:
+    """Do this once, when the next load has looked at its file and not yet read all of it."""
+    read, start = mx.load, LlamaProcess.start
+
+    def spoil_and_go_on(*args: Any, **options: Any) -> Any:
+        found = read(*args, **options)
+        monkeypatch.undo()
+        spoil()
+        return found
+
+    async def spoil_and_start(*args: Any, **options: Any) -> LlamaProcess:
+        monkeypatch.undo()
+        spoil()
+        return await start(*args, **options)
+
+    monkeypatch.setattr(mx, "load", spoil_and_go_on)
+    monkeypatch.setattr(LlamaProcess, "start", spoil_and_start)
+
+
+@pytest.mark.anyio
+async def test_an_mlx_file_that_is_cut_while_it_is_read_is_refused_and_what_was_there_comes_back(
+    engine: Engine, tiny: ModelEntry, copy: Callable[[Format], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = copy("mlx")
+    await engine.load(tiny)
+    good = (await run(engine))[0]
+    size = weights_of(path).stat().st_size
+    _after_the_header(monkeypatch, lambda: os.truncate(weights_of(path), size // 2))
+    with pytest.raises(UnusableModelError, match=r"Unable to read.*; the previous model tiny is loaded again$"):
+        await engine.load(entry_of(path))
+    assert (await run(engine))[0] == good
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("made_for", MAKES)
+async def test_a_model_whose_files_change_while_they_are_read_is_not_used(
+    engine: Engine,
+    tiny: ModelEntry,
+    *,
+    copy: Callable[[Format], Path],
+    other: Callable[[Format], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    made_for: Format,
+) -> None:
+    path, new = copy(made_for), weights_of(other(made_for))
+    await engine.load(tiny)
+
+    _after_the_header(monkeypatch, lambda: new.replace(weights_of(path)))
+    with pytest.raises(UnusableModelError, match=r"was changed while it was loaded; load it again; the previous model"):
+        await engine.load(entry_of(path))
+    assert engine.snapshot.model == "tiny"
+    await engine.load(entry_of(path))
+    assert engine.snapshot.entry is not None
+    assert engine.snapshot.entry.path == path

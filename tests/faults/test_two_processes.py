@@ -1,0 +1,98 @@
+"""Two processes on one home: they fetch, convert, load and delete the same model at the same moment."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from lmx_lab.weights import ModelEntry
+from tests.faults.asking import CHAT, WAIT_S
+from tests.faults.hub import REPO, Hub, hub_with, instead
+from tests.flows.conftest import chat_body
+from tests.test_cli import Serving
+
+
+@pytest.fixture
+def server(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_with(tiny.path) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+@contextmanager
+def two_servers(home: Path, *arguments: str) -> Iterator[list[httpx2.Client]]:
+    """Started at the same moment; both are ready."""
+    with ExitStack() as stack:
+        started = [Serving(home, "--port", "0", *arguments) for _ in range(2)]
+        for each in started:
+            stack.callback(each.close)
+        yield [
+            stack.enter_context(httpx2.Client(base_url=f"http://127.0.0.1:{each.port}", timeout=WAIT_S))
+            for each in started
+        ]
+
+
+def test_a_model_that_two_servers_want_is_fetched_once_and_may_be_deleted_under_them(
+    tmp_path: Path, server: Hub
+) -> None:
+    body = chat_body(model=REPO)
+    with two_servers(tmp_path, "--model", REPO) as servers:
+        first, second = servers
+        assert Counter(name for name, _ in server.asked) == dict.fromkeys(server.files, 1)
+        texts = [each.post(CHAT, json=body).json()["choices"][0]["message"]["content"] for each in servers]
+        assert texts[0] == texts[1]
+        # One takes it away from the disk; the other has it.
+        assert first.post("/admin/models/unload").status_code == 200
+        shutil.rmtree(tmp_path / "hub/hub/models--org--tiny")
+        server.faults["api"] = instead(b"no hub any more")
+        assert second.post(CHAT, json=body).json()["choices"][0]["message"]["content"] == texts[1]
+        assert [model["loaded"] for model in second.get("/admin/models").json()["models"]] == [True]
+        assert first.get("/admin/models").json()["models"] == []
+        for each in servers:
+            gone = each.post("/admin/models/load", json={"model": REPO})
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model-not-found")
+        assert second.post(CHAT, json=body).status_code == 200
+        server.faults.clear()
+        assert first.post("/admin/models/load", json={"model": REPO}).status_code == 200
+        assert first.post(CHAT, json=body).json()["choices"][0]["message"]["content"] == texts[0]
+
+
+CONVERT = """
+import sys
+from pathlib import Path
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+seen = []
+print("ready", flush=True)
+sys.stdin.readline()
+entry = Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).convert(sys.argv[2], seen.append)
+print(entry.path, sum(progress.stage == "convert" and not progress.done_bytes for progress in seen))
+"""
+
+
+def test_a_file_that_two_convert_at_once_is_converted_once(tmp_path: Path, tiny_gguf: Path) -> None:
+    command = [sys.executable, "-c", CONVERT, str(tmp_path), str(tiny_gguf)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    said = []
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        output, _ = process.communicate(timeout=WAIT_S)
+        said.append(output.split())
+        assert process.returncode == 0
+    (model,) = [path for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")]
+    assert sorted(said) == [[str(model), "0"], [str(model), "1"]]
+    assert list((tmp_path / "models/.tmp").iterdir()) == []

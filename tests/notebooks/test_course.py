@@ -1,0 +1,79 @@
+"""The notebooks are one course: a question first, its answer last, a way to the next one; and pages of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.notebooks.test_notebooks import FOLDER, NOTEBOOKS
+
+GALLERY = FOLDER / "gallery.py"
+
+
+def cells(path: Path) -> list[tuple[str, str]]:
+    return [(cell.cell_type, cell.source) for cell in nbformat.read(path, as_version=4).cells]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_begins_with_its_number_and_question_and_ends_with_what_was_seen_and_the_answer(path: Path) -> None:
+    first, *_, printed, last = cells(path)
+    title, blank, question = first[1].splitlines()[:3]
+    assert re.fullmatch(rf"# {path.stem[:2]} · \w.*", title)
+    assert blank == ""
+    assert re.fullmatch(r"\*[A-Z].+\?\*", question)
+    assert (printed[0], last[0]) == ("code", "markdown")
+    assert "print(" in printed[1]
+    assert last[1].startswith("**Answer:** ")
+
+
+@pytest.mark.parametrize(("path", "following"), list(pairwise(NOTEBOOKS)), ids=lambda path: path.stem)
+def test_a_notebook_names_the_next_one_by_its_title(path: Path, following: Path) -> None:
+    title = cells(following)[0][1].splitlines()[0].removeprefix("# ")
+    assert f"\n\nNext: [{title}]({following.name})" in cells(path)[-1][1]
+
+
+def test_links_between_notebooks_lead_somewhere() -> None:
+    linked = {
+        name for path in NOTEBOOKS for _, source in cells(path) for name in re.findall(r"\]\((\S+\.ipynb)\)", source)
+    }
+    assert linked == {path.name for path in NOTEBOOKS}
+
+
+def test_a_notebook_becomes_a_page_that_needs_no_other_host(starter_home: Path, minilm: object, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, GALLERY, tmp_path, FOLDER / "03_rerank.ipynb"],
+        env={**os.environ, "LMX_LAB_HOME": str(starter_home)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page, index = ((tmp_path / name).read_text() for name in ("03_rerank.html", "index.html"))
+    assert "Desalination plants press sea water" in re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+    # The panel of its last part is a snapshot.
+    assert "lmx-snapshot" in page
+    assert 'href="04_daemon.html"' in page
+    assert not re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=[\"']?(?:https?:)?//", page)
+    assert "<em>Which of these texts answers my question?</em>" in index
+    assert "How do I get salt out of sea water?\n0." in index
+
+
+def test_an_error_in_a_notebook_is_on_its_page_and_in_the_exit_status(tmp_path: Path) -> None:
+    cells = [nbformat.v4.new_markdown_cell("# 99 · Broken\n\n*Why?*"), nbformat.v4.new_code_cell("1 / 0")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "99_broken.ipynb")
+    done = subprocess.run(
+        [sys.executable, GALLERY, tmp_path / "pages", tmp_path / "99_broken.ipynb"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ZeroDivisionError" in (tmp_path / "pages" / "99_broken.html").read_text()
+    assert "ended by an error" in (tmp_path / "pages" / "index.html").read_text()

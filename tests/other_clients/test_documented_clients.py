@@ -1,0 +1,189 @@
+"""The clients of ``docs/clients.md`` that are installed here, each for real; ``make clients`` tries the others."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, sync_playwright
+
+from lmx_lab.weights import ModelEntry
+from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, WAIT_MS
+from tests.docs.pages import ROOT, rows
+from tests.other_clients.documented import PAGE, done, server_of
+from tests.test_cli import Serving, request, serving
+
+HERE = Path(sys.executable).parent
+NAMESPACES = shutil.which("ip") is not None and os.geteuid() == 0
+NETWORK = "10.211.84"
+"""Of two machines that are not there."""
+
+
+@pytest.fixture(scope="module")
+def server(starter_home: Path, minilm: ModelEntry) -> Iterator[Serving]:
+    with serving(starter_home, *server_of(None), "--port", "0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def address(server: Serving) -> dict[str, str]:
+    return {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}
+
+
+def test_curl_asks_what_is_there_and_is_answered(address: dict[str, str], tmp_path: Path) -> None:
+    printed = done("curl", address, tmp_path)
+    assert '"id":"smollm2-135m"' in printed
+    assert "Paris" in printed
+    assert '"object":"chat.completion"' in printed
+
+
+def test_openai_python_chats_streams_parses_and_embeds(address: dict[str, str], tmp_path: Path) -> None:
+    whole, streamed, city, vectors = done("openai-python", address, tmp_path, programs=HERE).splitlines()
+    assert whole == streamed
+    assert "Paris" in whole
+    assert re.fullmatch(r"name='.*' inhabitants=-?\d+", city)
+    assert vectors == "2 vectors of 384 numbers"
+
+
+def tiny_model(arguments: list[str]) -> list[str]:
+    """The same server, sooner: what it says is not what is looked at."""
+    assert "smollm2-135m" in arguments
+    return ["tiny" if each == "smollm2-135m" else each for each in arguments]
+
+
+# --- a page in a browser
+
+
+@pytest.fixture
+def tab() -> Iterator[Page]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        page = browser.new_page()
+        page.set_default_timeout(WAIT_MS)
+        yield page
+        browser.close()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def web_pages(folder: Path) -> Iterator[str]:
+    """The folder as a web site; gives its origin."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as site:
+        serving = threading.Thread(target=site.serve_forever)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{site.server_port}"
+        finally:
+            site.shutdown()
+            serving.join()
+
+
+def test_a_page_of_an_origin_that_was_named_streams_an_answer_and_another_page_is_refused(
+    tiny_home: Path, tmp_path: Path, tab: Page
+) -> None:
+    refused: list[str] = []
+    with web_pages(tmp_path) as named, web_pages(tmp_path) as other:
+        page_server = tiny_model(server_of("A web page"))
+        arguments = [named if each == "http://127.0.0.1:3000" else each for each in page_server]
+        assert named in arguments
+        with serving(tiny_home, *arguments, "--port", "0") as server:
+            done("A web page", {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}, tmp_path)
+            tab.goto(f"{named}/page.html")
+            tab.wait_for_function("document.title === 'done'")
+            assert tab.inner_text("#answer")
+            tab.on("pageerror", lambda error: refused.append(error.message))
+            with tab.expect_event("pageerror"):
+                tab.goto(f"{other}/page.html")
+            assert tab.inner_text("#answer") == ""
+            assert server.end(signal.SIGTERM)[0] == 0
+    assert refused == ["Failed to fetch"]
+
+
+# --- a second machine
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them: each sees of the other what a machine on the LAN does."""
+    if not NAMESPACES:
+        pytest.skip("only root can make network namespaces, with ip of iproute2")
+    names = f"lmx{os.getpid()}a", f"lmx{os.getpid()}b"
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if (made := ip("netns", "add", name)).returncode != 0:
+                pytest.skip(f"this container may not make network namespaces: {made.stderr.strip()}")
+            stack.callback(ip, "netns", "del", name)
+        assert (
+            ip(
+                "link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]
+            ).returncode
+            == 0
+        )
+        for at, name in enumerate(names, 1):
+            for command in (
+                ("addr", "add", f"{NETWORK}.{at}/24", "dev", name),
+                ("link", "set", name, "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                assert ip("-n", name, *command).returncode == 0
+        yield names
+
+
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_second_machine_chats_and_may_not_unload(tiny_home: Path, tmp_path: Path, machines: tuple[str, str]) -> None:
+    first, second = (("ip", "netns", "exec", name) for name in machines)
+    with serving(tiny_home, *tiny_model(server_of("A second machine")), "--port", "0", before=first) as server:
+        told = re.search(r"on the LAN at http://(\S+)", server.wait_for("on the LAN at"))
+        assert told
+        assert told[1] == f"{NETWORK}.1:{server.port}"
+        printed = done("A second machine", {"192.168.1.20:8400": told[1]}, tmp_path, before=second, programs=HERE)
+        assert '"object":"chat.completion"' in printed
+        assert printed.rpartition("}}")[2].strip()
+        unload = [
+            *("curl", "-s", "-X", "POST", f"http://{told[1]}/admin/models/unload", "-d", "{}"),
+            *("-H", "Content-Type: application/json", "-H", "Authorization: Bearer choose-one"),
+        ]
+        refused = subprocess.run([*second, *unload], capture_output=True, text=True, check=True)
+        assert "admin-forbidden" in refused.stdout
+        without = subprocess.run([*second, *unload[:-2]], capture_output=True, text=True, check=True)
+        assert "unauthorized" in without.stdout
+        assert server.end(signal.SIGTERM)[0] == 0
+
+
+# --- the page's own words
+
+
+def test_what_openai_python_does_not_find_here_is_said_rightly(server: Serving) -> None:
+    with request(server.port, "POST", "/v1/responses", {"model": "default", "input": "hi"}) as answer:
+        assert answer.status == 404
+
+
+def test_the_versions_of_the_table_are_those_that_are_tried() -> None:
+    tried = dict(
+        re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints-clients.txt").read_text(), flags=re.MULTILINE)
+        + re.findall(r"^(openai)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    )
+    told = [re.findall(r"([\w-]+) (\d[\d.]*)", row["tried with"]) for row in rows(PAGE, "client")]
+    named = dict(pair for row in told for pair in row)
+    assert {"openai", "langchain-openai", "llm", "litellm", "instructor"} <= set(named)
+    assert named == {name: tried[name] for name in named}

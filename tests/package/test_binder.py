@@ -1,0 +1,94 @@
+"""What Binder reads: its files do what they say. ``make binder`` builds and runs the whole of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.weights.starters import STARTERS
+from tests.package.as_binder import NOTEBOOKS
+
+ROOT = Path(__file__).parents[2]
+BINDER = ROOT / "binder"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def requirements() -> list[str]:
+    lines = (BINDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.fixture
+def home(tmp_path: Path, starter_home: Path, smollm2: ModelEntry, minilm: ModelEntry, smollm2_gguf: Path) -> Path:
+    """A home folder in which the starters are already: fetching them again would take a while."""
+    models = tmp_path / ".lmx-lab" / "models"
+    (models / "smollm2-135m-gguf").mkdir(parents=True)
+    (models / "smollm2-135m-gguf" / smollm2_gguf.name).symlink_to(smollm2_gguf)
+    for entry in (smollm2, minilm):
+        (models / entry.id).symlink_to(entry.path)
+    return tmp_path
+
+
+def test_the_package_comes_with_the_extras_that_a_notebook_needs_in_tested_versions() -> None:
+    constraints, package = requirements()
+    option, path = constraints.split()
+    # As pip reads them: constraints from beside the file, the package from the repository's root.
+    assert (option, (BINDER / path).resolve()) == ("-c", ROOT / "constraints.txt")
+    extras = Requirement(package.replace(".", "lmx-lab", 1)).extras
+    assert extras <= set(PROJECT["optional-dependencies"])
+    brought = {Requirement(line).name for extra in extras for line in PROJECT["optional-dependencies"][extra]}
+    assert {"jupyter-server-proxy", "jupyterlab", "anywidget", "xllamacpp"} <= brought
+
+
+def test_the_python_is_one_that_the_package_says_it_runs_on() -> None:
+    name, _, version = (BINDER / "runtime.txt").read_text().strip().partition("-")
+    assert name == "python"
+    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+
+
+def test_building_puts_every_starter_where_a_lab_without_settings_looks(home: Path) -> None:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    built = subprocess.run(
+        [BINDER / "postBuild"],
+        cwd=ROOT,
+        env={"HOME": str(home), "PATH": path, "PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    found = {entry.id for entry in Catalog(Settings(home=home / ".lmx-lab")).scan()}
+    assert set(STARTERS) <= found
+    assert all(name in built.stdout for name in STARTERS)
+
+
+def test_building_fails_if_a_model_cannot_be_fetched(tmp_path: Path) -> None:
+    """An image without models would make every reader wait."""
+    program = tmp_path / "lmx-lab"
+    program.write_text('#!/bin/sh\n[ "$2" != minilm-l6 ]\n')
+    program.chmod(0o755)
+    path = os.pathsep.join((str(tmp_path), os.environ["PATH"]))
+    assert subprocess.run([BINDER / "postBuild"], env={"PATH": path}, check=False).returncode == 1
+
+
+def test_start_has_idle_kernels_give_their_models_memory_back() -> None:
+    """And becomes the server that it is told to start: what a Hub ends is that process."""
+    ask = "import os, sys; from lmx_lab.settings import Settings; lab = Settings.read(); "
+    tell = "print(os.getpid(), lab.idle_unload_s, lab.swap, *sys.argv[1:])"
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("LMX_LAB_")}
+    command = [str(BINDER / "start"), sys.executable, "-c", ask + tell, "a b"]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as started:
+        said, _ = started.communicate()
+    assert said == f"{started.pid} 120.0 True a b\n"
+
+
+def test_the_notebooks_that_are_tried_are_the_ones_for_newcomers() -> None:
+    assert [ROOT / name for name in NOTEBOOKS] == sorted((ROOT / "notebooks").glob("0[0-3]*.ipynb"))

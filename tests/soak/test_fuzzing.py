@@ -1,0 +1,189 @@
+"""What the fuzz sends, and what it takes for wrong: an answer that is no good has to be seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from soak.fuzzing import corpus
+from soak.fuzzing.drawing import drawn
+from soak.fuzzing.exchange import Endpoint, HttpClient, Outcome
+from soak.fuzzing.families import FAMILIES, Family
+from soak.fuzzing.frames import BINARY, TEXT, SocketCase, frame
+from soak.fuzzing.requests import Case
+from soak.fuzzing.values import Raw, changed_bodies, places, put, written
+from soak.fuzzing.verdict import wrong_answer, wrong_socket
+from tests.client.raw import answering
+
+REQUEST = b"POST / HTTP/1.1\r\nhost: HOST\r\ncontent-length: 2\r\n\r\n{}"
+WHOLE = Case(wire=REQUEST, method="POST")
+NOT_LOADED = frozenset({(503, "no-model-loaded")})
+
+
+def envelope(code: str = "invalid-request", **changes: Any) -> bytes:
+    error = {"code": code, "message": "no", "type": "t", "param": None, "retryable": False, "request_id": "req_1"}
+    return json.dumps({"error": error | changes}).encode()
+
+
+def answered(status: int, body: bytes, kind: str = "application/json") -> bytes:
+    return f"HTTP/1.1 {status} x\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def exchanged(answer: bytes, case: Case = WHOLE, limit_s: float = 5) -> tuple[Outcome, list[str]]:
+    """What a server that answers so is told to be wrong."""
+
+    async def exchange(port: int) -> Outcome:
+        client = HttpClient(Endpoint("127.0.0.1", port, limit_s=limit_s))
+        try:
+            return await client.exchange(case)
+        finally:
+            await client.close()
+
+    with answering(answer) as server:
+        outcome = asyncio.run(exchange(int(server.url.rpartition(":")[2])))
+    return outcome, list(wrong_answer(case, outcome, NOT_LOADED))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        answered(200, b'{"id": 1}'),
+        answered(400, envelope()),
+        answered(503, envelope("no-model-loaded")),
+        answered(400, b"Invalid HTTP request received.", "text/plain"),
+        answered(200, b'data: {"a": 1}\n\n: still there\n\ndata: [DONE]\n\n', "text/event-stream"),
+        b"HTTP/1.1 100 Continue\r\n\r\n" + answered(200, b"{}"),
+    ],
+)
+def test_good_answers_and_good_refusals_are_let_pass(answer: bytes) -> None:
+    outcome, wrong = exchanged(answer)
+    assert outcome.ended == "answered"
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (answered(500, envelope("internal-error")), "500"),
+        (answered(503, envelope("queue-full")), "503"),
+        (answered(422, b'{"detail": []}'), "envelope"),
+        (answered(500, b"Internal Server Error", "text/plain"), "envelope"),
+        (answered(400, envelope(message="")), "without words"),
+        (answered(400, envelope(more=1)), "fields"),
+        (answered(400, envelope(message="x" * 20_000)), "bytes"),
+        (answered(200, b'{"a": NaN}'), "no JSON"),
+        (answered(200, b'{"a": "\\ud800"}'), "no JSON"),
+        (answered(200, b'data: {"a": 1}\n\n', "text/event-stream"), "ends with"),
+        (answered(200, b'data: {"a": 1}\n\ndata: [DO', "text/event-stream"), "in the middle"),
+        (answered(200, b"x", "image/png"), "image/png"),
+        (answered(200, b"{}")[:-1], "in the middle"),
+        (b"", "without an answer"),
+        (b"nonsense\r\n\r\n", "no HTTP"),
+    ],
+)
+def test_what_is_wrong_with_an_answer_is_said(answer: bytes, said: str) -> None:
+    _, wrong = exchanged(answer)
+    assert any(said in why for why in wrong), wrong
+
+
+def test_no_answer_in_time_is_hung() -> None:
+    async def exchange() -> Outcome:
+        connected = asyncio.Event()
+        silent = await asyncio.start_server(lambda reader, writer: connected.set(), "127.0.0.1", 0)
+        async with silent:
+            return await HttpClient(Endpoint(*silent.sockets[0].getsockname()[:2], limit_s=0.2)).exchange(WHOLE)
+
+    outcome = asyncio.run(exchange())
+    assert outcome.ended == "hung"
+    assert list(wrong_answer(WHOLE, outcome, NOT_LOADED)) != []
+
+
+def test_nobody_listening_is_said() -> None:
+    outcome = asyncio.run(HttpClient(Endpoint("127.0.0.1", 1)).exchange(WHOLE))
+    assert outcome.ended == "refused"
+    assert list(wrong_answer(WHOLE, outcome, NOT_LOADED)) != []
+
+
+SOCKET = SocketCase(handshake=b"", frames=b"", right=True, answered=True, end="close")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        ({"messages": []}, "no answer"),
+        ({"messages": [{"done": True}, {"done": True}]}, "2 ends"),
+        ({"messages": [{"token": "a"}], "close_code": 1011}, "1011"),
+        ({"messages": [{"error": json.loads(envelope("internal-error"))["error"]}]}, "internal"),
+        ({"messages": [{"done": True}], "close_code": 77}, "77"),
+        ({"status": 500, "body": b"oh"}, "refused with 500"),
+        ({"ended": "hung"}, "not over"),
+        ({"ended": "broken", "remark": "a masked frame"}, "masked"),
+    ],
+)
+def test_what_is_wrong_with_a_socket_is_said(outcome: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"ended": "answered", "status": 101, **outcome}
+    assert any(said in why for why in wrong_socket(SOCKET, Outcome(**given), NOT_LOADED))
+
+
+@pytest.mark.parametrize("messages", [[{"token": "a"}, {"done": True}], [json.loads(envelope())]])
+def test_a_socket_that_went_well_is_let_pass(messages: list[Any]) -> None:
+    outcome = Outcome(ended="answered", status=101, messages=messages, close_code=1000)
+    assert list(wrong_socket(SOCKET, outcome, NOT_LOADED)) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_same_seed_draws_the_same_requests_and_another_one_others(family: Family) -> None:
+    first = drawn(family.cases, "0/0", 30)
+    assert len(first) == 30
+    assert drawn(family.cases, "0/0", 30) == first
+    assert drawn(family.cases, "1/0", 30) != first
+
+
+def test_the_families_are_20000_requests() -> None:
+    assert sum(family.count for family in FAMILIES) == 20_000
+
+
+def test_most_bodies_are_changed_and_some_are_no_json() -> None:
+    good = corpus.CHAT_BODIES[0]
+    texts = [written(body) for body in drawn(changed_bodies(good, corpus.CHAT_BODIES), "bodies", 200)]
+    assert sum(text != written(good) for text in texts) > 180
+
+    def is_json(text: str) -> bool:
+        try:
+            json.loads(text, parse_constant=lambda name: 1 / 0)
+        except (ValueError, RecursionError, ZeroDivisionError):
+            return False
+        return True
+
+    assert 0 < sum(map(is_json, texts)) < 200
+
+
+def test_a_change_leaves_the_original_as_it_was() -> None:
+    good = {"a": [1, {"b": 2}]}
+    assert put(good, ("a", 1, "b"), lambda _: Raw("1e400")) == {"a": [1, {"b": Raw("1e400")}]}
+    assert good == {"a": [1, {"b": 2}]}
+    assert places(good) == [(), ("a",), ("a", 0), ("a", 1), ("a", 1, "b")]
+    assert written({"a": [Raw("1e400"), "\ud800", True, None, 2**70]}) == f'{{"a":[1e400,"\\ud800",true,null,{2**70}]}}'
+
+
+@pytest.mark.parametrize("size", [0, 1, 125, 126, 65_535, 65_536])
+def test_frames_are_as_the_websockets_library_reads_them(size: int) -> None:
+    from websockets.frames import Frame
+    from websockets.streams import StreamReader
+
+    payload = bytes(number % 251 for number in range(size))
+    reader = StreamReader()
+    reader.feed_data(frame(BINARY, payload) + frame(TEXT, b"{}", fin=False))
+    read = [_parsed(Frame.parse(reader.read_exact, mask=True)) for _ in range(2)]
+    assert [(each.opcode, bytes(each.data), each.fin) for each in read] == [(2, payload, True), (1, b"{}", False)]
+
+
+def _parsed(steps: Any) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,230 @@
+"""The frame of the long runs: the table and its exit status, the watch over a process, the fuzz in small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lmx_lab.weights import ModelEntry
+from soak.__main__ import PARTS, Run, carry_out
+from soak.fuzz import fuzz
+from soak.fuzzing.families import FAMILIES
+from soak.row import COLUMNS, Row
+from soak.soak import Soak
+from soak.watch import NOTHING, Allowance, Watch
+
+MB = 1_000_000
+SLEEPING = [sys.executable, "-c", "import time; time.sleep(600)"]
+# Does what its lines of input say, and answers each when it is done.
+LEAKING = """
+import os, subprocess, sys, threading, time
+kept = []
+for line in sys.stdin:
+    what, count = line.split()
+    for _ in range(int(count)):
+        if what == "megabytes":
+            kept.append(os.urandom(1_000_000))
+        elif what == "descriptors":
+            kept.append(open(os.devnull))
+        elif what == "threads":
+            thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
+            thread.start()
+        elif what == "processes":
+            kept.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        elif what == "forget":
+            for each in kept:
+                if isinstance(each, subprocess.Popen):
+                    each.kill()
+                    each.wait()
+            kept.clear()
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def soak(tiny: ModelEntry) -> Soak:
+    return Soak(folder=tiny.path, quick=True, seed=3)
+
+
+class Leaking:
+    """A child process that keeps what it is told to."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LEAKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def do(self, what: str, count: int = 1) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{what} {count}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+
+@pytest.fixture
+def leaking() -> Iterator[Leaking]:
+    child = Leaking()
+    try:
+        child.do("forget")
+        yield child
+        child.do("forget")
+    finally:
+        child.process.communicate()
+
+
+def carried_out(tmp_path: Path, soak: Soak, **parts: Run) -> tuple[int, list[dict[str, Any]]]:
+    """The exit status, and the rows of the file that was kept."""
+    status = carry_out(parts, soak, {"machine": "this"}, folder=tmp_path)
+    (kept,) = tmp_path.glob("*.json")
+    content = json.loads(kept.read_text())
+    assert content["machine"] == "this"
+    rows: list[dict[str, Any]] = content["rows"]
+    return status, rows
+
+
+def part(*rows: Row) -> Run:
+    return lambda soak: list(rows)
+
+
+GOOD = Row(part="good", requests=5, faults=2, slowest_s=1.5, notes="RSS 1 to 2 MB")
+
+
+def test_a_run_in_which_every_row_holds_ends_with_0(
+    tmp_path: Path, soak: Soak, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, rows = carried_out(tmp_path, soak, first=part(GOOD), second=part(Row(part="other")))
+    assert status == 0
+    assert [(row["part"], row["holds"]) for row in rows] == [("good", True), ("other", True)]
+    said = capsys.readouterr().out
+    assert "good" in said
+    assert "WRONG" not in said
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({name: 1} for name in COLUMNS if name not in ("part", "requests", "faults", "slowest_s")),
+        {"wrong": ["a status that is not declared"]},
+    ],
+)
+def test_one_row_that_does_not_hold_makes_the_status_1(
+    tmp_path: Path, soak: Soak, capsys: pytest.CaptureFixture[str], bad: dict[str, Any]
+) -> None:
+    status, rows = carried_out(tmp_path, soak, first=part(GOOD), second=part(Row(part="bad", **bad), GOOD))
+    assert status == 1
+    assert [row["holds"] for row in rows] == [True, False, True]
+    assert "WRONG bad: " in capsys.readouterr().out
+
+
+def test_a_part_that_fails_is_a_row_and_not_the_end(tmp_path: Path, soak: Soak) -> None:
+    def failing(soak: Soak) -> list[Row]:
+        raise OSError("no more of it")
+
+    status, rows = carried_out(tmp_path, soak, first=failing, second=part(GOOD))
+    assert status == 1
+    assert "OSError: no more of it" in rows[0]["wrong"][0]
+    assert rows[1]["holds"]
+
+
+@pytest.fixture
+def left() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """For processes that a part forgets."""
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_what_a_part_leaves_running_is_counted_and_ended(
+    tmp_path: Path, soak: Soak, left: list[subprocess.Popen[bytes]]
+) -> None:
+    def leaving(soak: Soak) -> list[Row]:
+        left.append(subprocess.Popen(SLEEPING))
+        return [GOOD]
+
+    status, rows = carried_out(tmp_path, soak, first=leaving)
+    assert status == 1
+    assert rows[1]["leaked_processes"] == 1
+    assert not psutil.pid_exists(left[0].pid)
+
+
+def test_ctrl_c_leaves_no_process_and_shows_what_there_is(
+    tmp_path: Path, soak: Soak, left: list[subprocess.Popen[bytes]]
+) -> None:
+    def interrupted(soak: Soak) -> list[Row]:
+        left.append(subprocess.Popen(SLEEPING))
+        raise KeyboardInterrupt
+
+    status, rows = carried_out(tmp_path, soak, first=part(GOOD), second=interrupted, third=part(GOOD))
+    assert status == 130
+    assert [row["part"] for row in rows] == ["good"]
+    assert not psutil.pid_exists(left[0].pid)
+
+
+def test_every_part_of_the_table_is_there() -> None:
+    folder = Path(__file__).parents[2] / "soak"
+    assert [name for name in PARTS if "def run(" not in (folder / f"{name}.py").read_text()] == []
+
+
+@pytest.mark.parametrize(
+    ("what", "count", "reading"),
+    [
+        ("megabytes", 30, lambda excess: 20 * MB < excess.rss_bytes < 40 * MB),
+        ("descriptors", 4, lambda excess: excess.descriptors == 4),
+        ("threads", 3, lambda excess: excess.threads == 3),
+        ("processes", 2, lambda excess: excess.processes == 2),
+    ],
+)
+def test_the_watch_sees_what_a_process_keeps(
+    leaking: Leaking, what: str, count: int, reading: Callable[[Any], bool]
+) -> None:
+    watch = Watch(leaking.process.pid)
+    watch.begin()
+    leaking.do(what, count)
+    assert reading(watch.excess(limit_s=0.5))
+    row = Row(part="leak")
+    watch.add_to(row, limit_s=0.5)
+    assert not row.holds
+
+
+def test_the_watch_lets_pass_what_is_allowed_and_what_goes_again(leaking: Leaking) -> None:
+    watch = Watch(leaking.process.pid, allowance=Allowance(rss_mb=40, descriptors=2, threads=1))
+    watch.begin()
+    for what, count in (("megabytes", 10), ("descriptors", 2), ("threads", 1)):
+        leaking.do(what, count)
+    assert watch.excess(limit_s=0.5) == NOTHING
+    leaking.do("descriptors", 50)
+    leaking.do("processes", 1)
+    leaking.do("forget")
+    row = Row(part="no leak")
+    watch.add_to(row)
+    assert row.holds, row
+    assert "RSS" in row.notes
+
+
+def test_a_process_that_has_ended_is_told(leaking: Leaking) -> None:
+    other = Leaking()
+    watch = Watch(other.process.pid)
+    watch.begin()
+    other.process.communicate()
+    row = Row(part="gone")
+    watch.add_to(row)
+    assert "has ended" in row.wrong[0]
+
+
+def test_a_small_fuzz_holds(soak: Soak) -> None:
+    some = [family for family in FAMILIES if family.name in ("chat", "rerank", "chat socket", "/v3 events socket")]
+    rows = fuzz(soak, share=0.005, families=some)
+    # Memory settles only after more requests than these.
+    assert [(row.part, row.wrong, row.lost, row.hung) for row in rows if row.wrong or row.lost or row.hung] == []
+    assert sum(row.faults for row in rows) >= 50
+    assert max(row.slowest_s for row in rows) > 0

@@ -1,0 +1,35 @@
+"""Both servers as they run: the inference server with the tiny model and a key, and a daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.lab import Lab
+from tests.daemon.face import serving as serving_daemon
+from tests.flows.conftest import serving
+
+KEY = "a-key-that-nobody-is-shown"
+FRIEND = "http://friend.example:3000"
+
+
+@pytest.fixture(scope="package")
+def open_lab(tiny_home: Path) -> Iterator[Lab]:
+    """Without a key, as by default."""
+    with serving(tiny_home, "tiny", slots=2) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="package")
+def keyed_lab(tiny_home: Path) -> Iterator[Lab]:
+    with serving(tiny_home, None, api_key=KEY, cors_origins=(FRIEND,)) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="package")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with serving_daemon(tmp_path_factory.mktemp("home"), cors_origins=(FRIEND,)) as daemon:
+        yield daemon

@@ -1,0 +1,78 @@
+"""Ids in addresses and bodies: none becomes a path, whichever way it is spelled."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.lab import Lab
+from tests.strangers.raw import send
+
+# As they stand in a request line; servers and clients would tidy some of them up.
+SPELLINGS = [
+    *(
+        "..",
+        "../../etc/passwd",
+        "..%2f..%2fetc%2fpasswd",
+        "%2e%2e/%2e%2e/etc/passwd",
+        "..%5c..%5cetc",
+        "%252e%252e%252f",
+    ),
+    *("%2fetc%2fpasswd", "/etc/passwd", "//etc/passwd", "tiny%00", "%00", "tiny/..", "tiny/../tiny-two", "tiny%2f.."),
+    *("%c0%ae%c0%ae%c0%af", "~", "%7e%2f.ssh", "file:%2f%2f%2fetc", "tiny%0d%0aX-Injected:%201", "a" * 5000),
+]
+BODIES = [
+    "..",
+    "../../x",
+    "/etc/passwd",
+    "\0",
+    "a\0b",
+    "a/b",
+    "a\\b",
+    "\ud800",
+    "a\r\nX: 1",
+    "a" * 5000,
+    ".",
+    "~",
+    " ",
+    "",
+]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_models_id_in_an_address_is_an_id(open_lab: Lab, spelling: str) -> None:
+    answer = send(open_lab.port, f"GET /v1/models/{spelling}")
+    assert answer.status in (400, 404), answer.body
+    assert b"root:" not in answer.body
+    assert "injected" not in answer.head.lower()
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_sessions_id_in_an_address_is_an_id(daemon: Daemon, spelling: str) -> None:
+    right = ("Authorization", f"Bearer {daemon.token}")
+    before = sorted(daemon.folder.parent.rglob("*"))
+    for request in (
+        f"GET /v3/sessions/{spelling}",
+        f"DELETE /v3/sessions/{spelling}",
+        f"GET /v3/sessions/{spelling}/x",
+    ):
+        answer = send(daemon.port, request, [right])
+        # There is nothing to delete, and so it is deleted.
+        assert answer.status in (400, 404, 405, 204 if request.startswith("DELETE") else 404), (request, answer.body)
+        assert b"root:" not in answer.body
+        assert "injected" not in answer.head.lower()
+    assert sorted(daemon.folder.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_an_id_in_a_body_is_an_id(daemon: Daemon, open_lab: Lab, name: str) -> None:
+    right = [("Authorization", f"Bearer {daemon.token}"), ("Content-Type", "application/json")]
+    before = sorted(daemon.folder.parent.rglob("*"))
+    made = send(daemon.port, "POST /v3/sessions", right, json.dumps({"session_id": name}).encode())
+    assert made.status == 400, made.body
+    assert sorted(daemon.folder.parent.rglob("*")) == before
+    chat = {"model": name or "..", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    asked = send(open_lab.port, "POST /v1/chat/completions", right[1:], json.dumps(chat).encode())
+    assert asked.status in (400, 404), asked.body

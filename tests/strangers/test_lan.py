@@ -1,0 +1,207 @@
+"""Another machine on the LAN: two network namespaces with a cable between them, the servers in one, a client in the
+other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.weights import ModelEntry
+from lmx_lab.wire.daemon import StateFile
+
+WAIT_S = 60
+SERVER, CLIENT = "10.77.0.1", "10.77.0.2"
+# One process asks all: each request is a method, a URL, JSON or null, and headers.
+ASKING = """
+import http.client, json, sys, urllib.parse
+answers = []
+for method, url, content, headers in json.load(sys.stdin):
+    to = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(to.hostname, to.port, timeout=60)
+    body = None if content is None else json.dumps(content)
+    connection.request(method, to.path, body, {"Content-Type": "application/json", **headers})
+    response = connection.getresponse()
+    answers.append([response.status, json.loads(response.read() or "null")])
+    connection.close()
+json.dump(answers, sys.stdout)
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A namespace, which lives as long as the process that holds it."""
+
+    holder: subprocess.Popen[bytes]
+
+    def command(self, *words: str) -> list[str]:
+        return ["nsenter", f"--net=/proc/{self.holder.pid}/ns/net", *words]
+
+    def run(self, *words: str) -> None:
+        done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=WAIT_S, check=False)
+        if done.returncode:
+            pytest.skip(f"no cable can be laid between network namespaces here: {done.stderr.strip()}")
+
+    def ask(self, *questions: tuple[str, str, Any, dict[str, str]]) -> list[tuple[int, Any]]:
+        done = subprocess.run(
+            self.command(sys.executable, "-c", ASKING),
+            input=json.dumps(questions),
+            capture_output=True,
+            text=True,
+            timeout=2 * WAIT_S,
+            check=True,
+        )
+        return [(status, body) for status, body in json.loads(done.stdout)]
+
+
+@contextlib.contextmanager
+def machine() -> Iterator[Machine]:
+    holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        # What comes back comes from inside.
+        with contextlib.suppress(BrokenPipeError):
+            holder.stdin.write(b"\n")
+            holder.stdin.flush()
+        if holder.stdout.readline() != b"\n":
+            pytest.skip("this user may not make network namespaces")
+        yield Machine(holder)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdin.close()
+        holder.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def lan() -> Iterator[tuple[Machine, Machine]]:
+    """The server's machine and another one."""
+    missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"there is no {missing[0]} here")
+    with machine() as here, machine() as there:
+        here.run("ip", "link", "add", "lan0", "type", "veth", "peer", "name", "lan0", "netns", str(there.holder.pid))
+        for each, address in ((here, SERVER), (there, CLIENT)):
+            each.run("ip", "address", "add", f"{address}/24", "dev", "lan0")
+            for name in ("lo", "lan0"):
+                each.run("ip", "link", "set", name, "up")
+        yield here, there
+
+
+class Running:
+    """A command of the lab on a machine, and what it has said so far."""
+
+    def __init__(self, on: Machine, home: Path, *arguments: str) -> None:
+        environment = {**os.environ, "LMX_LAB_HOME": str(home), "HF_HOME": str(home / "hub"), "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            on.command(sys.executable, "-m", "lmx_lab", *arguments),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )  # fmt: skip
+        self.said = ""
+
+    def port(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+            if found := re.search(r"ready at http://[\d.]+:(\d+)", line):
+                return found[1]
+        raise AssertionError(self.said)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def served(lan: tuple[Machine, Machine], tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Addresses on the LAN by what serves there. They start together, which takes as long as one."""
+    here, _ = lan
+    common = ("serve", "--host", "0.0.0.0", "--port", "0")
+    daemon_home = tmp_path_factory.mktemp("daemon-home")
+    running = {
+        "usual": Running(here, tiny_home, *common, "--model", "tiny"),
+        "admin": Running(here, tiny_home, *common, "--lan-admin", "--api-key", "lan-key"),
+        "daemon": Running(here, daemon_home, "daemon", "--host", "0.0.0.0", "--port", "0"),
+    }
+    try:
+        urls = {name: f"http://{SERVER}:{each.port()}" for name, each in running.items()}
+        state = StateFile.model_validate_json((daemon_home / "daemon" / "state.json").read_bytes())
+        yield urls, state.token
+    finally:
+        for each in running.values():
+            each.end()
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+def test_another_machine_chats_and_looks_and_changes_nothing(
+    lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry
+) -> None:
+    url = served[0]["usual"]
+    answers = lan[1].ask(
+        ("POST", f"{url}/v1/chat/completions", CHAT, {}),
+        ("GET", f"{url}/admin/models", None, {}),
+        ("POST", f"{url}/admin/models/load", {"model": "tiny-two"}, {}),
+        ("POST", f"{url}/admin/models/load", {"model": str(tiny.path)}, {}),
+        ("POST", f"{url}/admin/models/unload", None, {}),
+        ("POST", f"{url}/admin/models/unload", {"model": "tiny"}, {"X-Forwarded-For": "127.0.0.1"}),
+        ("POST", f"{url}/v1/chat/completions", {**CHAT, "model": str(tiny.path)}, {}),
+        ("GET", f"{url}/readyz", None, {}),
+    )
+    assert [status for status, _ in answers] == [200, 200, 403, 403, 403, 403, 404, 200]
+    assert {body["error"]["code"] for status, body in answers if status == 403} == {"admin-forbidden"}
+    (own,) = lan[0].ask(("POST", f"{url}/admin/models/load", {"model": "tiny"}, {}))
+    assert own[0] == 200, "by its own LAN address this machine is itself"
+
+
+def test_where_the_operator_says_so_it_loads_and_unloads_but_names_no_path(
+    lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry
+) -> None:
+    url, key = served[0]["admin"], {"Authorization": "Bearer lan-key"}
+    answers = lan[1].ask(
+        ("POST", f"{url}/admin/models/load", {"model": "tiny-two"}, {}),
+        ("POST", f"{url}/admin/models/load", {"model": "tiny-two"}, key),
+        ("POST", f"{url}/admin/models/load", {"model": str(tiny.path)}, key),
+        ("POST", f"{url}/admin/models/load", {"model": "org/name-of-the-hub"}, key),
+        ("POST", f"{url}/admin/models/unload", None, key),
+    )
+    assert [status for status, _ in answers] == [401, 200, 404, 404, 200]
+
+
+def test_a_name_that_leads_to_the_lan_address_is_refused_from_there_too(
+    lan: tuple[Machine, Machine], served: Any
+) -> None:
+    url = served[0]["usual"]
+    port = url.rpartition(":")[2]
+    strange = [{"Host": f"{name}:{port}"} for name in ("evil.example", "127.0.0.1.evil.example", "10.77.0.11")]
+    answers = lan[1].ask(*(("GET", f"{url}/v1/models", None, host) for host in strange))
+    assert [status for status, _ in answers] == [421] * len(strange)
+    (another,) = lan[1].ask(("POST", f"{url}/v1/chat/completions", CHAT, {"Origin": f"http://{CLIENT}"}))
+    assert another[0] == 403
+
+
+def test_the_daemon_wants_its_token_there_too(lan: tuple[Machine, Machine], served: Any) -> None:
+    urls, token = served
+    url, right = urls["daemon"], {"Authorization": f"Bearer {token}"}
+    answers = lan[1].ask(
+        ("GET", f"{url}/v3/health", None, {}),
+        ("GET", f"{url}/v3/sessions", None, {}),
+        ("POST", f"{url}/v3/sessions", {}, {"Authorization": "Bearer x"}),
+        ("POST", f"{url}/v3/mcp/servers", {"name": "evil", "command": "sh"}, {}),
+        ("GET", f"{url}/v3/sessions", None, right),
+    )
+    assert [status for status, _ in answers] == [200, 401, 401, 401, 200]

@@ -1,0 +1,148 @@
+"""A page of another origin in a real browser, with all that it can try, and a name that leads to this machine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.lab import Lab
+from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM
+
+PAGE = b"<!doctype html><meta charset=utf-8><title>evil</title><iframe name=frame hidden></iframe>"
+# A DNS server of the attacker's; the browser asks it, and this is its answer.
+REBOUND = "--host-resolver-rules=MAP *.evil.example 127.0.0.1"
+# The page's hands: what came of each try, as far as the page can see.
+TRIES = """async ([base, socket]) => {
+    const seen = {};
+    const attempt = async (name, path, options) => {
+        try {
+            const answer = await fetch(base + path, options);
+            seen[name] = answer.type === "opaque" ? "opaque" : `${answer.status} ${await answer.text()}`;
+        } catch { seen[name] = "refused"; }
+    };
+    const body = '{"model": "tiny-two"}', post = {method: "POST", body};
+    await attempt("read", "/v1/models", {});
+    await attempt("json", "/admin/models/load", {...post, headers: {"Content-Type": "application/json"}});
+    await attempt("text", "/admin/models/load", {...post, mode: "no-cors"});
+    await attempt("form", "/admin/models/unload", {method: "POST", mode: "no-cors", body: new URLSearchParams({a: 1})});
+    await attempt("nothing", "/admin/models/unload", {method: "POST", mode: "no-cors"});
+    await attempt("silent", "/admin/models/unload", {method: "POST", mode: "no-cors", referrerPolicy: "no-referrer"});
+    await attempt("blob", "/admin/models/load", {method: "POST", mode: "no-cors", body: new Blob([body])});
+    seen.beacon = String(navigator.sendBeacon(base + "/admin/models/unload", body));
+    seen.socket = await new Promise((done) => {
+        const socketed = new WebSocket(socket);
+        socketed.onopen = () => done("open");
+        socketed.onerror = () => done("refused");
+    });
+    seen.events = await new Promise((done) => {
+        const source = new EventSource(base + "/admin/events");
+        source.onmessage = (event) => { source.close(); done(event.data); };
+        source.onerror = () => { source.close(); done("refused"); };
+    });
+    seen.script = await new Promise((done) => {
+        const script = Object.assign(document.createElement("script"), {src: base + "/v1/models"});
+        script.onload = () => done("ran");
+        script.onerror = () => done("refused");
+        document.body.append(script);
+    });
+    return seen;
+}"""
+FORM = """async ([base, sandboxed]) => {
+    const form = Object.assign(document.createElement("form"), {
+        method: "POST", action: base + "/admin/models/unload", enctype: "text/plain", target: "frame",
+    });
+    const frame = document.querySelector("iframe");
+    const loaded = new Promise((done) => { frame.onload = done; });
+    if (sandboxed) {
+        frame.setAttribute("sandbox", "allow-scripts allow-forms");
+        frame.srcdoc = `<form method=POST action="${form.action}"></form><script>document.forms[0].submit()</script>`;
+    } else {
+        document.body.append(form);
+        form.submit();
+    }
+    await loaded;
+    await new Promise((done) => setTimeout(done, 300));
+}"""
+
+
+class Evil(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(PAGE)))
+        self.end_headers()
+        self.wfile.write(PAGE)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(scope="module")
+def evil() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Evil) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
+    arguments = [each for each in ARGUMENTS if "host-resolver" not in each]
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=[*arguments, REBOUND])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, evil: int) -> Iterator[Page]:
+    page = browser.new_page()
+    # Another site, and a trustworthy one at that: browsers let fewer pages of the open web reach this machine.
+    page.goto(f"http://localhost:{evil}/")
+    yield page
+    page.close()
+
+
+def test_another_page_reads_nothing_and_changes_nothing(page: Page, open_lab: Lab) -> None:
+    socket = f"ws://127.0.0.1:{open_lab.port}/v1/chat/stream"
+    seen = page.evaluate(TRIES, [open_lab.url, socket])
+    assert {name: what for name, what in seen.items() if what not in ("refused", "opaque")} in (
+        {"beacon": "true"},
+        # It was fetched, and is no script: nothing of it has run.
+        {"beacon": "true", "script": "ran"},
+    )
+    for sandboxed in (False, True):
+        page.evaluate(FORM, [open_lab.url, sandboxed])
+    assert open_lab.engine.snapshot.model == "tiny"
+
+
+def test_another_page_gets_nothing_of_the_daemon_even_with_its_token(page: Page, daemon: Daemon) -> None:
+    socket = f"ws://127.0.0.1:{daemon.port}/v3/events?token={daemon.token}"
+    seen = page.evaluate(TRIES, [daemon.url, socket])
+    assert seen["socket"] == "refused"
+    assert {what for name, what in seen.items() if name not in ("beacon", "script")} <= {"refused", "opaque"}
+
+
+@pytest.mark.parametrize("name", ["rebound.evil.example", "127.0.0.1.evil.example"])
+def test_a_rebound_name_is_refused_whatever_the_page_does(browser: Browser, open_lab: Lab, name: str) -> None:
+    """The page's own origin is then the server's address under the attacker's name: its requests are same-origin."""
+    page = browser.new_page()
+    base = f"http://{name}:{open_lab.port}"
+    answer = page.goto(f"{base}/v1/models")
+    assert answer is not None
+    assert (answer.status, answer.json()["error"]["code"]) == (421, "host-forbidden")
+    seen = page.evaluate(TRIES, [base, f"ws://{name}:{open_lab.port}/v1/chat/stream"])
+    page.close()
+    read = {what[:4] for what in seen.values() if what not in ("refused", "opaque", "true")}
+    assert read == {"421 "}
+    assert "tiny" not in str(seen)
+    assert open_lab.engine.snapshot.model == "tiny"

@@ -1,0 +1,133 @@
+"""Text of models, documents, tools and file names is text wherever it is shown: in panels, reports, reprs."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+from lmx_lab.lab import Lab
+from lmx_lab.panels import code
+from lmx_lab.panels.composition import PANELS
+from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM
+from tests.flows.conftest import serving
+from tests.tiny import write_tiny_llama
+
+EVIL = (
+    "<img src=x onerror='hit=1'><script>hit=1</script><svg onload='hit=1'></svg>\"'><a href=\"javascript:hit=1\">x</a>"
+)
+LIVE = {"img", "script", "svg", "iframe", "object", "embed", "link", "a", "form"}
+# What a widget's front end gives to render(); a string with bytes in it is one.
+RENDER = """async ([code, css, state, bytes]) => {
+    document.head.append(Object.assign(document.createElement("style"), {textContent: css}));
+    const module = await import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
+    for (const name of bytes) {
+        const data = Uint8Array.from(atob(state[name]), (each) => each.charCodeAt(0));
+        state[name] = new DataView(data.buffer);
+    }
+    const el = document.createElement("div");
+    document.body.append(el);
+    module.default.render({el, model: {get: (name) => state[name], on() {}, off() {}, send() {}, set() {}}});
+    await new Promise((done) => setTimeout(done, 200));
+    const live = el.querySelectorAll("img, script, svg, iframe, a").length;
+    return {text: el.textContent, live, hit: window.hit ?? null};
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def evil_lab(tmp_path_factory: pytest.TempPathFactory, smollm2: Any) -> Iterator[Lab]:
+    """A model whose folder has such a name, and whose configuration such a quantization."""
+    home = tmp_path_factory.mktemp("home")
+    folder = home / "models" / NAME
+    write_tiny_llama(folder, smollm2.path, seed=0)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": EVIL}}))
+    with serving(home, None) as lab:
+        yield lab
+
+
+NAME = "<img src=x onerror='hit=1'>"
+"""As much of it as the name of a folder can be."""
+
+
+def spoilt(value: Any) -> Any:
+    """The same with such a text behind every text in it, but where the panel's own code looks it up by name."""
+    if isinstance(value, str):
+        return value + EVIL
+    if isinstance(value, dict):
+        return {
+            key: each if key in ("id", "role", "state", "kind", "key") else spoilt(each) for key, each in value.items()
+        }
+    return [spoilt(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+TURN = {"id": "t1", "role": "assistant", "text": "", "reasoning": "hm", "stats": "1 token", "error": "no"}
+JOB = {"id": "m", "words": "loading", "detail": "half", "part": 0.5, "cancel": True}
+FULL: dict[str, dict[str, Any]] = {
+    "chat": {"turns": [TURN, {**TURN, "id": "t2", "role": "user"}], "forgotten": "some"},
+    "models": {"jobs": [JOB], "error": "failed", "caption": "all", "engines": "two"},
+    "metrics": {"job": "measuring"},
+    "rerank": {"problem": "wrong"},
+    "events": {},
+}
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_no_panel_makes_elements_of_what_it_is_given(browser: Browser, evil_lab: Lab, name: str) -> None:
+    panel = evil_lab.panel(name)
+    state = {key: value for key, value in panel.get_state().items() if not key.startswith("_") and key != "layout"}
+    state |= FULL[name]
+    bytes_of = [key for key, value in state.items() if isinstance(value, (bytes, memoryview))]
+    sent = {
+        key: b64encode(bytes(value)).decode() if key in bytes_of else spoilt(json.loads(json.dumps(value, default=str)))
+        for key, value in state.items()
+    }
+    page = browser.new_page()
+    scripts = code.script(*PANELS[name].SCRIPTS)
+    shown = page.evaluate(RENDER, [scripts, code.styles(*PANELS[name].STYLES), sent, bytes_of])
+    page.close()
+    assert "<img src=x" in shown["text"], "it is shown, as text"
+    assert (shown["live"], shown["hit"]) == (0, None)
+
+
+class Elements(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [f"{tag} {name}" for name, _ in attrs if name.startswith("on")]
+        self.found += [tag] if tag in LIVE - {"svg"} else []
+        self.found += [f"{tag} {value}" for name, value in attrs if name in ("href", "src") and value]
+
+
+def elements(text: str) -> list[str]:
+    parser = Elements()
+    parser.feed(text)
+    return parser.found
+
+
+def test_reports_and_snapshots_are_text_too(evil_lab: Lab, tmp_path: Path) -> None:
+    pages = [Path(evil_lab.report(tmp_path / "report.html")).read_text()]
+    for name in PANELS:
+        bundle = evil_lab.panel(name)._repr_mimebundle_()
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        pages.append(str(data.get("text/html", "")))
+    assert any("&lt;img" in page for page in pages), "the model's name is in them"
+    assert [found for page in pages for found in elements(page)] == []

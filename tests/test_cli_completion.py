@@ -1,0 +1,98 @@
+"""The Tab key, as bash sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.cli.completion import complete_model, complete_pull, complete_session
+from lmx_lab.client import DaemonClient
+from lmx_lab.daemon.daemon import Daemon
+from tests.daemon.face import serving
+from tests.test_cli import WAIT_S, environment
+
+SCRIPT = Path(sys.executable).with_name("lmx-lab")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with models that are names alone: nothing of them is read."""
+    models = tmp_path / "models"
+    for name in ("own", "org/below", ".tmp/half"):
+        (models / name).mkdir(parents=True)
+        (models / name / "config.json").touch()
+    (models / "files").mkdir()
+    (models / "files" / "model.Q4_K_M.gguf").touch()
+    (models / "single.gguf").touch()
+    (models / "empty").mkdir()
+    monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
+    return tmp_path
+
+
+def completed(home: Path, line: str) -> list[str]:
+    """What bash is offered at the end of the line."""
+    words = line.split(" ")
+    # The script itself, sourced; then what Tab does.
+    command = (
+        f'eval "$("{SCRIPT}" --show-completion)"; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; '
+        '_lmx_lab_completion lmx-lab; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    path = f"{SCRIPT.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        env={**environment(home), "PATH": path},
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_commands_options_and_models_are_completed_in_bash(home: Path) -> None:
+    assert completed(home, "lmx-lab mod") == ["models"]
+    assert completed(home, "lmx-lab serve --mod") == ["--model", "--models"]
+    assert completed(home, "lmx-lab serve --model o") == ["org/below", "own"]
+
+
+@pytest.mark.usefixtures("home")
+def test_models_are_offered_by_the_names_under_which_they_are_listed() -> None:
+    starters = ["minilm-l6", "smollm2-135m", "smollm2-135m-gguf"]
+    assert complete_model("") == sorted(["files", "org/below", "own", "single.gguf", *starters])
+    assert complete_model("smollm2") == starters[1:]
+
+
+def test_what_is_here_is_not_offered_to_be_pulled(home: Path) -> None:
+    (home / "models" / "minilm-l6").mkdir()
+    (home / "models" / "minilm-l6" / "config.json").touch()
+    assert complete_pull("") == ["smollm2-135m", "smollm2-135m-gguf"]
+
+
+@pytest.fixture
+def daemon(home: Path) -> Iterator[Daemon]:
+    with serving(home) as daemon:
+        yield daemon
+
+
+@pytest.mark.usefixtures("daemon")
+def test_sessions_of_the_running_daemon_are_offered(home: Path) -> None:
+    with DaemonClient.discover(home) as client:
+        for name in ("letters", "list", "other"):
+            client.session(name)
+    assert sorted(complete_session("l")) == ["letters", "list"]
+
+
+def test_where_nothing_can_be_known_nothing_is_offered_and_nothing_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path / "nowhere"))
+    assert complete_session("") == []
+    monkeypatch.setenv("LMX_LAB_SLOTS", "many")
+    assert complete_model("") == []
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,174 @@
+"""How a command ends: exit statuses, interrupts, output that nobody takes; never with a traceback."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from lmx_lab.cli import commands
+from lmx_lab.cli.entry import run
+from tests.test_cli import WAIT_S, environment
+
+COMMANDS = ("serve", "daemon", "chat", "events", "bench", "pull", "models", "doctor")
+PROGRAM = [sys.executable, "-m", "lmx_lab"]
+BLOCKS = "import sys\nprint('importing', flush=True)\nsys.stdin.read()\n"
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """For commands that run in this process, where nothing has to be imported again."""
+    monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--version"], 0),
+        (["models"], 0),
+        (["pull", "no-such"], 1),
+        (["chat", "hello"], 1),
+        (["sreve"], 2),
+        (["serve", "--port", "many"], 2),
+        (["serve", "--slots", "0"], 2),
+        (["daemon", "--upstream", "http://user:secret@127.0.0.1"], 2),
+        (["chat", "hello", "--token", "t"], 2),
+    ],
+    ids=str,
+)
+def test_the_exit_status_tells_a_failure_from_a_wrong_command_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int
+) -> None:
+    assert run(arguments) == status
+    said = capsys.readouterr().err
+    assert bool(said) == (status != 0)
+    assert "Traceback" not in said
+    assert "secret" not in said
+
+
+def test_an_upstream_that_is_no_address_is_refused_before_anything_starts(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["daemon", "--upstream", "junk"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("invalid-request: upstream: 'junk' has neither http:// nor a port")
+    assert not (home / "daemon").exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_a_token_of_the_environment_that_is_not_used_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LMX_LAB_DAEMON_TOKEN", "t")
+    assert run(["events"]) == 1
+    told, failed = capsys.readouterr().err.splitlines()
+    assert told.startswith("LMX_LAB_DAEMON_TOKEN is not used")
+    assert failed.startswith("unreachable: no daemon of this user runs")
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("typer", ["--help"]), ("psutil", ["doctor"])],
+    ids=lambda each: each if isinstance(each, str) else None,
+)
+def test_ctrl_c_while_something_is_imported_has_no_traceback(tmp_path: Path, module: str, arguments: list[str]) -> None:
+    """A module that takes for ever to import stands for the seconds that real ones take."""
+    (tmp_path / f"{module}.py").write_text(BLOCKS)
+    named = {**environment(tmp_path), "PYTHONPATH": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*PROGRAM, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, env=named) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 130
+        assert process.stderr.read() == b""
+
+
+@needs_full
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
+def test_an_output_that_is_full_is_one_line_and_a_failure(tmp_path: Path, arguments: list[str]) -> None:
+    command = [*PROGRAM, *arguments]
+    named = environment(tmp_path)
+    with FULL.open("wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, env=named, check=False
+        )
+        assert (done.returncode, done.stderr) == (1, "the output cannot be written: No space left on device\n")
+        silent = subprocess.run(command, stdout=full, stderr=full, timeout=WAIT_S, env=named, check=False)
+        assert silent.returncode == 1
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_whose_streams_are_closed_does_its_work(tmp_path: Path, closed: str) -> None:
+    command = f"{shlex.join(PROGRAM)} --version {closed}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=WAIT_S, env=environment(tmp_path), check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
+def test_a_reader_that_has_gone_is_no_news(tmp_path: Path, arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [*PROGRAM, *arguments],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            timeout=WAIT_S,
+            env=environment(tmp_path),
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_what_the_system_refuses_is_one_line_and_a_traceback_only_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(_: object) -> None:
+        Path("/dev/null/model").read_bytes()
+
+    monkeypatch.setattr(commands, "app", refused)
+    assert run(["models"]) == 1
+    assert capsys.readouterr().err == "Not a directory: /dev/null/model\n"
+    monkeypatch.setenv("LMX_LAB_LOG_LEVEL", "debug")
+    assert run(["models"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+# --- the words of help
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_examples_that_it_takes_and_its_exit_statuses(tmp_path: Path, name: str) -> None:
+    command = typer.main.get_command(commands.app).commands[name]  # type: ignore[attr-defined]
+    examples = [line for line in command.epilog.splitlines() if line.startswith(f"  lmx-lab {name}")]
+    assert examples
+    for example in examples:
+        # Up to the words beside it, and to where a shell goes on.
+        arguments = shlex.split(example.split("   ")[0].partition(" | ")[0])[2:]
+        command.make_context(name, arguments or [])
+    assert "Exit status: 0" in command.epilog
+    assert max(len(line) for line in command.epilog.splitlines() if line.startswith("  ")) <= 78
+
+
+def test_the_help_is_told_without_markup_and_with_its_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "pip install 'lmx-lab[lab]'" in said
+    assert "lmx-lab bench --model smollm2-135m" in [line.strip() for line in said.splitlines()]

@@ -1,0 +1,98 @@
+"""Connections whose other end may vanish, and WebSocket texts as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from websockets.frames import Frame, Opcode
+
+from lmx_lab import transport
+from lmx_lab.hosting import bind, serve
+
+
+@pytest.mark.parametrize(
+    ("host", "elsewhere"),
+    [
+        ("127.0.0.1", False),
+        ("127.8.9.10", False),
+        ("::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("192.168.1.7", True),
+        ("::ffff:192.168.1.7", True),
+        ("fe80::1%eth0", True),
+        ("", False),
+    ],
+)
+def test_only_another_machine_can_vanish(host: str, elsewhere: bool) -> None:
+    assert transport.is_elsewhere(host) is elsewhere
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[socket.socket]:
+    """The accepted end of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            yield accepted
+
+
+def test_a_connection_of_this_machine_stays_as_it_is() -> None:
+    with connected() as sock:
+        transport.notice_vanishing(sock)
+        assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_connection_from_elsewhere_is_cut_within_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "is_elsewhere", lambda host: True)
+    with connected() as sock:
+        transport.notice_vanishing(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
+        names = (idle, "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        first, between, times = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names)
+        # What is sent in the last moment of the one begins the other.
+        assert 5 <= first + between * times < 15
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert 5000 <= sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 15_000
+
+
+@pytest.mark.anyio
+async def test_a_server_watches_over_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "is_elsewhere", lambda host: True)
+    host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
+    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    (connection,) = host._server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    writer.close()
+    await host.stop()
+
+
+async def _app(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+        return
+    for what in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{what}.complete"})
+
+
+def test_a_connection_that_has_ended_already_is_no_error() -> None:
+    with connected() as sock:
+        sock.close()
+        transport.notice_vanishing(sock)
+
+
+@pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
+def test_texts_are_framed_as_the_protocol_has_it(size: int) -> None:
+    texts = ["x" * size, "é"]
+    expected = b"".join(Frame(Opcode.TEXT, text.encode()).serialize(mask=False) for text in texts)
+    assert transport.text_frames(texts) == expected
