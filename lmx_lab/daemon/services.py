@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,3 +35,5 @@ class Services:
     status: Callable[[], Literal["ok", "stopping"]] = field(repr=False)
     shut_down: Callable[[Shutdown], None] = field(repr=False)
     """Begins it, and returns at once."""
+    begun_s: float = field(default_factory=time.monotonic)
+    """As ``started_at``, on the clock that nobody sets."""

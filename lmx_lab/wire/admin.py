@@ -65,7 +65,7 @@ class ModelRecords(BaseModel):
     compute: Compute | None = None
     engines: list[EngineRecord] = []
     preference: Preference | None = None
-    """Null as long as nobody has measured it: ``lmx-lab doctor`` does."""
+    """Null as long as nobody has measured it: ``lmx-lab doctor --measure`` does."""
 
 
 class LoadRequest(BaseModel):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 
 from fastapi import APIRouter
 
 from lmx_lab.asgi.documents import BODY, failures
 from lmx_lab.asgi.wrapping import VERSION
-from lmx_lab.daemon.clock import iso, unix_s
 from lmx_lab.daemon.routes.queries import StrictQueryRoute
 from lmx_lab.daemon.routes.responses import reading
 from lmx_lab.daemon.services import Services
@@ -42,14 +42,14 @@ def daemon_routes(services: Services) -> APIRouter:
         rows = await services.store.read(_counted)
         running, queued = services.turns.counts()
         limits = services.limits
-        now, log = iso(), services.log
+        log = services.log
         return DaemonRecord(
             daemon_id=services.daemon_id,
             stream_id=log.stream_id,
             version=VERSION,
             pid=os.getpid(),
             started_at=services.started_at,
-            uptime_s=max(0.0, unix_s(now) - unix_s(services.started_at)),
+            uptime_s=time.monotonic() - services.begun_s,
             latest_seq=log.latest_seq,
             oldest_seq=log.oldest_seq,
             counts=Counts(
