@@ -80,7 +80,9 @@ class Home:
         left = self.family()
         for process in left:
             process.kill()
-        return [f"left running: {_command(process)}" for process in left]
+        said = [f"left running: {_command(process)}" for process in left]
+        psutil.wait_procs(left, timeout=limit_s)
+        return said
 
     def litter(self) -> list[str]:
         """What is left in the temporary folder, but for the kernels that MLX keeps there for all processes."""

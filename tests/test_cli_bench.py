@@ -116,7 +116,7 @@ def test_arrivals_the_cache_and_the_seed_can_be_chosen(
     said = json.loads(capsys.readouterr().out)
     ways = {(row["arrival"], row["cache"], row["seed"]) for row in said["requests"]}
     assert ways == {("poisson(50/s)", "warm", 7)}
-    assert bench("--url", server.url, *SMALL, "--rate", "0") == 1
+    assert bench("--url", server.url, *SMALL, "--rate", "0") == 2
     assert "above 0 and up to 10000" in " ".join(capsys.readouterr().err.split())
 
 

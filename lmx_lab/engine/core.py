@@ -137,6 +137,7 @@ class EngineCore:
     def give_up(self, job: EncodeJob) -> None:
         """Nobody waits for these texts any more."""
         self.encoding.cancel(job)
+        self._publish()
 
     def swap(
         self,
@@ -358,7 +359,7 @@ class EngineCore:
         self.encoding.end_all(self._of_main(self.encoding.queued + self.encoding.running), error)
 
     def _publish(self, state: EngineState | None = None) -> None:
-        """Renew the snapshot, then hand each reader's loop its items in one call."""
+        """Renew the snapshot, then hand each reader's loop its items in one call, and texts their rows."""
         main, generating, totals = self._main, self.generating, self.generating.totals
         self.snapshot = replace(
             self.snapshot,
@@ -380,6 +381,7 @@ class EngineCore:
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
             progress_at=time.perf_counter(),
         )
+        self.encoding.deliver()
         if generating.deliver():
             self._publish(state)
 

@@ -176,6 +176,8 @@ class Encoding:
         self._jobs: list[EncodeJob] = []
         """Whose turn it is comes first."""
         self._pass: Pass | None = None
+        self._ended: list[tuple[EncodeJob, Encoded | LabError]] = []
+        """Whoever waits for them is told by ``deliver()``."""
         self.tokens = 0
         """Computed since the engine started."""
 
@@ -219,6 +221,15 @@ class Encoding:
     def end_all(self, jobs: Sequence[EncodeJob], error: LabError) -> None:
         for job in jobs:
             self._fail(job, error)
+
+    def deliver(self) -> None:
+        """Hand out what has ended: figures that were renewed before it have the work of every answer."""
+        for job, end in self._ended:
+            if isinstance(end, LabError):
+                job.done.set_exception(end)
+            else:
+                job.done.set_result(end)
+        self._ended.clear()
 
     def step(self, limit_s: float, *, busy: bool) -> None:
         """Compute for about so long, a layer at least; in smaller batches if others are ``busy`` beside."""
@@ -335,7 +346,7 @@ class Encoding:
             self._fail(job, EngineError(f"the rows could not be put together: {type(exc).__name__}: {exc}"))
             return
         self._jobs.remove(job)
-        job.done.set_result(encoded)
+        self._ended.append((job, encoded))
 
     def _fail_pass(self, exc: Exception) -> None:
         """The requests of the batch fail; the model stays."""
@@ -352,7 +363,7 @@ class Encoding:
     def _fail(self, job: EncodeJob, error: LabError) -> None:
         if job in self._jobs:
             self._jobs.remove(job)
-            job.done.set_exception(error)
+            self._ended.append((job, error))
         if self._pass is not None and not any(member in self._jobs for member, _ in self._pass.members):
             self._pass.close()
             self._pass = None

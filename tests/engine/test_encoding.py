@@ -53,9 +53,25 @@ class Watched:
         return rows * length * self.bytes_per_token
 
 
+class Telling(Encoding):
+    """Hands out what has ended after each call, as the engine does."""
+
+    def step(self, limit_s: float, *, busy: bool) -> None:
+        super().step(limit_s, busy=busy)
+        self.deliver()
+
+    def cancel(self, job: EncodeJob) -> None:
+        super().cancel(job)
+        self.deliver()
+
+    def end_all(self, jobs: Sequence[EncodeJob], error: LabError) -> None:
+        super().end_all(jobs, error)
+        self.deliver()
+
+
 def encoding(*, threads: int = 1, **changes: Any) -> Encoding:
     limits = {"queue_limit": 8, "limit_bytes": 2**40, "make_room": lambda _: None, "note_peak": lambda _: None}
-    return Encoding(ThreadChoice(threads), **(limits | changes))
+    return Telling(ThreadChoice(threads), **(limits | changes))
 
 
 def job(encoder: Watched, lengths: Sequence[int], *, first: int = 0, **changes: Any) -> EncodeJob:
