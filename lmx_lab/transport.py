@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -95,6 +96,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """
 
     _pongs = b""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # The request passed as HTTP, but not as a handshake; uvicorn says nothing and goes on reading.
+            status, why = HTTPStatus.BAD_REQUEST, f"not a WebSocket handshake: {self.conn.handshake_exc}.\n"
+            answer = b"".join(self.conn.data_to_send()) or self.conn.reject(status, why).serialize()
+            self.transport.write(answer)
+            self.transport.close()
 
     async def run_asgi(self) -> None:
         own: Any = {"lmx_lab.frames": text_frames, "lmx_lab.send": self._send, "lmx_lab.abort": self.transport.abort}

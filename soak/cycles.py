@@ -16,15 +16,13 @@ from soak.chats import GIVE_UP_S, Good, note_good
 from soak.row import Row
 from soak.served import SMALL_CACHE, Home, Server, end_well, until
 from soak.soak import Soak
-from soak.watch import Allowance, Watch
+from soak.watch import POOL, Allowance, Watch
 from tests.gguf_models import kept, starter_gguf, write_tiny_gguf
 
 CYCLES, QUICK_CYCLES = 1000, 50
 GGUF_CYCLES, QUICK_GGUF_CYCLES = 30, 5
 WARM_UP = 25
 """Cycles: what allocators keep, they have by then."""
-POOL = Allowance(threads=min(32, (os.cpu_count() or 1) + 4))
-"""As many threads as ``asyncio.to_thread`` makes, one by one, as its calls happen to meet; a cycle's leak is more."""
 LOAD_S = 60.0
 """A tiny model that is not loaded, or not unloaded, by then never will be."""
 EMPTY_S = 5.0
@@ -57,7 +55,7 @@ def cycled(model: Path, count: int, row: Row) -> Row:
     ):
         _change(http, "load", Row(part="warm-up"), model=str(model))
         good = asyncio.run(Good.first(server.url))
-        watch = Watch(server.pid, allowance=POOL)
+        watch = Watch(server.pid, allowance=Allowance(threads=POOL))
         for _ in range(WARM_UP):
             _cycle(server, http, model, good, Row(part="warm-up"))
         watch.begin()

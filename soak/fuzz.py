@@ -28,7 +28,7 @@ from soak.report import say
 from soak.row import Row
 from soak.served import Command, Daemon, Home, Server, end_well, until
 from soak.soak import Soak, SoakError
-from soak.watch import Allowance, Watch
+from soak.watch import POOL, Allowance, Watch
 from tests.encoders.models import write_tiny_bert
 from tests.tiny import teach_thinking, write_tiny_llama
 
@@ -42,8 +42,6 @@ WARM_UP_CASES, WARM_UP_LOADS = 50, 10
 """Of each family; of the model. Fewer where it is only a look."""
 KEPT_FAILURES = 100
 KEPT_BYTES = 20_000
-POOL = min(32, (os.cpu_count() or 1) + 4)
-"""Threads of asyncio's pool for blocking work; when the last of them begins is chance."""
 PREFIX_CACHE_GB = "0.002"
 """Full before the first reading: what it keeps on purpose is no leak."""
 MCP_SERVERS = {"asking": "ask", "free": "allow"}

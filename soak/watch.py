@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ class Reading:
         )
 
 
+POOL = min(32, (os.cpu_count() or 1) + 4)
+"""Threads that ``asyncio.to_thread`` makes, one by one as its calls happen to meet: when the last begins is chance."""
 NOTHING = Reading(rss_bytes=0, descriptors=0, threads=0, processes=0)
 
 

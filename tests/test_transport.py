@@ -75,6 +75,33 @@ async def test_a_server_watches_over_its_connections(monkeypatch: pytest.MonkeyP
     await host.stop()
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("transfer-encoding: chunked", 400),
+        ("x: " + "y" * 9000, 431),
+        ("\r\n".join(f"x-{number}: y" for number in range(200)), 431),
+        ("sec-websocket-version: 8", 400),
+        ("sec-websocket-key: x", 400),
+    ],
+)
+async def test_a_handshake_that_is_none_is_answered_and_ended(header: str, status: int) -> None:
+    name = header.partition(":")[0]
+    right = ("sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", "sec-websocket-version: 13")
+    lines = ("GET / HTTP/1.1", "host: localhost", "upgrade: websocket", "connection: Upgrade", header)
+    handshake = "\r\n".join([*lines, *(line for line in right if not line.startswith(f"{name}:")), "", ""])
+    host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
+    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+    writer.write(handshake.encode())
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert answer.count(b"HTTP/1.1") == 1
+    writer.close()
+    await host.stop()
+
+
 async def _app(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] == "http":
         await send({"type": "http.response.start", "status": 204, "headers": []})
