@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -77,6 +78,11 @@ class HttpProtocol(H11Protocol):
         super().connection_made(transport)
         notice_vanishing(transport.get_extra_info("socket"))
 
+    def _should_upgrade(self) -> bool:
+        # What is no handshake (RFC 6455, 4.1) is an ordinary request, whatever it would like to become.
+        named = any(name == b"sec-websocket-key" for name, _ in self.headers)
+        return self.scope["method"] == "GET" and named and super()._should_upgrade()
+
     def send_400_response(self, msg: str) -> None:
         # Where the application has begun, one of the two answers would come in the middle of the other.
         if (cycle := self.cycle) is not None and not cycle.response_complete:
@@ -85,7 +91,10 @@ class HttpProtocol(H11Protocol):
             if cycle.response_started:
                 self.transport.close()
                 return
-        super().send_400_response(msg)
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # to HEAD goes no body
+            self.transport.close()
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):

@@ -30,7 +30,7 @@ TABLE = {
     "links": Row(),
     "feed": Row(),
     "plaintext": Row(),
-    "transport": Row("", "uvicorn"),
+    "transport": Row("", "uvicorn h11"),
     "guard": Row("errors"),
     # loops: there it is noted which loop serves which port, for those who would wait for themselves.
     "hosting": Row("errors loops plaintext transport", "uvicorn"),
@@ -82,6 +82,7 @@ TABLE = {
 # Packages with one importing file: what is behind them can be exchanged there.
 ONLY_IN = {
     "uvicorn": {"hosting", "transport"},
+    "h11": {"transport"},
     "nest_asyncio2": {"loops"},
     "huggingface_hub": {"weights.hub"},
     "filelock": {"weights.store", "weights.hub"},

@@ -91,15 +91,45 @@ async def test_a_handshake_that_is_none_is_answered_and_ended(header: str, statu
     right = ("sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", "sec-websocket-version: 13")
     lines = ("GET / HTTP/1.1", "host: localhost", "upgrade: websocket", "connection: Upgrade", header)
     handshake = "\r\n".join([*lines, *(line for line in right if not line.startswith(f"{name}:")), "", ""])
-    host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
-    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-    writer.write(handshake.encode())
-    async with asyncio.timeout(20):
-        answer = await reader.read()
+    answer = await _answered(handshake)
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("request_line", "headers"),
+    [
+        ("POST /", ("upgrade: websocket", "connection: upgrade", "sec-websocket-key: x", "content-length: 0")),
+        ("GET /", ("upgrade: websocket", "connection: upgrade")),
+    ],
+)
+async def test_what_is_no_handshake_is_an_ordinary_request(request_line: str, headers: tuple[str, ...]) -> None:
+    answer = await _answered("\r\n".join([f"{request_line} HTTP/1.1", "host: localhost", *headers, "", ""]))
+    assert answer.startswith(b"HTTP/1.1 204 ")
+
+
+@pytest.mark.anyio
+async def test_head_with_a_broken_body_is_refused_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    head = "HEAD / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = await _answered(f"{head}x\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.endswith(b"\r\n\r\n")
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+async def _answered(request: str) -> bytes:
+    """Everything that comes until the server closes the connection, or the answer's head."""
+    host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
+    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+    writer.write(request.encode())
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"\r\n\r\n")
+        if b"connection: close" in answer:
+            answer += await reader.read()
     writer.close()
     await host.stop()
+    return answer
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:

@@ -42,7 +42,7 @@ def _is_finished(schema: dict[str, Any]) -> bool:
     named, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(named, dict) or any(key in schema for key in OPEN):
         return False
-    return isinstance(required, list) and all(name in named for name in required)
+    return isinstance(required, list) and all(isinstance(name, str) and name in named for name in required)
 
 
 def _made_under(key: str, value: Any, *, close: bool) -> Any:

@@ -46,6 +46,12 @@ class SocketCase:
     closing: bytes = b""
     """The frame that ``close`` sends; a server answers with the same code."""
 
+    @property
+    def upgrades(self) -> bool:
+        """Whether it asks for a WebSocket at all: else it is an ordinary GET, and may be answered as one."""
+        lines = (b"\r\nupgrade: websocket\r\n", b"\r\nconnection: Upgrade\r\n", b"\r\nsec-websocket-key: ")
+        return all(line in self.handshake for line in lines)
+
 
 def frame(opcode: int, payload: bytes, *, fin: bool = True, reserved: int = 0, masked: bool = True) -> bytes:
     size = len(payload)

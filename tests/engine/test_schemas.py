@@ -43,6 +43,8 @@ def test_objects_are_closed_wherever_they_are() -> None:
         {"const": {"properties": {"a": STRING}}},
         {"enum": [{"properties": {"a": STRING}}]},
         {"properties": {"a": STRING}, "required": 3},
+        {"properties": {"a": STRING}, "required": [["a"]]},
+        {"properties": {"a": STRING}, "required": [{}]},
     ],
 )
 def test_what_says_more_by_itself_is_left_as_it_is(schema: Any) -> None:
