@@ -46,7 +46,7 @@ class Pull:
     part: str
     arguments: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
-    code: str | None = None
+    code: str = ""
     expected: dict[str, str] | None = None
     """Hashes of its files by their names; None where they are made here, and the first whole pull says them."""
 

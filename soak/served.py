@@ -22,6 +22,7 @@ from benchmarks.paths import ROOT
 from lmx_lab.wire.daemon import StateFile
 from soak.row import Row
 from soak.soak import SoakError
+from soak.watch import GIVES_BACK
 
 START_S = 120.0
 END_S = 60.0
@@ -92,7 +93,7 @@ class Home:
 class Command:
     """``lmx-lab …`` in a process of its own, as a context: leaving it kills what still runs."""
 
-    def __init__(self, home: Home, *arguments: str, code: str | None = None, **environment: str) -> None:
+    def __init__(self, home: Home, *arguments: str, code: str = "", **environment: str) -> None:
         """
         Args:
             arguments: Of the command line, the command first.
@@ -101,10 +102,9 @@ class Command:
         """
         self.home = home
         self._begin = home.output.stat().st_size if home.output.exists() else 0
-        start = ["-m", "lmx_lab"] if code is None else ["-c", f"{code}\nfrom lmx_lab.cli import main\nmain()"]
         with home.output.open("ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, *start, *arguments],
+                [sys.executable, "-c", f"{GIVES_BACK}{code}\nfrom lmx_lab.cli import main\nmain()", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -164,7 +164,7 @@ class Server(Command):
         model: Path | str | None,
         *options: str,
         port: int = 0,
-        code: str | None = None,
+        code: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         loaded = () if model is None else ("--model", str(model))
@@ -205,7 +205,7 @@ class Server(Command):
 class Daemon(Command):
     """``lmx-lab daemon`` on a free port, in front of a chat-format server."""
 
-    def __init__(self, home: Home, upstream: str, *options: str, code: str | None = None) -> None:
+    def __init__(self, home: Home, upstream: str, *options: str, code: str = "") -> None:
         super().__init__(home, "daemon", "--port", "0", "--upstream", upstream, *options, code=code)
         self._state: StateFile | None = None
 

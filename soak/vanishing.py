@@ -50,7 +50,7 @@ Opened = dict[str, tuple[int, int]]
 """What a connection is for: the server's process, and the client's port."""
 
 
-def run(soak: Soak, *, code: str | None = None) -> list[Row]:
+def run(soak: Soak, *, code: str = "") -> list[Row]:
     """
     Args:
         code: Python for both servers to run before they start.
@@ -89,7 +89,7 @@ def _refusal() -> str | None:
 # The servers' machine
 
 
-def near(folder: Path, code: str | None) -> Row:
+def near(folder: Path, code: str) -> Row:
     _ip("link set lo up")
     with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name, _far() as far:
         model = Path(name) / "tiny-endless"

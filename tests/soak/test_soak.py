@@ -18,7 +18,7 @@ from soak.fuzz import fuzz
 from soak.fuzzing.families import FAMILIES
 from soak.row import COLUMNS, Row
 from soak.soak import Soak
-from soak.watch import NOTHING, Allowance, Watch
+from soak.watch import GIVES_BACK, NOTHING, Allowance, Watch
 
 MB = 1_000_000
 SLEEPING = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -58,7 +58,7 @@ class Leaking:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LEAKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", f"{GIVES_BACK}{LEAKING}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def do(self, what: str, count: int = 1) -> None:
