@@ -117,14 +117,15 @@ def chat_sockets(draw: DrawFn, target: str, goods: Sequence[Any]) -> SocketCase:
     good = draw(st.sampled_from(goods))
     body = draw(changed_bodies(good, goods)) if draw(st.integers(0, 3)) else good
     text = written(body, escaped=draw(st.booleans())).encode("utf-8", "surrogatepass")
-    whole = _is_text(text)
+    fits = len(text) < TOO_LONG
+    whole = fits and _is_text(text)
     how, sound = draw(st.integers(0, 11)), True
     if how < 6:
         frames, answered = frame(TEXT, text), whole
     elif how == 6:
         frames, answered = draw(_in_pieces(text)), whole
     elif how == 7:
-        frames, answered = frame(BINARY, text), True
+        frames, answered = frame(BINARY, text), fits
     else:
         frames, answered, sound = draw(_wrong_frames(text)), False, False
     # A second message, or a word in between, changes nothing about the first one's answer.

@@ -118,7 +118,7 @@ def wrong_socket(case: SocketCase, outcome: Outcome, refusals: frozenset[tuple[i
     elif outcome.status is not None and outcome.status != 101:
         if case.right:
             yield f"a right handshake is refused with {outcome.status}: {outcome.body[:300]!r}"
-        elif not case.upgrades and case.end != "reset":
+        elif not case.upgrades:
             yield from _wrong_content("GET", outcome, refusals)
         elif outcome.status < 400:
             yield f"a handshake is answered with {outcome.status}"

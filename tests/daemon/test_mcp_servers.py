@@ -282,6 +282,7 @@ async def test_a_test_passes_and_changes_nothing(place: Place) -> None:
         (hostile("babble"), "protocol", "no messages"),
         (hostile("prints", "mute", start_timeout_s=5.0), "start-timeout", "no messages"),
         (McpServerConfig(name="x", command="no-such-program-here"), "command-not-found", "no-such-program-here"),
+        (McpServerConfig(name="x", command="/no/such" * 1000), "command-not-found", "no file '/no/such"),
         (McpServerConfig(name="x", command=sys.executable, cwd="/no/such"), "invalid", "/no/such"),
         (McpServerConfig(name="x", transport="http", url="http://127.0.0.1:9/"), "unreachable", "cannot be reached"),
     ],

@@ -213,6 +213,7 @@ def test_the_watch_lets_pass_what_is_allowed_and_what_goes_again(leaking: Leakin
 
 def test_a_process_that_has_ended_is_told(leaking: Leaking) -> None:
     other = Leaking()
+    other.do("forget")
     watch = Watch(other.process.pid)
     watch.begin()
     other.process.communicate()

@@ -63,18 +63,18 @@ def found_program(config: McpServerConfig) -> str:
     command = config.command or ""
     if os.sep in command:
         path = Path(config.cwd or ".", command)
-        if not path.exists():
-            raise McpFailure("command-not-found", f"there is no file {command!r}; check the path in command")
+        if not os.path.exists(path):  # Path would raise where a name is too long
+            raise McpFailure("command-not-found", f"there is no file {command!r:.200}; check the path in command")
         if path.is_dir() or not os.access(path, os.X_OK):
-            raise McpFailure("invalid", f"{command!r} is no program that may be executed; check command")
+            raise McpFailure("invalid", f"{command!r:.200} is no program that may be executed; check command")
         return str(path.absolute())
     search = environment(config)["PATH"]
     if (program := shutil.which(command, path=search)) is None:
         searched = one_line(Secrets.of(config).hidden(search))
         raise McpFailure(
             "command-not-found",
-            f"no program {command!r} is in the PATH, {searched!r}; install it, give its whole path as command, or set "
-            "PATH in env",
+            f"no program {command!r:.200} is in the PATH, {searched!r}; install it, give its whole path as command, or "
+            "set PATH in env",
         )
     return program
 
