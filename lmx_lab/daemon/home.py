@@ -11,10 +11,7 @@ import time
 import weakref
 from pathlib import Path
 
-import psutil
-
 from lmx_lab.client.state_file import STATE, state_file
-from lmx_lab.daemon.clock import unix_s
 from lmx_lab.errors import DaemonRunningError, HostingError
 from lmx_lab.wire.daemon import StateFile
 
@@ -22,8 +19,6 @@ LOCK = "daemon.lock"
 PATIENCE_S = 2.0
 """How long a start waits for another daemon that is just starting, or ending."""
 LOOK_S = 0.02
-SKEW_S = 5.0
-"""By how much the system's clock may have been set since."""
 
 
 class DaemonHome:
@@ -84,9 +79,22 @@ class DaemonHome:
 
 
 def read_state(folder: Path) -> StateFile | None:
-    """What the state file says, if its daemon's process lives and only this user can have written it."""
-    state = state_file(folder / STATE)
-    return state if state is not None and _lives(state) else None
+    """What the state file says, if only this user can have written it and the daemon of which it tells has the lock.
+
+    Unlike a process's number or its start, the lock needs no clock and is never another's.
+    """
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        # Shared, so that those who look do not take one another for a daemon.
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return _state_of_holder(lock, folder)
+    finally:
+        os.close(lock)
+    return None
 
 
 def _open_lock(folder: Path) -> int:
@@ -129,7 +137,7 @@ def _taken(lock: int, folder: Path) -> bool:
 
 def _state_of_holder(lock: int, folder: Path) -> StateFile | None:
     """An older file that nobody removed is that of another process, even if its number is a living one's again."""
-    state = read_state(folder)
+    state = state_file(folder / STATE)
     return state if state is not None and os.pread(lock, 32, 0) == str(state.pid).encode() else None
 
 
@@ -140,14 +148,6 @@ def _running(folder: Path, state: StateFile | None) -> str:
         f"the daemon of {folder} runs already, at {state.url} (process {state.pid}); use that one, or end it first: "
         f"Ctrl-C where it runs, or POST /v3/daemon/shutdown"
     )
-
-
-def _lives(state: StateFile) -> bool:
-    """A process that was made after the daemon's start only has its number by chance."""
-    try:
-        return psutil.Process(state.pid).create_time() <= unix_s(state.started_at) + SKEW_S
-    except (psutil.Error, ValueError, OverflowError):
-        return False
 
 
 _HELD: weakref.WeakSet[DaemonHome] = weakref.WeakSet()

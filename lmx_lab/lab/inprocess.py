@@ -63,7 +63,7 @@ class InProcess:
         worst = self._lab.lag.worst
         if worst is None:
             return ""
-        at = time.strftime("%H:%M:%S", time.localtime(worst.ended_at))
+        at = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - worst.ended_at)))
         return f"Until {at} a cell kept the server's loop from running for {worst.seconds:.1f} s. {REMEDY}"
 
     def sample(self) -> Sample | None:

@@ -19,7 +19,7 @@ class Block:
 
     seconds: float
     ended_at: float
-    """Seconds since 1970."""
+    """On ``time.monotonic``'s clock."""
 
 
 class LoopLag:
@@ -49,7 +49,7 @@ class LoopLag:
     @property
     def worst(self) -> Block | None:
         """The longest block of the last minute, if one was longer than a second."""
-        recent = time.time() - REMEMBERED_S
+        recent = time.monotonic() - REMEMBERED_S
         blocks = [block for block in list(self._blocks) if block.ended_at > recent]
         return max(blocks, key=lambda block: block.seconds, default=None)
 
@@ -58,7 +58,7 @@ class LoopLag:
             return
         late_s = self.now_s
         if late_s > BLOCKED_S:
-            self._blocks.append(Block(seconds=late_s, ended_at=time.time()))
+            self._blocks.append(Block(seconds=late_s, ended_at=time.monotonic()))
         self._beat_again()
 
     def _beat_again(self) -> None:

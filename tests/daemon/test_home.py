@@ -133,15 +133,20 @@ def test_an_old_state_file_of_a_living_process_hinders_nobody(folder: Path) -> N
     home.release()
 
 
-def test_a_process_made_after_the_start_is_another_one(home: DaemonHome) -> None:
-    home.publish(state(started_at=iso(0.0)))
+@pytest.mark.parametrize("started_at", [iso(0.0), iso(2e9)])
+def test_a_daemon_is_found_whatever_the_clock_says(home: DaemonHome, started_at: str) -> None:
+    home.publish(state(started_at=started_at))
+    assert read_state(home.folder) is not None
+
+
+def test_the_state_of_a_daemon_that_has_ended_is_none(home: DaemonHome) -> None:
+    home.publish(state())
+    home.release()
     assert read_state(home.folder) is None
 
 
-def test_a_process_that_is_gone_is_no_daemon(home: DaemonHome) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        pass
-    home.publish(state(pid=ended.pid))
+def test_the_state_of_another_than_the_locks_holder_is_none(home: DaemonHome) -> None:
+    home.publish(state(pid=os.getpid() + 1))
     assert read_state(home.folder) is None
 
 
