@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import Engine, memory
 from lmx_lab.engine.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
@@ -77,6 +77,15 @@ def test_without_room_they_stay_quantized_with_float32_activations(fitted: Calla
     model = fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) - 1000)
     assert dtypes(model) == {mx.uint32, mx.float32}
     assert dtypes(fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) + 1000)) == {mx.float32}
+
+
+def test_what_others_have_is_no_room(
+    quantized: ModelEntry, fitted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = expanded_bytes(fitted("keep"), mx.float32)
+    for free, expanded in ((needed / EXPANDED_SHARE + 1e3, True), (needed / EXPANDED_SHARE - 1e3, False)):
+        monkeypatch.setattr(memory, "free_bytes", lambda free=free: round(free))
+        assert (weights_bytes(fitted("auto")) >= needed) is expanded
 
 
 def test_keep_leaves_them_quantized(fitted: Callable[..., Any]) -> None:
