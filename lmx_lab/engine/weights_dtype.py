@@ -16,8 +16,8 @@ from lmx_lab.engine import memory
 
 log = logging.getLogger(__name__)
 EXPANDED_SHARE = 0.6
-"""Of the memory limit, and of what others leave free, that expanded weights may take; the rest is for caches and what is
-computed."""
+"""Of the memory limit, and of what others leave free: so much may expanded weights take; the rest is for caches and
+what is computed."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
