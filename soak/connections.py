@@ -90,8 +90,8 @@ async def _chatted(url: str, idle: int, count: int, good: Good, row: Row) -> Non
         row.requests += len(opened) + count
         for _ in range(count):
             note_good(row, await good.again(url, limit_s=GIVE_UP_S))
-        for stream in streams:
-            if not await stream.beats():
+        for beats in await asyncio.gather(*(stream.beats() for stream in streams)):
+            if not beats:
                 row.hung += 1
                 row.wrong.append("a stream of events is silent, or was closed")
         for socket in opened[idle:]:
