@@ -1,4 +1,4 @@
-# setup: everything into .venv; lab: JupyterLab; demo: the quickstart in a real kernel, printed; test; check;
+# setup: everything into .venv; lab: JupyterLab (LAB=--allow-root where you are root); demo: the quickstart in a real kernel, printed; test; check;
 # parity: encoders and decoders against PyTorch, in an environment of its own under build/.
 # screenshots: the panels as they are with the starter models, into docs/images; needs Chromium.
 # gallery: all notebooks, run, as pages in build/gallery; clients: other projects' clients against a running server, in an
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 lab: setup
-	$(BIN)/jupyter lab notebooks/00_quickstart.ipynb
+	$(BIN)/jupyter lab $(LAB) notebooks/00_quickstart.ipynb
 
 demo: setup
 	$(BIN)/python notebooks/demo.py notebooks/00_quickstart.ipynb

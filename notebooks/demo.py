@@ -8,7 +8,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 CELL_TIMEOUT_S = 600
 
@@ -24,6 +24,9 @@ def main(path: Path) -> int:
         client.execute()
     except CellExecutionError:
         # The cell's error output has been printed.
+        return 1
+    except (CellTimeoutError, DeadKernelError) as exc:
+        print(f"{type(exc).__name__}: {str(exc).strip().splitlines()[0]}", file=sys.stderr)
         return 1
     return 0
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbconvert.exporters import HTMLExporter
 
 NOTEBOOKS = Path(__file__).parent
@@ -112,6 +112,9 @@ def render(path: Path, folder: Path) -> Page:
             client.execute()
         except CellExecutionError:
             failed = True
+        except (CellTimeoutError, DeadKernelError) as exc:
+            failed = True
+            print(f"  {type(exc).__name__}: {str(exc).strip().splitlines()[0]}", flush=True)
         seconds = time.monotonic() - began
         for written in Path(scratch).glob("*.html"):
             shutil.copy(written, folder)

@@ -44,8 +44,6 @@ class Home:
         self.temporary = folder / "t"
         """Short: sockets are made in it."""
         self.hub_cache = folder / "hub"
-        self.output = folder / "out.txt"
-        """Of all that was started here."""
         self._mark = secrets.token_hex(8)
         self.temporary.mkdir(parents=True, exist_ok=True)
 
@@ -101,8 +99,8 @@ class Command:
             environment: Beside the home's own.
         """
         self.home = home
-        self._begin = home.output.stat().st_size if home.output.exists() else 0
-        with home.output.open("ab") as out:
+        self._printed = home.folder / f"{secrets.token_hex(8)}.txt"
+        with self._printed.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"{GIVES_BACK}{code}\nfrom lmx_lab.cli import main\nmain()", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -123,10 +121,8 @@ class Command:
 
     @property
     def output(self) -> str:
-        """What was printed since its start, also by others of this home."""
-        with self.home.output.open("rb") as file:
-            file.seek(self._begin)
-            return file.read().decode(errors="replace")
+        """What it has printed, and what it has started."""
+        return self._printed.read_text(errors="replace")
 
     def kill(self) -> None:
         """As nobody can prepare for."""

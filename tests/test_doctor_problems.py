@@ -119,6 +119,7 @@ def test_two_labs_are_named_with_their_addresses_processes_and_homes(tiny_home: 
         port = near.getsockname()[1]
         near.close()
         assert f"{one.url} (process {os.getpid()}" in of(examine_labs(Settings(port=one.port)), "labs").found
+        assert of(examine_port(Settings(port=one.port)), "port").verdict == "fine"
         with Lab(Settings(home=tiny_home, port=port), loop="thread") as other:
             other.start()
             finding = of(examine_labs(Settings(port=one.port)), "labs")

@@ -119,7 +119,10 @@ def invalid(exc: ValidationError | RequestValidationError) -> InvalidRequestErro
     """The first thing that is wrong with a body, by field."""
     wrong = _first(list(exc.errors()))
     # A part may be a name that the caller chose, of any length.
-    path = [str(part)[:80] for part in _fields(exc, wrong["loc"]) if not _is_alternative(part)]
+    parts = _fields(exc, wrong["loc"])
+    # What is no field may look like the name of a type.
+    last = len(parts) - 1 if wrong["type"] == "extra_forbidden" else None
+    path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_alternative(part)]
     field = ".".join(path)
     said = f"{_said(wrong)}{_given(wrong.get('input'))}"
     if wrong["type"] == "greater_than_equal" and path[-1:] and path[-1] in LEFT_OUT:

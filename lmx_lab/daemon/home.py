@@ -43,11 +43,14 @@ class DaemonHome:
                 if state is not None or time.monotonic() > deadline:
                     raise DaemonRunningError(_running(self.folder, state))
                 time.sleep(LOOK_S)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        except OSError as exc:
+            os.close(lock)
+            raise HostingError(f"{self.folder / LOCK} cannot be written: {exc.strerror}") from exc
         except BaseException:
             os.close(lock)
             raise
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
         self._lock = lock
         _HELD.add(self)
 

@@ -71,6 +71,8 @@ def examine_port(settings: Settings) -> Iterator[Finding]:
 def _taken(name: str, port: int) -> Finding:
     holders = [each for each in _listeners() if each.port == port]
     found = f"{name} is taken by {holders[0] if holders else 'a program that cannot be seen from here'}"
+    if any(map(_is_lab, holders)):
+        return Finding(topic="port", verdict="fine", found=f"{found}: a lab, which clients of that address reach")
     chosen = "LMX_LAB_PORT" in os.environ
     means = "a lab takes the next free port instead, and clients of this one reach something else"
     remedy = "unset LMX_LAB_PORT" if chosen else "lmx-lab serve --port 0 takes any free one"

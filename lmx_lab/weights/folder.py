@@ -33,10 +33,13 @@ TASKS: dict[str, Kind] = {
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 LAYER_KEYS = (
     "num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "num_encoder_layers",
-    "num_decoder_layers", "encoder_layers", "decoder_layers", "depth",
+    "num_decoder_layers", "encoder_layers", "decoder_layers", "depth", "num_transformer_layers", "num_loops",
+    "num_kv_reuse_layers", "altup_num_inputs", "emb_neighbor_num", "o_groups",
 )  # fmt: skip
-MAX_LAYERS = 1000
-"""The largest models have a tenth of it. Layers are built before a weight is looked at: a billion would never end."""
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+MOST = dict.fromkeys(LAYER_KEYS, 1000) | dict.fromkeys(EXPERT_KEYS, 10_000)
+"""Of what mlx-lm counts through before it looks at a weight: a billion would never end. The largest models have a tenth
+of it."""
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -96,11 +99,11 @@ def _refuse_endless(path: Path, config: dict[str, Any]) -> None:
     while parts:
         part = parts.pop()
         parts += [value for value in part.values() if isinstance(value, dict)]
-        for key in LAYER_KEYS:
+        for key, most in MOST.items():
             value = part.get(key)
-            if isinstance(value, int | float) and value > MAX_LAYERS:
+            if isinstance(value, int | float) and value > most:
                 raise UnusableModelError(
-                    f"{path / 'config.json'} has {key} {value!r:.40}; no model has more than {MAX_LAYERS}"
+                    f"{path / 'config.json'} has {key} {value!r:.40}; no model has more than {most}"
                 )
 
 

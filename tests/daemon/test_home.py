@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -64,6 +65,19 @@ def test_a_folder_that_was_open_to_others_is_closed(folder: Path) -> None:
     home.acquire()
     home.release()
     assert mode(folder) == 0o700
+
+
+def test_a_full_disk_is_said_and_the_lock_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(HostingError, match="cannot be written: No space"):
+            DaemonHome(folder).acquire()
+    home = DaemonHome(folder)
+    home.acquire()
+    home.release()
 
 
 def test_a_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:

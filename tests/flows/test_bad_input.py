@@ -112,6 +112,7 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
         ({"logit_bias": {"49152": 1}}, "logit_bias"),
         ({"seed": 1.5}, "seed"),
         ({"colour": "blue"}, "colour"),
+        ({"colour[red]": "blue"}, "colour[red]"),
     ],
 )
 def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:

@@ -179,6 +179,7 @@ def check_refused(look: Callable[[], object]) -> None:
 CONFIGS: dict[str, dict[str, Any]] = {
     "a billion layers": {"num_hidden_layers": 10**9},
     "more layers than a number": {"num_hidden_layers": 10**40},
+    "a billion experts": {"ffn_config": {"moe_num_experts": 10**9}},
     "layers of a part": {"text_config": {"decoder": {"num_hidden_layers": 10**9}}},
     "a width of terabytes": {"hidden_size": 2**40, "head_dim": 16},
     "a vocabulary of terabytes": {"vocab_size": 2**40},
