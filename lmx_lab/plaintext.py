@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import unicodedata
 from collections import deque
 
@@ -27,6 +28,25 @@ class LogFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return shown(super().format(record))
+
+
+class LastResort(logging.Handler):
+    """Python's own prints warnings as they are where nobody has configured logging; this one as harmless lines."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(LogFormatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            print(self.format(record), file=sys.stderr)
+
+
+def print_warnings() -> None:
+    """Have the package's warnings printed as harmless lines, until somebody configures logging. Idempotent."""
+    logger = logging.getLogger(__package__)
+    if not any(isinstance(handler, LastResort) for handler in logger.handlers):
+        logger.addHandler(LastResort())
 
 
 class RecentLines(logging.Handler):

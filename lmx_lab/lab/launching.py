@@ -17,6 +17,7 @@ from lmx_lab.lab.addresses import is_lan
 from lmx_lab.lab.modes import LoopChoice, choose_loop
 from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.running import Lab
+from lmx_lab.plaintext import print_warnings
 from lmx_lab.settings import PREFIX, Settings
 
 PATIENCE_S = 10.0
@@ -65,6 +66,7 @@ def launch(
         LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server runs
             nevertheless, see ``current()``.
     """
+    print_warnings()
     if lan is True:
         settings.setdefault("host", "0.0.0.0")
     chosen = Settings.read(port=port, **settings)

@@ -7,7 +7,9 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from lmx_lab.errors import LabError
 from lmx_lab.hosting import recent_logs
 from lmx_lab.lab import Lab
 from lmx_lab.plaintext import LogFormatter, shown
+from lmx_lab.settings import SECRETS as VARIABLES
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from tests.flows.conftest import wait_until
@@ -163,6 +166,29 @@ def test_what_strangers_ask_for_does_nothing_to_the_servers_terminal(served: Ser
     assert not set(errors + served.output) & CONTROLS
     assert not [line for line in errors.splitlines() if line.startswith("2026-01-01")]
     assert [secret for secret in SECRETS.values() if found(secret, errors, served.output)] == []
+
+
+LAUNCHED = """
+import logging, lmx_lab
+lab = lmx_lab.launch(port=0, home={home!r})
+logging.getLogger("lmx_lab.server.socket").warning("refused: %s", {said!r})
+lab.stop()
+"""
+
+
+def test_what_strangers_ask_for_does_nothing_to_the_terminal_of_a_script(tmp_path: Path) -> None:
+    said = f"{ESCAPES}\n2026-01-01 INFO forged"
+    script = LAUNCHED.format(home=str(tmp_path), said=said)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    (line,) = [line for line in done.stderr.splitlines() if "refused" in line]
+    assert "forged" in line
+    assert not set(done.stderr.replace("\n", "")) & CONTROLS
+
+
+def test_every_key_that_is_documented_is_known_as_one() -> None:
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    named = set(re.findall(r"`([A-Z_]+(?:KEY|TOKEN))`", page.read_text(encoding="utf-8")))
+    assert {"LMX_LAB_COMPARE_API_KEY", "HF_TOKEN"} <= named <= VARIABLES
 
 
 def test_an_mcp_server_is_given_what_its_configuration_says_and_no_token(daemon: Daemon, tmp_path: Path) -> None:
