@@ -19,6 +19,7 @@ from lmx_lab.errors import DownloadError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry, Progress, hub
 from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
+from tests.flows.conftest import wait_until
 
 WEIGHTS = "model.safetensors"
 FETCH = """
@@ -154,10 +155,12 @@ def test_a_hub_that_stays_silent_is_a_download_error_and_no_endless_wait(
 # A download that is killed
 
 
-def killed_half_way(server: Hub, home: Path) -> None:
+def killed_half_way(server: Hub, home: Path, cache: Path) -> None:
+    """Half of the weights have come, and all other files."""
     half, go_on = threading.Event(), threading.Event()
 
     def stand_still(handler: Handler) -> None:
+        wait_until(lambda: partial(cache) != [] and whole_files(cache) == server.files.keys() - {WEIGHTS})
         half.set()
         go_on.wait(60)
 
@@ -174,16 +177,19 @@ def killed_half_way(server: Hub, home: Path) -> None:
     server.faults.clear()
 
 
+def whole_files(cache: Path) -> set[str]:
+    return {path.name for path in cache.glob("models--org--tiny/snapshots/*/*")}
+
+
 def test_what_a_killed_download_has_left_is_removed_and_whole_files_are_not_fetched_again(
     catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
 ) -> None:
-    killed_half_way(server, tmp_path / "home")
+    killed_half_way(server, tmp_path / "home", cache)
     assert partial(cache)
-    whole = {path.name for path in cache.glob("models--org--tiny/snapshots/*/*")}
     server.asked.clear()
     assert contents(catalog.fetch(REPO)) == server.files
     assert partial(cache) == []
-    assert {name for name, _ in server.asked} == server.files.keys() - whole
+    assert {name for name, _ in server.asked} == {WEIGHTS}
 
 
 def test_what_another_program_is_just_fetching_is_left_alone(catalog: Catalog, cache: Path, server: Hub) -> None:
