@@ -224,7 +224,7 @@ def test_a_process_that_has_ended_is_told(leaking: Leaking) -> None:
 
 def test_a_small_fuzz_holds(soak: Soak) -> None:
     some = [family for family in FAMILIES if family.name in ("chat", "rerank", "chat socket", "/v3 events socket")]
-    rows = fuzz(soak, share=0.005, families=some)
+    rows = fuzz(soak, share=0.006, families=some)
     # Memory settles only after more requests than these.
     assert [(row.part, row.wrong, row.lost, row.hung) for row in rows if row.wrong or row.lost or row.hung] == []
     assert sum(row.faults for row in rows) >= 50
