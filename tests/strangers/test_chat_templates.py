@@ -17,7 +17,7 @@ import pytest
 from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
 
-from lmx_lab.engine import templates
+from lmx_lab.engine import memory, templates
 from lmx_lab.engine.gguf import hosted, intake
 from lmx_lab.engine.gguf.process import SCRIPT
 from lmx_lab.engine.templates import TemplateLimitError, TemplateProcess, TemplateRefusalError, rendered
@@ -277,6 +277,24 @@ def test_a_gguf_file_whose_template_never_ends_is_refused_before_llama_cpp_sees_
     for template, words in ((ENDLESS, "runs longer than"), (HOSTILE["a long text"], "MB of memory")):
         with pytest.raises(UnusableModelError, match=f"its chat template .*{words}"):
             gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
+
+
+@pytest.mark.parametrize("given", ["bos_token", "tools", "messages[1]"])
+def test_a_gguf_file_whose_template_ends_only_for_a_short_chat_is_refused_too(
+    gguf_lab: tuple[Lab, Path], tiny_gguf: Path, tmp_path: Path, given: str
+) -> None:
+    template = f"{{% if {given} %}}{ENDLESS}{{% endif %}}"
+    with pytest.raises(UnusableModelError, match="its chat template runs longer than"):
+        gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
+
+
+def test_a_process_of_llama_cpp_that_takes_too_much_while_it_loads_is_ended(
+    gguf_lab: tuple[Lab, Path], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = memory.limit_bytes(None)
+    monkeypatch.setattr(hosted, "BESIDE_MODELS_BYTES", 2**20 - limit)
+    with pytest.raises(UnusableModelError, match=r"took more than 0\.0 GB of memory while it loaded"):
+        gguf_lab[0].load(str(tiny_gguf))
 
 
 @pytest.mark.parametrize("leaves", [False, True])

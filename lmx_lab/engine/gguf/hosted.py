@@ -35,6 +35,25 @@ SPINS = "3000"
 """See ``_environ``."""
 PREFIX_SHARE = 10
 """Of the memory limit, what ended requests' caches may take where no setting says it, as on MLX."""
+BESIDE_MODELS_BYTES = 2**30
+"""What a process may take while it loads beyond all that models may."""
+CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
+TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
+TRIALS: tuple[Mapping[str, Any], ...] = (
+    {"messages": [{"role": "user", "content": "?"}], "bos_token": "", "eos_token": ""},
+    {
+        "messages": [
+            {"role": "system", "content": "?"},
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "?"},
+        ],
+        "tools": [{"type": "function", "function": TOOL}],
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    },
+)
+"""The least that a chat is, and what llama.cpp asks of a template while it loads."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -109,7 +128,8 @@ async def host(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> Ho
         await asyncio.to_thread(_try_out, template, entry)
     planned = plan(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
     fields = _fields(entry, header, planned, settings, limit_bytes)
-    process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ))
+    most = limit_bytes + BESIDE_MODELS_BYTES
+    process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), most_bytes=most)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
         hosted = await _described(entry, header, planned, process, connection)
@@ -128,15 +148,14 @@ def _try_out(template: str, entry: ModelEntry) -> None:
     Raises:
         UnusableModelError: it goes over its limits. What else is wrong with it llama.cpp says, or does not mind.
     """
-    user = {"role": "user", "content": "?"}
-    given = {"messages": [user], "add_generation_prompt": True, "bos_token": "", "eos_token": ""}
-    with contextlib.suppress(TemplateRefusalError):
-        try:
-            shared().render(template, given)
-        except TemplateLimitError as exc:
-            raise UnusableModelError(
-                f"{entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
-            ) from exc
+    for given in TRIALS:
+        with contextlib.suppress(TemplateRefusalError):
+            try:
+                shared().render(template, {"add_generation_prompt": True, **given})
+            except TemplateLimitError as exc:
+                raise UnusableModelError(
+                    f"{entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
+                ) from exc
 
 
 def _fields(

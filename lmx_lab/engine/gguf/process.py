@@ -26,6 +26,7 @@ from lmx_lab.settings import without_secrets
 SCRIPT = Path(__file__).with_name("worker.py")
 PACKAGE = "xllamacpp"
 INSTALL = "pip install 'lmx-lab[gguf]'"
+WEIGH_S = 0.2
 LOAD_S = 1800.0
 """A model of 100 GB from a slow disk takes as long."""
 END_S = 5.0
@@ -86,15 +87,18 @@ class LlamaProcess:
         return str(self._folder / "llama.sock")
 
     @classmethod
-    async def start(cls, path: Path, fields: Mapping[str, Any], *, environ: Mapping[str, str]) -> LlamaProcess:
+    async def start(
+        cls, path: Path, fields: Mapping[str, Any], *, environ: Mapping[str, str], most_bytes: int
+    ) -> LlamaProcess:
         """Load a model; returns when it answers.
 
         Args:
             fields: Of ``CommonParams``, by name.
             environ: What is added to the environment.
+            most_bytes: Of memory of its own; one that takes more while it loads is ended.
 
         Raises:
-            UnusableModelError: llama.cpp cannot load it, with its reason, or has crashed of it.
+            UnusableModelError: llama.cpp cannot load it, with its reason, or has crashed of it, or takes too much.
             OutOfMemoryError: there is too little memory for it.
         """
         require_installed(path)
@@ -114,13 +118,13 @@ class LlamaProcess:
             raise
         started = cls(process, folder, secrets.token_urlsafe(24))
         try:
-            await started._load(path, fields)
+            await started._load(path, fields, most_bytes)
         except BaseException:
             await started.stop()
             raise
         return started
 
-    async def _load(self, path: Path, fields: Mapping[str, Any]) -> None:
+    async def _load(self, path: Path, fields: Mapping[str, Any], most_bytes: int) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         order = {
@@ -131,14 +135,26 @@ class LlamaProcess:
         with contextlib.suppress(ConnectionError):  # it has ended already; its end says why
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             await self._process.stdin.drain()
+        weighing = asyncio.create_task(self._weigh(most_bytes), name="lmx-lab llama.cpp memory")
         try:
             ready = await asyncio.wait_for(_is_ready(self._process.stdout), LOAD_S)
         except TimeoutError as exc:
             raise UnusableModelError(f"{path} was not loaded by llama.cpp within {LOAD_S:g} s", param="model") from exc
+        finally:
+            weighing.cancel()
+            await asyncio.gather(weighing, return_exceptions=True)
         if not ready:
             await self._process.wait()
             await self._reading
             raise self._failure(path)
+
+    async def _weigh(self, most_bytes: int) -> None:
+        """A file's chat template is a program, which llama.cpp runs while it loads."""
+        while True:
+            if self.own_bytes > most_bytes:
+                await self.end_for(f"it took more than {most_bytes / 1e9:.1f} GB of memory while it loaded")
+                return
+            await asyncio.sleep(WEIGH_S)
 
     def _failure(self, path: Path) -> LabError:
         reason = self.reason()
