@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -27,10 +28,20 @@ class DoubtfulClock:
     never comes back. After a sleep of the machine, which looks the same, things are forgotten an hour later.
     """
 
-    def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+        *,
+        known_s: float = math.inf,
+    ) -> None:
+        """
+        Args:
+            known_s: When something happened last, in Unix seconds: that it is later by more has to last, too.
+        """
         self._wall = wall
         self._steady = steady
-        self._apart_s = wall() - steady()
+        self._apart_s = min(wall(), known_s) - steady()
         """Between the two, as believed."""
         self._doubted_at: float | None = None
 

@@ -171,7 +171,7 @@ async def test_a_clock_that_is_weeks_ahead_for_a_moment_empties_no_log(
         rounds.release()
 
     monkeypatch.setattr(retention, "forget", counted)
-    monkeypatch.setattr(retention, "DoubtfulClock", lambda: DoubtfulClock(lambda: wall() + ahead_s))
+    monkeypatch.setattr(retention, "DoubtfulClock", lambda known_s: DoubtfulClock(lambda: wall() + ahead_s))
     await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
     keeping = asyncio.create_task(retention.keep(store, EventLog(store, limits), limits, round_s=0.001))
     await rounds.acquire()
@@ -182,4 +182,36 @@ async def test_a_clock_that_is_weeks_ahead_for_a_moment_empties_no_log(
     keeping.cancel()
     await asyncio.wait([keeping])
     assert len(await store.read(lambda reading: reading.rows("SELECT * FROM events"))) == 1
+    await store.close()
+
+
+async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, limits = await Store.open(tmp_path / "daemon.db"), Limits(keep_days=30)
+    await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
+    await store.close()
+    store, rounds, forget, wall = await Store.open(tmp_path / "daemon.db"), asyncio.Event(), retention.forget, time.time
+    steady_s = 0.0
+
+    async def counted(*args: object, **options: object) -> None:
+        await forget(*args, **options)  # type: ignore[arg-type]
+        rounds.set()
+
+    def clock(known_s: float) -> DoubtfulClock:
+        return DoubtfulClock(
+            lambda: wall() + 40 * DAY_S + steady_s, lambda: time.monotonic() + steady_s, known_s=known_s
+        )
+
+    monkeypatch.setattr(retention, "forget", counted)
+    monkeypatch.setattr(retention, "DoubtfulClock", clock)
+    keeping = asyncio.create_task(retention.keep(store, EventLog(store, limits), limits, round_s=0.001))
+    for passed_s, left in ((0.0, 1), (DOUBT_S + 1, 0)):
+        steady_s = passed_s
+        for _ in range(3):
+            rounds.clear()
+            await rounds.wait()
+        assert len(await store.read(lambda reading: reading.rows("SELECT * FROM events"))) == left
+    keeping.cancel()
+    await asyncio.wait([keeping])
     await store.close()

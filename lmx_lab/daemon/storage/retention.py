@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from itertools import takewhile
 
-from lmx_lab.daemon.clock import DoubtfulClock, iso
+from lmx_lab.daemon.clock import DoubtfulClock, iso, unix_s
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.log import EventLog, note_pruned
 from lmx_lab.daemon.storage.store import Store, Transaction
@@ -23,7 +24,7 @@ STREAMED = "event IN ('turn.token', 'turn.thinking')"
 
 async def keep(store: Store, events: EventLog, limits: Limits, *, round_s: float = ROUND_S) -> None:
     """Forget what is due, again and again, until cancelled."""
-    clock = DoubtfulClock()
+    clock = DoubtfulClock(known_s=math.inf if store.last_at is None else unix_s(store.last_at))
     while True:
         try:
             await forget(store, events, limits, now_s=clock.now_s())

@@ -145,6 +145,8 @@ class Store:
         """Made with the database."""
         self.issued_seq = 0
         """Of the newest event that may be committed by now."""
+        self.last_at: str | None = None
+        """When the newest event of earlier runs was written."""
         self.publish: Publish = lambda events: None
         """Called on the loop with the events of each commit, in order, before ``write`` returns."""
         self._loop = asyncio.get_running_loop()
@@ -180,7 +182,10 @@ class Store:
         with _transaction(self._writing, "IMMEDIATE"):
             self._writing.execute("INSERT OR IGNORE INTO meta VALUES ('stream_id', ?)", (new_id("stm"),))
         self.stream_id = self._writing.execute("SELECT value FROM meta WHERE key = 'stream_id'").fetchone()["value"]
-        self.issued_seq = Reading(self._writing).latest_seq
+        earlier = Reading(self._writing)
+        self.issued_seq = earlier.latest_seq
+        newest = earlier.row("SELECT at FROM events ORDER BY seq DESC LIMIT 1")
+        self.last_at = newest["at"] if newest is not None else None
         self._reading = _connect(self.path)
         self._reading.execute("PRAGMA query_only = ON")
         self._keep_reserve()
