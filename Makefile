@@ -22,7 +22,8 @@ PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" * (sys.version_info < (3, 11)))'
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP_ENV) $(BIN)/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt hatchling editables
 	$(PIP_ENV) $(BIN)/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt --editable '.[lab,dev]'
 	touch $(STAMP)
@@ -47,7 +48,7 @@ parity: $(PARITY_STAMP)
 
 # torch first and alone, so that nothing else chooses its version.
 $(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
-	test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
+	@$(PARITY)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(PARITY)
 	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: -c constraints-parity.txt torch
 	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt hatchling editables
 	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt -c constraints-parity.txt --editable '.[dev,parity]'
@@ -64,7 +65,7 @@ clients: setup $(CLIENTS_STAMP)
 	$(BIN)/python -m tests.other_clients.try_clients $(CLIENTS)
 
 $(CLIENTS_STAMP): constraints-clients.txt
-	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
 	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt langchain-openai llm litellm instructor
 	touch $(CLIENTS_STAMP)
 
