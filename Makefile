@@ -22,7 +22,7 @@ PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" * (sys.version_info < (3, 11)))'
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP_ENV) $(BIN)/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt hatchling editables
 	$(PIP_ENV) $(BIN)/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt --editable '.[lab,dev]'
