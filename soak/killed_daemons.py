@@ -18,7 +18,7 @@ from benchmarks.paths import ROOT
 from soak.row import Row
 from soak.served import END_S, Command, Daemon, Home, note_left
 from soak.soak import Soak
-from tests.daemon.program import TERMINAL, Follower, Program, check_log
+from tests.daemon.program import TERMINAL, Follower, Program, check_log, whole_log
 from tests.daemon.scripted import Scripted, calls, says
 
 KILLS, QUICK_KILLS = 30, 3
@@ -145,7 +145,8 @@ async def _refuse_a_second(program: _Restarted, row: Row) -> None:
 
 async def _check(program: _Restarted, follower: Follower, submitted: list[str], notes: Path, row: Row) -> None:
     """What the log says, what a client that resumed was told, and what the tool has done, are the same thing."""
-    whole = await _log(program)
+    async with program.client() as http:
+        whole = await whole_log(http)
     told, logged = Counter(e["seq"] for e in follower.events), Counter(e["seq"] for e in whole)
     row.lost += (logged - told).total()
     row.doubled += (told - logged).total()
@@ -167,14 +168,3 @@ async def _check(program: _Restarted, follower: Follower, submitted: list[str], 
     except AssertionError as exc:
         row.wrong.append(f"the log is not as every log is: {exc!s:.300}")
     row.notes = f"{len(submitted)} turns, {len(done)} ended well, {codes.total()} cut; {len(whole)} events"
-
-
-async def _log(program: _Restarted) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    async with program.client() as http:
-        cursor, more = 0, True
-        while more:
-            page = (await http.get("/events", params={"after": cursor})).json()
-            events += page["events"]
-            cursor, more = page["cursor"], page["more"]
-    return events

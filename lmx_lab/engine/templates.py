@@ -11,15 +11,15 @@ import functools
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import PreTrainedTokenizerBase  # type: ignore[attr-defined]
+
+from lmx_lab.engine import scripts
 
 SCRIPT = Path(__file__).with_name("template_rendering.py")
 START_S = 60.0
@@ -108,26 +108,15 @@ class TemplateProcess:
         return channel
 
     def _start(self) -> Connection:
-        ours, theirs = Pipe()
-        with theirs:
-            # Without the script's own folder on the path: its modules have names like those of other packages.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SCRIPT), str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in INHERITED if name in os.environ},
-                start_new_session=True,
-            )
-        self._channel = ours
+        environ = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        self._process, self._channel = scripts.start(SCRIPT, environ)
         try:
-            if not ours.poll(START_S):
+            if not self._channel.poll(START_S):
                 raise TimeoutError(f"it was not ready within {START_S:g} s")
-            ours.recv_bytes()
+            self._channel.recv_bytes()
         except EOFError as exc:
             raise OSError("it ended at once") from exc
-        return ours
+        return self._channel
 
     def _stop(self) -> None:
         process, self._process = self._process, None

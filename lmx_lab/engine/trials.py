@@ -6,16 +6,14 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.engine import grammar_trial
+from lmx_lab.engine import grammar_trial, scripts
 from lmx_lab.engine.grammar_trial import Words
 from lmx_lab.errors import QueueFullError
 from lmx_lab.settings import without_secrets
@@ -112,20 +110,8 @@ class Trials:
 
     def _start(self) -> Connection:
         self._stop()
-        ours, theirs = Pipe()
-        with theirs:
-            # Without the script's own folder on the path: its modules have names like those of other packages.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SCRIPT), str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=without_secrets(os.environ),
-                start_new_session=True,
-            )
-        self._channel = ours
-        return ours
+        self._process, self._channel = scripts.start(SCRIPT, without_secrets(os.environ))
+        return self._channel
 
     def _ask(
         self, channel: Connection, message: Any, limit_s: float, *, hurried: Callable[[], bool] = lambda: False

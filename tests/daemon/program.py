@@ -164,3 +164,14 @@ def check_turn(events: list[dict[str, Any]]) -> None:
         elif event["event"] == "message.done":
             message = data["message"]
             assert texts.get(message["message_id"], "") == message["content"]
+
+
+async def whole_log(http: httpx2.AsyncClient) -> list[dict[str, Any]]:
+    """All events, by polling."""
+    events: list[dict[str, Any]] = []
+    cursor, more = 0, True
+    while more:
+        page = (await http.get("/events", params={"after": cursor})).json()
+        events += page["events"]
+        cursor, more = page["cursor"], page["more"]
+    return events

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.daemon.program import WAIT_S, Follower, Program, check_log
+from tests.daemon.program import WAIT_S, Follower, Program, check_log, whole_log
 from tests.daemon.scripted import Scripted, calls, says
 
 pytestmark = pytest.mark.anyio
@@ -122,7 +122,8 @@ async def set_up(program: Program, notes: Path) -> None:
 
 async def check(program: Program, follower: Follower, submitted: list[str], notes: Path) -> None:
     check_log(follower.events)
-    whole = await everything(program)
+    async with program.client() as http:
+        whole = await whole_log(http)
     seen = {event["seq"]: event for event in follower.events}
     assert [event["seq"] for event in whole] == list(seen), "a client that resumes has the whole log"
     assert whole == follower.events
@@ -145,14 +146,3 @@ async def check(program: Program, follower: Follower, submitted: list[str], note
     connection.close()
     assert len(done) >= KILLS // 2, "turns came through"
     assert len(cut) >= KILLS // 4, "turns were cut"
-
-
-async def everything(program: Program) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    async with program.client() as http:
-        cursor, more = 0, True
-        while more:
-            page = (await http.get("/events", params={"after": cursor})).json()
-            events += page["events"]
-            cursor, more = page["cursor"], page["more"]
-    return events

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -145,19 +145,7 @@ class Reader:
         self._addresses.setdefault(f"first {name}", address)
 
     def _bash(self, text: str) -> str:
-        done = subprocess.run(
-            ["bash", "-euc", text],
-            cwd=self._folder,
-            env=self._environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
-        assert done.returncode == 0, f"exit status {done.returncode}:\n{done.stdout}"
-        return done.stdout
+        return printed(["bash", "-euc", text], self._folder, self._environ)
 
     def _serve(self, text: str) -> str:
         service = Service(text, self._folder, self._environ)
@@ -202,6 +190,23 @@ class Kernel:
         self._client.stop_channels()
         self._manager.shutdown_kernel()
         self._manager.cleanup_resources()
+
+
+def printed(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> str:
+    """What a command has written to both streams; it has to end well."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}:\n{done.stdout}"
+    return done.stdout
 
 
 class Service:

@@ -144,7 +144,8 @@ def test_what_a_proxy_would_add_is_not_believed(keyed_lab: Lab, name: str) -> No
 
 
 def test_by_default_no_other_machine_reaches_it(open_lab: Lab, daemon: Daemon) -> None:
-    for address, port in product(lan_addresses(), (open_lab.port, daemon.port)):
+    # The last is an address of every Linux machine that only who listens on all interfaces has.
+    for address, port in product([*lan_addresses(), "127.0.0.2"], (open_lab.port, daemon.port)):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((address, port), WAIT_S)
 
