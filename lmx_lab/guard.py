@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
@@ -126,6 +127,14 @@ def check(scope: Scope, policy: GuardPolicy) -> None:
     _check_origin(_values(scope, b"origin"), host, policy)
     if policy.key is not None and scope["path"] not in policy.open_paths and not _is_preflight(scope):
         _check_key(scope, policy, policy.key)
+
+
+def passes(scope: Scope, policy: GuardPolicy) -> bool:
+    """Whether ``check`` lets this request pass."""
+    with suppress(LabError):
+        check(scope, policy)
+        return True
+    return False
 
 
 def _check_host(scope: Scope, policy: GuardPolicy) -> str:

@@ -31,6 +31,10 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 BACKLOG = 2048
+"""Connections that wait while the loop is busy, as a kernel's is with a long cell; the system may allow fewer."""
+ACCEPTED_AT_ONCE = 16
+"""Then the loop goes on with what it has accepted, so that their number is seen. asyncio has one number for this and
+for ``BACKLOG``; where no file descriptor is left it logs as many errors as this, each second."""
 PORTS_TRIED = 50
 """How many ports after the preferred one are tried when that one was not asked for explicitly."""
 GRACE_S = 3
@@ -200,6 +204,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
         self.accepting.set()
 
 
@@ -315,7 +321,7 @@ def _config(app: ASGIApp, ws_max_bytes: int) -> uvicorn.Config:
         # The guard and the admin rules need the true peer; on Hubs FORWARDED_ALLOW_IPS may trust everybody.
         proxy_headers=False,
         workers=1,
-        backlog=BACKLOG,
+        backlog=ACCEPTED_AT_ONCE,
         # Longer than the 5 s for which httpx keeps idle connections, so that it never sends into a closing one.
         timeout_keep_alive=30,
         timeout_graceful_shutdown=GRACE_S,

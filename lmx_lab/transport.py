@@ -1,10 +1,13 @@
-"""What is below the application: uvicorn's connections, with what they lack for strangers and vanished peers."""
+"""What is below the application: uvicorn's connections, with what they lack for strangers, slow senders and vanished
+peers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
+import json
+import resource
 import socket
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -22,6 +25,27 @@ AGAIN_S = 3
 TIMES = 3
 """so many times without an answer, and it is cut. That is 14 s; but what is sent meanwhile, such as a heartbeat, has
 14 s of its own to be acknowledged, so it may be 28 s."""
+HEAD_S = 20.0
+"""The head of a request may take so long from its first byte; before that, a connection may be idle for uvicorn's
+``timeout_keep_alive``."""
+BODY_S = 30.0
+BODY_BYTES = 128 * 1024
+"""Every 30 s so much of a body has to come, or its end: 4.3 KB/s, so that 8 MiB may take half an hour."""
+LATE_S = 1.0
+"""A loop that comes so much too late to a deadline has been busy, or suspended, and has not read what came: the client
+has the same time again."""
+CONNECTIONS = 2000
+"""Of one server at the same time, WebSockets and streams among them."""
+RESERVE = 128
+"""File descriptors that connections leave to the rest of the process: models, databases, processes of its own. Where it
+may have fewer than 512 (macOS: 256), a quarter of them."""
+FULL_RETRY_S = 5
+LINGER_S = 2.0
+"""Who is refused while it sends may send on for so long, unread: closing at once would lose the answer on its way."""
+UNFINISHED_BYTES = 256 * 2**20
+"""Of WebSocket messages that have not ended, over all connections of a server; bodies have as much, in ``asgi``."""
+SMALL_BYTES = 64 * 1024
+"""So much of each message does not count: large ones keep no small one out."""
 
 
 def notice_vanishing(sock: socket.socket) -> None:
@@ -71,12 +95,146 @@ def text_frames(texts: Sequence[str]) -> bytes:
     return b"".join(parts)
 
 
+def nearly_last(descriptor: int) -> bool:
+    """Whether a new file descriptor is one of the reserve. It is the lowest that was free: all below it are in use."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit != resource.RLIM_INFINITY and descriptor >= limit - min(RESERVE, limit // 4)
+
+
 class HttpProtocol(H11Protocol):
-    """uvicorn's; a WebSocket begins as it, and keeps the connection."""
+    """uvicorn's, within bounds: of connections, and of the time that a client may take for what it owes, the rest of a
+    head or of a body. A WebSocket begins as it, keeps the connection, and owes nothing any more."""
+
+    _owed: tuple[str, object] | None = None
+    """What, and after which request: of each the time begins anew."""
+    _deadline: asyncio.TimerHandle | None = None
+    _came_bytes = 0
+    """Since the deadline was set."""
+    _ending = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        notice_vanishing(transport.get_extra_info("socket"))
+        sock = transport.get_extra_info("socket")
+        notice_vanishing(sock)
+        if len(self.connections) > CONNECTIONS or nearly_last(sock.fileno()):
+            open_ones = len(self.connections) - 1
+            self._end(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"this server has {open_ones} connections, and room for no more; try again in {FULL_RETRY_S} s",
+                code="queue-full",
+                kind="rate_limit_error",
+                retry_after_s=FULL_RETRY_S,
+            )
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._ending:
+            self._came_bytes += len(data)
+            super().data_received(data)
+            self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._watch()
+
+    def shutdown(self) -> None:
+        if self._ending:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def _watch(self) -> None:
+        """Set a deadline where the client owes something else than before."""
+        over = self._ending or self.transport.is_closing() or self.transport.get_protocol() is not self
+        owed = None if over else self._owes()
+        if owed != self._owed:
+            self._owed = owed
+            self._set_deadline()
+        idle = self.cycle is None or self.cycle.response_complete
+        if not over and owed is None and idle and self.timeout_keep_alive_task is None:
+            # uvicorn has it after an answer, but not before the first request, nor after the rest of a refused body.
+            after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
+            self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
+
+    def _owes(self) -> tuple[str, object] | None:
+        if self.conn.their_state is h11.SEND_BODY:
+            return "body", self.cycle
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            return "head", self.cycle
+        return None
+
+    def _set_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._came_bytes = 0
+        if self._owed is not None:
+            what = self._owed[0]
+            due = self.loop.time() + (HEAD_S if what == "head" else BODY_S)
+            self._deadline = self.loop.call_at(due, self._on_deadline, what, due)
+
+    def _on_deadline(self, what: str, due: float) -> None:
+        late = self.loop.time() - due > LATE_S
+        if late or (what == "body" and (self._came_bytes >= BODY_BYTES or not self._reads_body())):
+            self._set_deadline()
+        elif what == "head":
+            self._end(HTTPStatus.REQUEST_TIMEOUT, f"the head of the request took longer than {HEAD_S:g} s")
+        else:
+            slow = f"of the body less than {BODY_BYTES} bytes came in {BODY_S:g} s, and not its end; send it faster"
+            self._end(HTTPStatus.REQUEST_TIMEOUT, slow)
+
+    def _reads_body(self) -> bool:
+        """Whether more of the body is waited for. While an answer is being sent it may come as it likes."""
+        answering = self.cycle.response_started and not self.cycle.response_complete
+        return not (answering or self.flow.read_paused or self.cycle.waiting_for_100_continue)
+
+    def _end(
+        self,
+        status: HTTPStatus,
+        message: str,
+        *,
+        code: str = "invalid-request",
+        kind: str = "invalid_request_error",
+        retry_after_s: int | None = None,
+    ) -> None:
+        """Answer for the application, in its form for errors, where nothing was answered yet, and close."""
+        self._abandon_cycle()
+        self._ending = True
+        self._watch()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+        else:
+            error = {"code": code, "message": message, "type": kind, "param": None, "request_id": None}
+            body = json.dumps({"error": {**error, "retryable": retry_after_s is not None}}).encode()
+            headers = [("content-type", "application/json"), ("content-length", str(len(body)))]
+            if retry_after_s is not None:
+                headers.append(("retry-after", str(retry_after_s)))
+            response = h11.Response(
+                status_code=status, headers=[*headers, ("connection", "close")], reason=status.phrase.encode()
+            )
+            with contextlib.suppress(h11.LocalProtocolError):  # to HEAD goes no body
+                for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                    self.transport.write(self.conn.send(event) or b"")
+            self._part()
+
+    def _part(self) -> None:
+        if nearly_last(self.transport.get_extra_info("socket").fileno()):
+            self.transport.close()
+        else:
+            with contextlib.suppress(OSError):  # it has ended already
+                self.transport.write_eof()
+            self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _abandon_cycle(self) -> None:
+        """What the application still says goes nowhere; it is told that the client has gone."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def _should_upgrade(self) -> bool:
         # What is no handshake (RFC 6455, 4.1) is an ordinary request, whatever it would like to become.
@@ -85,12 +243,10 @@ class HttpProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         # Where the application has begun, one of the two answers would come in the middle of the other.
-        if (cycle := self.cycle) is not None and not cycle.response_complete:
-            cycle.disconnected = True
-            cycle.message_event.set()
-            if cycle.response_started:
-                self.transport.close()
-                return
+        self._abandon_cycle()
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
+            return
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # to HEAD goes no body
@@ -105,15 +261,28 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """
 
     _pongs = b""
+    held_bytes = 0
+    """Of a message that has not ended."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._bound_messages(len(data))
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # The request passed as HTTP, but not as a handshake; uvicorn says nothing and goes on reading.
             status, why = HTTPStatus.BAD_REQUEST, f"not a WebSocket handshake: {self.conn.handshake_exc}.\n"
             answer = b"".join(self.conn.data_to_send()) or self.conn.reject(status, why).serialize()
             self.transport.write(answer)
             self.transport.close()
+
+    def _bound_messages(self, came_bytes: int) -> None:
+        unfinished = self.frames or self.conn.reader.buffer
+        self.held_bytes = self.held_bytes + came_bytes if unfinished else 0
+        if self.held_bytes <= SMALL_BYTES or self.close_sent:
+            return
+        held = (each.held_bytes for each in self.connections if isinstance(each, WebSocketProtocol))
+        if sum(max(0, size - SMALL_BYTES) for size in held) > UNFINISHED_BYTES:
+            self.conn.fail(1013, "no room for so long a message beside those of others; try again in a while")
+            self.handle_parser_exception()
 
     async def run_asgi(self) -> None:
         own: Any = {"lmx_lab.frames": text_frames, "lmx_lab.send": self._send, "lmx_lab.abort": self.transport.abort}
@@ -126,6 +295,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.handshake_complete |= self.close_sent
 
     def send_receive_event_to_app(self) -> None:
+        self.held_bytes = 0
         try:
             b"".join(self.frames if self.curr_msg_data_type == "text" else ()).decode()
         except UnicodeDecodeError:

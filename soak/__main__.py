@@ -9,11 +9,11 @@ A line of the table is zero from ``lost`` to ``processes`` where all is well; th
 
 | part        | what it does                                                                                      |
 |-------------|---------------------------------------------------------------------------------------------------|
-| fuzz        | 20,000 mutated requests and WebSockets at the inference server and the daemon; after each batch   |
-|             | of 250 a good request of every kind is answered exactly as before                                 |
+| fuzz        | 20,000 mutated requests and WebSockets at the inference server and the daemon, 4,000 of them once |
+|             | more on llama.cpp; after each batch of 250 a good request of every kind is answered as before     |
 | load        | 200 long requests whose clients give up, and the one after them                                   |
 | connections | idle streams and sockets by the hundred, slow readers, peers that vanish                          |
-| cycles      | 1,000 loads and unloads                                                                           |
+| cycles      | 1,000 loads and unloads, 200 on llama.cpp                                                         |
 | kills       | signals under load, SIGKILL at any moment, and the start after it                                 |
 
 The columns: requests begun; faults injected; work that was accepted and lost, or done twice; what was not answered or

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx2
 
-from benchmarks.paths import ROOT
 from soak.chats import GIVE_UP_S, Good, note_good
+from soak.models import Engine, on_each_engine
 from soak.row import Row
 from soak.served import SMALL_CACHE, Home, Server, end_well, until
 from soak.soak import Soak
 from soak.watch import POOL, Allowance, Watch
-from tests.gguf_models import kept, starter_gguf, write_tiny_gguf
 
-CYCLES, QUICK_CYCLES = 1000, 50
-GGUF_CYCLES, QUICK_GGUF_CYCLES = 30, 5
+CYCLES: Mapping[Engine, int] = {"MLX": 1000, "llama.cpp": 200}
+QUICK_CYCLES: Mapping[Engine, int] = {"MLX": 50, "llama.cpp": 5}
 WARM_UP = 25
 """Cycles: what allocators keep, they have by then."""
 LOAD_S = 60.0
@@ -31,19 +29,11 @@ BOUND_S = 10.0
 
 
 def run(soak: Soak) -> list[Row]:
-    rows = [cycled(soak.folder, QUICK_CYCLES if soak.quick else CYCLES, Row(part="cycles: load and unload, MLX"))]
-    row = Row(part="cycles: load and unload, llama.cpp")
-    if find_spec("xllamacpp") is None:
-        row.notes = "not done: xllamacpp is not installed"
-        return [*rows, row]
-    return [*rows, cycled(tiny_gguf(soak), QUICK_GGUF_CYCLES if soak.quick else GGUF_CYCLES, row)]
-
-
-def tiny_gguf(soak: Soak) -> Path:
-    """The tiny model's weights as llama.cpp reads them, in the home that the tests use too."""
-    home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
-    starter = starter_gguf(home)
-    return kept(home, "tiny", lambda target: write_tiny_gguf(target, starter, soak.folder))
+    rows: list[Row] = []
+    for engine, model in on_each_engine(soak, "cycles: load and unload", rows):
+        count = (QUICK_CYCLES if soak.quick else CYCLES)[engine]
+        rows.append(cycled(model, count, Row(part=f"cycles: load and unload, {engine}")))
+    return rows
 
 
 def cycled(model: Path, count: int, row: Row) -> Row:

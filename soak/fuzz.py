@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,16 @@ from soak.fuzzing.frames import SocketCase
 from soak.fuzzing.known import Known
 from soak.fuzzing.requests import Case
 from soak.fuzzing.verdict import wrong_answer, wrong_socket
+from soak.models import Engine, on_each_engine, write_models
 from soak.report import say
 from soak.row import Row
 from soak.served import Command, Daemon, Home, Server, end_well, until
 from soak.soak import Soak, SoakError
 from soak.watch import POOL, Allowance, Watch
-from tests.encoders.models import write_tiny_bert
-from tests.tiny import teach_thinking, write_tiny_llama
 
+SHARES: Mapping[Engine, float] = {"MLX": 1.0, "llama.cpp": 0.25}
+ENGINES_OWN = tuple(family for family in FAMILIES if family.of_engine)
+"""What is not the same whichever engine computes."""
 BATCH = 250
 QUICK_SHARE = 0.04
 """Of all, for a look."""
@@ -54,10 +56,14 @@ COMPLAINT_CHARACTERS = 8000
 
 
 def run(soak: Soak) -> list[Row]:
-    return fuzz(soak, share=QUICK_SHARE if soak.quick else 1.0)
+    rows: list[Row] = []
+    for engine, _ in on_each_engine(soak, "fuzz", rows):
+        share = SHARES[engine] * (QUICK_SHARE if soak.quick else 1.0)
+        rows += fuzz(soak, share=share, families=FAMILIES if engine == "MLX" else ENGINES_OWN, engine=engine)
+    return rows
 
 
-def fuzz(soak: Soak, *, share: float, families: Sequence[Family] = FAMILIES) -> list[Row]:
+def fuzz(soak: Soak, *, share: float, families: Sequence[Family] = FAMILIES, engine: Engine = "MLX") -> list[Row]:
     """A row for each family, and one for the whole.
 
     Args:
@@ -65,7 +71,7 @@ def fuzz(soak: Soak, *, share: float, families: Sequence[Family] = FAMILIES) -> 
     """
     with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
         homes = Home(Path(name, "s")), Home(Path(name, "d"))
-        _write_models(homes[0].folder / "models", soak.folder)
+        write_models(homes[0].folder / "models", soak, engine)
         options = ["--no-downloads", "--embedder", "tiny-embedder", "--reranker", "tiny-reranker"]
         options += ["--prefix-cache", PREFIX_CACHE_GB]
         with (
@@ -73,19 +79,10 @@ def fuzz(soak: Soak, *, share: float, families: Sequence[Family] = FAMILIES) -> 
             Daemon(homes[1], server.url, code=TELL_ALL) as daemon,
         ):
             _add_mcp_servers(daemon, Path(name, "calls"))
-            rows = asyncio.run(_Fuzz(soak, server, daemon, share).run(families))
+            rows = asyncio.run(_Fuzz(soak, server, daemon, share, engine).run(families))
             for command in (daemon, server):
                 end_well(command, rows[-1])
     return rows
-
-
-def _write_models(folder: Path, tokenizer_from: Path) -> None:
-    """With a short context: an answer without a limit of its own ends soon."""
-    for seed, name in enumerate(("tiny", "tiny-two")):
-        write_tiny_llama(folder / name, tokenizer_from, seed=seed)
-    teach_thinking(folder / "tiny")
-    write_tiny_bert(folder / "tiny-embedder")
-    write_tiny_bert(folder / "tiny-reranker", labels=1)
 
 
 def _add_mcp_servers(daemon: Daemon, calls: Path) -> None:
@@ -140,8 +137,9 @@ class _Program:
 class _Fuzz:
     """One run against running programs."""
 
-    def __init__(self, soak: Soak, server: Server, daemon: Daemon, share: float) -> None:
+    def __init__(self, soak: Soak, server: Server, daemon: Daemon, share: float, engine: Engine) -> None:
         self._seed = soak.seed
+        self._engine = engine
         self._share = share
         self._known = Known(server.url, daemon.state, servers=frozenset(MCP_SERVERS))
         self._programs = {
@@ -151,7 +149,7 @@ class _Fuzz:
 
     async def run(self, families: Sequence[Family]) -> list[Row]:
         """Half of each family, then the other halves: what has to settle in memory has done so in the first."""
-        rows = {family.name: Row(part=f"fuzz: {family.name}") for family in families}
+        rows = {family.name: Row(part=f"fuzz: {family.name}, {self._engine}") for family in families}
         async with self._known:
             await self._known.tidy()
             for half in range(2):
@@ -159,7 +157,7 @@ class _Fuzz:
                     program.watch.begin()
                 for family in families:
                     await self._half(family, half, rows[family.name])
-        whole = Row(part="fuzz: all of it", slowest_s=max(row.slowest_s for row in rows.values()))
+        whole = Row(part=f"fuzz: all of it, {self._engine}", slowest_s=max(row.slowest_s for row in rows.values()))
         for program in self._programs.values():
             program.watch.add_to(whole)
         return [*rows.values(), whole]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lmx_lab.weights.starters import Starter
 from soak.chats import GIVE_UP_S, Good, note_good
-from soak.cycles import tiny_gguf
+from soak.models import tiny
 from soak.row import Row
 from soak.served import Command, Home, Server, end, end_well, note_left, until
 from soak.slow_hub import MODEL, SlowHub
@@ -75,7 +75,7 @@ def pulls(soak: Soak, hub: SlowHub, starter: Starter) -> Iterator[Pull]:
         expected=files,
     )
     if find_spec("xllamacpp") is not None:
-        yield Pull(part="kills: SIGKILL in conversions", arguments=("pull", str(tiny_gguf(soak)), "--mlx"))
+        yield Pull(part="kills: SIGKILL in conversions", arguments=("pull", str(tiny(soak, "llama.cpp")), "--mlx"))
 
 
 def wheel_of(folder: Path, target: Path) -> tuple[Starter, Path]:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx2
@@ -19,7 +18,7 @@ import httpx2
 from benchmarks.processes import free_port
 from lmx_lab.errors import EngineDeadError, NotLoadedError, QueueFullError
 from soak.chats import CUT, GIVE_UP_S, HUNG, WAYS, End, Good, ask, long_body, note_good
-from soak.cycles import tiny_gguf
+from soak.models import ENGINES, Engine, installed, on_each_engine, tiny
 from soak.row import Row
 from soak.served import Home, Server, end_well, note_left, until
 from soak.soak import Soak
@@ -36,7 +35,10 @@ DECLARED = {NotLoadedError.code, EngineDeadError.code, QueueFullError.code}
 
 
 def run(soak: Soak) -> list[Row]:
-    return [told_to_end(soak), killed_with_streams(soak), killed_in_loads(soak)]
+    rows: list[Row] = []
+    for engine, _ in on_each_engine(soak, "kills: servers", rows):
+        rows += [told_to_end(soak, engine), killed_with_streams(soak, engine)]
+    return [*rows, killed_in_loads(soak)]
 
 
 @contextmanager
@@ -48,11 +50,11 @@ def _home() -> Iterator[Home]:
 # SIGTERM
 
 
-def told_to_end(soak: Soak) -> Row:
-    row, chance, outcomes = Row(part="kills: SIGTERM under load"), random.Random(soak.seed), Counter[str]()
+def told_to_end(soak: Soak, engine: Engine = "MLX") -> Row:
+    row, chance, outcomes = Row(part=f"kills: SIGTERM under load, {engine}"), random.Random(soak.seed), Counter[str]()
     with _home() as home:
         for _ in range(QUICK_TERMS if soak.quick else TERMS):
-            with Server(home, soak.folder) as server:
+            with Server(home, tiny(soak, engine)) as server:
                 ends = asyncio.run(_while_asking(server, row, partial(end_well, server, row), chance))
             outcomes.update(end.outcome for end in ends)
             for end in ends:
@@ -88,14 +90,14 @@ async def _while_asking(server: Server, row: Row, strike: Callable[[], None], ch
 # SIGKILL
 
 
-def killed_with_streams(soak: Soak) -> Row:
+def killed_with_streams(soak: Soak, engine: Engine = "MLX") -> Row:
     """Each time on the same home and the same port."""
-    row, chance = Row(part="kills: SIGKILL with streams"), random.Random(soak.seed)
+    row, chance = Row(part=f"kills: SIGKILL with streams, {engine}"), random.Random(soak.seed)
     port = free_port()
     good: Good | None = None
     with _home() as home:
         for _ in range(QUICK_KILLS if soak.quick else KILLS):
-            with Server(home, soak.folder, port=port) as server:
+            with Server(home, tiny(soak, engine), port=port) as server:
                 good = good or asyncio.run(Good.first(server.url))
                 _ask_first(server, good, row)
                 for end in asyncio.run(_while_asking(server, row, server.kill, chance)):
@@ -105,7 +107,7 @@ def killed_with_streams(soak: Soak) -> Row:
                         row.wrong.append(f"a request to a server that was killed ended by {end.outcome}")
             note_left(home, row)
         assert good is not None
-        with Server(home, soak.folder, port=port) as server:
+        with Server(home, tiny(soak, engine), port=port) as server:
             _ask_first(server, good, row)
             end_well(server, row)
     return row
@@ -119,7 +121,7 @@ def _ask_first(server: Server, good: Good, row: Row) -> None:
 def killed_in_loads(soak: Soak) -> Row:
     """Of either engine in turns, if there are two."""
     row, chance = Row(part="kills: SIGKILL in loads"), random.Random(soak.seed)
-    models = [soak.folder, *([tiny_gguf(soak)] if find_spec("xllamacpp") else [])]
+    models = [tiny(soak, engine) for engine in ENGINES if installed(engine)]
     with _home() as home:
         first: dict[Path, tuple[float, Good]] = {}
         for model in models:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from soak import vanishing
 from soak.chats import CUT, GIVE_UP_S, HUNG, Body, End, Good, ask, long_body, note_good
+from soak.models import Engine, on_each_engine
 from soak.row import Row
 from soak.served import SMALL_CACHE, Home, Server, end_well
 from soak.soak import Soak
@@ -39,11 +40,14 @@ STREAM_MB = 4.0
 
 
 def run(soak: Soak) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
-        home = Home(Path(name))
-        with Server(home, soak.folder, *SMALL_CACHE) as server:
+    rows: list[Row] = []
+    for engine, model in on_each_engine(soak, "load", rows):
+        with (
+            tempfile.TemporaryDirectory(prefix="lmx-soak-") as name,
+            Server(Home(Path(name)), model, *SMALL_CACHE) as server,
+        ):
             good = asyncio.run(Good.first(server.url))
-            rows = [flood(soak, server, good), slow_readers(soak, server, good)]
+            rows += [flood(soak, server, good, engine), slow_readers(soak, server, good, engine)]
             end_well(server, rows[-1])
     return [*rows, *vanishing.run(soak)]
 
@@ -51,9 +55,9 @@ def run(soak: Soak) -> list[Row]:
 # Clients that leave
 
 
-def flood(soak: Soak, server: Server, good: Good) -> Row:
+def flood(soak: Soak, server: Server, good: Good, engine: Engine = "MLX") -> Row:
     """Again and again so many who leave, then one who does not: that one is answered in time."""
-    row = Row(part=f"load: {CLIENTS} clients that leave")
+    row = Row(part=f"load: {CLIENTS} clients that leave, {engine}")
     outcomes: Counter[str] = Counter()
     watch = Watch(server.pid)
     # The first one is the warm-up: threads and buffers for so many at once are made in it, and kept.
@@ -102,9 +106,9 @@ async def _answered(url: str, good: Good) -> tuple[End, float]:
 # Clients that hardly read
 
 
-def slow_readers(soak: Soak, server: Server, good: Good) -> Row:
+def slow_readers(soak: Soak, server: Server, good: Good, engine: Engine = "MLX") -> Row:
     """The normal one is answered as ever, what the slow ones do not take is bounded, and they lose nothing."""
-    row = Row(part="load: slow readers beside a normal one")
+    row = Row(part=f"load: slow readers beside a normal one, {engine}")
     asyncio.run(_sipped(server, SIPPING, good, Row(part="warm-up"), sip_s=0.0))
     server.until_idle()
     held = Watch(server.pid, allowance=Allowance(rss_mb=SIPPING * STREAM_MB, descriptors=SIPPING))

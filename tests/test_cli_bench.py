@@ -158,11 +158,36 @@ def test_a_warm_up_that_failed_is_said_beside_a_table_without_errors(
     assert "1 times queue-full: no place (1 of them in warm-up" in said.err
 
 
-def test_a_server_that_is_down_is_a_table_of_failures(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--url", "127.0.0.1:1", *SMALL, "--compare", "127.0.0.1:2", "--no-record") == 1
+@pytest.mark.parametrize("more", [[], ["--model", "m"], ["--json"]], ids=" ".join)
+def test_where_nobody_is_there_it_is_one_line_and_nothing_is_measured(
+    home: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    assert bench("--url", "http://127.0.0.1:1", *more) == 1
     said = capsys.readouterr()
-    assert [row[3:] for row in figures(said.out)[:2]] == [["3", "3", "-", "-", "-", "-"]] * 2
-    assert "nothing answers at http://127.0.0.1:1" in " ".join(said.err.split())
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("unreachable: nothing answers at http://127.0.0.1:1")
+    assert not (home / "bench").exists()
+
+
+def test_the_server_to_compare_with_has_to_be_there_too(
+    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--url", server.url, *SMALL, "--compare", "127.0.0.1:1") == 1
+    assert capsys.readouterr().err.startswith("unreachable: nothing answers at http://127.0.0.1:1")
+    assert server.bodies == []
+
+
+def test_one_server_twice_is_no_comparison(home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--url", server.url, "--compare", server.url) == 2
+    assert "one name" in capsys.readouterr().err
+
+
+def test_a_lab_without_a_model_is_one_line(at_tiny: None, tiny_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tiny_home, "--port", "0") as empty:
+        assert bench("--url", f"127.0.0.1:{empty.port}", *SMALL, "--no-record") == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("no-model-loaded: ")
 
 
 def test_ctrl_c_prints_what_is_there(tmp_path: Path) -> None:
@@ -225,7 +250,7 @@ def test_targets_without_a_case_in_common_are_not_compared(capsys: pytest.Captur
 
 def test_which_side_is_better_is_said_from_three_repeats_on(capsys: pytest.CaptureFixture[str]) -> None:
     for repeats, better in ((2, "-"), (3, "a")):
-        quick, slow = ([at * factor for at in range(100, 112)] for factor in (1, 2))
+        quick, slow = ([float(at * factor) for at in range(100, 112)] for factor in (1, 2))
         sides = (("quick", quick), ("slow", slow))
         size = 12 // repeats
         samples = [one for name, values in sides for one in run_of(values, per_repeat=size, target=name)]
@@ -289,7 +314,6 @@ def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytes
         (["--url", "127.0.0.1:1", "-c", "0"], "concurrency is 0"),
         (["--url", "127.0.0.1:1", "--requests", "1", "-c", "4"], "requests is 1"),
         (["--url", "ftp://nowhere"], "ftp://nowhere"),
-        (["--url", "127.0.0.1:1", "--compare", "127.0.0.1:1"], "one name"),
         (["--url", "127.0.0.1:1", "--plot", "bench.txt"], ".png"),
         (["--url", "127.0.0.1:1", "--plot", "/no/such/bench.png"], "folder"),
     ],

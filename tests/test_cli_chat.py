@@ -19,6 +19,7 @@ from lmx_lab.cli import commands
 from lmx_lab.cli.entry import run
 from lmx_lab.cli.following import as_json
 from lmx_lab.cli.terminal import line, shown
+from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import LabError
 from lmx_lab.wire.events import Envelope
@@ -37,6 +38,12 @@ def upstream() -> Iterator[Scripted]:
 def daemon(tmp_path: Path, upstream: Scripted) -> Iterator[Daemon]:
     with serving(tmp_path, upstream=upstream.url) as daemon:
         yield daemon
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For commands that run in this process, where nothing has to be imported again."""
+    monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
 
 
 @pytest.fixture
@@ -99,6 +106,19 @@ def test_what_is_for_a_new_session_is_refused_where_there_is_one(
     assert second.returncode == 2
     assert "session s is there already" in second.stderr
     assert [len(body["messages"]) for body in upstream.bodies] == [2]
+
+
+@pytest.mark.usefixtures("at_home", "daemon")
+@pytest.mark.parametrize("session", ["", "two words", "../x"])
+def test_what_is_no_id_of_a_session_is_said(
+    upstream: Scripted, capsys: pytest.CaptureFixture[str], session: str
+) -> None:
+    for arguments in (["chat", "hello"], ["events"]):
+        assert run([*arguments, "--session", session]) == 2
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1)
+        assert f"session_id is {session!r}; it can have 1 to 64 letters" in said.err
+    assert upstream.bodies == []
 
 
 @pytest.mark.usefixtures("hello")
@@ -328,6 +348,29 @@ def test_the_newest_events_are_printed_as_lines_for_people_or_programs(tmp_path:
     events = [json.loads(text) for text in programs]
     assert [event["event"] for event in events][:2] == ["session.created", "turn.queued"]
     assert [event["seq"] for event in events] == sorted({event["seq"] for event in events})
+
+
+@pytest.mark.usefixtures("at_home", "daemon")
+@pytest.mark.parametrize("more", [[], ["--follow"], ["--after", "0"]], ids=" ".join)
+def test_a_session_that_does_not_exist_is_said(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    assert run(["events", "--session", "nosuch", *more]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("session-not-found: ")
+    assert "nosuch" in said.err
+
+
+@pytest.mark.usefixtures("at_home")
+def test_what_happened_in_a_session_that_was_deleted_is_told_as_long_as_it_is_kept(
+    daemon: Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DaemonClient(daemon.url, token=daemon.token) as client:
+        client.session("gone")
+        client.delete_session("gone")
+    assert run(["events", "--session", "gone"]) == 0
+    said = capsys.readouterr()
+    assert "session.deleted gone" in said.out
+    assert said.err == ""
 
 
 @pytest.mark.usefixtures("hello")

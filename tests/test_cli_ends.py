@@ -36,11 +36,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "status"),
     [
         (["--version"], 0),
-        (["models"], 0),
         (["pull", "no-such"], 1),
         (["chat", "hello"], 1),
-        (["sreve"], 2),
-        (["serve", "--port", "many"], 2),
         (["serve", "--slots", "0"], 2),
         (["daemon", "--upstream", "http://user:secret@127.0.0.1"], 2),
         (["chat", "hello", "--token", "t"], 2),
@@ -55,6 +52,78 @@ def test_the_exit_status_tells_a_failure_from_a_wrong_command_line(
     assert bool(said) == (status != 0)
     assert "Traceback" not in said
     assert "secret" not in said
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("arguments", "said", "help_of"),
+    [
+        (["sreve"], "no such command 'sreve'. Did you mean 'serve'?", ""),
+        (["--nope"], "no such option: --nope.", ""),
+        (["serve", "--prot", "1"], "no such option: --prot (Possible options: --host, --port, --slots).", " serve"),
+        (["serve", "--port", "many"], "--port is 'many'; it must be a whole number.", " serve"),
+        (["serve", "--port"], "option '--port' requires an argument.", " serve"),
+        (["serve", "--swap=yes"], "option '--swap' does not take a value.", " serve"),
+        (["bench", "--rate", "fast\n"], "--rate is 'fast\\n'; it must be a number.", " bench"),
+        (["serve", "-x"], "no such option: -x.", " serve"),
+        (["pull"], "missing argument 'model'.", " pull"),
+        (["models", "one", "two\x1b[2J\n"], r"got unexpected extra argument(s) (one two\x1b[2J\x0a).", " models"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_arguments_that_cannot_be_are_one_line_with_the_next_step(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str, help_of: str
+) -> None:
+    assert run(arguments) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert shown.err.startswith(f"invalid-request: {said} See ")
+    assert shown.err.endswith(f"{help_of} --help\n")
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--memory-limit", "-1"], "--memory-limit is -1; give GB"),
+        (["serve", "--prefix-cache", "nan"], "--prefix-cache is nan; give GB"),
+        (["serve", "--host", "http://127.0.0.1"], "--host is 'http://127.0.0.1'; give an address"),
+        (["daemon", "--host", "127.0.0.1:8401"], "--host is '127.0.0.1:8401'; give an address"),
+        (["events", "--after", "-1"], "--after is -1; give 0"),
+        (["daemon", "--host", "two words"], "--host is 'two words'; give an address"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_value_that_cannot_be_is_named_as_it_was_given(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"invalid-request: {said}")
+
+
+def test_no_arguments_at_all_are_answered_with_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    shown = capsys.readouterr()
+    assert "Exit status: 0" in shown.out
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["models"], ["bench", "--model", "m"], ["pull", "m"]])
+def test_a_folder_with_models_that_is_not_there_is_said(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setenv("LMX_LAB_MODEL_FOLDERS", f"{home}:{home / 'nowhere'}")
+    assert run(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"invalid-request: model_folders: {home / 'nowhere'} is no folder")
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+
+
+def test_a_file_is_no_folder_with_models(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = home / "model.gguf"
+    file.touch()
+    assert run(["serve", "--port", "0", "--models", str(file)]) == 2
+    assert f"{file} is no folder" in capsys.readouterr().err
 
 
 def test_an_upstream_that_is_no_address_is_refused_before_anything_starts(
@@ -172,3 +241,13 @@ def test_the_help_is_told_without_markup_and_with_its_examples(capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "pip install 'lmx-lab[lab]'" in said
     assert "lmx-lab bench --model smollm2-135m" in [line.strip() for line in said.splitlines()]
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_the_help_shows_what_is_typed(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A switch takes no value, and an option that may be repeated takes one at a time."""
+    assert run([name, "-h"] if name else ["-h"]) == 0
+    said = capsys.readouterr().out
+    assert "--help" in said
+    assert "<bool>" not in said
+    assert "list[" not in said.partition("Options")[2]

@@ -1,23 +1,30 @@
-"""Reading JSON from strangers: size, depth, content type and strictness are checked before anything else runs."""
+"""Reading JSON from strangers: size, depth, content type and strictness are checked before anything else runs. How
+slowly a body may come is ``lmx_lab.transport``'s."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from lmx_lab.errors import BodyTooLargeError, InvalidRequestError
+from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, LabError, QueueFullError
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
 # A refused body is still read up to this many times the limit: closing at once would lose the answer on its way.
 DRAIN_FACTOR = 8
 LARGE_BODY_BYTES = 1_000_000
+ROOM_BYTES = 256 * 2**20
+"""For the bodies of all requests under way."""
+SMALL_BODY_BYTES = 64 * 1024
+"""So much of each body does not count: large ones, however slowly they come, keep no chat out."""
+ROOM_RETRY_S = 2
 WITH_BODY = {"POST", "PATCH"}
 LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is no character"
 PLAIN_WORDS = {
@@ -77,23 +84,68 @@ def _children(item: Any) -> list[Any]:
     return [child for child in values if isinstance(child, dict | list)]
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body.
+class BodyRoom:
+    """The memory that all bodies under way have together; ``taken_bytes`` of it are in use."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.taken_bytes = 0
+
+    def resize(self, size: int, to: int) -> int:
+        """A body of ``size`` bytes becomes one of ``to``, which is returned.
+
+        Raises:
+            QueueFullError: there is no room for it to grow; it stays as it is.
+        """
+        taken = self.taken_bytes + max(0, to - SMALL_BODY_BYTES) - max(0, size - SMALL_BODY_BYTES)
+        if to > size and taken > self.size_bytes:
+            raise QueueFullError(
+                f"the bodies of requests under way take {self.taken_bytes} bytes, and there is room for "
+                f"{self.size_bytes}; try again in {ROOM_RETRY_S} s",
+                retry_after_s=ROOM_RETRY_S,
+            )
+        self.taken_bytes = taken
+        return to
+
+
+@asynccontextmanager
+async def read_body(request: Request, limit_bytes: int, room: BodyRoom) -> AsyncIterator[bytes]:
+    """The whole body, which has its room until the block ends.
 
     Raises:
-        BodyTooLargeError: more than ``limit_bytes``; the rest was read and thrown away, up to a bound.
+        BodyTooLargeError: more than ``limit_bytes``.
+        QueueFullError: no room beside the others. Of either, the rest was read and thrown away, up to a bound.
     """
     chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit_bytes:
-            chunks.append(chunk)
-        elif size > limit_bytes * DRAIN_FACTOR:
-            break
+    size = held = 0
+    refusal: LabError | None = None
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit_bytes * DRAIN_FACTOR:
+                break
+            if refusal is None:
+                try:
+                    _check_size(size, limit_bytes)
+                    held = room.resize(held, size)
+                    chunks.append(chunk)
+                except LabError as exc:
+                    refusal = exc
+                    chunks.clear()
+                    held = room.resize(held, 0)
+        _check_size(size, limit_bytes)
+        if refusal is not None:
+            raise refusal
+        body = b"".join(chunks)
+        chunks.clear()
+        yield body
+    finally:
+        room.resize(held, 0)
+
+
+def _check_size(size: int, limit_bytes: int) -> None:
     if size > limit_bytes:
         raise BodyTooLargeError(f"the body has more than {limit_bytes} bytes, the limit of this server")
-    return b"".join(chunks)
 
 
 class ParsedRequest(Request):
@@ -115,12 +167,13 @@ class StrictRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            body = await read_body(request, request.app.state.max_body_bytes)
-            value = None
-            if body or (self.body_field is not None and self.body_field.field_info.is_required()):
-                _check_content_type(request)
-                value = await parse_json_aside(body)
-            return await handle(ParsedRequest(request, body, value))
+            state = request.app.state
+            async with read_body(request, state.max_body_bytes, state.body_room) as body:
+                value = None
+                if body or (self.body_field is not None and self.body_field.field_info.is_required()):
+                    _check_content_type(request)
+                    value = await parse_json_aside(body)
+                return await handle(ParsedRequest(request, body, value))
 
         return strict if WITH_BODY & set(self.methods or ()) else handle
 

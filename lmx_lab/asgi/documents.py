@@ -19,6 +19,7 @@ from lmx_lab.errors import (
     InvalidRequestError,
     LabError,
     OriginForbiddenError,
+    QueueFullError,
     UnauthorizedError,
 )
 from lmx_lab.wire.errors import ErrorBody
@@ -27,7 +28,7 @@ Responses = dict[int | str, dict[str, Any]]
 PLACE = "#/components/schemas/{model}"
 ANYWHERE: tuple[type[LabError], ...] = (UnauthorizedError, OriginForbiddenError, HostForbiddenError, LabError)
 """What any route may answer."""
-BODY: tuple[type[LabError], ...] = (InvalidRequestError, BodyTooLargeError)
+BODY: tuple[type[LabError], ...] = (InvalidRequestError, BodyTooLargeError, QueueFullError)
 """What any route with a body may answer beside that."""
 # FastAPI promises its own 422 unless a route has this.
 NO_422 = "4XX"

@@ -1,5 +1,5 @@
 """What is around an application, outermost first: request ids, CORS, guard. CORS is outside the guard, so that a page
-can read a refusal."""
+can read a refusal; what it answers by itself it answers only where the guard would let it pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from lmx_lab.asgi import errors
+from lmx_lab.asgi.bodies import ROOM_BYTES, BodyRoom
 from lmx_lab.errors import LabError
-from lmx_lab.guard import ASGIApp, Guard, GuardPolicy, Message, Receive, Scope, Send, allows_origin
+from lmx_lab.guard import ASGIApp, Guard, GuardPolicy, Message, Receive, Scope, Send, allows_origin, passes
 
 VERSION = version("lmx-lab")
 
@@ -28,6 +29,8 @@ def wrapped(api: FastAPI, policy: Callable[[], GuardPolicy], *, methods: Sequenc
         policy: Asked for every request: the port is known late.
         methods: That pages of allowed origins may use.
     """
+    # A body that is not too large has room where it is the only one.
+    api.state.body_room = BodyRoom(max(ROOM_BYTES, api.state.max_body_bytes))
     api.add_exception_handler(LabError, errors.on_lab_error)
     api.add_exception_handler(RequestValidationError, errors.on_invalid)
     api.add_exception_handler(HTTPException, errors.on_http_error)
@@ -48,9 +51,14 @@ class Cors(CORSMiddleware):
         return allows_origin(origin, self._policy())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
-        known = origin is not None and self.is_allowed_origin(origin)
-        await (super().__call__ if known else self.app)(scope, receive, send)
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        origin = headers.get("origin")
+        if origin is None or not self.is_allowed_origin(origin):
+            await self.app(scope, receive, send)
+        elif scope["method"] == "OPTIONS" and not passes(scope, self._policy()):
+            await self.simple_response(scope, receive, send, request_headers=headers)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def _refusal(error: LabError) -> ASGIApp:

@@ -16,6 +16,7 @@ from typing_extensions import TypeIs
 from lmx_lab.bench.chunks import Chunk, ChunkReader, ServerFigures, Usage
 from lmx_lab.bench.exchange import Address, Event, Exchange
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
+from lmx_lab.client.failures import was_sent
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -121,9 +122,9 @@ class ChatTarget:
             try:
                 names = await client.models()
                 self._is_lab = client.is_lab
-            except LabError:
+            except LabError as exc:
                 # mlx_lm.server, for one, lists only what is in a hub's cache, and fails without one.
-                if self._model is None:
+                if self._model is None or not was_sent(exc):
                     raise
         if not self._is_lab and not self._model:
             self._model = self._only(names)

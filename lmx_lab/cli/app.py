@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from lmx_lab.cli.entry import FAILED, INTERRUPTED
+from lmx_lab.cli.parsing import Commands
 from lmx_lab.cli.terminal import shown
 from lmx_lab.errors import LabError
 from lmx_lab.plaintext import LogFormatter
@@ -42,6 +43,7 @@ def epilog(*examples: str, needs: str = "", status: str = STATUS) -> str:
 
 app = typer.Typer(
     name="lmx-lab",
+    cls=Commands,
     help="Local language models on MLX and llama.cpp: serve them, talk to them, measure them, see what is there.\n\n"
     "The first steps are the first two examples below. What is wrong on this machine, lmx-lab doctor says.",
     epilog=epilog(
@@ -54,6 +56,7 @@ app = typer.Typer(
         status=f"{STATUS}. Errors are on standard error, a line each, code first; results alone are on standard output",
     ),
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 out = Console(soft_wrap=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -13,14 +14,15 @@ import typer
 
 from lmx_lab.cli.app import FAILED, INTERRUPTED, app, epilog, keep_what_is_made, note
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.errors import InvalidRequestError
-from lmx_lab.settings import Settings
+from lmx_lab.cli.folders import settings_with_folders
+from lmx_lab.cli.parsing import Command
+from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnauthorizedError
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from lmx_lab.bench import Sweep, Target
+    from lmx_lab.bench import ChatTarget, Sweep, Target
 
 
 PICTURES = (".pdf", ".png", ".svg")
@@ -44,6 +46,7 @@ CompareKey = Annotated[
 
 
 @app.command(
+    cls=Command,
     help=HELP,
     epilog=epilog(
         "lmx-lab bench --model smollm2-135m",
@@ -107,6 +110,7 @@ def bench(
     )
     _check_extras(plot)
     others = [ChatTarget(one, model=compare_model, api_key=compare_api_key) for one in compare or ()]
+    _check_there(others)
     with _first(url, model, api_key, plan, served=bool(others)) as first:
         rows = run([first, *others], plan, record=record)
     _say_all(rows, as_json=as_json, plot=plot)
@@ -139,18 +143,38 @@ def _check_extras(plot: Path | None) -> None:
         raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in a folder that is there", param="--plot")
 
 
+def _check_there(targets: Iterable[ChatTarget]) -> None:
+    """A table in which every request has failed for one reason says it later, and less clearly.
+
+    Raises:
+        LabError: nobody is there, wants another key, or has the model. What else is amiss, the requests will tell.
+    """
+    from lmx_lab.client.failures import was_sent
+
+    for target in targets:
+        try:
+            asyncio.run(target.describe())
+        except (NotLoadedError, UnauthorizedError):
+            raise
+        except LabError as exc:
+            if not was_sent(exc):
+                raise
+
+
 @contextmanager
 def _first(url: str | None, model: str | None, api_key: str | None, plan: Sweep, *, served: bool) -> Iterator[Target]:
     """What is measured; a model of this process is there as long as the block."""
     from lmx_lab.bench import ChatTarget, EngineTarget
 
     if url is not None:
-        yield ChatTarget(url, model=model, api_key=api_key)
+        first = ChatTarget(url, model=model, api_key=api_key)
+        _check_there([first])
+        yield first
         return
     from lmx_lab.lab import Lab
 
     assert model is not None
-    settings = Settings.read(host="127.0.0.1", port=0)
+    settings = settings_with_folders(host="127.0.0.1", port=0)
     most = max(case.concurrency for case in plan.cases())
     if most > settings.slots:
         note(f"{most} at once are more than {settings.slots} slots: some will wait. LMX_LAB_SLOTS={most} makes room")

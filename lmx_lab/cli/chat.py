@@ -12,6 +12,7 @@ import typer
 
 from lmx_lab.cli.app import app, epilog, note
 from lmx_lab.cli.completion import complete_model, complete_session
+from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.reach import NEEDS, Token, Url, daemon_client
 from lmx_lab.cli.terminal import can_be_asked
 from lmx_lab.errors import InvalidRequestError, SessionNotFoundError
@@ -25,13 +26,14 @@ LAST = "chat.json"
 
 
 @app.command(
+    cls=Command,
     epilog=epilog(
         'lmx-lab chat "What is the capital of France?"',
         "lmx-lab chat --new --system 'Answer in one word.'",
         "git diff | lmx-lab chat --session review",
         needs=NEEDS,
         status="0 after an answer, 1 if there is none, 2 if an argument cannot be, 130 if Ctrl-C has cancelled it",
-    )
+    ),
 )
 def chat(
     text: Annotated[list[str] | None, typer.Argument(help="The question. Without one, it is a conversation.")] = None,
@@ -63,10 +65,10 @@ def chat(
 
     with daemon_client(url, token) as client:
         begins = new or model is not None or system is not None
-        if begins and session is not None:
-            _check_new(client, session)
+        if session is not None:
+            _check_named(client, session, begins=begins)
         last = Settings.read().home / LAST
-        session_id = session or (None if begins else _remembered(client, last))
+        session_id = session if session is not None or begins else _remembered(client, last)
         here = client.session(session_id, model=model, system_prompt=system)
         _remember(here, last)
         conversation = Conversation(here, allow=allow)
@@ -85,18 +87,19 @@ def _question(text: list[str] | None) -> str | None:
     return question
 
 
-def _check_new(client: DaemonClient, session_id: str) -> None:
+def _check_named(client: DaemonClient, session_id: str, *, begins: bool) -> None:
     """
     Raises:
-        InvalidRequestError: it is there, and would go on as it is.
+        InvalidRequestError: no session can have this id, or one was to begin that is there, and would go on as it is.
     """
     with contextlib.suppress(SessionNotFoundError):
         client.read_session(session_id)
-        raise InvalidRequestError(
-            f"session {session_id} is there already, and --new, --model and --system are of a new one; "
-            "leave them out, or choose another id",
-            param="session",
-        )
+        if begins:
+            raise InvalidRequestError(
+                f"session {session_id} is there already, and --new, --model and --system are of a new one; "
+                "leave them out, or choose another id",
+                param="session",
+            )
 
 
 def _remembered(client: DaemonClient, last: Path) -> str | None:

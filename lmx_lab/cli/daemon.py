@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import signal
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,9 @@ from urllib.parse import urlsplit
 import typer
 
 from lmx_lab.cli.app import app, epilog, keep_what_is_made, say, start_logging
+from lmx_lab.cli.listening import check_host
+from lmx_lab.cli.parsing import Command
+from lmx_lab.cli.terminal import asked, can_be_asked
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, McpServerExistsError
 from lmx_lab.links import LOOPBACK_NAMES
 from lmx_lab.settings import Settings
@@ -29,6 +31,7 @@ DRAIN_S = 30.0
 
 
 @app.command(
+    cls=Command,
     epilog=epilog(
         "lmx-lab daemon",
         "lmx-lab daemon --upstream http://127.0.0.1:8080   before another server",
@@ -36,7 +39,7 @@ DRAIN_S = 30.0
         needs="a chat-format server for its turns, such as lmx-lab serve; it may come later",
         status="0 after Ctrl-C or SIGTERM (the first lets turns end, the second does not) or POST /v3/daemon/shutdown; "
         "1 if it could not start; 2 if an argument cannot be",
-    )
+    ),
 )
 def daemon(
     *,
@@ -63,6 +66,7 @@ def daemon(
     Its token is in state.json in its folder, new at each start. The upstream's key, if it has one, is taken from
     LMX_LAB_UPSTREAM_API_KEY alone: arguments can be read by others.
     """
+    check_host(host)
     settings = Settings.read(
         upstream=upstream,
         daemon_port=port,
@@ -107,11 +111,19 @@ def _agreed(path: Path, *, yes: bool) -> list[McpServerConfig]:
         say(_shown(server, path.absolute().parent))
     if not servers:
         say(f"{path} has no servers")
-    elif not yes and not sys.stdin.isatty():
+    elif not yes and not can_be_asked():
         raise InvalidRequestError("nobody can be asked here whether these may be started; --yes says so")
-    elif not yes and not typer.confirm("These programs and addresses get what turns hand them. Add them?"):
+    elif not yes and not _said_yes():
         return []
     return servers
+
+
+def _said_yes() -> bool:
+    """Ctrl-C ends the command; anything but a yes is a no."""
+    with contextlib.suppress(EOFError):
+        said = asked("These programs and addresses get what turns hand them. Add them? [y]es, [N]o ")
+        return said.strip().lower() in ("y", "yes")
+    return False
 
 
 def _shown(server: McpServerConfig, folder: Path) -> str:

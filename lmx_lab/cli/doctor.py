@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from lmx_lab.cli.app import FAILED, app, epilog, err, out
+from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.terminal import shown
 from lmx_lab.settings import Settings
 
@@ -21,13 +22,14 @@ MARKS = {"fine": ("ok  ", "green"), "note": ("note", "yellow"), "bad": ("bad ", 
 
 
 @app.command(
+    cls=Command,
     epilog=epilog(
         "lmx-lab doctor",
         "lmx-lab doctor --measure           which engine is the faster one here",
         "lmx-lab doctor --json | jq .broken",
         needs="nothing; it looks for a few seconds, two of them at most at the network",
         status="0 if nothing is broken (notes are no fault), 1 if something is, 2 if an argument cannot be",
-    )
+    ),
 )
 def doctor(
     *,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lmx_lab.cli.app import app, epilog
 from lmx_lab.cli.completion import complete_session
+from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.reach import NEEDS, Token, Url, daemon_client
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, SessionNotFoundError
+
+if TYPE_CHECKING:
+    from lmx_lab.client import DaemonClient
 
 
 @app.command(
+    cls=Command,
     epilog=epilog(
         "lmx-lab events --follow",
         "lmx-lab events --after 0 --types 'turn.*' --session letters",
@@ -21,7 +27,7 @@ from lmx_lab.errors import InvalidRequestError
         needs=NEEDS,
         status="0, also after Ctrl-C, which ends --follow; 1 if it failed, or nobody reads on; 2 if an argument cannot "
         "be",
-    )
+    ),
 )
 def events(
     *,
@@ -42,10 +48,27 @@ def events(
     """Print the daemon's events. Following them survives every break and restart: it goes on where it was."""
     if tail < 0:
         raise InvalidRequestError(f"--tail is {tail}; give 0 or more", param="tail")
+    if after is not None and after < 0:
+        raise InvalidRequestError(f"--after is {after}; give 0, which is all that is kept, or more", param="after")
     from lmx_lab.cli.following import Chosen, follow_events, newest_events
 
     chosen = Chosen(session_ids=tuple(session or ()), types=tuple(types or ()), as_json=json)
     with daemon_client(url, token) as client, contextlib.suppress(KeyboardInterrupt):
+        _check_sessions(client, chosen.session_ids)
         cursor = newest_events(client, chosen, after=after, tail=tail)
         if follow:
             follow_events(client, chosen, after=cursor)
+
+
+def _check_sessions(client: DaemonClient, session_ids: Iterable[str]) -> None:
+    """
+    Raises:
+        SessionNotFoundError: nothing has happened in it, and whoever follows it would wait for ever.
+    """
+    for session_id in session_ids:
+        try:
+            client.read_session(session_id)
+        except SessionNotFoundError:
+            # Of one that was deleted the log may still tell.
+            if not client.page(after=0, session_ids=[session_id], limit=1).events:
+                raise

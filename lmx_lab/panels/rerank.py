@@ -18,7 +18,7 @@ from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, number_field, text_field
 from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.admin import Sample
+from lmx_lab.wire.admin import ModelEvent, Sample
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ MOST_TSV_CHARACTERS = 8_000_000
 KEPT_CHARACTERS = 10_000
 """Documents up to here come back into the form of a view that opens later."""
 SNAPSHOT_ROWS = 20
+RANKING = "Ranking…"
 
 # What a terminal or a page would obey instead of showing it. Joiners and marks of direction belong to their languages.
 _UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -83,6 +84,8 @@ class RerankPanel(Panel):
     asked = traitlets.Dict().tag(sync=True)
     """Query and documents as they were last asked with, for the form of a view that opens later."""
     busy = traitlets.Bool(False).tag(sync=True)
+    doing = traitlets.Unicode().tag(sync=True)
+    """What goes on while it is busy."""
     problem = traitlets.Unicode().tag(sync=True)
     """Why the last ranking has no result."""
     table = traitlets.Dict().tag(sync=True)
@@ -101,6 +104,10 @@ class RerankPanel(Panel):
         if self.form:
             super().tick(source, sample)
 
+    def model_event(self, event: ModelEvent) -> None:
+        if self._task is not None:
+            self.show(doing=f"Loading {event.model}…" if event.stage == "load" else RANKING)
+
     # Ranking
 
     async def do_rank(self, fields: Mapping[str, Any]) -> None:
@@ -112,7 +119,7 @@ class RerankPanel(Panel):
         if self._task is not None:
             raise ModelBusyError("this panel is ranking already; cancel that, or wait for its result")
         kept = text if isinstance(text, str) and len(text) <= KEPT_CHARACTERS else ""
-        self.show(busy=True, problem="", asked={"query": _sendable(query), "documents": _sendable(kept)})
+        self.show(busy=True, doing=RANKING, problem="", asked={"query": _sendable(query), "documents": _sendable(kept)})
         self._task = asyncio.create_task(self._rank(query, documents, top_n), name="rank a panel's documents")
         self._task.add_done_callback(self._ended)
 

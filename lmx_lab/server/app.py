@@ -21,6 +21,7 @@ from lmx_lab.server.health import health_routes
 from lmx_lab.server.loading import Event, ModelLoader
 from lmx_lab.server.metrics import Metrics, metrics_routes
 from lmx_lab.server.openapi import SHAPES, SOCKETS
+from lmx_lab.server.pages import page_routes
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.socket import socket_routes
@@ -58,12 +59,15 @@ def create_server(
         title="LMX Lab inference server",
         version=VERSION,
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
         shapes=SHAPES,
         sockets=SOCKETS,
         key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
         open_paths=OPEN_PATHS,
     )
     api.state.max_body_bytes = settings.max_body_bytes
+    api.include_router(page_routes())
     api.include_router(health_routes(engine))
     api.include_router(chat_routes(chat))
     api.include_router(completion_routes(chat, slots=settings.slots))

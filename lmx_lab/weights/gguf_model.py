@@ -11,8 +11,9 @@ from lmx_lab.weights.entry import Facts, Kind
 from lmx_lab.weights.gguf_header import GgufHeader, read_header
 from lmx_lab.weights.gguf_names import parts_of
 
-POOLING_RANK = 4
-"""llama.cpp's number of the pooling that ends in a score; 1 to 3 end in a vector, 0 is none."""
+POOLING_LAST, POOLING_RANK = 3, 4
+"""llama.cpp's numbers of the poolings that take the last token's vector, and end in a score; 1 to 3 end in a vector, 0
+is none."""
 ENCODERS = frozenset({
     "bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
     "t5encoder", "gemma-embedding", "gemma-embedding2", "llama-embed",

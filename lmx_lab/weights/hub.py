@@ -26,6 +26,7 @@ from lmx_lab.weights.entry import Progress, ProgressCallback
 from lmx_lab.weights.gguf_names import chosen, default, grouped, labelled
 from lmx_lab.weights.hub_cache import repo_folder
 from lmx_lab.weights.hub_content import Announced, require_announced
+from lmx_lab.weights.hub_unverified import is_unverified, note
 from lmx_lab.weights.store import FULL, folder_bytes, free_in_words, require_disk
 
 # Weights, JSON and vocabularies: nothing that could hold code (.py, pickles in .bin or .pt).
@@ -94,16 +95,23 @@ def download(
     snapshot = repo_folder(cache, repo_id) / "snapshots" / str(info.sha)
     _drop_abandoned(cache, repo_id)
     _drop_torn(repo_folder(cache, repo_id), snapshot, wanted.sizes)
+    left = [name for name in wanted.sizes if (snapshot / name).exists() and is_unverified(snapshot / name)]
+    # What is wrong of what a killed download has left is removed by this, and fetched again.
+    with suppress(DownloadError):
+        _verify({snapshot / name: said[name] for name in left}, progress)
     missing = [name for name in wanted.sizes if not (snapshot / name).exists()]
     needed = sum(wanted.sizes[name] for name in missing)
     require_disk(cache, needed, reserve_bytes, repo_id)
+    with _translated(repo_id, cache, needed):
+        note(snapshot / name for name in missing)
     folder = _fetched(repo_id, cache, list(wanted.sizes), needed, progress, endpoint=endpoint)
-
-    def verified(done: int) -> None:
-        progress(Progress(stage="verify", done_bytes=done, total_bytes=needed))
-
-    require_announced({folder / name: said[name] for name in missing}, verified)
+    _verify({folder / name: said[name] for name in missing}, progress)
     return folder / wanted.first if wanted.first else folder
+
+
+def _verify(files: Mapping[Path, Announced], progress: ProgressCallback) -> None:
+    total = sum(expected.size_bytes for expected in files.values())
+    require_announced(files, lambda done: progress(Progress(stage="verify", done_bytes=done, total_bytes=total)))
 
 
 def _fetched(

@@ -32,6 +32,11 @@ def repo_folder(cache: Path, repo_id: str) -> Path:
     return cache / (PREFIX + repo_id.replace("/", "--"))
 
 
+def repo_id(folder: Path) -> str:
+    """``org/name`` of the folder that the cache keeps it in."""
+    return folder.name.removeprefix(PREFIX).replace("--", "/", 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CachedRepo:
     """A repository of which something is in the cache, whole or not."""
@@ -49,7 +54,7 @@ def repositories(cache: Path) -> Iterator[CachedRepo]:
         snapshots = sorted(path for path in (folder / "snapshots").glob("*") if path.is_dir())
         current = _current(folder, snapshots)
         yield CachedRepo(
-            id=folder.name.removeprefix(PREFIX).replace("--", "/", 1),
+            id=repo_id(folder),
             current=current,
             older=tuple(path for path in snapshots if path != current),
         )

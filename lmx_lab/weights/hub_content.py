@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmx_lab.errors import DownloadError
+from lmx_lab.weights.hub_unverified import forget
 
 PIECE_BYTES = 2**20
 PER_REPORT = 64
@@ -27,19 +28,25 @@ class Announced:
 def require_announced(files: Mapping[Path, Announced], told: Callable[[int], None]) -> None:
     """Read files that have come, and compare them with what the hub said; ``told`` gets the bytes read so far.
 
+    Those that are right are no longer unverified.
+
     Raises:
-        DownloadError: one has another length or another content; it was removed, with the file that a link to it is.
+        DownloadError: some have another length or another content; they were removed, with the files that links to
+            them are. The message names the first.
     """
-    done = 0
+    done, wrong = 0, []
     for path, expected in files.items():
         found, done = _described(path, expected, done, told)
-        if found != (said := _said(expected)):
-            for file in (path.resolve(), path):
-                file.unlink(missing_ok=True)
-            raise DownloadError(
-                f"{path.name} is not the file that the hub announced: {found}, expected {said}. It was not kept; "
-                "something between here and the hub may be altering it. Try again"
-            )
+        if found == (said := _said(expected)):
+            forget(path)
+            continue
+        for file in (path.resolve(), path):
+            file.unlink(missing_ok=True)
+        wrong.append(f"{path.name} is not the file that the hub announced: {found}, expected {said}")
+    if wrong:
+        raise DownloadError(
+            f"{wrong[0]}. It was not kept; something between here and the hub may be altering it. Try again"
+        )
 
 
 def _said(expected: Announced) -> str:
@@ -48,6 +55,9 @@ def _said(expected: Announced) -> str:
 
 def _described(path: Path, expected: Announced, done: int, told: Callable[[int], None]) -> tuple[str, int]:
     """The file in the words of ``_said``, and how many bytes have been read by now."""
+    if not path.exists():
+        # Another process has found it to be wrong.
+        return "no file", done
     size = path.stat().st_size
     if size != expected.size_bytes and expected.size_bytes:
         return f"{size} bytes", done

@@ -13,6 +13,7 @@ from lmx_lab.weights.folder import read_folder
 from lmx_lab.weights.gguf_model import read_gguf_facts
 from lmx_lab.weights.gguf_names import GgufFiles, choices, grouped, is_gguf, labelled, parts_of
 from lmx_lab.weights.hub_cache import CachedRepo, repositories
+from lmx_lab.weights.hub_unverified import refuse_unverified
 from lmx_lab.weights.starters import STARTERS
 
 NAMED_IN_ERRORS = 6
@@ -160,6 +161,7 @@ def read_facts(path: Path) -> Facts:
     Raises:
         UnusableModelError: nothing that can be loaded; the message says why.
     """
+    refuse_unverified(path)
     if path.is_dir():
         _refuse_ambiguous(path)
         return read_folder(path)

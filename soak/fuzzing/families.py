@@ -29,13 +29,20 @@ class Family:
     """Of ``Case`` or ``SocketCase``."""
     program: Literal["server", "daemon"] = "server"
     refusals: Refusals = NONE
+    of_engine: bool = False
+    """An engine reads them, after the server has."""
     longest: Callable[[], Case | SocketCase] | None = None
     """Made for each batch: more than the server takes."""
 
 
 def _http(name: str, count: int, goods: tuple[Good, ...], refusals: Refusals = NOT_LOADED) -> Family:
     return Family(
-        name=name, count=count, cases=http_cases(goods, []), refusals=refusals, longest=lambda: too_large(goods[0], [])
+        name=name,
+        count=count,
+        cases=http_cases(goods, []),
+        refusals=refusals,
+        of_engine=True,
+        longest=lambda: too_large(goods[0], []),
     )
 
 
@@ -50,6 +57,7 @@ FAMILIES = (
         count=2000,
         cases=chat_sockets("/v1/chat/stream", corpus.CHAT_BODIES),
         refusals=NOT_LOADED,
+        of_engine=True,
         longest=lambda: oversized("/v1/chat/stream", []),
     ),
     Family(

@@ -18,7 +18,14 @@ from lmx_lab.bench.driving import drive
 from lmx_lab.bench.sample import Sample
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
 from lmx_lab.engine import Engine
-from lmx_lab.errors import ConnectionLostError, InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError
+from lmx_lab.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    LabError,
+    ModelNotFoundError,
+    NotLoadedError,
+    UnreachableError,
+)
 from lmx_lab.lab import Lab
 from lmx_lab.settings import Settings
 from tests.bench.asked import WORDS, collected
@@ -192,6 +199,12 @@ async def test_a_server_that_cannot_list_is_described_by_what_was_told() -> None
         assert await ChatTarget(server.url, model="b").describe() == TargetFacts(model="b")
         with pytest.raises(LabError):
             await ChatTarget(server.url).describe()
+
+
+async def test_where_nobody_is_a_name_is_no_description() -> None:
+    for model in ("b", None):
+        with pytest.raises(UnreachableError, match="nothing answers at"):
+            await ChatTarget("127.0.0.1:1", model=model).describe()
 
 
 async def test_what_a_server_does_not_say_can_be_told() -> None:

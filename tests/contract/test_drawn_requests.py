@@ -4,9 +4,17 @@ described, their status, headers, body and code of failure."""
 from __future__ import annotations
 
 import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from lmx_lab.lab import Lab
+from tests.contract.conftest import CONTEXT, HERE
 from tests.contract.keeping import EXAMPLES, Contract
+from tests.flows.conftest import serving
+from tests.gguf_files import with_context
 
 SINGLE = ("--phases", "examples,coverage,fuzzing")
 CHAINS = ("--phases", "stateful", "--mode", "positive")
@@ -31,6 +39,22 @@ def test_the_inference_server_keeps_its_document(server: Contract, lab: Lab) -> 
     # Without a model nearly all would be one refusal.
     lab.load("tiny")
     assert_whole(server.draw(*SINGLE, "--exclude-tag", "admin"))
+
+
+@pytest.fixture
+def on_llama_cpp(tmp_path: Path, tiny_gguf: Path, minilm_gguf: Path, reranker_gguf: Path) -> Iterator[Contract]:
+    models = tmp_path / "models"
+    with_context(tiny_gguf, CONTEXT, models / "tiny")
+    for name, file in (("tiny-embedder", minilm_gguf), ("tiny-reranker", reranker_gguf)):
+        (models / name).mkdir()
+        shutil.copy(file, models / name)
+    with serving(tmp_path, "tiny", embedder="tiny-embedder", reranker="tiny-reranker", downloads=False) as lab:
+        yield Contract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
+
+
+def test_it_keeps_its_document_on_llama_cpp_too(on_llama_cpp: Contract) -> None:
+    # The document's bounds, such as 2,048 texts, are the server's, whichever engine computes; here they take minutes.
+    assert_whole(on_llama_cpp.draw("--phases", "examples,fuzzing", "--exclude-tag", "admin"))
 
 
 def test_its_administration_keeps_its_document(server: Contract) -> None:

@@ -413,6 +413,17 @@ async def test_a_choice_that_cannot_be_made_is_an_error(here: Daemon, upstream: 
     assert (await here.run(session, overrides=TurnOverrides(tool_choice="none"))).text == "ok"
 
 
+@pytest.mark.parametrize("given", [None, []], ids=["other tools", "no tools"])
+async def test_a_choice_of_a_tool_that_is_away_says_why(
+    here: Daemon, upstream: Scripted, given: list[str] | None
+) -> None:
+    here.workshop.absences["lost__echo"] = "the MCP server 'lost' has failed"
+    record = await here.run(await here.session(tools=given), overrides=TurnOverrides(tool_choice="lost__echo"))
+    assert record.error is not None
+    assert "'lost__echo', and the MCP server 'lost' has failed. In this turn there are" in record.error.message
+    assert upstream.bodies == []
+
+
 # --- submitting
 
 

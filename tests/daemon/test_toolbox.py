@@ -18,6 +18,7 @@ from lmx_lab.daemon.mcp.secrets import Secrets
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.toolbox import AllTools
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
 from tests.daemon.mcp_place import Place, hostile, opened_place
 
 
@@ -43,6 +44,31 @@ async def test_functions_and_servers_are_called_by_their_names(place: Place) -> 
     for missing in ("nobody", "bad__nothing", "other__echo", "denied", ""):
         result = await toolbox.call(missing, {}, note=print)
         assert (result.status, "no tool" in result.text) == ("error", True)
+
+
+@pytest.mark.anyio
+async def test_a_tool_that_is_away_is_told_with_what_became_of_its_server(place: Place) -> None:
+    toolbox = AllTools(PythonTools(), place.servers, Limits())
+    await place.servers.add(McpServerConfig(name="lost", command="/no/such/program"))
+    await place.servers.add(McpServerConfig(name="off", command="cat", enabled=False))
+    await place.until("lost", lambda server: server.state == "failed")
+    failed = await toolbox.absence("lost__echo")
+    assert failed is not None
+    assert failed.startswith("the MCP server 'lost' has failed")
+    assert "/no/such/program" in failed
+    assert failed in (await toolbox.call("lost__echo", {}, note=print)).text
+    assert "disabled" in (await toolbox.absence("off__echo") or "")
+    for name in ("lost", "nobody__echo", "", "required"):
+        assert await toolbox.absence(name) is None
+
+
+@pytest.mark.anyio
+async def test_a_server_that_is_there_is_no_reason_but_for_its_permission(place: Place) -> None:
+    toolbox = AllTools(PythonTools(), place.servers, Limits())
+    await place.ready(hostile())
+    assert await toolbox.absence("bad__nothing") is None
+    await place.servers.change("bad", ChangeMcpServer(permission="deny"))
+    assert "denied" in (await toolbox.absence("bad__echo") or "")
 
 
 # Files

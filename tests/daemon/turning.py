@@ -39,6 +39,8 @@ class Workshop:
         self.work: Callable[[str, dict[str, Any], Callable[[str], None]], Any] = lambda name, arguments, note: "done"
         """May be async; gives a text or a ``ToolResult``."""
         self.called: list[tuple[str, dict[str, Any]]] = []
+        self.absences: dict[str, str] = {}
+        """Why tools are not there, by name."""
         self.running = 0
         self.most_running = 0
         self.listed = [
@@ -53,6 +55,9 @@ class Workshop:
 
     async def settled(self) -> None:
         """It always is."""
+
+    async def absence(self, name: str) -> str | None:
+        return self.absences.get(name)
 
     async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
         self.called.append((name, arguments))

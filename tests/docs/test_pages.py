@@ -23,8 +23,8 @@ from tests.docs.pages import DOCS, LINKED, PAGES, README, ROOT, anchors, blocks,
 
 TWO_SCREENS = 150
 """Lines of the README: what there is more of goes to ``docs``."""
-OF_OTHERS = {"--json", "--raw"}
-"""Flags of curl and of ``%%lmx``."""
+OF_OTHERS = {"--json", "--raw", "--no-deps"}
+"""Flags of curl, of ``%%lmx`` and of pip."""
 
 
 def named(page: Path) -> str:

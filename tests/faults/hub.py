@@ -29,6 +29,11 @@ class Hub(ThreadingHTTPServer):
         self.asked: list[tuple[str, str]] = []
         """Names of files that were sent, with the range that was asked for."""
 
+    @property
+    def sent(self) -> list[str]:
+        """Names of files, as often as they were sent."""
+        return [name for name, _ in self.asked]
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has left is no error of the hub."""
 
@@ -95,6 +100,10 @@ def whole(handler: Handler, data: bytes) -> None:
 def instead(body: bytes, kind: str = "application/octet-stream") -> Sends:
     """Something else, as if it were the file."""
     return lambda handler, _: handler.reply(body, headers={"Content-Type": kind})
+
+
+def failing(handler: Handler, _: bytes) -> None:
+    handler.reply(b"{}", 500)
 
 
 def redirected_for_ever(handler: Handler, _: bytes) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +16,10 @@ import pytest
 from filelock import FileLock
 from huggingface_hub import constants, file_download
 
-from lmx_lab.errors import DownloadError
+from lmx_lab.errors import DownloadError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry, Progress, hub
+from lmx_lab.weights.hub_unverified import NOTE
 from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
 from tests.flows.conftest import wait_until
 
@@ -27,7 +29,13 @@ import sys
 from pathlib import Path
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("org/tiny")
+
+def stand_still(progress):
+    if progress.stage in sys.argv[2:]:
+        print(progress.stage, flush=True)
+        sys.stdin.read()
+
+Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("org/tiny", stand_still)
 """
 
 
@@ -95,6 +103,14 @@ def test_what_is_not_the_announced_file_is_said_and_not_kept(
     assert catalog.scan() == []
     assert partial(cache) == []
     assert not [path for path in cache.rglob(name) if path.exists()]
+    server.faults.clear()
+    assert contents(catalog.fetch(REPO)) == server.files
+
+
+def test_of_several_wrong_files_none_is_kept(catalog: Catalog, server: Hub) -> None:
+    server.faults |= {name: instead(spoiled(server, name)) for name in server.files}
+    with pytest.raises(DownloadError, match="announced"):
+        catalog.fetch(REPO)
     server.faults.clear()
     assert contents(catalog.fetch(REPO)) == server.files
 
@@ -208,3 +224,88 @@ def test_what_another_program_is_just_fetching_is_left_alone(catalog: Catalog, c
 
 def hub_commit(cache: Path) -> str:
     return (cache / "models--org--tiny/refs/main").read_text()
+
+
+# Killed or broken off before what has come was compared
+
+
+@contextmanager
+def comparing(server: Hub, home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has fetched all files and compared none of them; it goes on when its standard input ends."""
+    command = [sys.executable, "-c", FETCH, str(home), "verify"]
+    environ = {**os.environ, "HF_ENDPOINT": server.url}
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"verify\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def notes(cache: Path) -> list[Path]:
+    return list(cache.rglob(f"{NOTE}*"))
+
+
+def test_a_wrong_file_of_a_killed_download_is_not_listed_or_loaded_and_the_next_one_replaces_it(
+    catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
+) -> None:
+    server.faults[WEIGHTS] = instead(spoiled(server, WEIGHTS))
+    with comparing(server, tmp_path / "home") as process:
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert len(notes(cache)) == len(server.files)
+    snapshot = cache / "models--org--tiny/snapshots" / hub_commit(cache)
+    assert (snapshot / WEIGHTS).stat().st_size == len(server.files[WEIGHTS])
+    assert catalog.scan() == []
+    for name in (REPO, str(snapshot)):
+        with pytest.raises(UnusableModelError, match="lmx-lab pull org/tiny`"):
+            catalog.resolve(name)
+    with pytest.raises(DownloadError, match="sha256"):
+        catalog.fetch(REPO)
+    assert catalog.scan() == []
+    server.faults.clear()
+    server.asked.clear()
+    entry = catalog.fetch(REPO)
+    assert contents(entry) == server.files
+    assert catalog.scan() == [entry]
+    assert {name for name, _ in server.asked} == {WEIGHTS}
+    assert notes(cache) == []
+
+
+def test_a_fetch_that_is_interrupted_hides_what_it_brought_and_nothing_else(
+    catalog: Catalog, cache: Path, server: Hub, tiny_gguf: Path
+) -> None:
+    data = tiny_gguf.read_bytes()
+    server.files |= {"Tiny-Q4_0.gguf": data, "Tiny-Q8_0.gguf": data[:-1] + bytes([data[-1] ^ 1])}
+    before = [catalog.fetch(REPO), catalog.fetch(f"{REPO}:Q4_0")]
+    assert notes(cache) == []
+
+    def interrupted(progress: Progress) -> None:
+        if progress.stage == "verify":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        catalog.fetch(f"{REPO}:Q8_0", interrupted)
+    assert catalog.scan() == before
+    again = f"{REPO}:Tiny-Q8_0.gguf"
+    with pytest.raises(UnusableModelError, match=f"lmx-lab pull {again}`"):
+        catalog.resolve(f"{REPO}:Q8_0")
+    server.asked.clear()
+    entry = catalog.fetch(again)
+    assert catalog.scan() == [*before, entry]
+    assert server.asked == []
+
+
+def test_of_two_homes_with_one_cache_each_compares_for_the_other(
+    catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
+) -> None:
+    with comparing(server, tmp_path / "other") as process:
+        assert catalog.scan() == []
+        entry = catalog.fetch(REPO)
+        assert catalog.scan() == [entry]
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert catalog.scan() == [entry]
+    assert len(server.asked) == len(server.files)
+    assert notes(cache) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx2
 import pytest
@@ -146,6 +148,16 @@ def test_pages_and_whole_answers_pass(http: httpx2.Client, jupyter: Jupyter) -> 
     page = {"origin": f"http://127.0.0.1:{jupyter.port}"}
     answer = http.post(CHAT, json=chat_body(model="default"), headers=page)
     assert answer.json()["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("path", ["", "docs"])
+def test_pages_for_people_lead_on_under_the_prefix(http: httpx2.Client, path: str) -> None:
+    shown = http.get(path)
+    found = [link for link in re.findall(r'href="([^"]*)"', shown.text) if not link.startswith("https://")]
+    assert "openapi.json" in found
+    answers = [http.get(urljoin(str(shown.url), link)) for link in found]
+    assert [answer.status_code for answer in answers] == [200] * len(found)
+    assert all(answer.headers["x-lmx-lab"] for answer in answers)
 
 
 def test_who_is_not_logged_in_to_jupyter_gets_nothing(page: str, lab: Lab) -> None:

@@ -37,7 +37,13 @@ LOOK_S = 0.1
 START_S = 300.0
 STOP_S = 30.0
 OPENED = "notebooks/00_quickstart.ipynb"
-NOTEBOOKS = (OPENED, "notebooks/01_models.ipynb", "notebooks/02_metrics.ipynb", "notebooks/03_rerank.ipynb")
+NOTEBOOKS = (
+    OPENED,
+    "notebooks/01_models.ipynb",
+    "notebooks/02_metrics.ipynb",
+    "notebooks/03_rerank.ipynb",
+    "notebooks/04_daemon.ipynb",
+)
 
 
 class PeakMemory:
@@ -176,11 +182,12 @@ def run(session: Session, notebooks: Sequence[str], *, together: bool) -> list[s
 
 
 def check_links(front: Front, kernel: str) -> None:
-    """The lab's own link for the browser leads through the proxy to the lab, and only there."""
+    """The lab's own link for the browser leads through the proxy to the lab's pages, and only there."""
     link = front.value(kernel, "lmx_lab.current().proxy_url")
     if not link.startswith(f"{PREFIX}proxy/"):
         raise NotebookError(f"the lab's link is {link!r}")
-    front.require_page(f"{link.removeprefix(PREFIX)}healthz")
+    for page in ("", "docs", "openapi.json"):
+        front.require_page(f"{link.removeprefix(PREFIX)}{page}")
 
 
 @contextlib.contextmanager

@@ -83,6 +83,23 @@ def check_all(port: int, path: str, kind: str, key: str | None, *, fits: bool) -
     assert not wrong
 
 
+def test_what_a_page_asks_beforehand_passes_the_same_doors(keyed_lab: Lab, daemon: Daemon) -> None:
+    """It needs no key, which a browser does not send with it; a refusal, too, an allowed page can read."""
+    asked = [("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")]
+    wrong = []
+    for port, path in ((keyed_lab.port, "/v1/chat/completions"), (daemon.port, "/v3/sessions")):
+        for host, origin in product(HOSTS, ORIGINS):
+            more = [*headers(origin, port, None), *asked]
+            answer = send(port, f"OPTIONS {path}", more, host=HOSTS[host][0].format(port=port))
+            friend = origin == "an allowed page"
+            # For who is no other page the question has no answer: the route has no such method.
+            wanted = {200: 200 if friend else 405}.get(expected(host, origin, True), expected(host, origin, True))
+            allowed = answer.header("access-control-allow-origin")
+            if answer.status != wanted or allowed != (FRIEND if friend else None):
+                wrong.append((path, host, origin, answer.status, wanted, allowed))
+    assert not wrong
+
+
 @pytest.mark.parametrize("host", [None, "", "two"])
 def test_a_request_has_one_host(open_lab: Lab, daemon: Daemon, host: str | None) -> None:
     for port in (open_lab.port, daemon.port):

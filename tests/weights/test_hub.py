@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +12,7 @@ import pytest
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.weights import Catalog, Progress, hub
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from tests.faults.hub import Hub, failing, hub_with
 
 
 class Usage(NamedTuple):
@@ -26,78 +21,11 @@ class Usage(NamedTuple):
     free: int
 
 
-class Hub(ThreadingHTTPServer):
-    """Serves ``files`` as the model ``org/tiny``; ``sent`` is what was asked for."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files: dict[str, bytes] = {}
-        self.sent: list[str] = []
-        self.status = 200
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        path = self.path.partition("?")[0]
-        files = self.server.files
-        if self.server.status != 200:
-            self.reply(self.server.status, b"{}")
-        elif path in ("/api/models/org/tiny", "/api/models/org/tiny/revision/main"):
-            siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
-            self.reply(200, json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode())
-        elif path.startswith(f"/api/models/org/tiny/tree/{COMMIT}"):
-            tree = [{"type": "file", "path": n, "size": len(d), "oid": etag(d)} for n, d in files.items()]
-            self.reply(200, json.dumps(tree).encode())
-        elif (name := path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")) in files:
-            if self.command == "GET":
-                self.server.sent.append(name)
-            self.reply(200, files[name])
-        else:
-            self.reply(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
-
-    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        extra = {"ETag": f'"{etag(body)}"', "X-Repo-Commit": COMMIT, "Content-Length": str(len(body))}
-        for key, value in (extra | (headers or {})).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-
-def etag(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
-
-
 @pytest.fixture
 def server(tmp_path: Path, make_model: Callable[..., Path]) -> Iterator[Hub]:
-    model = make_model(tmp_path / "original")
-    with Hub() as hub_server:
-        hub_server.files = {path.name: path.read_bytes() for path in model.iterdir()}
-        hub_server.files |= {"code.py": b"x", "pytorch_model.bin": b"x", "original/consolidated.safetensors": b"x"}
-        thread = threading.Thread(target=hub_server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield hub_server
-        hub_server.shutdown()
-        thread.join()
+    with hub_with(make_model(tmp_path / "original")) as server:
+        server.files |= {"code.py": b"x", "pytorch_model.bin": b"x", "original/consolidated.safetensors": b"x"}
+        yield server
 
 
 @pytest.fixture
@@ -119,7 +47,7 @@ def test_a_hub_model_lands_in_the_hub_cache_without_code_or_pickles(catalog: Cat
 
 def test_what_is_there_is_not_fetched_again_and_a_missing_file_is(catalog: Catalog, server: Hub) -> None:
     entry = catalog.fetch("org/tiny")
-    server.sent.clear()
+    server.asked.clear()
     assert catalog.fetch("org/tiny") == entry
     assert server.sent == []
     (entry.path / "tokenizer.json").resolve().unlink()
@@ -167,7 +95,7 @@ def test_a_disk_that_fills_up_leaves_no_half_files(
 
 
 def test_a_hub_that_fails_is_a_download_error_naming_the_model(catalog: Catalog, server: Hub) -> None:
-    server.status = 500
+    server.faults["api"] = failing
     with pytest.raises(DownloadError, match="org/tiny could not be downloaded"):
         catalog.fetch("org/tiny")
 
@@ -224,7 +152,7 @@ def test_a_split_quantization_in_a_folder_is_fetched_whole(catalog: Catalog, ggu
 
 def test_a_gguf_repository_without_a_choice_gives_the_preferred_one(catalog: Catalog, ggufs: Hub) -> None:
     assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
-    ggufs.sent.clear()
+    ggufs.asked.clear()
     assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
     assert ggufs.sent == []
 
@@ -238,7 +166,7 @@ def test_the_repository_means_its_only_quantization_here_and_with_two_one_has_to
     catalog.fetch("org/tiny:Q4_K_M")
     assert [found.id for found in catalog.scan()] == ["org/tiny:Q4_K_M", "org/tiny:Q8_0"]
     assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
-    ggufs.status = 500
+    ggufs.faults["api"] = failing
     for look in (catalog.resolve, catalog.fetch):
         with pytest.raises(ModelNotFoundError, match=r"name one: org/tiny:Q8_0, org/tiny:Q4_K_M"):
             look("org/tiny")
@@ -305,7 +233,7 @@ def test_what_is_listed_under_a_name_is_what_it_means(
 
 def test_a_damaged_quantization_without_a_hub_is_a_failed_download(catalog: Catalog, ggufs: Hub) -> None:
     catalog.fetch("org/tiny").path.write_bytes(b"GGUF")
-    ggufs.status = 500
+    ggufs.faults["api"] = failing
     for name in ("org/tiny", "org/tiny:Q4_K_M"):
         with pytest.raises(DownloadError, match="org/tiny could not be downloaded"):
             catalog.fetch(name)

@@ -53,6 +53,10 @@ class Toolbox(Protocol):
         """Return when none are about to come."""
         ...
 
+    async def absence(self, name: str) -> str | None:
+        """What keeps a tool of this name away, such as an MCP server that has failed; None if nothing is known."""
+        ...
+
     async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
         """Call a tool once, within its time limit. Never raises but when cancelled, which ends the call within 2 s.
 

@@ -9,6 +9,16 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.tool import Tool, Toolbox, ToolResult
+from lmx_lab.errors import McpServerNotFoundError
+from lmx_lab.wire.mcp import ServerState
+
+BEING: dict[ServerState, str] = {
+    "starting": "is only starting",
+    "restarting": "does not run, and is being started again",
+    "failed": "has failed, until it is restarted",
+    "stopping": "is being ended",
+    "disabled": "is disabled; enable it first",
+}
 
 
 class AllTools(Toolbox):
@@ -30,10 +40,25 @@ class AllTools(Toolbox):
     async def settled(self) -> None:
         await self._servers.settled()
 
+    async def absence(self, name: str) -> str | None:
+        named, separator, _ = name.partition("__")
+        try:
+            server = await self._servers.read(named if separator else "")
+        except McpServerNotFoundError:
+            return None
+        if server.permission == "deny" and server.state == "ready":
+            return f"the tools of the MCP server {server.name!r} are denied; change its permission first"
+        if server.state == "ready":
+            return None
+        why = f" ({server.error})" if server.error else ""
+        return f"the MCP server {server.name!r} {BEING[server.state]}{why}"
+
     async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
         result = await self._python.call(name, arguments)
         if result is None:
             result = await self._servers.call(name, arguments, note)
         if result is None:
-            result = ToolResult(status="error", text=f"There is no tool {name!r:.100} any more.")
+            absence = await self.absence(name)
+            why = f": {absence}" if absence else ""
+            result = ToolResult(status="error", text=f"There is no tool {name!r:.100} any more{why}.")
         return result

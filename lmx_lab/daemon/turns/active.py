@@ -293,6 +293,7 @@ class ActiveTurn:
             tools=self._tools_now(),
             overrides=overrides,
             first=step == 1,
+            absence=await self._parts.toolbox.absence(overrides.tool_choice or ""),
         )
         async with aclosing(self._parts.upstream.call(body, model=overrides.model or session.model)) as pieces:
             async for piece in pieces:

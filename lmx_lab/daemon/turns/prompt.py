@@ -25,15 +25,19 @@ def chat_request(
     tools: Sequence[Tool],
     overrides: TurnOverrides,
     first: bool,
+    absence: str | None = None,
 ) -> dict[str, Any]:
     """The body of a chat request, but for its model.
+
+    Args:
+        absence: What keeps the tool away that is to be called, if it is not among the tools.
 
     Raises:
         InvalidRequestError: the tool that is to be called is not among the tools.
     """
     steering = {name: value for name in STEERING if (value := getattr(overrides, name)) is not None}
     body = {**(overrides.extra or {}), **steering, "messages": chat_messages(system_prompt, history)}
-    choice = _choice(overrides.tool_choice, tools) if first else None
+    choice = _choice(overrides.tool_choice, tools, absence) if first else None
     if tools:
         body["tools"] = [_tool(tool) for tool in tools]
         if choice is not None:
@@ -54,14 +58,15 @@ def _tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(wanted: str | None, tools: Sequence[Tool]) -> Any:
+def _choice(wanted: str | None, tools: Sequence[Tool], absence: str | None) -> Any:
     names = [tool.name for tool in tools]
     if wanted is None or (wanted in WORDS and (names or wanted != "required")):
         return wanted
     if wanted not in names:
         there = f"there are {', '.join(names[:30])}" if names else "there are no tools"
+        why = f"{absence}. In this turn {there}" if absence else f"{there} in this turn"
         raise InvalidRequestError(
-            f"tool_choice is {wanted!r:.80}, and {there} in this turn; choose one of them, or leave it out",
+            f"tool_choice is {wanted!r:.80}, and {why}; choose one of them, or leave it out",
             param="overrides.tool_choice",
         )
     return {"type": "function", "function": {"name": wanted}}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lmx_lab.errors import OutOfMemoryError
 from lmx_lab.weights import ModelEntry
 from lmx_lab.weights.gguf_header import GgufHeader
+from lmx_lab.weights.gguf_model import ENCODERS, POOLING_LAST
 
 BATCH_TOKENS = 256
 """Of a prompt, computed in one step: a cancelled request waits for its end. 2,048 gain nothing on a CPU."""
@@ -14,13 +15,19 @@ CACHE_BYTES = 2
 """Of a number in the KV cache: float16."""
 LEAST_CACHE_BYTES = 512 * 2**20
 """The KV cache takes at most as much as this or the weights, whichever is more, and what one request needs."""
+TEXTS_AT_ONCE = 8
+"""That a model for vectors or scores computes together; more gain nothing (measured)."""
 LEAST_TOKENS = 256
 USUAL_TOKENS = 8192
 """One request shall hold as many, if the model and memory do."""
+USUAL_WHOLE_TOKENS = 1024
+"""The same for a text that has to be computed in one step."""
 TRIAL_TOKENS = 256
 """More than the one token of a trial needs."""
 STEP_TOKENS = 256
 """llama.cpp rounds a context up to such."""
+STEP_BYTES = 8
+"""Of each token in a step and each word of the vocabulary: its scores are held twice (measured)."""
 BASE_BYTES = 64 * 2**20
 """Of the process, its libraries and buffers of computation."""
 
@@ -28,14 +35,17 @@ BASE_BYTES = 64 * 2**20
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     slots: int
+    """Requests at once; for vectors and scores, texts."""
     context_length: int
     """Tokens of one request, prompt and answer."""
     total_tokens: int
     """Of all requests together."""
     cache_tokens: int
     """What is allocated: the same and room for trials of forms, in a slot of their own."""
+    batch_tokens: int
+    """Computed in one step."""
     unified: bool
-    """Requests share one cache, since there is not enough for each to have its own."""
+    """Requests share one cache, as where there is not enough for each to have its own."""
     bytes: int
     """Weights, cache and what else is known beforehand."""
 
@@ -51,8 +61,9 @@ def plan(entry: ModelEntry, header: GgufHeader, *, slots: int, limit_bytes: int)
     own = entry.context_length or USUAL_TOKENS
     fixed = entry.size_bytes + BASE_BYTES + BATCH_TOKENS * _vocabulary(header) * 4
     if entry.kind != "chat":
-        _require(entry, fixed, limit_bytes)
-        return Plan(slots=1, context_length=own, total_tokens=own, cache_tokens=own, unified=False, bytes=fixed)
+        if header.architecture in ENCODERS:
+            return _plan_for_encoder(entry, own, fixed, limit_bytes)
+        return _plan_for_decoder(entry, header, own, limit_bytes)
     per_token = kv_bytes_per_token(header)
     _require(entry, fixed + per_token * (min(LEAST_TOKENS, own) + TRIAL_TOKENS), limit_bytes)
     room = (limit_bytes - fixed) // max(per_token, 1)
@@ -68,8 +79,50 @@ def plan(entry: ModelEntry, header: GgufHeader, *, slots: int, limit_bytes: int)
         context_length=min(own, total),
         total_tokens=total,
         cache_tokens=cache,
+        batch_tokens=BATCH_TOKENS,
         unified=unified,
         bytes=fixed + per_token * cache,
+    )
+
+
+def _plan_for_encoder(entry: ModelEntry, own: int, fixed: int, limit_bytes: int) -> Plan:
+    """It reads a text whole, and keeps nothing of it."""
+    _require(entry, fixed, limit_bytes)
+    total = own * TEXTS_AT_ONCE
+    return Plan(
+        slots=TEXTS_AT_ONCE,
+        context_length=own,
+        total_tokens=total,
+        cache_tokens=total,
+        batch_tokens=own,
+        unified=False,
+        bytes=fixed,
+    )
+
+
+def _plan_for_decoder(entry: ModelEntry, header: GgufHeader, own: int, limit_bytes: int) -> Plan:
+    """For vectors or scores: it has a cache as if it wrote, and computes scores of its vocabulary that nobody reads."""
+    cached, computed = kv_bytes_per_token(header), _vocabulary(header) * STEP_BYTES
+    # llama.cpp takes a text in steps only where its last token alone says what it means. Where all its tokens do, and
+    # each text has a cache of its own, it cuts texts to the same length and forgets the first pieces.
+    in_steps = header.integer(f"{header.architecture}.pooling_type") == POOLING_LAST
+    fixed = entry.size_bytes + BASE_BYTES + (BATCH_TOKENS * computed if in_steps else 0)
+    of_first = cached if in_steps else cached + computed
+    usual = of_first * min(own, USUAL_TOKENS if in_steps else USUAL_WHOLE_TOKENS)
+    room = min(limit_bytes - fixed, max(LEAST_CACHE_BYTES, entry.size_bytes, usual))
+    each = max(1, min(-(-own // STEP_TOKENS), room // max(of_first * STEP_TOKENS, 1))) * STEP_TOKENS
+    more = max(0, room - of_first * each) // max(cached * each, 1)
+    slots = 1 + min(more, TEXTS_AT_ONCE - 1)
+    needed = fixed + each * (of_first + cached * (slots - 1))
+    _require(entry, needed, limit_bytes)
+    return Plan(
+        slots=slots,
+        context_length=min(own, each),
+        total_tokens=each * slots,
+        cache_tokens=each * slots,
+        batch_tokens=BATCH_TOKENS if in_steps else each,
+        unified=not in_steps,
+        bytes=needed,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmx_lab.engine.dialect import Dialect
-from lmx_lab.engine.gguf.budget import BATCH_TOKENS, Plan, plan
+from lmx_lab.engine.gguf.budget import Plan, plan
 from lmx_lab.engine.gguf.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.gguf.dialect import ALL_MARKERS, dialect_of
 from lmx_lab.engine.gguf.process import LlamaProcess
@@ -29,14 +29,12 @@ from lmx_lab.weights.gguf_header import GgufHeader, read_header
 from lmx_lab.weights.gguf_model import read_gguf
 from lmx_lab.weights.stamp import overwritten, require_unchanged, stamped
 
-ENCODERS_SLOTS = 8
-"""Texts that an encoder computes together; more gain nothing (measured)."""
 SPINS = "3000"
 """See ``_environ``."""
 PREFIX_SHARE = 10
 """Of the memory limit, what ended requests' caches may take where no setting says it, as on MLX."""
 BESIDE_MODELS_BYTES = 2**30
-"""What a process may take while it loads beyond all that models may."""
+"""What a process may take beyond all that models may."""
 CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
 TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
 TRIALS: tuple[Mapping[str, Any], ...] = (
@@ -172,6 +170,10 @@ def _fields(
         "endpoint_metrics": True,
         "ui": False,
         "verbosity": 1,
+        "n_ctx": planned.cache_tokens,
+        "n_batch": planned.batch_tokens,
+        "n_ubatch": planned.batch_tokens,
+        "kv_unified": planned.unified,
     }
     if entry.kind != "chat":
         # Most models were trained with the mean of their tokens, where a file does not say.
@@ -179,19 +181,11 @@ def _fields(
         return shared | {
             "embedding": True,
             "pooling_type": "RANK" if entry.kind == "rerank" else None if pooled else "MEAN",
-            "n_parallel": ENCODERS_SLOTS,
-            "n_ctx": ENCODERS_SLOTS * planned.context_length,
-            # A text is computed whole, so a batch holds the longest.
-            "n_batch": planned.context_length,
-            "n_ubatch": planned.context_length,
+            "n_parallel": planned.slots,
         }
     return shared | {
         # One more than requests take: forms are tried on it.
         "n_parallel": planned.slots + 1,
-        "n_ctx": planned.cache_tokens,
-        "kv_unified": planned.unified,
-        "n_batch": BATCH_TOKENS,
-        "n_ubatch": BATCH_TOKENS,
         "cache_ram_mib": kept // 2**20,
         "use_jinja": True,
         # The chat format has no place for "go on with the assistant's last message".

@@ -69,7 +69,7 @@ def require_installed(path: Path) -> None:
 class LlamaProcess:
     """One model in a process of its own; ``start`` makes it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: Path, api_key: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path, api_key: str, *, most_bytes: int) -> None:
         self._process = process
         self._folder = folder
         self._lines: deque[str] = deque(maxlen=LINES)
@@ -80,6 +80,8 @@ class LlamaProcess:
         """It has ended without being asked to."""
         self._why: str | None = None
         self._watching = asyncio.create_task(self._watch(), name="lmx-lab llama.cpp process")
+        self._most_bytes = most_bytes
+        self._weighing = asyncio.create_task(self._weigh(), name="lmx-lab llama.cpp memory")
 
     @property
     def socket(self) -> str:
@@ -95,7 +97,7 @@ class LlamaProcess:
         Args:
             fields: Of ``CommonParams``, by name.
             environ: What is added to the environment.
-            most_bytes: Of memory of its own; one that takes more while it loads is ended.
+            most_bytes: Of memory of its own; one that takes more is ended.
 
         Raises:
             UnusableModelError: llama.cpp cannot load it, with its reason, or has crashed of it, or takes too much.
@@ -116,15 +118,15 @@ class LlamaProcess:
             if isinstance(exc, OSError):
                 raise UnusableModelError(f"no process could be started for {path}: {exc}; try again") from exc
             raise
-        started = cls(process, folder, secrets.token_urlsafe(24))
+        started = cls(process, folder, secrets.token_urlsafe(24), most_bytes=most_bytes)
         try:
-            await started._load(path, fields, most_bytes)
+            await started._load(path, fields)
         except BaseException:
             await started.stop()
             raise
         return started
 
-    async def _load(self, path: Path, fields: Mapping[str, Any], most_bytes: int) -> None:
+    async def _load(self, path: Path, fields: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         order = {
@@ -135,26 +137,20 @@ class LlamaProcess:
         with contextlib.suppress(ConnectionError):  # it has ended already; its end says why
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             await self._process.stdin.drain()
-        weighing = asyncio.create_task(self._weigh(most_bytes), name="lmx-lab llama.cpp memory")
         try:
             ready = await asyncio.wait_for(_is_ready(self._process.stdout), LOAD_S)
         except TimeoutError as exc:
             raise UnusableModelError(f"{path} was not loaded by llama.cpp within {LOAD_S:g} s", param="model") from exc
-        finally:
-            weighing.cancel()
-            await asyncio.gather(weighing, return_exceptions=True)
         if not ready:
             await self._process.wait()
             await self._reading
             raise self._failure(path)
 
-    async def _weigh(self, most_bytes: int) -> None:
-        """A file's chat template is a program, which llama.cpp runs while it loads."""
-        while True:
-            if self.own_bytes > most_bytes:
-                await self.end_for(f"it took more than {most_bytes / 1e9:.1f} GB of memory while it loaded")
-                return
+    async def _weigh(self) -> None:
+        """A file's chat template is a program, which llama.cpp runs while it loads and for each answer."""
+        while self.own_bytes <= self._most_bytes:  # noqa: ASYNC110 - the system tells nobody
             await asyncio.sleep(WEIGH_S)
+        await self.end_for(f"it took more than {self._most_bytes / 1e9:.1f} GB of memory")
 
     def _failure(self, path: Path) -> LabError:
         reason = self.reason()
@@ -227,7 +223,8 @@ class LlamaProcess:
         if self._process.returncode is None:
             self._reading.cancel()
             self._watching.cancel()
-        await asyncio.gather(self._reading, self._watching, return_exceptions=True)
+        self._weighing.cancel()
+        await asyncio.gather(self._reading, self._watching, self._weighing, return_exceptions=True)
 
     async def _watch(self) -> None:
         await self._process.wait()

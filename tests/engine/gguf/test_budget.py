@@ -14,14 +14,18 @@ from lmx_lab.engine.gguf.budget import (
     BATCH_TOKENS,
     LEAST_CACHE_BYTES,
     LEAST_TOKENS,
+    STEP_BYTES,
     STEP_TOKENS,
+    TEXTS_AT_ONCE,
     TRIAL_TOKENS,
     kv_bytes_per_token,
     plan,
 )
 from lmx_lab.errors import OutOfMemoryError
 from lmx_lab.weights import ModelEntry
+from lmx_lab.weights.entry import Kind
 from lmx_lab.weights.gguf_header import GgufHeader, GgufTensor
+from lmx_lab.weights.gguf_model import POOLING_LAST, POOLING_RANK
 
 GB = 10**9
 VOCABULARY = 1000
@@ -95,13 +99,67 @@ def test_a_model_without_room_for_the_least_context_is_refused_with_both_numbers
         plan(entry(), header(), slots=4, limit_bytes=limit)
 
 
+# Vectors and scores
+
+ENCODER = replace(entry(context=512), kind="embedding", architecture="bert")
+EMBEDDER = replace(entry(context=32768), kind="embedding")
+
+
 @pytest.mark.parametrize("kind", ["embedding", "rerank"])
-def test_an_encoder_has_no_cache(kind: str) -> None:
-    encoder = replace(entry(context=512), kind=kind)  # type: ignore[arg-type]
-    found = plan(encoder, header(), slots=8, limit_bytes=FIXED)
-    assert (found.slots, found.context_length, found.total_tokens, found.bytes) == (1, 512, 512, FIXED)
+def test_an_encoder_has_no_cache(kind: Kind) -> None:
+    encoder, of_bert = replace(ENCODER, kind=kind), replace(header(), metadata={"general.architecture": "bert"})
+    found = plan(encoder, of_bert, slots=2, limit_bytes=FIXED)
+    assert (found.slots, found.context_length, found.cache_tokens, found.bytes) == (TEXTS_AT_ONCE, 512, 4096, FIXED)
+    assert found.batch_tokens == 512
     with pytest.raises(OutOfMemoryError):
-        plan(encoder, header(), slots=8, limit_bytes=FIXED - 1)
+        plan(encoder, of_bert, slots=2, limit_bytes=FIXED - 1)
+
+
+QWEN3 = {"block_count": 28, "attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 128,
+         "attention.value_length": 128}  # fmt: skip
+SCORES = VOCABULARY * STEP_BYTES
+"""Of a token, beside its cache."""
+
+
+@pytest.mark.parametrize(
+    ("pooling", "context", "batch", "gigabytes"),
+    # As Qwen3-Embedding-0.6B: eight texts of 32,768 tokens would take 30 GB.
+    [(POOLING_LAST, 8192, BATCH_TOKENS, 1.65), (POOLING_RANK, 5120, 5120, 1.33)],
+)
+def test_a_decoder_that_makes_vectors_takes_its_share(pooling: int, context: int, batch: int, gigabytes: float) -> None:
+    shape = header(**QWEN3, pooling_type=pooling)
+    found = plan(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
+    assert (found.slots, found.context_length, found.cache_tokens) == (1, context, context)
+    assert found.batch_tokens == batch
+    assert found.bytes / GB == pytest.approx(gigabytes, abs=0.01)
+
+
+def test_a_text_that_is_computed_whole_is_as_short_as_a_large_vocabulary_makes_it() -> None:
+    """As Qwen3-Reranker-0.6B: for 8,192 tokens, the scores of 151,669 words for each would take 10 GB."""
+    table = replace(header().tensors[0], shape=(64, 151_669))
+    shape = replace(header(**QWEN3, pooling_type=POOLING_RANK), tensors=(table,))
+    found = plan(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
+    assert (found.slots, found.context_length, found.unified) == (1, 1024, True)
+    assert 2 * GB < found.bytes < 2.2 * GB
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [(GB, (8, 32768)), (50_000 * (PER_TOKEN + SCORES), (5, 32768)), (5000 * (PER_TOKEN + SCORES), (1, 4864)),
+     (256 * (PER_TOKEN + SCORES), (1, 256))],
+)  # fmt: skip
+def test_it_takes_fewer_texts_at_once_and_then_shorter_ones_where_memory_is_short(
+    room: int, expected: tuple[int, int]
+) -> None:
+    found = plan(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + room)
+    assert (found.slots, found.context_length) == expected
+    assert found.batch_tokens == found.context_length
+    assert found.bytes <= 10_000_000 + BASE_BYTES + room
+
+
+def test_without_room_for_the_least_it_is_refused() -> None:
+    with pytest.raises(OutOfMemoryError, match="choose a smaller"):
+        plan(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + 255 * (PER_TOKEN + SCORES))
 
 
 @given(

@@ -63,6 +63,13 @@ async def test_a_process_that_is_killed_ends_every_request_and_a_load_starts_ano
     assert (await run(engine))[1].output_tokens == 8
 
 
+async def test_one_that_takes_more_memory_than_it_may_is_ended_with_that_reason(engine: Engine) -> None:
+    streams = await busy_streams(engine)
+    process_of(engine)._most_bytes = 2**20
+    for stream in streams:
+        assert "took more than 0.0 GB of memory" in await ended_by_death(stream)
+
+
 async def test_a_pinned_model_is_no_worse_for_the_death_of_the_main_one(engine: Engine, minilm_gguf: Path) -> None:
     await engine.pin(entry_of(minilm_gguf, "minilm"))
     system_process_of(engine).kill()

@@ -1,0 +1,53 @@
+"""Two pages for people with a browser: what this server is, and its routes to try.
+
+Every address on them is relative: behind a Hub or Binder the server lies under a path that only the browser knows.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse
+
+from lmx_lab.asgi.wrapping import VERSION
+
+SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui"
+"""The one thing here that is taken from elsewhere, by the browser: 1.5 MB of scripts and styles."""
+HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>LMX Lab</title>'
+FRONT = f"""{HEAD}
+<h1>LMX Lab {VERSION}</h1>
+<p>A local language model, served. Programs speak the chat-completions format with it; their base URL is the address of
+this page with <code>v1</code> at its end.
+<ul>
+<li><a href="docs">docs</a>: all routes, to try here; <a href="openapi.json">openapi.json</a>: the same for programs
+<li><a href="readyz">readyz</a>: whether a model answers
+<li><a href="v1/models">v1/models</a>, <a href="admin/models">admin/models</a>: what is on disk, and what is loaded
+<li><a href="metrics">metrics</a>: figures for Prometheus
+</ul>
+"""
+# Told as a value and not as an address: requests that are tried go to where this page is, and not to the Hub's root.
+DOCS = f"""{HEAD}<link rel="stylesheet" href="{SWAGGER}.css">
+<div id="routes"><p>This page is made by Swagger UI, which the browser takes from the internet. All that it would show
+is in <a id="document" href="openapi.json">openapi.json</a>.</div>
+<script src="{SWAGGER}-bundle.js"></script>
+<script>
+window.SwaggerUIBundle && fetch(document.getElementById("document").href).then((it) => it.json()).then((spec) => {{
+  spec.servers = [{{ url: new URL(".", location).href }}];
+  SwaggerUIBundle({{ dom_id: "#routes", deepLinking: true, spec }});
+}});
+</script>
+"""
+
+
+def page_routes() -> APIRouter:
+    router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+
+    # HEAD is for those who only look whether something is there. The HTTP server leaves the body out.
+    @router.api_route("/", methods=["GET", "HEAD"])
+    async def front() -> str:
+        return FRONT
+
+    @router.api_route("/docs", methods=["GET", "HEAD"])
+    async def docs() -> str:
+        return DOCS
+
+    return router

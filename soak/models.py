@@ -1,0 +1,70 @@
+"""The tiny models that the programs serve, for either engine: a two-layer llama of random weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, get_args
+
+from benchmarks.models import minilm
+from benchmarks.paths import ROOT
+from soak.row import Row
+from soak.soak import Soak
+from tests.encoders.models import write_tiny_bert
+from tests.gguf_models import kept, starter_gguf, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
+from tests.tiny import teach_thinking, write_tiny_llama
+
+Engine = Literal["MLX", "llama.cpp"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+
+def installed(engine: Engine) -> bool:
+    return engine == "MLX" or find_spec("xllamacpp") is not None
+
+
+def on_each_engine(soak: Soak, part: str, rows: list[Row]) -> Iterator[tuple[Engine, Path]]:
+    """The engines and the tiny model of each; one that cannot run is a row that says so."""
+    for engine in ENGINES:
+        if installed(engine):
+            yield engine, tiny(soak, engine)
+        else:
+            rows.append(Row(part=f"{part}, {engine}", notes=f"not done: {engine} is not installed"))
+
+
+def tiny(soak: Soak, engine: Engine) -> Path:
+    """A folder, or a file of the same weights."""
+    return soak.folder if engine == "MLX" else _tiny_gguf(soak)
+
+
+def write_models(folder: Path, soak: Soak, engine: Engine) -> None:
+    """``tiny``, ``tiny-two``, ``tiny-embedder`` and ``tiny-reranker``: what requests name, on either engine."""
+    if engine == "MLX":
+        for seed, name in enumerate(("tiny", "tiny-two")):
+            write_tiny_llama(folder / name, soak.folder, seed=seed)
+        teach_thinking(folder / "tiny")
+        write_tiny_bert(folder / "tiny-embedder")
+        write_tiny_bert(folder / "tiny-reranker", labels=1)
+        return
+    files = {
+        "tiny": _tiny_gguf(soak),
+        "tiny-two": _tiny_gguf(soak, seed=1),
+        "tiny-embedder": kept(_home(), "minilm", lambda target: write_minilm_gguf(target, minilm())),
+        "tiny-reranker": kept(_home(), "reranker", lambda target: write_reranker_gguf(target, minilm())),
+    }
+    for name, file in files.items():
+        (folder / name).mkdir(parents=True)
+        shutil.copy(file, folder / name)
+
+
+def _tiny_gguf(soak: Soak, *, seed: int = 0) -> Path:
+    starter = starter_gguf(_home())
+    name = f"tiny-{seed}" if seed else "tiny"
+    return kept(_home(), name, lambda target: write_tiny_gguf(target, starter, soak.folder, seed=seed))
+
+
+def _home() -> Path:
+    """That of the tests."""
+    return Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()

@@ -1,0 +1,37 @@
+"""Embedding models that are made from decoders, such as Qwen3-Embedding: they have a KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmx_lab.engine import EmbeddingRequest, Engine
+from lmx_lab.engine.gguf.budget import BATCH_TOKENS
+from lmx_lab.errors import ContextLengthError
+from tests.engine.gguf.conftest import SETTINGS, entry_of
+from tests.gguf_files import with_values
+
+pytestmark = pytest.mark.anyio
+MEAN, LAST = 1, 3
+CONTEXT = 4 * BATCH_TOKENS
+
+
+@pytest.mark.parametrize("pooling", [MEAN, LAST])
+async def test_texts_of_every_length_have_the_same_vectors_alone_and_together(
+    tiny_gguf: Path, tmp_path: Path, pooling: int
+) -> None:
+    values = {"llama.pooling_type": pooling, "llama.context_length": CONTEXT}
+    entry = entry_of(with_values(tiny_gguf, tmp_path / "embedder.gguf", values))
+    assert entry.kind == "embedding"
+    texts = ("the sea", "the sea " * BATCH_TOKENS, *(f"{at} " + "of the land " * 20 * at for at in range(12)))
+    async with Engine(SETTINGS) as engine:
+        await engine.pin(entry)
+        found = await engine.embed(EmbeddingRequest(inputs=texts))
+        assert found.report.tokens > 8 * BATCH_TOKENS
+        for text, vector in zip(texts, found.vectors, strict=True):
+            alone = (await engine.embed(EmbeddingRequest(inputs=(text,)))).vectors[0]
+            assert float(np.dot(alone, vector)) == pytest.approx(1.0, abs=1e-3)
+        with pytest.raises(ContextLengthError, match=str(CONTEXT)):
+            await engine.embed(EmbeddingRequest(inputs=("the sea " * CONTEXT,)))

@@ -1,0 +1,98 @@
+"""The two pages for people, wherever the server lies: behind a proxy it does not know its own address."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urljoin
+
+import httpx2
+import pytest
+from playwright.sync_api import Page, Route, sync_playwright
+
+from lmx_lab.lab import Lab
+from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, WAIT_MS
+from tests.flows.conftest import serving
+
+STANDIN = "window.SwaggerUIBundle = (given) => { window.given = given; };"
+"""In the place of Swagger UI, which would come from the internet."""
+ELSEWHERE = re.compile("^https://")
+
+
+@pytest.fixture(scope="module")
+def lab(tiny_home: Path) -> Iterator[Lab]:
+    with serving(tiny_home, "tiny") as lab:
+        yield lab
+
+
+@pytest.fixture
+def tab() -> Iterator[Page]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        page = browser.new_page()
+        page.set_default_timeout(WAIT_MS)
+        yield page
+        browser.close()
+
+
+def links(page: httpx2.Response) -> list[str]:
+    """Those to this server, as they are written."""
+    return [link for link in re.findall(r'(?:href|src)="([^"]*)"', page.text) if not link.startswith("https://")]
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_every_link_is_relative_and_leads_somewhere(lab: Lab, path: str) -> None:
+    shown = httpx2.get(f"{lab.url}{path}")
+    assert (shown.status_code, shown.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    found = links(shown)
+    assert "openapi.json" in found
+    assert not [link for link in found if link.startswith("/")]
+    assert {httpx2.get(urljoin(str(shown.url), link)).status_code for link in found} == {200}
+    assert httpx2.head(f"{lab.url}{path}").status_code == 200
+    assert httpx2.post(f"{lab.url}{path}").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_whoever_may_not_use_the_server_does_not_see_them(tiny_home: Path, path: str) -> None:
+    with serving(tiny_home, None, api_key="s3cret") as keyed:
+        refused = httpx2.get(f"{keyed.url}{path}")
+        shown = httpx2.get(f"{keyed.url}{path}", headers={"authorization": "Bearer s3cret"})
+        stranger = httpx2.get(f"{keyed.url}{path}", headers={"host": "evil.example"})
+    assert (refused.status_code, shown.status_code, stranger.status_code) == (401, 200, 421)
+    assert "s3cret" not in shown.text
+
+
+def test_the_document_is_of_programs_and_has_no_pages(lab: Lab) -> None:
+    paths = httpx2.get(f"{lab.url}/openapi.json").json()["paths"]
+    assert not {"/", "/docs"} & set(paths)
+
+
+def test_requests_that_are_tried_go_to_where_the_page_is(lab: Lab, tab: Page) -> None:
+    """Under a path such as ``/user/me/proxy/8400/``, of which the document knows nothing."""
+    prefix = "http://hub.example/user/me/proxy/8400/"
+
+    def proxied(route: Route) -> None:
+        answer = httpx2.get(f"{lab.url}/{route.request.url.removeprefix(prefix)}")
+        route.fulfill(status=answer.status_code, body=answer.text, content_type=answer.headers["content-type"])
+
+    tab.route(ELSEWHERE, lambda route: route.fulfill(body=STANDIN, content_type="text/javascript"))
+    tab.route(f"{prefix}**", proxied)
+    tab.goto(f"{prefix}docs")
+    tab.wait_for_function("window.given !== undefined")
+    assert tab.evaluate("window.given.spec.servers") == [{"url": prefix}]
+    assert tab.evaluate("Object.keys(window.given.spec.paths).includes('/v1/models')")
+    assert tab.evaluate("document.querySelector(window.given.dom_id) !== null")
+
+
+def test_without_the_internet_the_page_says_what_it_lacks(lab: Lab, tab: Page) -> None:
+    tab.route(ELSEWHERE, lambda route: route.abort())
+    problems: list[str] = []
+    tab.on("pageerror", lambda error: problems.append(error.message))
+    tab.goto(f"{lab.url}/docs")
+    assert "Swagger UI" in tab.inner_text("body")
+    tab.click("text=openapi.json")
+    assert tab.url == f"{lab.url}/openapi.json"
+    assert not problems
