@@ -2,7 +2,8 @@
 # parity: encoders and decoders against PyTorch, in an environment of its own under build/.
 # screenshots: the panels as they are with the starter models, into docs/images; needs Chromium.
 # gallery: all notebooks, run, as pages in build/gallery; clients: other projects' clients against a running server, in an
-# environment of their own; binder: Binder's steps likewise, and its notebooks in 2 GB under a Hub's prefix.
+# environment of their own; binder: Binder's steps likewise, and its notebooks in 2 GB under a Hub's prefix; package: the
+# wheel as a stranger installs it, in an empty environment: doctor, serve and a chat, without extras and with them.
 # soak: faults, fuzz and load for half an hour, as a table and under build/soak (SOAK="--quick" for a look).
 # bench: what was promised about speed, as a table and under build/bench (BENCH="--model tiny --quick" for a look).
 PYTHON ?= python3
@@ -17,7 +18,7 @@ CLIENTS_STAMP := $(CLIENTS)/installed
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test check parity panels gallery clients binder bench soak screenshots lock clean
+.PHONY: setup lab demo test check parity panels gallery clients binder package bench soak screenshots lock clean
 
 setup: $(STAMP)
 
@@ -71,6 +72,9 @@ $(CLIENTS_STAMP): constraints-clients.txt
 
 binder: setup
 	$(BIN)/python -m tests.package.as_binder $(BINDER)
+
+package: setup
+	$(BIN)/python -m tests.package.as_installed
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)

@@ -13,12 +13,11 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 from lmx_lab.weights.starters import Starter
 from soak.chats import GIVE_UP_S, Good, note_good
-from soak.models import tiny
+from soak.models import installed, tiny
 from soak.row import Row
 from soak.served import Command, Home, Server, end, end_well, note_left, until
 from soak.slow_hub import MODEL, SlowHub
@@ -74,7 +73,7 @@ def pulls(soak: Soak, hub: SlowHub, starter: Starter) -> Iterator[Pull]:
         code=REGISTER.format(id=STARTER, fields=json.dumps(asdict(starter))),
         expected=files,
     )
-    if find_spec("xllamacpp") is not None:
+    if installed("llama.cpp"):
         yield Pull(part="kills: SIGKILL in conversions", arguments=("pull", str(tiny(soak, "llama.cpp")), "--mlx"))
 
 
@@ -159,7 +158,8 @@ def _files(home: Home) -> dict[str, str]:
 
 def _parts(home: Home) -> list[str]:
     """What belongs to no whole model."""
-    parts = [*home.folder.glob("models/.tmp/*"), *home.hub_cache.rglob("*.incomplete")]
+    parts = [*home.folder.glob("models/.tmp/*")]
+    parts += [*home.hub_cache.rglob("*.incomplete"), *home.hub_cache.rglob(".unverified-*")]
     return [str(path.relative_to(home.folder)) for path in parts]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from benchmarks.paths import ROOT
 from soak.row import Row
 from soak.soak import Soak
 from tests.encoders.models import write_tiny_bert
+from tests.gguf_files import with_values
 from tests.gguf_models import kept, starter_gguf, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
 from tests.tiny import teach_thinking, write_tiny_llama
 
@@ -35,8 +37,16 @@ def on_each_engine(soak: Soak, part: str, rows: list[Row]) -> Iterator[tuple[Eng
 
 
 def tiny(soak: Soak, engine: Engine) -> Path:
-    """A folder, or a file of the same weights."""
-    return soak.folder if engine == "MLX" else _tiny_gguf(soak)
+    """A folder, or a file for as many tokens of context."""
+    if engine == "MLX":
+        return soak.folder
+    context = json.loads((soak.folder / "config.json").read_text())["max_position_embeddings"]
+    short = _tiny_gguf(soak)
+
+    def write(target: Path) -> None:
+        with_values(short, target, {"llama.context_length": context})
+
+    return kept(_home(), f"tiny-{context}-tokens", write)
 
 
 def write_models(folder: Path, soak: Soak, engine: Engine) -> None:

@@ -56,9 +56,11 @@ class Commands(TyperGroup):
                 "the input has ended where an answer was needed; see --help for options"
             ) from None
         except typer.TyperException as exc:
-            if not (said := _said(exc)):
-                # There were no arguments at all, and the help has been printed.
+            if not (words := exc.format_message()) or "\n" in words:
+                # There were no arguments at all, and this is the help, unless rich has printed that already.
+                sys.stdout.write(words)
                 sys.exit(exc.exit_code)
+            said = _said(exc)
             end = "" if said.endswith(("?", "…")) else "."
             ctx: typer.Context | None = getattr(exc, "ctx", None)
             raise InvalidRequestError(f"{said}{end} See {ctx.command_path if ctx else 'lmx-lab'} --help") from None

@@ -36,9 +36,11 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_home: Path) -> Path:
     return home
 
 
-@pytest.fixture(params=["kernel", "thread"])
+@pytest.fixture
 async def lab(request: pytest.FixtureRequest, home: Path) -> AsyncIterator[lmx_lab.Lab]:
-    async with lmx_lab.Lab(Settings(home=home, port=0, swap=True), loop=request.param) as lab:
+    """On this loop, as in a kernel, or on a thread of its own."""
+    loop: Any = getattr(request, "param", "kernel")
+    async with lmx_lab.Lab(Settings(home=home, port=0, swap=True), loop=loop) as lab:
         yield lab
 
 
@@ -78,6 +80,7 @@ def while_this_loop_waits(lab: lmx_lab.Lab, work: Any) -> Any:
     return lab.workbench.submit(work).result(WAIT_S)
 
 
+@pytest.mark.parametrize("lab", ["kernel", "thread"], indirect=True)
 async def test_a_chat_brings_the_model_back_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:
     await rested(lab, "tiny")
     text = while_this_loop_waits(lab, answer(lab))

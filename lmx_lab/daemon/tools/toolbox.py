@@ -13,10 +13,10 @@ from lmx_lab.errors import McpServerNotFoundError
 from lmx_lab.wire.mcp import ServerState
 
 BEING: dict[ServerState, str] = {
-    "starting": "is only starting",
-    "restarting": "does not run, and is being started again",
-    "failed": "has failed, until it is restarted",
-    "stopping": "is being ended",
+    "starting": "is only starting{why}",
+    "restarting": "does not run{why}, and is being started again",
+    "failed": "has failed{why}; mend that, and restart it",
+    "stopping": "is being ended{why}",
     "disabled": "is disabled; enable it first",
 }
 
@@ -51,7 +51,7 @@ class AllTools(Toolbox):
         if server.state == "ready":
             return None
         why = f" ({server.error})" if server.error else ""
-        return f"the MCP server {server.name!r} {BEING[server.state]}{why}"
+        return f"the MCP server {server.name!r} {BEING[server.state].format(why=why)}"
 
     async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
         result = await self._python.call(name, arguments)

@@ -63,10 +63,12 @@ def _choice(wanted: str | None, tools: Sequence[Tool], absence: str | None) -> A
     if wanted is None or (wanted in WORDS and (names or wanted != "required")):
         return wanted
     if wanted not in names:
-        there = f"there are {', '.join(names[:30])}" if names else "there are no tools"
+        there, way = "there are no tools", "leave it out"
+        if names:
+            there, way = f"there are {', '.join(names[:30])}", "choose one of them, or leave it out"
         why = f"{absence}. In this turn {there}" if absence else f"{there} in this turn"
         raise InvalidRequestError(
-            f"tool_choice is {wanted!r:.80}, and {why}; choose one of them, or leave it out",
+            f"tool_choice is {wanted!r:.80}, and {why}; {way}",
             param="overrides.tool_choice",
         )
     return {"type": "function", "function": {"name": wanted}}
