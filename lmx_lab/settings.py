@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "keep", "float32", "float16", "bfloat16"),
 }
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
+KINDS = {"bool": "true or false (1 or 0)", "int": "a whole number", "float": "a number"}
 SECRETS = frozenset(
     {f"{PREFIX}{name}" for name in ("API_KEY", "UPSTREAM_API_KEY", "DAEMON_TOKEN", "COMPARE_API_KEY")}
     | {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"}
@@ -187,4 +188,4 @@ def _coerce(name: str, kind: str, value: Any) -> Any:
             raise TypeError
         return {"int": int, "float": float, "str": str}[kind](value)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise InvalidRequestError(f"{name} is {value!r}; it must be of type {kind}") from None
+        raise InvalidRequestError(f"{name} is {value!r}; it must be {KINDS.get(kind, f'of type {kind}')}") from None

@@ -89,6 +89,13 @@ def test_no_model_names_the_command_that_fetches_one(tmp_path: Path, monkeypatch
     assert finding.remedy == "lmx-lab pull smollm2-135m"
 
 
+def test_a_folder_with_models_that_is_not_there_is_named(tmp_path: Path) -> None:
+    finding = next(examine_models(Settings(home=tmp_path, model_folders=(tmp_path / "no where",))))
+    assert finding.verdict == "bad"
+    assert f"{tmp_path}/no where" in finding.found
+    assert f"mkdir -p '{tmp_path}/no where'" in finding.remedy
+
+
 # --- ports
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import urllib.error
 import urllib.request
@@ -19,6 +20,15 @@ STILL = "starters and what is on disk work without it"
 
 
 def examine_models(settings: Settings) -> Iterator[Finding]:
+    for folder in settings.model_folders:
+        if not os.path.isdir(folder):
+            yield Finding(
+                topic="models",
+                verdict="bad",
+                found=f"{folder}, one of LMX_LAB_MODEL_FOLDERS, is no folder that can be read",
+                means="commands that look for models refuse it",
+                remedy=f"mkdir -p {shlex.quote(str(folder))}, or name another one",
+            )
     ids = [entry.id for entry in Catalog(settings).scan()]
     if ids:
         yield Finding(topic="models", verdict="fine", found=", ".join(ids))

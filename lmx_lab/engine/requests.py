@@ -390,6 +390,14 @@ class EngineSnapshot:
         """The loaded model's id."""
         return self.entry.id if self.entry else None
 
+    @property
+    def resting_model(self) -> str | None:
+        """The model that was unloaded for want of requests, while none is loaded: the next one may bring it back.
+
+        Not one that an operator unloaded, and not one that did not fit: it would not fit again.
+        """
+        return self.unloaded_model if self.model is None and self.unload_cause == "idle" else None
+
     def stalled(self, now: float, limit_s: float) -> bool:
         """Whether work waits and nothing has moved for longer than ``limit_s``."""
         return self.active_requests + self.queued_requests > 0 and now - self.progress_at > limit_s

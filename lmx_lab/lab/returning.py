@@ -44,10 +44,10 @@ async def bring_back(lab: Lab, kinds: Kinds) -> None:
 async def _resting(lab: Lab, kinds: Kinds) -> ModelEntry | None:
     now = lab.engine.snapshot
     kept = any(pinned.entry.kind in kinds for pinned in now.pinned)
-    if kept or now.model is not None or now.unload_cause != "idle" or now.unloaded_model is None:
+    if kept or now.resting_model is None:
         return None
     try:
-        entry = await asyncio.to_thread(lab.catalog.resolve, now.unloaded_model, local=False)
+        entry = await asyncio.to_thread(lab.catalog.resolve, now.resting_model, local=False)
     except ModelNotFoundError:
         return None  # its files were deleted meanwhile; the engine says what is missing
     return entry if entry.kind in kinds else None

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from lmx_lab.engine import EmbeddingRequest, Engine, EngineSnapshot, GenerationRequest, LoadReport, RerankRequest
+from lmx_lab.engine import EmbeddingRequest, Engine, GenerationRequest, LoadReport, RerankRequest
 from lmx_lab.errors import (
     GenerationTimeoutError,
     InvalidRequestError,
@@ -127,7 +127,7 @@ class ModelSwap:
     def _take(self) -> Ticket | None:
         now = self._engine.snapshot
         busy = now.active_requests + now.queued_requests > 0
-        return self._line.take(now.model or _remembered(now), now=self._now(), busy=busy)
+        return self._line.take(now.model or now.resting_model, now=self._now(), busy=busy)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -143,7 +143,7 @@ class ModelSwap:
         """Load what the request names, if it is not loaded; the request by the loaded model's own id."""
         await self._loader.settled()
         now = self._engine.snapshot
-        name = request.model or _remembered(now)
+        name = request.model or now.resting_model
         if name is None or name == now.model:
             return request
         try:
@@ -174,11 +174,3 @@ class ModelSwap:
             else:
                 self._load_s = self._now() - began
                 return report
-
-
-def _remembered(now: EngineSnapshot) -> str | None:
-    """What "whatever is loaded" means while nothing is: the model that rests for want of requests.
-
-    Not one that an operator unloaded, and not one that did not fit: it would not fit again.
-    """
-    return now.unloaded_model if now.model is None and now.unload_cause == "idle" else None

@@ -28,9 +28,9 @@ from lmx_lab.weights.entry import Progress, ignore_progress
 from lmx_lab.weights.hub import download
 from lmx_lab.weights.index import _take_members
 from lmx_lab.weights.starters import Starter
+from tests.faults.hub import Hub
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama
-from tests.weights.test_hub import Hub
 
 MUCH = 2**29
 """More memory than a refusal may take."""
@@ -333,7 +333,6 @@ def test_names_of_parts_stay_names(catalog: Catalog, models: Path) -> None:
 
 
 def test_file_names_that_a_hub_makes_up_lead_nowhere(tmp_path: Path) -> None:
-    hub = Hub()
     names = (
         "../evil.gguf",
         "a/../../evil.gguf",
@@ -343,7 +342,7 @@ def test_file_names_that_a_hub_makes_up_lead_nowhere(tmp_path: Path) -> None:
         "..\\evil.gguf",
         "e\0.gguf",
     )
-    hub.files = {name: gguf(0, 0) + bytes(64) for name in names}
+    hub = Hub({name: gguf(0, 0) + bytes(64) for name in names})
     threading.Thread(target=hub.serve_forever, daemon=True).start()
     try:
         with pytest.raises(LabError):
