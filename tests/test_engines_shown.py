@@ -56,12 +56,12 @@ def test_the_command_lists_the_engines_and_says_what_is_missing(lab: lmx_lab.Lab
     home = {"LMX_LAB_HOME": str(lab.settings.home), "HF_HOME": str(tmp_path)}
     for environ, missing in (({}, False), ({"PYTHONPATH": str(tmp_path)}, True)):
         command = [sys.executable, "-m", "lmx_lab", "models"]
-        said = subprocess.run(
+        done = subprocess.run(
             command, capture_output=True, text=True, check=True, env={**os.environ, **home, **environ}, timeout=60
-        ).stdout
-        rows = {line.split()[0]: line.split() for line in said.splitlines()}
+        )
+        rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
         assert [rows[name][3] for name in ("id", "small", "small-gguf")] == ["engine", "mlx", "llama.cpp"]
-        assert ("is not installed: pip install 'lmx-lab[gguf]'" in said) is missing
+        assert ("is not installed: pip install 'lmx-lab[gguf]'" in done.stderr) is missing
 
 
 def test_the_panels_of_a_lab_here_and_elsewhere_and_its_snapshot_say_the_same(lab: lmx_lab.Lab) -> None:
