@@ -9,7 +9,7 @@ from lmx_lab.server import service
 from lmx_lab.server.translate import generation_request
 from lmx_lab.wire.chat import ChatRequest
 
-MOST_TOKENS = 32
+MOST_TOKENS = 48
 
 
 def be_brief() -> None:
