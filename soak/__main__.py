@@ -9,7 +9,7 @@ A line of the table is zero from ``lost`` to ``processes`` where all is well; th
 
 | part        | what it does                                                                                      |
 |-------------|---------------------------------------------------------------------------------------------------|
-| fuzz        | 20,000 mutated requests and WebSockets at the inference server and the daemon, 4,000 of them once |
+| fuzz        | 20,000 mutated requests and WebSockets at the inference server and the daemon, 3,750 of them once |
 |             | more on llama.cpp; after each batch of 250 a good request of every kind is answered as before     |
 | load        | 200 long requests whose clients give up, and the one after them                                   |
 | connections | idle streams and sockets by the hundred, slow readers, peers that vanish                          |

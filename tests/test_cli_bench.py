@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from lmx_lab.bench import load
@@ -188,6 +189,16 @@ def test_a_lab_without_a_model_is_one_line(at_tiny: None, tiny_home: Path, capsy
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert said.err.startswith("no-model-loaded: ")
+
+
+def test_a_lab_that_loads_what_is_asked_for_is_measured(
+    at_tiny: None, tiny_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tiny_home, "--port", "0", "--model", "tiny", "--swap", "--idle-unload", "1.5") as lab:
+        url = f"http://127.0.0.1:{lab.port}"
+        wait_until(lambda: "1.5 s" in httpx2.get(f"{url}/readyz").text)
+        for named in ([], ["--model", "default"]):
+            assert bench("--url", url, *named, *SMALL, "--no-record") == 0, capsys.readouterr().err
 
 
 def test_ctrl_c_prints_what_is_there(tmp_path: Path) -> None:

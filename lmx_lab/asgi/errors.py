@@ -188,8 +188,8 @@ async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
 async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     """Routes that do not exist, methods that a route does not have."""
     assert isinstance(exc, HTTPException)
-    place = request.app.docs_url or request.app.openapi_url
-    error = InvalidRequestError(f"{request.method} {request.url.path}: {exc.detail}; see {place} for what there is")
+    said = f"{request.method} {request.url.path}: {exc.detail}; see {request.app.openapi_url} for what there is"
+    error = InvalidRequestError(said)
     response = respond(error, status=exc.status_code, request_id=request_id_of(request))
     response.headers.update(exc.headers or {})
     if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -147,18 +147,28 @@ def _check_there(targets: Iterable[ChatTarget]) -> None:
     """A table in which every request has failed for one reason says it later, and less clearly.
 
     Raises:
-        LabError: nobody is there, wants another key, or has the model. What else is amiss, the requests will tell.
+        LabError: nobody is there, wants another key, or has no such model. What else is amiss, the requests will tell.
     """
     from lmx_lab.client.failures import was_sent
 
     for target in targets:
         try:
             asyncio.run(target.describe())
-        except (NotLoadedError, UnauthorizedError):
+        except UnauthorizedError:
             raise
+        except NotLoadedError:
+            # A lab may bring one when it is asked, or know it by another name.
+            asyncio.run(_asked(target))
         except LabError as exc:
             if not was_sent(exc):
                 raise
+
+
+async def _asked(target: ChatTarget) -> None:
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+    async with aclosing(target.ask(body)) as chunks:
+        async for _ in chunks:
+            pass
 
 
 @contextmanager

@@ -51,10 +51,6 @@ class Commands(TyperGroup):
         """
         try:
             sys.exit(super().main(*args, **{**named, "standalone_mode": False}))
-        except typer.Abort:
-            raise InvalidRequestError(
-                "the input has ended where an answer was needed; see --help for options"
-            ) from None
         except typer.TyperException as exc:
             if not (words := exc.format_message()) or "\n" in words:
                 # There were no arguments at all, and this is the help, unless rich has printed that already.

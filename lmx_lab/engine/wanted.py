@@ -69,6 +69,9 @@ def fitting(now: EngineSnapshot, name: str | None, kinds: tuple[Kind, ...]) -> M
 def refusal(now: EngineSnapshot, name: str | None, kinds: tuple[Kind, ...]) -> LabError:
     """Why nothing in memory fits, and what to do."""
     main = now.entry
+    if main is not None and main.kind in kinds and name in (None, main.id):
+        # It was there a moment ago, and the snapshot has not been told yet.
+        return NotLoadedError(f"{main.id} is being unloaded; {LOAD_FIRST}")
     there = [*(pinned.entry for pinned in now.pinned), *([main] if main is not None else [])]
     if (other := _other_kind(there, name, kinds)) is not None:
         return other

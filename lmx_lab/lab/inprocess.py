@@ -98,9 +98,8 @@ class InProcess:
     async def chat(self, request: Mapping[str, Any]) -> AsyncGenerator[ChatPiece, None]:
         parameters = {name: value for name, value in request.items() if name != "messages"}
         asked = chat_request(request["messages"], parameters)
-        server = self._server
         await bring_back(self._lab, CHAT)
-        _, (generation,) = await server.chat_as_is.start(asked, local=True)
+        _, (generation,) = await self._server.chat_as_is.start(asked, local=True)
         async with generation, aclosing(_pieces(generation)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -119,9 +118,8 @@ class InProcess:
     async def rerank(self, query: str, documents: Sequence[str], *, top_n: int | None = None) -> Ranked:
         body = rerank_body(query, documents, model=None, top_n=top_n, truncate=True)
         started = time.perf_counter()
-        server = self._server
         await bring_back(self._lab, RERANK)
-        ranking = await server.encoding_as_is.rerank(rerank_request(body), local=True)
+        ranking = await self._server.encoding_as_is.rerank(rerank_request(body), local=True)
         return Ranked(
             order=tuple((index, float(ranking.scores[index])) for index in ranking.order(top_n)),
             model=ranking.report.model,

@@ -11,7 +11,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from lmx_lab.errors import ModelBusyError, ModelNotFoundError
-from lmx_lab.server.naming import Kinds
+from lmx_lab.server.naming import Kinds, rests_by_path
 from lmx_lab.weights import ModelEntry
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ async def bring_back(lab: Lab, kinds: Kinds) -> None:
         if entry is None:
             return
         with contextlib.suppress(ModelBusyError):
-            await loader.load(entry.id, local=False, finish_queued=True)
+            local = rests_by_path(entry.id, lab.engine.snapshot)
+            await loader.load(entry.id, local=local, finish_queued=True)
 
 
 async def _resting(lab: Lab, kinds: Kinds) -> ModelEntry | None:
@@ -47,7 +48,8 @@ async def _resting(lab: Lab, kinds: Kinds) -> ModelEntry | None:
     if kept or now.resting_model is None:
         return None
     try:
-        entry = await asyncio.to_thread(lab.catalog.resolve, now.resting_model, local=False)
+        local = rests_by_path(now.resting_model, now)
+        entry = await asyncio.to_thread(lab.catalog.resolve, now.resting_model, local=local)
     except ModelNotFoundError:
         return None  # its files were deleted meanwhile; the engine says what is missing
     return entry if entry.kind in kinds else None

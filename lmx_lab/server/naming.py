@@ -24,6 +24,11 @@ def in_memory(now: EngineSnapshot) -> list[ModelEntry]:
     return [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry is not None else [])]
 
 
+def rests_by_path(name: str, now: EngineSnapshot) -> bool:
+    """Whether this is the path under which a model rests: who asks for it names no path of their own choice."""
+    return name == now.resting_model and Path(name).is_absolute()
+
+
 def loaded_id(name: str | None, now: EngineSnapshot, *, local: bool) -> str | None:
     """The id of what is loaded, if the name is its repository (``org/name`` of ``org/name:Q4_K_M``), or its path and
     the caller a program on this machine; else the name."""

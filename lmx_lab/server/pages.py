@@ -10,8 +10,11 @@ from fastapi.responses import HTMLResponse
 
 from lmx_lab.asgi.wrapping import VERSION
 
-SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui"
-"""The one thing here that is taken from elsewhere, by the browser: 1.9 MB of scripts and styles."""
+SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.35.0/swagger-ui"
+"""The one thing here that is taken from elsewhere, by the browser: 1.9 MB of scripts and styles. They run as this
+server's own, so they are those that are named here, or none."""
+STYLE_HASH = "WlYgdmXYOOBWL5apwjDEZwN+U3HmXSSu5R6V5aGxEcf7z+KuRNwBhoxKVN1i3D5I"
+SCRIPT_HASH = "gjRm0bEPMeTmMh5jT2cHccIwCUZSTd8YC+j0d0sXw0MdGEfScduGpSyF3ZSSLkX9"
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>LMX Lab</title>'
 FRONT = f"""{HEAD}
 <h1>LMX Lab {VERSION}</h1>
@@ -25,10 +28,11 @@ this page with <code>v1</code> at its end.
 </ul>
 """
 # Told as a value and not as an address: requests that are tried go to where this page is, and not to the Hub's root.
-DOCS = f"""{HEAD}<link rel="stylesheet" href="{SWAGGER}.css">
+DOCS = f"""{HEAD}
+<link rel="stylesheet" href="{SWAGGER}.css" integrity="sha384-{STYLE_HASH}" crossorigin="anonymous">
 <div id="routes"><p>This page is made by Swagger UI, which the browser takes from the internet. All that it would show
 is in <a id="document" href="openapi.json">openapi.json</a>.</div>
-<script src="{SWAGGER}-bundle.js"></script>
+<script src="{SWAGGER}-bundle.js" integrity="sha384-{SCRIPT_HASH}" crossorigin="anonymous"></script>
 <script>
 window.SwaggerUIBundle && fetch(document.getElementById("document").href).then((it) => it.json()).then((spec) => {{
   spec.servers = [{{ url: new URL(".", location).href }}];

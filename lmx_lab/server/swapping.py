@@ -18,7 +18,7 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.server.loading import ModelLoader
-from lmx_lab.server.naming import CHAT, Kinds, unknown_model, wrong_kind
+from lmx_lab.server.naming import CHAT, Kinds, rests_by_path, unknown_model, wrong_kind
 from lmx_lab.server.turns import Line, Ticket
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
@@ -156,8 +156,9 @@ class ModelSwap:
 
     async def _resolve(self, name: str, kinds: Kinds) -> ModelEntry:
         try:
-            # Not local: ids of the catalog only, no paths.
-            entry = await asyncio.to_thread(self._catalog.resolve, name, local=False)
+            entry = await asyncio.to_thread(
+                self._catalog.resolve, name, local=rests_by_path(name, self._engine.snapshot)
+            )
         except ModelNotFoundError as exc:
             raise unknown_model(name, self._engine.snapshot, kinds) from exc
         if entry.kind not in kinds:
@@ -166,9 +167,9 @@ class ModelSwap:
 
     async def _load(self, name: str) -> LoadReport:
         while True:
-            began = self._now()
+            began, local = self._now(), rests_by_path(name, self._engine.snapshot)
             try:
-                report = await self._loader.load(name, local=False, finish_queued=True)
+                report = await self._loader.load(name, local=local, finish_queued=True)
             except ModelBusyError:
                 await self._loader.settled()
             else:

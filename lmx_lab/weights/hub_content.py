@@ -42,11 +42,14 @@ def require_announced(files: Mapping[Path, Announced], told: Callable[[int], Non
             continue
         for file in (path.resolve(), path):
             file.unlink(missing_ok=True)
-        wrong.append(f"{path.name} is not the file that the hub announced: {found}, expected {said}")
-    if wrong:
-        raise DownloadError(
-            f"{wrong[0]}. It was not kept; something between here and the hub may be altering it. Try again"
+        wrong.append(
+            f"{path.name} is not the file that the hub announced: {found}, expected {said}. It was not kept; something "
+            "between here and the hub may be altering it"
+            if found
+            else f"{path.name} is gone: another process has found it to be wrong, or removed it"
         )
+    if wrong:
+        raise DownloadError(f"{wrong[0]}. Try again")
 
 
 def _said(expected: Announced) -> str:
@@ -57,7 +60,7 @@ def _described(path: Path, expected: Announced, done: int, told: Callable[[int],
     """The file in the words of ``_said``, and how many bytes have been read by now."""
     if not path.exists():
         # Another process has found it to be wrong.
-        return "no file", done
+        return "", done
     size = path.stat().st_size
     if size != expected.size_bytes and expected.size_bytes:
         return f"{size} bytes", done

@@ -17,6 +17,8 @@ from lmx_lab.weights.gguf_names import is_gguf, parts_of
 from lmx_lab.weights.hub_cache import PREFIX, repo_id
 
 NOTE = ".unverified-"
+UNUSED = ("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md")
+"""Files for people: a model is whole without them."""
 
 
 def note(files: Iterable[Path]) -> None:
@@ -46,12 +48,13 @@ def refuse_unverified(path: Path) -> None:
     Raises:
         UnusableModelError: the model there is of the hub cache, and a file of it is there but was not compared.
     """
-    path = path.absolute()
+    # By whatever links it is reached; the file itself is a link out of the snapshot.
+    path = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     snapshot = _snapshot(path)
     if snapshot is None:
         return
     if path.is_dir():
-        files = [file for file in path.rglob("*") if not is_gguf(file.name)]
+        files = [file for file in path.rglob("*") if not is_gguf(file.name) and file.name not in UNUSED]
     else:
         files = [path.with_name(part) for part in parts_of(path.name)]
     if any(file.exists() and is_unverified(file) for file in files):

@@ -16,10 +16,10 @@ import pytest
 from filelock import FileLock
 from huggingface_hub import constants, file_download
 
-from lmx_lab.errors import DownloadError, UnusableModelError
+from lmx_lab.errors import DownloadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry, Progress, hub
-from lmx_lab.weights.hub_unverified import NOTE
+from lmx_lab.weights.hub_unverified import NOTE, note
 from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
 from tests.flows.conftest import wait_until
 
@@ -295,6 +295,21 @@ def test_a_fetch_that_is_interrupted_hides_what_it_brought_and_nothing_else(
     entry = catalog.fetch(again)
     assert catalog.scan() == [*before, entry]
     assert server.asked == []
+
+
+def test_no_link_leads_around_the_comparison_and_files_for_people_do_not_matter(
+    catalog: Catalog, cache: Path, server: Hub, tmp_path: Path
+) -> None:
+    entry = catalog.fetch(REPO)
+    link = tmp_path / "link"
+    link.symlink_to(entry.path)
+    (entry.path / "README.md").write_text("For people.")
+    note([entry.path / "README.md"])
+    assert catalog.scan() == [entry]
+    note([entry.path / "config.json"])
+    for path in (entry.path, link, entry.path / "sub" / ".."):
+        with pytest.raises(LabError):
+            catalog.resolve(str(path))
 
 
 def test_of_two_homes_with_one_cache_each_compares_for_the_other(

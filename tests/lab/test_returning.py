@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import lmx_lab
@@ -86,6 +87,22 @@ async def test_a_chat_brings_the_model_back_while_the_loop_is_blocked(lab: lmx_l
     text = while_this_loop_waits(lab, answer(lab))
     assert lab.engine.snapshot.model == "tiny"
     assert text == (await lab.achat("hello", temperature=0, max_tokens=5)).text
+
+
+async def test_a_model_of_a_path_comes_back_whoever_asks(lab: lmx_lab.Lab, home: Path, tmp_path: Path) -> None:
+    path = str(shutil.copytree(home / "models" / "tiny", tmp_path / "elsewhere"))
+    await rested(lab, path)
+    while_this_loop_waits(lab, answer(lab))
+    assert lab.engine.snapshot.model == path
+    async with httpx2.AsyncClient(base_url=lab.url, timeout=WAIT_S) as client:
+        for model in ("default", path):
+            await rested(lab, path)
+            body = {"model": model, "messages": HELLO, "max_tokens": 5}
+            asked = await client.post("/v1/chat/completions", json=body)
+            assert (asked.status_code, asked.json()["model"]) == (200, path)
+        await lab.aunload()
+        refused = await client.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 404, "by then it is a path like any other"
 
 
 async def test_a_ranking_brings_the_model_back_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:

@@ -78,13 +78,24 @@ def test_requests_that_are_tried_go_to_where_the_page_is(lab: Lab, tab: Page) ->
         answer = httpx2.get(f"{lab.url}/{route.request.url.removeprefix(prefix)}")
         route.fulfill(status=answer.status_code, body=answer.text, content_type=answer.headers["content-type"])
 
-    tab.route(ELSEWHERE, lambda route: route.fulfill(body=STANDIN, content_type="text/javascript"))
+    # Its own script would be another one than the page has named, and would not run.
+    tab.route(ELSEWHERE, lambda route: route.abort())
+    tab.add_init_script(STANDIN)
     tab.route(f"{prefix}**", proxied)
     tab.goto(f"{prefix}docs")
     tab.wait_for_function("window.given !== undefined")
     assert tab.evaluate("window.given.spec.servers") == [{"url": prefix}]
     assert tab.evaluate("Object.keys(window.given.spec.paths).includes('/v1/models')")
     assert tab.evaluate("document.querySelector(window.given.dom_id) !== null")
+
+
+def test_no_other_script_runs_than_the_one_that_is_named(lab: Lab, tab: Page) -> None:
+    headers = {"access-control-allow-origin": "*"}
+    altered = "window.altered = true"
+    tab.route(ELSEWHERE, lambda it: it.fulfill(body=altered, content_type="text/javascript", headers=headers))
+    with tab.expect_console_message(lambda said: "integrity" in said.text):
+        tab.goto(f"{lab.url}/docs")
+    assert tab.evaluate("window.altered === undefined")
 
 
 def test_without_the_internet_the_page_says_what_it_lacks(lab: Lab, tab: Page) -> None:

@@ -68,7 +68,7 @@ def plan(entry: ModelEntry, header: GgufHeader, *, slots: int, limit_bytes: int)
     _require(entry, fixed + per_token * (min(LEAST_TOKENS, own) + TRIAL_TOKENS), limit_bytes)
     room = (limit_bytes - fixed) // max(per_token, 1)
     share = max(max(LEAST_CACHE_BYTES, entry.size_bytes) // max(per_token, 1), min(own, USUAL_TOKENS))
-    each = -(-own // STEP_TOKENS) * STEP_TOKENS
+    each = _rounded_up(own)
     unified = each * slots > share or each * (slots + 1) > room
     total = each * slots
     if unified:
@@ -110,14 +110,15 @@ def _plan_for_decoder(entry: ModelEntry, header: GgufHeader, own: int, limit_byt
     of_first = cached if in_steps else cached + computed
     usual = of_first * min(own, USUAL_TOKENS if in_steps else USUAL_WHOLE_TOKENS)
     room = min(limit_bytes - fixed, max(LEAST_CACHE_BYTES, entry.size_bytes, usual))
-    each = max(1, min(-(-own // STEP_TOKENS), room // max(of_first * STEP_TOKENS, 1))) * STEP_TOKENS
+    each = max(STEP_TOKENS, min(_rounded_up(own), room // max(of_first, 1) // STEP_TOKENS * STEP_TOKENS))
     more = max(0, room - of_first * each) // max(cached * each, 1)
     slots = 1 + min(more, TEXTS_AT_ONCE - 1)
     needed = fixed + each * (of_first + cached * (slots - 1))
     _require(entry, needed, limit_bytes)
     return Plan(
         slots=slots,
-        context_length=min(own, each),
+        # Such a text leaves room for one token more, which is not computed.
+        context_length=max(1, min(own, each) - in_steps),
         total_tokens=each * slots,
         cache_tokens=each * slots,
         batch_tokens=BATCH_TOKENS if in_steps else each,
@@ -136,6 +137,10 @@ def kv_bytes_per_token(header: GgufHeader) -> int:
     key = value("attention.key_length") or width // heads
     of_value = value("attention.value_length") or width // heads
     return layers * (value("attention.head_count_kv") or heads) * (key + of_value) * CACHE_BYTES
+
+
+def _rounded_up(tokens: int) -> int:
+    return -(-tokens // STEP_TOKENS) * STEP_TOKENS
 
 
 def _vocabulary(header: GgufHeader) -> int:

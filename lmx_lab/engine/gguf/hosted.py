@@ -34,7 +34,7 @@ SPINS = "3000"
 PREFIX_SHARE = 10
 """Of the memory limit, what ended requests' caches may take where no setting says it, as on MLX."""
 BESIDE_MODELS_BYTES = 2**30
-"""What a process may take beyond all that models may."""
+"""What a process may take beyond all that models and the caches of ended requests may."""
 CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
 TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
 TRIALS: tuple[Mapping[str, Any], ...] = (
@@ -68,6 +68,8 @@ class Hosted:
     templated: bool = False
     """It has a chat template."""
     dimensions: int | None = None
+    around_pair: int = 1
+    """Tokens that llama.cpp puts around a query and a document, beside their own."""
     memory_bytes: int = 0
     progress_at: float = field(default_factory=time.perf_counter)
     """When a request last came, got something, or ended."""
@@ -126,7 +128,7 @@ async def host(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> Ho
         await asyncio.to_thread(_try_out, template, entry)
     planned = plan(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
     fields = _fields(entry, header, planned, settings, limit_bytes)
-    most = limit_bytes + BESIDE_MODELS_BYTES
+    most = limit_bytes + _kept_bytes(settings, limit_bytes) + BESIDE_MODELS_BYTES
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), most_bytes=most)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
@@ -161,7 +163,6 @@ def _fields(
 ) -> Mapping[str, Any]:
     """Of llama.cpp's ``CommonParams``."""
     threads = settings.threads or default_threads(os.environ)
-    kept = limit_bytes // PREFIX_SHARE if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
     shared: dict[str, Any] = {
         "cpuparams.n_threads": threads,
         "cpuparams_batch.n_threads": threads,
@@ -186,12 +187,17 @@ def _fields(
     return shared | {
         # One more than requests take: forms are tried on it.
         "n_parallel": planned.slots + 1,
-        "cache_ram_mib": kept // 2**20,
+        "cache_ram_mib": _kept_bytes(settings, limit_bytes) // 2**20,
         "use_jinja": True,
         # The chat format has no place for "go on with the assistant's last message".
         "prefill_assistant": False,
         "n_threads_http": planned.slots + settings.queue_limit + 4,
     }
+
+
+def _kept_bytes(settings: Settings, limit_bytes: int) -> int:
+    """Of the caches of ended requests."""
+    return limit_bytes // PREFIX_SHARE if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
@@ -224,6 +230,9 @@ async def _described(
         hosted.dialect = dialect_of(props["chat_template"], props["chat_template_caps"], markers)
     else:
         hosted.dimensions = int(model["meta"]["n_embd"])
+        if entry.kind == "rerank" and (form := header.text("tokenizer.chat_template.rerank")) is not None:
+            empty = form.replace("{query}", "").replace("{document}", "")
+            hosted.around_pair += len(await hosted.tokenized(empty, most=len(form), parse_special=True))
     return hosted
 
 

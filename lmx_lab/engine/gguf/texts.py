@@ -71,11 +71,11 @@ class TextJob:
     async def read_pairs(self, request: RerankRequest) -> list[str]:
         """The documents as the model can take them beside the query; raises as ``read_inputs``."""
         query = await self._read(request.query, "query", truncate=False)
-        room = self._hosted.context_length - len(query) - 1
+        room = self._hosted.context_length - len(query) - self._hosted.around_pair
         if room <= 0:
             raise ContextLengthError(
                 f"query has {len(query)} tokens and {self._hosted.entry.id} takes {self._hosted.context_length} in "
-                "all, the document included; shorten the query",
+                "all, the document and what is written around both included; shorten the query",
                 param="query",
             )
         documents = []

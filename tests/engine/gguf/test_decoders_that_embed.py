@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmx_lab.engine import EmbeddingRequest, Engine
+from lmx_lab.engine import EmbeddingRequest, Engine, RerankRequest
 from lmx_lab.engine.gguf.budget import BATCH_TOKENS
 from lmx_lab.errors import ContextLengthError
 from tests.engine.gguf.conftest import SETTINGS, entry_of
 from tests.gguf_files import with_values
 
 pytestmark = pytest.mark.anyio
-MEAN, LAST = 1, 3
+MEAN, LAST, RANK = 1, 3, 4
 CONTEXT = 4 * BATCH_TOKENS
 
 
@@ -33,5 +33,36 @@ async def test_texts_of_every_length_have_the_same_vectors_alone_and_together(
         for text, vector in zip(texts, found.vectors, strict=True):
             alone = (await engine.embed(EmbeddingRequest(inputs=(text,)))).vectors[0]
             assert float(np.dot(alone, vector)) == pytest.approx(1.0, abs=1e-3)
-        with pytest.raises(ContextLengthError, match=str(CONTEXT)):
+        with pytest.raises(ContextLengthError, match=f"takes {CONTEXT - (pooling == LAST)};"):
             await engine.embed(EmbeddingRequest(inputs=("the sea " * CONTEXT,)))
+
+
+@pytest.mark.parametrize("pooling", [MEAN, LAST])
+async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_cut_to_it(
+    tiny_gguf: Path, tmp_path: Path, pooling: int
+) -> None:
+    values = {"llama.pooling_type": pooling, "llama.context_length": CONTEXT}
+    entry = entry_of(with_values(tiny_gguf, tmp_path / "embedder.gguf", values))
+    longest = (tuple(range(100, 100 + CONTEXT - (pooling == LAST))),)
+    async with Engine(SETTINGS) as engine:
+        await engine.pin(entry)
+        whole = (await engine.embed(EmbeddingRequest(inputs=longest))).vectors
+        cut = (await engine.embed(EmbeddingRequest(inputs=((*longest[0], 7),), truncate=True))).vectors
+        assert np.allclose(whole, cut, atol=1e-3)
+
+
+async def test_what_a_reranker_writes_around_a_pair_counts(tiny_gguf: Path, tmp_path: Path) -> None:
+    around = "Judge whether the document answers the query. " * 8
+    values = {
+        "llama.pooling_type": RANK,
+        "llama.context_length": CONTEXT,
+        "tokenizer.chat_template.rerank": f"{around}<query>{{query}}</query><document>{{document}}</document>",
+    }
+    entry = entry_of(with_values(tiny_gguf, tmp_path / "reranker.gguf", values))
+    async with Engine(SETTINGS) as engine:
+        await engine.pin(entry)
+        for words in range(CONTEXT // 2 - 80, CONTEXT // 2, 8):
+            asked = RerankRequest(query="the sea", documents=("the sea " * words,), truncate=True)
+            assert np.isfinite((await engine.rerank(asked)).scores).all()
+        with pytest.raises(ContextLengthError):
+            await engine.rerank(RerankRequest(query="the sea", documents=("the sea " * (CONTEXT // 2 - 10),)))
