@@ -392,10 +392,7 @@ class EngineSnapshot:
 
     @property
     def resting_model(self) -> str | None:
-        """The model that was unloaded for want of requests, while none is loaded: the next one may bring it back.
-
-        Not one that an operator unloaded, and not one that did not fit: it would not fit again.
-        """
+        """That was unloaded for want of requests, and neither by somebody nor for lack of memory: it may come back."""
         return self.unloaded_model if self.model is None and self.unload_cause == "idle" else None
 
     def stalled(self, now: float, limit_s: float) -> bool:
