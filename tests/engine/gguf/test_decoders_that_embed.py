@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +11,25 @@ import pytest
 from lmx_lab.engine import EmbeddingRequest, Engine, RerankRequest
 from lmx_lab.engine.gguf.budget import BATCH_TOKENS
 from lmx_lab.errors import ContextLengthError
+from lmx_lab.weights import ModelEntry
 from tests.engine.gguf.conftest import SETTINGS, entry_of
-from tests.gguf_files import with_values
+from tests.gguf_files import Value, with_values
 
 pytestmark = pytest.mark.anyio
 MEAN, LAST, RANK = 1, 3, 4
 CONTEXT = 4 * BATCH_TOKENS
 
 
+def made(source: Path, folder: Path, values: Mapping[str, Value]) -> ModelEntry:
+    """The same decoder for vectors or scores."""
+    return entry_of(with_values(source, folder / "decoder.gguf", {"llama.context_length": CONTEXT, **values}))
+
+
 @pytest.mark.parametrize("pooling", [MEAN, LAST])
 async def test_texts_of_every_length_have_the_same_vectors_alone_and_together(
     tiny_gguf: Path, tmp_path: Path, pooling: int
 ) -> None:
-    values = {"llama.pooling_type": pooling, "llama.context_length": CONTEXT}
-    entry = entry_of(with_values(tiny_gguf, tmp_path / "embedder.gguf", values))
+    entry = made(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     assert entry.kind == "embedding"
     texts = ("the sea", "the sea " * BATCH_TOKENS, *(f"{at} " + "of the land " * 20 * at for at in range(12)))
     async with Engine(SETTINGS) as engine:
@@ -41,8 +47,7 @@ async def test_texts_of_every_length_have_the_same_vectors_alone_and_together(
 async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_cut_to_it(
     tiny_gguf: Path, tmp_path: Path, pooling: int
 ) -> None:
-    values = {"llama.pooling_type": pooling, "llama.context_length": CONTEXT}
-    entry = entry_of(with_values(tiny_gguf, tmp_path / "embedder.gguf", values))
+    entry = made(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     longest = (tuple(range(100, 100 + CONTEXT - (pooling == LAST))),)
     async with Engine(SETTINGS) as engine:
         await engine.pin(entry)
@@ -55,10 +60,9 @@ async def test_what_a_reranker_writes_around_a_pair_counts(tiny_gguf: Path, tmp_
     around = "Judge whether the document answers the query. " * 8
     values = {
         "llama.pooling_type": RANK,
-        "llama.context_length": CONTEXT,
         "tokenizer.chat_template.rerank": f"{around}<query>{{query}}</query><document>{{document}}</document>",
     }
-    entry = entry_of(with_values(tiny_gguf, tmp_path / "reranker.gguf", values))
+    entry = made(tiny_gguf, tmp_path, values)
     async with Engine(SETTINGS) as engine:
         await engine.pin(entry)
         for words in range(CONTEXT // 2 - 80, CONTEXT // 2, 8):
