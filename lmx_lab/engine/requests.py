@@ -376,7 +376,6 @@ class EngineSnapshot:
     unloaded_model: str | None = None
     """The model that was loaded before, while none is."""
     unload_cause: UnloadCause | None = None
-    """Why it is not loaded any more."""
     memory_used_bytes: int = 0
     memory_peak_bytes: int = 0
     memory_total_bytes: int = 0

@@ -7,10 +7,11 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Error, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, expect
 
 from lmx_lab.weights import ModelEntry
-from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, WAIT_MS, JupyterLab, Tab, machine_only
+from tests.browser.chromium import chromium, machine_only
+from tests.browser.jupyterlab import WAIT_MS, JupyterLab, Tab
 from tests.encoders.models import write_tiny_bert
 from tests.panels.endless import write_endless_llama
 
@@ -26,13 +27,9 @@ PICTURES = Path(__file__).parent.parent.parent / "build" / "browser"
 # Of the package, not of the session: while it lives an event loop runs in this thread, and other tests want their own.
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
     expect.set_options(timeout=WAIT_MS)
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import socket
 import subprocess
@@ -21,23 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request, WebSocket
+from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, Request, WebSocket
 from playwright.sync_api import Error as PlaywrightError
 
-CHROMIUM = Path("/usr/bin/chromium")
-# No name leads anywhere but to this machine: routes see no WebSockets.
-ARGUMENTS = (
-    "--no-sandbox",
-    "--disable-dev-shm-usage",  # which containers have little of
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
-)
+from tests.browser.chromium import FOREIGN
+
 WAIT_MS = 60_000
 START_S = 180
 PORTS_TRIED = 3
 KERNEL_ATTEMPTS = 3
 LOG_CHARACTERS = 4000
-VIEWPORT = {"width": 1280, "height": 1600}
-FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")
 # What JupyterLab itself writes to the console as an error, whatever is in the notebook.
 BENIGN: tuple[str, ...] = (
     # Of its debugger, some time after a connection was cut.
@@ -342,18 +334,6 @@ class Tab:
 
     def close(self) -> None:
         self.page.close()
-
-
-@contextmanager
-def machine_only(browser: Browser, **options: Any) -> Iterator[BrowserContext]:
-    """A browser's window that reaches this machine and nothing else."""
-    options = {"viewport": VIEWPORT, "service_workers": "block", "reduced_motion": "reduce", **options}
-    context = browser.new_context(**options)
-    context.route(FOREIGN, lambda route: route.abort())
-    try:
-        yield context
-    finally:
-        context.close()
 
 
 def updates(messages: Sequence[tuple[float, dict[str, Any]]]) -> Counter[str]:

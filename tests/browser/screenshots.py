@@ -7,11 +7,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, JupyterLab, Tab, machine_only
+from tests.browser.chromium import chromium, machine_only
+from tests.browser.jupyterlab import JupyterLab, Tab
 
 ROOT = Path(__file__).parent.parent.parent
 HOME = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
@@ -42,8 +43,7 @@ def main(folder: Path) -> None:
     for name in MODELS:
         Catalog(Settings(home=HOME)).fetch(name)
     expect.set_options(timeout=WAIT_MS)
-    with tempfile.TemporaryDirectory() as own, sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with tempfile.TemporaryDirectory() as own, chromium() as browser:
         lab = JupyterLab(Path(own), HOME)
         try:
             with machine_only(browser, **WINDOW) as context:
@@ -56,7 +56,6 @@ def main(folder: Path) -> None:
                 tab.close_notebook()
         finally:
             lab.close()
-            browser.close()
 
 
 def prepare(tab: Tab) -> None:

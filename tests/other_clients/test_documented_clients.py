@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
 from lmx_lab.weights import ModelEntry
-from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, WAIT_MS
+from tests.browser.chromium import chromium
+from tests.browser.jupyterlab import WAIT_MS
 from tests.docs.pages import ROOT, rows
 from tests.other_clients.documented import PAGE, done, server_of
 from tests.test_cli import Serving, request, serving
@@ -67,14 +68,10 @@ def tiny_model(arguments: list[str]) -> list[str]:
 
 @pytest.fixture
 def tab() -> Iterator[Page]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with chromium() as browser:
         page = browser.new_page()
         page.set_default_timeout(WAIT_MS)
         yield page
-        browser.close()
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

@@ -9,10 +9,11 @@ from urllib.parse import urljoin
 
 import httpx2
 import pytest
-from playwright.sync_api import Page, Route, sync_playwright
+from playwright.sync_api import Page, Route
 
 from lmx_lab.lab import Lab
-from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM, WAIT_MS
+from tests.browser.chromium import chromium
+from tests.browser.jupyterlab import WAIT_MS
 from tests.flows.conftest import serving
 
 STANDIN = "window.SwaggerUIBundle = (given) => { window.given = given; };"
@@ -28,14 +29,10 @@ def lab(tiny_home: Path) -> Iterator[Lab]:
 
 @pytest.fixture
 def tab() -> Iterator[Page]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with chromium() as browser:
         page = browser.new_page()
         page.set_default_timeout(WAIT_MS)
         yield page
-        browser.close()
 
 
 def links(page: httpx2.Response) -> list[str]:

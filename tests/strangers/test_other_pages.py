@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.lab import Lab
-from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM
+from tests.browser.chromium import ARGUMENTS, chromium
 
 PAGE = b"<!doctype html><meta charset=utf-8><title>evil</title><iframe name=frame hidden></iframe>"
 # A DNS server of the attacker's; the browser asks it, and this is its answer.
@@ -94,13 +94,9 @@ def evil() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
     arguments = [each for each in ARGUMENTS if "host-resolver" not in each]
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=[*arguments, REBOUND])
+    with chromium([*arguments, REBOUND]) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 from lmx_lab.lab import Lab
 from lmx_lab.panels import code
 from lmx_lab.panels.composition import PANELS
-from tests.browser.jupyterlab import ARGUMENTS, CHROMIUM
+from tests.browser.chromium import chromium
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama
 
@@ -42,12 +42,8 @@ RENDER = """async ([code, css, state, bytes]) => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
