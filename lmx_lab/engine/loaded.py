@@ -20,6 +20,7 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, T
 from lmx_lab.engine.templates import TemplateLimitError, rendered
 from lmx_lab.engine.vocabulary import Vocabulary
 from lmx_lab.engine.weights_dtype import fit_weights
+from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.weights import ModelEntry
 
@@ -186,11 +187,13 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         raise UnusableModelError(
             f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
         ) from exc
+    # A copy remembers words again.
+    own = without_word_cache(copy.deepcopy(tokenizer))
     return LoadedModel(
         entry=entry,
         model=model,
         tokenizer=tokenizer,
-        prompts=PromptTokenizer(copy.deepcopy(tokenizer), entry.id, context_length, dialect),
+        prompts=PromptTokenizer(own, entry.id, context_length, dialect),
         context_length=context_length,
         memory_bytes=traits.footprint.weights_bytes,
         traits=traits,
@@ -202,7 +205,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
 def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]:
     """Model and tokenizer; the tokenizer first, since most that goes wrong goes wrong there, and it is small."""
     config = load_config(entry.path)
-    tokenizer = load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id"))
+    tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
     model, _ = load_model(entry.path)
     fit_weights(model, dtype, limit_bytes=limit_bytes)
     return model, tokenizer

@@ -27,6 +27,7 @@ from lmx_lab.engine.encoders.tensors import Tensors
 from lmx_lab.engine.encoders.tokens import TextRules, TextTokenizer, TextTokens
 from lmx_lab.engine.requests import RerankMethod, Vectors
 from lmx_lab.engine.weights_dtype import DTYPES
+from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
 from lmx_lab.weights import ModelEntry
 from lmx_lab.weights.folder import ENCODERS, read_card, read_json
@@ -143,7 +144,7 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
         entry=entry,
         config=Config(read_json(entry.path / "config.json")),
         recipe=read_recipe(entry.path),
-        tokenizer=tokenizer_utils.load(entry.path),
+        tokenizer=without_word_cache(tokenizer_utils.load(entry.path)),
         limit_bytes=limit_bytes,
         dtype=dtype,
     )

@@ -1,0 +1,79 @@
+"""Words that texts were split into take no memory once their model has gone."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from lmx_lab.engine.loaded import load_chat
+from lmx_lab.engine.requests import TextPrompt
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, ModelEntry
+from tests.encoders.models import load, write_tiny_qwen3
+from tests.engine.conftest import request
+from tests.tiny import write_tiny_llama
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone tells what malloc has given")
+# 10,000 different ones: as many as the tokenizers library remembers of a model.
+WORDS = " ".join("".join(chr(97 + number // 26**place % 26) for place in range(4)) for number in range(10_000))
+CONTEXT = 32_768
+LOADS = 4
+# Remembered, they take 3.3 MB for each load.
+MOST_BYTES = 1_000_000
+
+
+class MallocReport(ctypes.Structure):
+    """``struct mallinfo2``, as in mallinfo(3)."""
+
+    _fields_ = (
+        ("arenas", ctypes.c_size_t * 7),
+        ("in_use", ctypes.c_size_t),
+        ("free", ctypes.c_size_t * 2),
+    )
+
+
+def in_use() -> int:
+    """Bytes that malloc has given."""
+    gc.collect()
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallocReport
+    return int(mallinfo().in_use)
+
+
+def left_behind(use: Callable[[], None]) -> int:
+    use()
+    before = in_use()
+    for _ in range(LOADS):
+        use()
+    return in_use() - before
+
+
+def test_a_chat_model_leaves_no_words(tmp_path: Path, smollm2: ModelEntry) -> None:
+    write_tiny_llama(tmp_path / "tiny", smollm2.path, seed=0, context=CONTEXT)
+    tiny, prompt = Catalog(Settings()).resolve(str(tmp_path / "tiny")), TextPrompt(text=WORDS)
+
+    def use() -> None:
+        model = load_chat(tiny, limit_bytes=2**40)
+        assert len(model.prompts.encode(request(prompt=prompt), None).tokens) > 10_000
+
+    assert left_behind(use) < MOST_BYTES
+
+
+def test_an_embedding_model_leaves_no_words(tmp_path: Path, smollm2: ModelEntry) -> None:
+    bpe = Tokenizer.from_file(str(smollm2.path / "tokenizer.json"))
+    entry = write_tiny_qwen3(
+        tmp_path / "tiny-qwen3",
+        tokenizer={"tokenizer": bpe, "model_max_length": CONTEXT},
+        max_position_embeddings=CONTEXT,
+    )
+
+    def use() -> None:
+        assert load(entry).texts.texts([WORDS], input_type=None, truncate=False)
+
+    assert left_behind(use) < MOST_BYTES
