@@ -181,7 +181,7 @@ def test_one_event_is_shown_and_copied_and_stays_text(events: Tab) -> None:
 def test_a_session_is_followed_and_stopped_and_all_of_it_can_be_read(events: Tab, theme: str) -> None:
     panel = events.panel("Events")
     events.kernel(EVERYTHING)
-    panel.get_by_label("session").first.select_option("ses-1")
+    panel.get_by_label("session", exact=True).select_option("ses-1")
     expect(panel.locator(".words .text").last).to_have_text("It is sunny, and warm.")
     expect(rows(events).filter(has_text="daemon.unheard")).to_have_count(0)
     expect(rows(events).filter(has_text="events are missing here")).to_have_count(1)
