@@ -75,11 +75,15 @@ async def hanging(engine: Engine, hangs: Hanging, entry: ModelEntry) -> asyncio.
     """A load that has come so far."""
     hangs(True)
     load = asyncio.create_task(engine.load(entry), name="hangs")
-    while not hangs.begun:
-        assert not load.done(), load
-        await asyncio.sleep(0.01)
+    await begun(load, hangs)
     assert engine.snapshot.state == "loading"
     return load
+
+
+async def begun(work: asyncio.Task[object], hangs: Hanging) -> None:
+    while not hangs.begun:
+        assert not work.done(), work
+        await asyncio.sleep(0.01)
 
 
 async def told(load: asyncio.Task[object]) -> str:
@@ -166,6 +170,29 @@ async def test_a_model_that_was_to_come_back_and_hangs_holds_nobody_up_either(
         await asyncio.wait_for(load, WAIT_S)
     assert hangs.processes == 0
     assert (await run(engine))[1].model == "tiny"
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("before")
+async def test_an_encoder_that_hangs_holds_no_unload_up(
+    engine: Engine, tiny_gguf: Path, minilm_gguf: Path, hangs: Hanging
+) -> None:
+    hangs(True)
+    pin: asyncio.Task[object] = asyncio.create_task(engine.pin(entry_of(minilm_gguf, "minilm")))
+    await begun(pin, hangs)
+    await asyncio.wait_for(engine.unload(), WAIT_S)
+    assert (engine.snapshot.state, engine.snapshot.entry) == ("empty", None)
+    # A load waits for what it has to know: how much memory the encoder takes.
+    load: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(tiny_gguf)))
+    await asyncio.sleep(0.3)
+    assert not load.done()
+    await asyncio.wait_for(engine.unload(), WAIT_S)
+    assert await told(load) == "the load of tiny was given up: the model is unloaded"
+    assert not pin.done()
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(LabError):
+        await asyncio.wait_for(pin, WAIT_S)
+    assert hangs.processes == 0
 
 
 @pytest.mark.anyio

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from lmx_lab.engine.contract import NOTHING_LOADED
@@ -64,6 +63,8 @@ class GgufCore:
         self._totals = Totals()
         self._encoded_tokens = 0
         self._changing, self._exchanging = asyncio.Lock(), asyncio.Lock()
+        # One process starts at a time: what the others take is known. Taken after the others, never before.
+        self._starting = asyncio.Lock()
         self.loads = Loads()
         self._state: EngineState = "empty"
         self._dead: EngineDeadError | None = None
@@ -104,7 +105,7 @@ class GgufCore:
 
     async def pin(self, entry: ModelEntry) -> LoadReport:
         """See ``InferenceEngine.pin``."""
-        async with self._changing:
+        async with self._starting:
             started, before = time.perf_counter(), self._pinned.get(entry.kind)
             if before is None or not is_loaded(before.entry, entry) or before.hosted.process.died.is_set():
                 room = self.limit_bytes(without=before)
@@ -118,7 +119,7 @@ class GgufCore:
 
     async def unpin(self, kind: Kind) -> None:
         """See ``InferenceEngine.unpin``."""
-        async with self._changing:
+        async with self._starting:
             if (pinned := self._pinned.pop(kind, None)) is not None:
                 await self._drop(pinned, NotLoadedError(f"{pinned.entry.id} was unloaded before this request ended"))
 
@@ -162,8 +163,7 @@ class GgufCore:
         """Load, or return why not."""
         self._publish("loading")
         try:
-            hosted = await load.wait(host(entry, self._settings, limit_bytes=self.limit_bytes()))
-            self._main = self._place(hosted)
+            await load.wait(self._start(entry))
         except LabError as exc:
             return exc
         finally:
@@ -173,6 +173,10 @@ class GgufCore:
         self.snapshot = replace(self.snapshot, unloaded_model=None, unload_cause=None)
         self._publish("ready")
         return None
+
+    async def _start(self, entry: ModelEntry) -> None:
+        async with self._starting:
+            self._main = self._place(await host(entry, self._settings, limit_bytes=self.limit_bytes()))
 
     async def _restored(self, previous: ModelEntry | None, load: Load) -> str:
         if previous is None:
@@ -217,14 +221,14 @@ class GgufCore:
 
     async def _revive_pinned(self) -> None:
         """Start again those that have died."""
-        for kind, place in list(self._pinned.items()):
-            if place.hosted.process.died.is_set():
-                try:
-                    self._pinned[kind] = self._place(
-                        await host(place.entry, self._settings, limit_bytes=self.limit_bytes(without=place))
-                    )
-                except LabError as exc:
-                    log.warning("%s, which was pinned, could not be loaded again: %s", place.entry.id, exc.message)
+        async with self._starting:
+            for kind, place in self._pinned.items():
+                if place.hosted.process.died.is_set():
+                    try:
+                        room = self.limit_bytes(without=place)
+                        self._pinned[kind] = self._place(await host(place.entry, self._settings, limit_bytes=room))
+                    except LabError as exc:
+                        log.warning("%s, which was pinned, could not be loaded again: %s", place.entry.id, exc.message)
 
     # Requests
 
@@ -261,7 +265,7 @@ class GgufCore:
         ]
         place.jobs.add(jobs)
         self._publish()
-        return [TokenStream(job.mailbox, partial(_cancel, job), tuple(prepared.tokens)) for job in jobs]
+        return [TokenStream(job.mailbox, job.leave, tuple(prepared.tokens)) for job in jobs]
 
     async def accept_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
         """The vectors to come; raises as ``Engine.submit_embedding``."""
@@ -387,12 +391,6 @@ class GgufCore:
             if now - main.hosted.progress_at >= idle_s:
                 log.info("%s was not used for %g s", main.entry.id, idle_s)
                 await self.unload(why="the model is unloaded", finish_queued=False, cause="idle")
-
-
-def _cancel(job: Job) -> None:
-    """From any thread: its reader has left."""
-    if job.task is not None and not (loop := job.task.get_loop()).is_closed():
-        loop.call_soon_threadsafe(job.task.cancel)
 
 
 def _as_it_is(result: T) -> T:

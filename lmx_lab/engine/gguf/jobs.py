@@ -59,6 +59,11 @@ class Job:
     error: LabError | None = None
     """What its end is, if it is cancelled from here; None where its reader has left."""
 
+    def leave(self) -> None:
+        """From any thread: nobody reads any more."""
+        if self.task is not None and not (loop := self.task.get_loop()).is_closed():
+            loop.call_soon_threadsafe(self.task.cancel)
+
 
 class Jobs:
     def __init__(self, hosted: Hosted, totals: Totals, post: Post, *, queue_limit: int) -> None:
