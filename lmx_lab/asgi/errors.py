@@ -176,7 +176,7 @@ def _is_alternative(part: str | int) -> bool:
 async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, LabError)
     if not isinstance(exc, CallerError):
-        log.warning("%s %s: %s", request.method, request.url.path, exc)
+        log.warning("%s %s failed (%s): %s", request.method, request.url.path, request_id_of(request), exc)
     return respond(exc, request_id=request_id_of(request))
 
 

@@ -53,7 +53,7 @@ app = typer.Typer(
         "lmx-lab chat 'Say hello.'            a conversation, which daemon keeps",
         "lmx-lab serve --help                 more of a command, with examples",
         "lmx-lab --install-completion         the Tab key: options, models, sessions",
-        status=f"{STATUS}. Errors are on standard error, a line each, code first; results alone are on standard output",
+        status=f"{STATUS}. Errors are on standard error, a line each, code first; results are on standard output",
     ),
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},

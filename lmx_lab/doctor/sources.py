@@ -47,9 +47,9 @@ def examine_hub(settings: Settings) -> Iterator[Finding]:
 
     url = endpoint()
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in YES:
-        yield _not_asked("HF_HUB_OFFLINE is set, so it was not asked", "unset HF_HUB_OFFLINE")
+        yield _not_asked("HF_HUB_OFFLINE", "is set", f"org/name cannot be fetched; {STILL}")
     elif not settings.downloads:
-        yield _not_asked("LMX_LAB_DOWNLOADS is 0, so it was not asked", "unset LMX_LAB_DOWNLOADS")
+        yield _not_asked("LMX_LAB_DOWNLOADS", "is 0", "nothing but lmx-lab pull fetches models")
     elif (reason := unreachable(url, HUB_S)) is not None:
         yield Finding(
             topic="hub",
@@ -62,9 +62,9 @@ def examine_hub(settings: Settings) -> Iterator[Finding]:
         yield Finding(topic="hub", verdict="fine", found=f"{url} answers")
 
 
-def _not_asked(found: str, remedy: str) -> Finding:
-    means = f"org/name cannot be fetched; {STILL}"
-    return Finding(topic="hub", verdict="note", found=found, means=means, remedy=remedy)
+def _not_asked(variable: str, value: str, means: str) -> Finding:
+    found = f"{variable} {value}, so it was not asked"
+    return Finding(topic="hub", verdict="note", found=found, means=means, remedy=f"unset {variable}")
 
 
 def unreachable(url: str, patience_s: float) -> str | None:
