@@ -261,12 +261,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """
 
     _pongs = b""
-    held_bytes = 0
-    """Of a message that has not ended."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a message that has not ended."""
+        return sum(map(len, self.frames)) + len(self.conn.reader.buffer)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._bound_messages(len(data))
+        self._bound_messages()
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # The request passed as HTTP, but not as a handshake; uvicorn says nothing and goes on reading.
             status, why = HTTPStatus.BAD_REQUEST, f"not a WebSocket handshake: {self.conn.handshake_exc}.\n"
@@ -274,9 +277,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.write(answer)
             self.transport.close()
 
-    def _bound_messages(self, came_bytes: int) -> None:
-        unfinished = self.frames or self.conn.reader.buffer
-        self.held_bytes = self.held_bytes + came_bytes if unfinished else 0
+    def handle_cont(self, event: Any) -> None:
+        # One buffer: objects for fragments of a byte each would take many times what came.
+        message = self.frames[0] if isinstance(self.frames[0], bytearray) else bytearray(self.frames[0])
+        message += event.data
+        self.frames = [message]  # type: ignore[list-item]
+        if event.fin:
+            self.send_receive_event_to_app()
+
+    def handle_parser_exception(self) -> None:
+        if self.conn.close_sent is None:  # the handshake is not answered yet, and there are no closes before that
+            self.transport.abort()
+        else:
+            super().handle_parser_exception()
+
+    def _bound_messages(self) -> None:
         if self.held_bytes <= SMALL_BYTES or self.close_sent:
             return
         held = (each.held_bytes for each in self.connections if isinstance(each, WebSocketProtocol))
@@ -295,7 +310,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.handshake_complete |= self.close_sent
 
     def send_receive_event_to_app(self) -> None:
-        self.held_bytes = 0
+        self.frames = [b"".join(self.frames)]
         try:
             b"".join(self.frames if self.curr_msg_data_type == "text" else ()).decode()
         except UnicodeDecodeError:

@@ -23,6 +23,7 @@ from lmx_lab.errors import (
     LabError,
     ModelNotFoundError,
     NotLoadedError,
+    UnauthorizedError,
     UnclearModelError,
 )
 
@@ -124,7 +125,7 @@ class ChatTarget:
                 self._is_lab = client.is_lab
             except LabError as exc:
                 # mlx_lm.server, for one, lists only what is in a hub's cache, and fails without one.
-                if self._model is None or not was_sent(exc):
+                if self._model is None or isinstance(exc, UnauthorizedError) or not was_sent(exc):
                     raise
         if not self._is_lab and not self._model:
             self._model = self._only(names)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from lmx_lab.errors import ModelBusyError, ModelNotFoundError
 from lmx_lab.server.naming import Kinds, rests_by_path
-from lmx_lab.weights import ModelEntry
 
 if TYPE_CHECKING:
     from lmx_lab.lab.running import Lab
@@ -29,27 +28,21 @@ async def bring_back(lab: Lab, kinds: Kinds) -> None:
     Raises:
         LabError: it could not be loaded.
     """
-    if not lab.settings.swap:
-        return
     loader = lab.services.loader
     for _ in range(TRIES):
+        # A model that is kept beside the loaded one answers, whatever is being loaded.
+        if not lab.settings.swap or any(pinned.entry.kind in kinds for pinned in lab.engine.snapshot.pinned):
+            return
         await loader.settled()
-        entry = await _resting(lab, kinds)
-        if entry is None:
+        now = lab.engine.snapshot
+        if (name := now.resting_model) is None:
+            return
+        local = rests_by_path(name, now)
+        try:
+            entry = await asyncio.to_thread(lab.catalog.resolve, name, local=local)
+        except ModelNotFoundError:
+            return  # its files were deleted meanwhile; the engine says what is missing
+        if entry.kind not in kinds:
             return
         with contextlib.suppress(ModelBusyError):
-            local = rests_by_path(entry.id, lab.engine.snapshot)
             await loader.load(entry.id, local=local, finish_queued=True)
-
-
-async def _resting(lab: Lab, kinds: Kinds) -> ModelEntry | None:
-    now = lab.engine.snapshot
-    kept = any(pinned.entry.kind in kinds for pinned in now.pinned)
-    if kept or now.resting_model is None:
-        return None
-    try:
-        local = rests_by_path(now.resting_model, now)
-        entry = await asyncio.to_thread(lab.catalog.resolve, now.resting_model, local=local)
-    except ModelNotFoundError:
-        return None  # its files were deleted meanwhile; the engine says what is missing
-    return entry if entry.kind in kinds else None

@@ -96,6 +96,7 @@ class RerankPanel(Panel):
         self._sorted: Sequence[int] = range(len(result.order) if result else 0)
         self._sort, self._down, self._page = "rank", False, 0
         self._task: asyncio.Task[None] | None = None
+        self._loading: str | None = None
         traits: dict[str, Any] = {"form": True} if result is None else {"form": False, "server": {}}
         super().__init__(workbench, table=self._shown_page(), **traits)
 
@@ -105,8 +106,13 @@ class RerankPanel(Panel):
             super().tick(source, sample)
 
     def model_event(self, event: ModelEvent) -> None:
-        if self._task is not None:
-            self.show(doing=f"Loading {event.model}…" if event.stage == "load" else RANKING)
+        if self._task is None:
+            return
+        if event.stage == "load":
+            self._loading = event.model
+            self.show(doing=f"Loading {event.model}…")
+        elif event.model == self._loading:
+            self.show(doing=RANKING)
 
     # Ranking
 

@@ -108,7 +108,7 @@ class ModelSwap:
 
     async def _check_name(self, model: str | None, kinds: Kinds) -> None:
         if model is not None and model != self._engine.snapshot.model:
-            await self._resolve(model, kinds)
+            await self._resolve(model, kinds, local=rests_by_path(model, self._engine.snapshot))
 
     def _call_next(self) -> None:
         """Let the next one in, if nobody is inside; look again soon if the line says that it is too early."""
@@ -146,28 +146,28 @@ class ModelSwap:
         name = request.model or now.resting_model
         if name is None or name == now.model:
             return request
+        # Now: when another model has come between, nothing says any more that the path was one that rested.
+        local = rests_by_path(name, now)
         try:
-            entry = await self._resolve(name, kinds)
+            entry = await self._resolve(name, kinds, local=local)
         except (ModelNotFoundError, InvalidRequestError):
             if request.model is None:
                 return request
             raise
-        return replace(request, model=(await self._load(entry.id)).model)
+        return replace(request, model=(await self._load(entry.id, local=local)).model)
 
-    async def _resolve(self, name: str, kinds: Kinds) -> ModelEntry:
+    async def _resolve(self, name: str, kinds: Kinds, *, local: bool) -> ModelEntry:
         try:
-            entry = await asyncio.to_thread(
-                self._catalog.resolve, name, local=rests_by_path(name, self._engine.snapshot)
-            )
+            entry = await asyncio.to_thread(self._catalog.resolve, name, local=local)
         except ModelNotFoundError as exc:
             raise unknown_model(name, self._engine.snapshot, kinds) from exc
         if entry.kind not in kinds:
             raise wrong_kind(entry, kinds)
         return entry
 
-    async def _load(self, name: str) -> LoadReport:
+    async def _load(self, name: str, *, local: bool) -> LoadReport:
         while True:
-            began, local = self._now(), rests_by_path(name, self._engine.snapshot)
+            began = self._now()
             try:
                 report = await self._loader.load(name, local=local, finish_queued=True)
             except ModelBusyError:

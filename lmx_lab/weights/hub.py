@@ -26,15 +26,14 @@ from lmx_lab.weights.entry import Progress, ProgressCallback
 from lmx_lab.weights.gguf_names import chosen, default, grouped, labelled
 from lmx_lab.weights.hub_cache import repo_folder
 from lmx_lab.weights.hub_content import Announced, require_announced
-from lmx_lab.weights.hub_unverified import is_unverified, note
+from lmx_lab.weights.hub_unverified import FOR_PEOPLE, is_unverified, note
 from lmx_lab.weights.store import FULL, folder_bytes, free_in_words, require_disk
 
 # Weights, JSON and vocabularies: nothing that could hold code (.py, pickles in .bin or .pt).
 WANTED = (
     "model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
-    "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", "LICENSE*", "README.md",
+    "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", *FOR_PEOPLE,
 )  # fmt: skip
-BESIDE_GGUF = ("LICENSE*", "README.md")
 MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 ASK_TIMEOUT_S = 15.0
 POLL_S = 0.2
@@ -171,7 +170,7 @@ def _wanted(repo_id: str, files: Mapping[str, int], choice: str | None) -> Wante
             param="model",
         )
     names = models[label].names
-    beside = [name for name in files if _is_in_root(name, BESIDE_GGUF)]
+    beside = [name for name in files if _is_in_root(name, FOR_PEOPLE)]
     return Wanted(sizes={name: files[name] for name in (*names, *beside)}, first=names[0])
 
 

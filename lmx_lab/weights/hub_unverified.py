@@ -7,6 +7,7 @@ its file alone, so that it matters to nobody which process wrote it, and files w
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 from collections.abc import Iterable
@@ -17,8 +18,8 @@ from lmx_lab.weights.gguf_names import is_gguf, parts_of
 from lmx_lab.weights.hub_cache import PREFIX, repo_id
 
 NOTE = ".unverified-"
-UNUSED = ("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md")
-"""Files for people: a model is whole without them."""
+FOR_PEOPLE = ("LICENSE*", "README.md")
+"""Files in a repository's root: a model is whole without them."""
 
 
 def note(files: Iterable[Path]) -> None:
@@ -43,6 +44,11 @@ def is_unverified(file: Path) -> bool:
     return os.path.lexists(_note(file))
 
 
+def is_for_people(name: str) -> bool:
+    """Whether no model needs the file of this name."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in FOR_PEOPLE)
+
+
 def refuse_unverified(path: Path) -> None:
     """
     Raises:
@@ -54,7 +60,7 @@ def refuse_unverified(path: Path) -> None:
     if snapshot is None:
         return
     if path.is_dir():
-        files = [file for file in path.rglob("*") if not is_gguf(file.name) and file.name not in UNUSED]
+        files = [file for file in path.rglob("*") if not is_gguf(file.name) and not is_for_people(file.name)]
     else:
         files = [path.with_name(part) for part in parts_of(path.name)]
     if any(file.exists() and is_unverified(file) for file in files):
