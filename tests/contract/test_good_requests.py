@@ -17,6 +17,7 @@ from tests.flows.conftest import serving
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 8}
+LONG = {"max_tokens": 400, "ignore_eos": True}
 PLAIN: dict[str, Any] = {"model": "tiny", "prompt": ["the sea", "a house"], "max_tokens": 8}
 TEXTS = ["a cat", "a dog"]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -74,7 +75,7 @@ def test_a_stream_that_breaks_off_says_so_as_described(home: Path) -> None:
     with serving(home, "tiny", request_timeout_s=0.05) as lab:
         server = Contract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
         # Too late for its status to say it, or just not: both are described.
-        answer = server.ask("POST", "/v1/chat/completions", body={**CHAT, "stream": True, "max_tokens": 64, "n": 4})
+        answer = server.ask("POST", "/v1/chat/completions", body={**CHAT, **LONG, "stream": True, "n": 4})
         assert "lmx-timeout" in answer.text
         assert "[DONE]" not in answer.text
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from jupyter_client.manager import KernelManager
-
 from tests.docs.pages import ROOT, Block
+from tests.kernels import a_kernel
 
 WAIT_S = 120
 STANDS_FOR = {
@@ -158,7 +157,7 @@ class Kernel:
     """A kernel whose cells must not fail, nor say anything on standard error."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
-        self._manager = KernelManager(kernel_name="python3")
+        self._manager = a_kernel()
         self._manager.start_kernel(cwd=str(folder), env=dict(environ))
         self._client = self._manager.client()
         self._client.start_channels()

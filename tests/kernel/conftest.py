@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jupyter_client import KernelManager
+
+from tests.kernels import a_kernel
 
 WAIT_S = 60
 
@@ -32,7 +33,7 @@ class Notebook:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.stderr = ""
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = a_kernel()
         # After half of it a kernel is terminated: whether it ends by itself is what tests ask.
         self.manager.shutdown_wait_time = 2 * WAIT_S
         self._asked = ""

@@ -6,7 +6,8 @@ import textwrap
 from queue import Empty
 
 import pytest
-from jupyter_client import KernelManager
+
+from tests.kernels import a_kernel
 
 SETUP = """
 import asyncio, atexit, signal
@@ -63,7 +64,7 @@ class Kernel:
     """A kernel, as a notebook sees it."""
 
     def __init__(self):
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = a_kernel()
         # After half of it a kernel is terminated: whether it ends by itself is what tests ask.
         self.manager.shutdown_wait_time = 120
         self.manager.start_kernel()

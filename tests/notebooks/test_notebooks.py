@@ -14,6 +14,7 @@ import pytest
 from nbclient import NotebookClient
 
 from lmx_lab.panels.standin import WIDGET_VIEW
+from tests.kernels import without_ports
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -120,7 +121,9 @@ def replace_parameters(notebook: Any, values: dict[str, Any]) -> None:
 
 def outputs_of(notebook: Any, home: Path, folder: Path) -> list[Any]:
     """After it has run without an error or a word on standard error."""
-    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        notebook, timeout=120, config=without_ports(), resources={"metadata": {"path": str(folder)}}
+    )
     client.execute(env={**os.environ, "LMX_LAB_HOME": str(home)})
     shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert not [output for output in shown if output["output_type"] == "error" or output.get("name") == "stderr"]
