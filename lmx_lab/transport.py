@@ -46,6 +46,8 @@ UNFINISHED_BYTES = 256 * 2**20
 """Of WebSocket messages that have not ended, over all connections of a server; bodies have as much, in ``asgi``."""
 SMALL_BYTES = 64 * 1024
 """So much of each message does not count: large ones keep no small one out."""
+RESTART = 1012
+"""How a server that stops closes WebSockets."""
 
 
 def notice_vanishing(sock: socket.socket) -> None:
@@ -261,6 +263,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """
 
     _pongs = b""
+    _stopping = False
 
     @property
     def held_bytes(self) -> int:
@@ -302,12 +305,37 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     async def run_asgi(self) -> None:
         own: Any = {"lmx_lab.frames": text_frames, "lmx_lab.send": self._send, "lmx_lab.abort": self.transport.abort}
         self.scope["extensions"] = {**(self.scope.get("extensions") or {}), **own}
+        application = self.app
+
+        async def and_close(*asgi: Any) -> None:
+            try:
+                await application(*asgi)
+            finally:
+                self._close_if_stopping()
+
+        self.app = and_close
         await super().run_asgi()
+
+    def shutdown(self) -> None:
+        if not self.handshake_complete or self.close_sent or self.transport.is_closing():
+            super().shutdown()
+        else:
+            # As over HTTP: what is being sent may end. uvicorn would close at once, before the last of a client that
+            # is slow to take it.
+            self._stopping = True
+            self.stop_keepalive()
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": RESTART})
+
+    def _close_if_stopping(self) -> None:
+        if self._stopping and not self.transport.is_closing():
+            super().shutdown()
 
     async def send(self, message: Any) -> None:
         await super().send(message)
         # A refusal with a status is whole; uvicorn would log it as an error of the application.
         self.handshake_complete |= self.close_sent
+        if self.close_sent:
+            self._close_if_stopping()
 
     def send_receive_event_to_app(self) -> None:
         self.frames = [b"".join(self.frames)]

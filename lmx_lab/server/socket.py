@@ -23,7 +23,7 @@ from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 log = logging.getLogger(__name__)
 CLOSE_WAIT_S = 5.0
 FIRST_MESSAGE_WAIT_S = 60.0
-NORMAL, FAILED = 1000, 1011
+NORMAL, FAILED, RESTART = 1000, 1011, 1012
 
 
 def socket_routes(service: ChatService, *, max_body_bytes: int) -> APIRouter:
@@ -50,9 +50,10 @@ async def _answer(socket: WebSocket, service: ChatService, request: ChatRequest)
     watch = asyncio.ensure_future(_refuse_messages(socket))
     try:
         await asyncio.wait({tokens, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not tokens.done():
+        if not tokens.done() and watch.result() != RESTART:
             return
-        tokens.result()
+        # A server that stops has ended the answer: what is left of it, and why it ended, is on its way.
+        await tokens
         await asyncio.wait({watch}, timeout=CLOSE_WAIT_S)
         if not watch.done():
             await socket.close(NORMAL)
@@ -71,13 +72,17 @@ async def _send_tokens(socket: WebSocket, service: ChatService, request: ChatReq
     await _send(socket, SocketDone(stats=socket_stats(generation.finished())))
 
 
-async def _refuse_messages(socket: WebSocket) -> None:
-    """Ends when the client leaves. A second message is refused; the first one's answer goes on."""
-    with suppress(WebSocketDisconnect):
+async def _refuse_messages(socket: WebSocket) -> int:
+    """Ends when the client leaves, or the server stops, with the code of that. A second message is refused; the first
+    one's answer goes on.
+    """
+    try:
         while True:
             await _receive(socket, None)
             second = InvalidRequestError("a connection takes one request: open another for more")
             await _send(socket, _error(socket, second))
+    except WebSocketDisconnect as exc:
+        return exc.code
 
 
 async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import socket as stream
+import time
 from collections.abc import Iterator
-from socket import SHUT_RDWR
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,7 +16,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from lmx_lab.hosting import bind
 from lmx_lab.lab import Lab
+from lmx_lab.settings import Settings
 from tests.flows.conftest import chat_body, wait_until_idle
 
 
@@ -121,8 +126,32 @@ def test_a_client_that_vanishes_without_a_word_frees_the_slot(lab: Lab) -> None:
     with connect(address(lab)) as socket:
         ask(socket, max_tokens=450)
         receive(socket)
-        socket.socket.shutdown(SHUT_RDWR)
+        socket.socket.shutdown(stream.SHUT_RDWR)
         wait_until_idle(lab)
+
+
+def test_why_a_server_that_stops_ends_an_answer_reaches_a_client_that_is_slow(long_home: Path) -> None:
+    listening, client = bind("127.0.0.1", 0, explicit=True), stream.socket()
+    listening.setsockopt(stream.SOL_SOCKET, stream.SO_SNDBUF, 2**12)
+    client.setsockopt(stream.SOL_SOCKET, stream.SO_RCVBUF, 2**12)
+    lab = Lab(Settings(home=long_home, port=0), loop="thread")
+    lab.start(listening)
+    with lab, ThreadPoolExecutor() as aside:
+        lab.load("tiny-long")
+        client.connect(("127.0.0.1", lab.port))
+        with connect(address(lab), sock=client, max_queue=1, max_size=None) as socket:
+            ask(socket, model="tiny-long", max_tokens=8000, ignore_eos=True, logprobs=True, top_logprobs=20)
+            receive(socket)
+            stopping = aside.submit(lab.stop)
+            wait_until_idle(lab)
+            # The server closes next; of more than a megabyte not a tenth is on its way.
+            time.sleep(0.5)
+            *tokens, last = until_done(socket)
+            assert last["error"]["code"] == "no-model-loaded"
+            assert len(json.dumps(tokens)) > 2**20
+            with pytest.raises(ConnectionClosed):
+                socket.recv(timeout=30)
+            stopping.result(10)
 
 
 @pytest.mark.parametrize(
