@@ -382,9 +382,9 @@ class Flooding(App):
                 return
 
 
-def masked(opcode, payload):
+def masked(opcode, payload, *, fin=True):
     """A frame as a client sends it, with a mask of zeros."""
-    return bytes([0x80 | opcode, 0x80 | len(payload), 0, 0, 0, 0]) + payload
+    return bytes([0x80 * fin | opcode, 0x80 | len(payload), 0, 0, 0, 0]) + payload
 
 
 HANDSHAKE = (
@@ -421,6 +421,83 @@ async def test_pings_of_a_client_that_takes_nothing_do_not_pile_up_and_what_else
         writer.write(masked(8, b"\x03\xe8"))
         assert (await app.heard.get())["code"] == 1000
         assert await reader.read() == masked(8, b"")[:1] + b"\x02\x03\xe8"
+        writer.close()
+
+
+@pytest.mark.anyio
+async def test_a_message_in_tiny_fragments_is_one_buffer_and_pings_between_them_are_none_of_it():
+    async with serving(App()) as host, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**20)
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        (connection,) = host._server.server_state.connections
+        for opcode in (1, *[0] * 999):
+            writer.write(masked(opcode, b"ab", fin=False) + masked(9, b"p" * 125))
+        while connection.held_bytes < 2000:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert [len(piece) for piece in connection.frames] == [2000]
+        writer.write(masked(0, b"!"))
+        whole = b"\x81\x7e\x07\xd1" + b"ab" * 1000 + b"!"
+        assert (await reader.readuntil(b"ab!")).endswith(whole)
+        assert connection.held_bytes == 0
+        writer.write(masked(1, b"again"))
+        assert (await reader.readuntil(b"again")).endswith(b"\x81\x05again")
+        writer.close()
+
+
+class Slow(App):
+    """Lets a WebSocket wait before it is accepted."""
+
+    def __init__(self):
+        super().__init__()
+        self.waiting, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def echo(self, receive, send):
+        self.waiting.set()
+        await self.go_on.wait()
+        await super().echo(receive, send)
+
+
+@pytest.mark.anyio
+async def test_a_bad_frame_before_the_handshake_is_answered_ends_the_connection_without_a_word(caplog):
+    app = Slow()
+    async with serving(app) as host, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+        writer.write(HANDSHAKE)
+        await app.waiting.wait()
+        writer.write(masked(3, b"no such opcode"))
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        app.go_on.set()
+        while host._server.server_state.tasks:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+class LastWords(Flooding):
+    async def echo(self, receive, send):
+        await super().echo(receive, send)
+        await send({"type": "websocket.send", "text": "and that is why"})
+
+
+@pytest.mark.anyio
+async def test_the_last_words_of_a_server_that_stops_reach_a_slow_client_before_the_close():
+    app = LastWords()
+    host = await serve(app, bind("127.0.0.1", 0, explicit=True))
+    async with asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**20)
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.pause_reading()
+        stopping = asyncio.create_task(host.stop())
+        assert (await app.heard.get())["code"] == 1012
+        await asyncio.sleep(0.1)
+        assert not stopping.done()
+        writer.transport.resume_reading()
+        await reader.readexactly(10 + app.size)
+        assert await reader.read() == b"\x81\x0fand that is why" + b"\x88\x02\x03\xf4"
+        await stopping
         writer.close()
 
 

@@ -24,6 +24,7 @@ from lmx_lab.errors import (
     LabError,
     ModelNotFoundError,
     NotLoadedError,
+    UnauthorizedError,
     UnreachableError,
 )
 from lmx_lab.lab import Lab
@@ -199,6 +200,12 @@ async def test_a_server_that_cannot_list_is_described_by_what_was_told() -> None
         assert await ChatTarget(server.url, model="b").describe() == TargetFacts(model="b")
         with pytest.raises(LabError):
             await ChatTarget(server.url).describe()
+
+
+async def test_a_wrong_key_is_said_whatever_was_told() -> None:
+    refusal = json_answer({"error": {"message": "no such key"}}, status=401)
+    with Scripted(WORDS, models=refusal) as server, pytest.raises(UnauthorizedError):
+        await ChatTarget(server.url, model="b", api_key="wrong").describe()
 
 
 async def test_where_nobody_is_a_name_is_no_description() -> None:

@@ -303,8 +303,10 @@ def test_no_link_leads_around_the_comparison_and_files_for_people_do_not_matter(
     entry = catalog.fetch(REPO)
     link = tmp_path / "link"
     link.symlink_to(entry.path)
-    (entry.path / "README.md").write_text("For people.")
-    note([entry.path / "README.md"])
+    for_people = [entry.path / name for name in ("README.md", "LICENSE", "LICENSE-CODE")]
+    for file in for_people:
+        file.write_text("For people.")
+    note(for_people)
     assert catalog.scan() == [entry]
     note([entry.path / "config.json"])
     for path in (entry.path, link, entry.path / "sub" / ".."):

@@ -14,7 +14,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.engine import LoadReport
-from lmx_lab.errors import NotLoadedError
+from lmx_lab.errors import ModelBusyError, NotLoadedError
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
@@ -48,6 +48,10 @@ async def lab(request: pytest.FixtureRequest, home: Path) -> AsyncIterator[lmx_l
 @pytest.fixture
 def slow(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The engine goes on with its loads when this is set."""
+    return slowed(lab, monkeypatch)
+
+
+def slowed(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     load, go_on = lab.engine.load, threading.Event()
 
     async def slow_load(entry: ModelEntry, **how: Any) -> LoadReport:
@@ -103,6 +107,45 @@ async def test_a_model_of_a_path_comes_back_whoever_asks(lab: lmx_lab.Lab, home:
         await lab.aunload()
         refused = await client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 404, "by then it is a path like any other"
+
+
+async def test_a_model_of_a_path_comes_back_though_another_load_is_before_it(
+    lab: lmx_lab.Lab, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(shutil.copytree(home / "models" / "tiny", tmp_path / "elsewhere"))
+    await rested(lab, path)
+    load, asked = lab.services.loader.load, []
+
+    async def busy_at_first(name: str, **how: Any) -> LoadReport:
+        asked.append(name)
+        if len(asked) == 1:
+            await load("tiny-bert", local=True)
+            raise ModelBusyError("tiny-bert is being loaded", retry_after_s=0.01)
+        return await load(name, **how)
+
+    monkeypatch.setattr(lab.services.loader, "load", busy_at_first)
+    async with httpx2.AsyncClient(base_url=lab.url, timeout=WAIT_S) as client:
+        answered = await client.post("/v1/chat/completions", json={"model": path, "messages": HELLO, "max_tokens": 5})
+    assert (answered.status_code, answered.json()["model"]) == (200, path)
+    assert asked == [path, path]
+
+
+async def test_a_model_that_is_pinned_ranks_while_another_is_loaded(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=home, port=0, swap=True, embedder="tiny-bert")
+    async with lmx_lab.Lab(settings, loop="kernel") as lab:
+        await until(lambda: bool(lab.engine.snapshot.pinned))
+        go_on = slowed(lab, monkeypatch)
+        loading = asyncio.create_task(lab.aload("tiny"))
+        await until(lambda: lab.services.loader.changing)
+        ranked = await asyncio.to_thread(
+            while_this_loop_waits, lab, lab.workbench.source.rerank("a cat", ["a dog", "a cat"])
+        )
+        assert ranked.model == "tiny-bert"
+        assert not loading.done()
+        go_on.set()
+        await loading
 
 
 async def test_a_ranking_brings_the_model_back_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:

@@ -28,6 +28,7 @@ from lmx_lab.panels.rerank import (
 from lmx_lab.panels.source import Ranked
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
+from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from tests.encoders.models import write_tiny_bert
 from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource
@@ -89,6 +90,27 @@ def test_what_fails_is_said_and_the_table_stays(reader: Reader, source: Scripted
         assert len(reader.panel.table["rows"]) == 2
     reader.ask("rank", query="q", documents=PAIR)
     reader.until(lambda panel: panel.busy and not panel.problem)
+
+
+def test_while_a_ranking_waits_for_its_model_other_models_are_not_spoken_of(
+    reader: Reader, source: ScriptedSource, workbench: Workbench
+) -> None:
+    async def tell(event: ModelEvent) -> str:
+        reader.panel.model_event(event)
+        reader.panel.flush()
+        return str(reader.panel.doing)
+
+    def told(**event: Any) -> str:
+        return workbench.submit(tell(ModelEvent(**event))).result(WAIT_S)
+
+    reader.ask("rank", query="q", documents=PAIR)
+    reader.until(lambda panel: panel.busy)
+    assert told(model="b", stage="download") == "Ranking…"
+    assert told(model="a", stage="load") == "Loading a…"
+    assert told(model="b", stage="loaded") == "Loading a…"
+    assert told(model="a", stage="loaded") == "Ranking…"
+    reader.give(source.rankings, RANKED)
+    reader.until(lambda panel: not panel.busy)
 
 
 def test_a_ranking_can_be_cancelled(reader: Reader, source: ScriptedSource) -> None:
