@@ -112,6 +112,8 @@ class HttpProtocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
     _came_bytes = 0
     """Since the deadline was set."""
+    _held_up = False
+    """Since then too: more of the body could not come for a time, as what had come was not read."""
     _ending = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -134,6 +136,7 @@ class HttpProtocol(H11Protocol):
         if not self._ending:
             self._came_bytes += len(data)
             super().data_received(data)
+            self._held_up |= self.flow.read_paused
             self._watch()
 
     def on_response_complete(self) -> None:
@@ -177,18 +180,22 @@ class HttpProtocol(H11Protocol):
         self._came_bytes = 0
         if self._owed is not None:
             what = self._owed[0]
+            self._held_up = what == "body" and not self._reads_body()
             due = self.loop.time() + (HEAD_S if what == "head" else BODY_S)
             self._deadline = self.loop.call_at(due, self._on_deadline, what, due)
 
     def _on_deadline(self, what: str, due: float) -> None:
         late = self.loop.time() - due > LATE_S
-        if late or (what == "body" and (self._came_bytes >= BODY_BYTES or not self._reads_body())):
+        if late or (what == "body" and self._sends_as_it_may()):
             self._set_deadline()
         elif what == "head":
             self._end(HTTPStatus.REQUEST_TIMEOUT, f"the head of the request took longer than {HEAD_S:g} s")
         else:
             slow = f"of the body less than {BODY_BYTES} bytes came in {BODY_S:g} s, and not its end; send it faster"
             self._end(HTTPStatus.REQUEST_TIMEOUT, slow)
+
+    def _sends_as_it_may(self) -> bool:
+        return self._held_up or self._came_bytes >= BODY_BYTES or not self._reads_body()
 
     def _reads_body(self) -> bool:
         """Whether more of the body is waited for. While an answer is being sent it may come as it likes."""

@@ -12,6 +12,7 @@ from lmx_lab.hosting import Host, bind, serve
 
 WAIT_S = 20.0
 SHORT_S = 0.2
+READ_LATER_S = 3.5 * SHORT_S
 GET = b"GET /read HTTP/1.1\r\nhost: localhost\r\n\r\n"
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -110,7 +111,7 @@ async def read(receive: Any, send: Any) -> None:
 
 
 async def read_later(receive: Any, send: Any) -> None:
-    await asyncio.sleep(4 * SHORT_S)
+    await asyncio.sleep(READ_LATER_S)
     await read(receive, send)
 
 

@@ -13,7 +13,7 @@ from lmx_lab import transport
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.hosting import Host
 from lmx_lab.wire.errors import ErrorBody
-from tests.asgi.serving import GET, SHORT_S, app, connected, gone, running, until
+from tests.asgi.serving import GET, READ_LATER_S, SHORT_S, app, connected, gone, running, until
 
 pytestmark = pytest.mark.anyio
 HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
@@ -26,6 +26,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "HEAD_S", SHORT_S)
     monkeypatch.setattr(transport, "BODY_S", SHORT_S)
     monkeypatch.setattr(transport, "BODY_BYTES", 10**9)
+    monkeypatch.setattr(transport, "LATE_S", SHORT_S / 4)
     gone.clear()
 
 
@@ -131,6 +132,16 @@ async def test_a_body_that_is_not_read_yet_may_wait() -> None:
     body = b"y" * 400_000
     async with running(app) as host, connected(host) as line:
         line.send(HEAD % (b"/read-later", len(body)) + body)
+        assert (await line.answer()).endswith(b"\r\n400000")
+
+
+@pytest.mark.usefixtures("short")
+async def test_when_a_body_is_read_at_last_it_has_its_whole_time() -> None:
+    body = b"y" * 400_000
+    async with running(app) as host, connected(host) as line:
+        line.send(HEAD % (b"/read-later", len(body)) + body[:100_000])
+        await asyncio.sleep(READ_LATER_S + 0.75 * SHORT_S)
+        line.send(body[100_000:])
         assert (await line.answer()).endswith(b"\r\n400000")
 
 
