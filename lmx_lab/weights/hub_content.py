@@ -36,7 +36,11 @@ def require_announced(files: Mapping[Path, Announced], told: Callable[[int], Non
     """
     done, wrong = 0, []
     for path, expected in files.items():
-        found, done = _described(path, expected, done, told)
+        try:
+            found, done = _described(path, expected, done, told)
+        except FileNotFoundError:
+            # Another process has found it to be wrong.
+            found = ""
         if found == (said := _said(expected)):
             forget(path)
             continue
@@ -58,9 +62,6 @@ def _said(expected: Announced) -> str:
 
 def _described(path: Path, expected: Announced, done: int, told: Callable[[int], None]) -> tuple[str, int]:
     """The file in the words of ``_said``, and how many bytes have been read by now."""
-    if not path.exists():
-        # Another process has found it to be wrong.
-        return "", done
     size = path.stat().st_size
     if size != expected.size_bytes and expected.size_bytes:
         return f"{size} bytes", done

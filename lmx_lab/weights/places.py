@@ -13,7 +13,7 @@ from lmx_lab.weights.folder import read_folder
 from lmx_lab.weights.gguf_model import read_gguf_facts
 from lmx_lab.weights.gguf_names import GgufFiles, choices, grouped, is_gguf, labelled, parts_of
 from lmx_lab.weights.hub_cache import CachedRepo, repositories
-from lmx_lab.weights.hub_unverified import refuse_unverified
+from lmx_lab.weights.hub_unverified import is_unverified, refuse_unverified
 from lmx_lab.weights.starters import STARTERS
 
 NAMED_IN_ERRORS = 6
@@ -76,14 +76,15 @@ def _repo_places(repo: CachedRepo) -> Iterator[Place]:
 
 
 def _cached_ggufs(repo: CachedRepo) -> dict[GgufFiles, Path]:
-    """The snapshot of each GGUF model: where it is whole, the current one if it can be, else where parts of it are."""
+    """The snapshot of each GGUF model: where it is whole and compared, the current one if it can be, else any."""
     whole: dict[GgufFiles, Path] = {}
-    torn: dict[GgufFiles, Path] = {}
+    others: dict[GgufFiles, Path] = {}
     for snapshot in (*([repo.current] if repo.current else []), *repo.older):
         names = {f"{part}{name}" for part, folder in _with_subfolders(snapshot) for name in _gguf_names(folder)}
         for files in grouped(names):
-            (whole if names.issuperset(files.names) else torn).setdefault(files, snapshot)
-    return torn | whole
+            is_whole = names.issuperset(files.names) and not any(is_unverified(snapshot / name) for name in files.names)
+            (whole if is_whole else others).setdefault(files, snapshot)
+    return others | whole
 
 
 def _with_subfolders(snapshot: Path) -> list[tuple[str, Path]]:

@@ -12,6 +12,7 @@ import pytest
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.weights import Catalog, Progress, hub
+from lmx_lab.weights.hub_unverified import forget, note
 from tests.faults.hub import Hub, failing, hub_with
 
 
@@ -254,6 +255,21 @@ def test_files_without_a_quantization_in_their_names_are_called_by_those(
     entry = catalog.fetch("org/tiny")
     assert entry.id == "org/tiny:ggml-model"
     assert catalog.fetch("org/tiny:GGML-Model") == entry
+
+
+def test_an_older_quantization_answers_until_a_newer_one_is_compared(
+    catalog: Catalog, ggufs: Hub, tmp_path: Path
+) -> None:
+    older = catalog.fetch("org/tiny:Q4_K_M")
+    repo = tmp_path / "hub/models--org--tiny"
+    newer = repo / "snapshots" / ("f" * 40) / "Tiny-Q4_K_M.gguf"
+    newer.parent.mkdir()
+    newer.write_bytes(ggufs.files["Tiny-Q4_K_M.gguf"])
+    note([newer])
+    (repo / "refs/main").write_text(newer.parent.name)
+    assert catalog.scan() == [older] == [catalog.resolve("org/tiny:Q4_K_M")]
+    forget(newer)
+    assert [entry.path for entry in catalog.scan()] == [newer]
 
 
 def test_a_quantization_fetched_with_an_older_commit_stays(catalog: Catalog, ggufs: Hub, tmp_path: Path) -> None:
