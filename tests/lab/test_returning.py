@@ -14,7 +14,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.engine import LoadReport
-from lmx_lab.errors import ModelBusyError, NotLoadedError
+from lmx_lab.errors import HostingError, ModelBusyError, NotLoadedError
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
@@ -211,6 +211,15 @@ async def test_a_model_whose_files_are_gone_is_told_of(lab: lmx_lab.Lab, home: P
     (home / "models" / "short-lived").unlink()
     with pytest.raises(NotLoadedError, match="short-lived was unloaded"):
         while_this_loop_waits(lab, answer(lab))
+
+
+async def test_a_lab_that_has_stopped_loads_nothing(lab: lmx_lab.Lab) -> None:
+    await rested(lab, "tiny")
+    await lab.astop()
+    with pytest.raises(HostingError, match="stopped"):
+        await answer(lab)
+    with pytest.raises(HostingError, match="stopped"):
+        await lab.workbench.source.rerank("a cat", ["a dog"])
 
 
 async def test_without_swap_one_is_told_what_to_load(home: Path) -> None:
