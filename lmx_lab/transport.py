@@ -1,5 +1,4 @@
-"""What is below the application: uvicorn's connections, with what they lack for strangers, slow senders and vanished
-peers."""
+"""Below the application: uvicorn's connections, with what they lack for strangers, slow senders, vanished peers."""
 
 from __future__ import annotations
 
@@ -136,8 +135,13 @@ class HttpProtocol(H11Protocol):
         if not self._ending:
             self._came_bytes += len(data)
             super().data_received(data)
-            self._held_up |= self.flow.read_paused
+            if self.flow.read_paused:
+                self.loop.call_later(LATE_S, self._note_pause)
             self._watch()
+
+    def _note_pause(self) -> None:
+        # Shorter ones hold nobody up: each has let 64 KiB through.
+        self._held_up |= self.flow.read_paused
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -148,7 +152,8 @@ class HttpProtocol(H11Protocol):
         self._watch()
 
     def shutdown(self) -> None:
-        if self._ending:
+        # Where this closes already, h11 may not know how to: one connection must not break off the others' end.
+        if self._ending or self.transport.is_closing():
             self.transport.close()
         else:
             super().shutdown()
@@ -318,31 +323,49 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             try:
                 await application(*asgi)
             finally:
-                self._close_if_stopping()
+                if self._stopping:
+                    self._close_and_linger()
 
         self.app = and_close
         await super().run_asgi()
 
     def shutdown(self) -> None:
-        if not self.handshake_complete or self.close_sent or self.transport.is_closing():
+        self.stop_keepalive()
+        if self.transport.is_closing():
+            return
+        if not self.handshake_complete:
             super().shutdown()
+        elif self.close_sent:
+            self._close_and_linger()
         else:
             # As over HTTP: what is being sent may end. uvicorn would close at once, before the last of a client that
             # is slow to take it.
             self._stopping = True
-            self.stop_keepalive()
-            self.queue.put_nowait({"type": "websocket.disconnect", "code": RESTART})
+            self.close_timeout = LINGER_S
+            told: Any = {"type": "websocket.disconnect", "code": RESTART, "lmx_lab": "stopping"}
+            self.queue.put_nowait(told)
 
-    def _close_if_stopping(self) -> None:
-        if self._stopping and not self.transport.is_closing():
-            super().shutdown()
+    def _close_and_linger(self) -> None:
+        """Close when the client has answered, or after a moment: to what comes after that, the system answers by
+        throwing away all that is still on its way to the client.
+        """
+        if self.transport.is_closing():
+            return
+        if not self.close_sent:
+            self.conn.send_close(RESTART)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.close_sent = True
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+        if self.close_timer is not None:
+            self.close_timer.cancel()
+        self.close_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     async def send(self, message: Any) -> None:
         await super().send(message)
         # A refusal with a status is whole; uvicorn would log it as an error of the application.
         self.handshake_complete |= self.close_sent
-        if self.close_sent:
-            self._close_if_stopping()
 
     def send_receive_event_to_app(self) -> None:
         self.frames = [b"".join(self.frames)]
@@ -366,7 +389,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         pongs, self._pongs = self._pongs, b""
-        self.transport.write(pongs)
+        if self.conn.close_sent is None:
+            self.transport.write(pongs)
 
     async def _send(self, frames: bytes) -> None:
         if not self.handshake_complete or self.close_sent or self.disconnected or self.transport.is_closing():

@@ -16,7 +16,7 @@ def without_ports() -> Config:
     The five ports of a kernel are chosen, let go and bound anew by the kernel a second later. Another
     test's client gets one of them in between now and then, and the kernel dies as it starts.
     """
-    files = Path(tempfile.gettempdir(), f"kernel-{uuid4().hex}")
+    files = Path(tempfile.gettempdir(), f"kernel-{uuid4().hex[:12]}")
     return Config({"KernelManager": {"transport": "ipc", "ip": str(files)}})
 
 

@@ -127,7 +127,9 @@ def _give_back_large_blocks() -> None:
     chooses, are left alone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    # Glibc takes a choice of either threshold as one of both.
+    chosen = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys()
+    chosen |= {name for name in ("mmap_threshold", "trim_threshold") if name in os.environ.get("GLIBC_TUNABLES", "")}
     if mallopt is not None and not chosen:
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 

@@ -23,7 +23,11 @@ from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 log = logging.getLogger(__name__)
 CLOSE_WAIT_S = 5.0
 FIRST_MESSAGE_WAIT_S = 60.0
-NORMAL, FAILED, RESTART = 1000, 1011, 1012
+NORMAL, FAILED = 1000, 1011
+
+
+class _ServerStops(WebSocketDisconnect):
+    """What is still to be sent may be."""
 
 
 def socket_routes(service: ChatService, *, max_body_bytes: int) -> APIRouter:
@@ -50,7 +54,7 @@ async def _answer(socket: WebSocket, service: ChatService, request: ChatRequest)
     watch = asyncio.ensure_future(_refuse_messages(socket))
     try:
         await asyncio.wait({tokens, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not tokens.done() and watch.result() != RESTART:
+        if not tokens.done() and not watch.result():
             return
         # A server that stops has ended the answer: what is left of it, and why it ended, is on its way.
         await tokens
@@ -72,17 +76,19 @@ async def _send_tokens(socket: WebSocket, service: ChatService, request: ChatReq
     await _send(socket, SocketDone(stats=socket_stats(generation.finished())))
 
 
-async def _refuse_messages(socket: WebSocket) -> int:
-    """Ends when the client leaves, or the server stops, with the code of that. A second message is refused; the first
-    one's answer goes on.
+async def _refuse_messages(socket: WebSocket) -> bool:
+    """Ends when the client leaves, or the server stops, and says whether it does. A second message is refused; the
+    first one's answer goes on.
     """
     try:
         while True:
             await _receive(socket, None)
             second = InvalidRequestError("a connection takes one request: open another for more")
             await _send(socket, _error(socket, second))
-    except WebSocketDisconnect as exc:
-        return exc.code
+    except _ServerStops:
+        return True
+    except WebSocketDisconnect:
+        return False
 
 
 async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
@@ -91,7 +97,9 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
     except TimeoutError:
         raise InvalidRequestError(f"no request came within {timeout_s:g} s") from None
     if message["type"] == "websocket.disconnect":
-        raise WebSocketDisconnect(message.get("code", NORMAL))
+        # Told apart by our own server (``transport``): any client may close with the code of a restart.
+        ends = _ServerStops if message.get("lmx_lab") == "stopping" else WebSocketDisconnect
+        raise ends(message.get("code", NORMAL))
     text: str | None = message.get("text")
     return text if text is not None else message["bytes"]
 

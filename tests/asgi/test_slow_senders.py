@@ -62,6 +62,13 @@ async def test_a_body_that_does_not_end_is_told_so_and_the_application_too(begin
 
 
 @pytest.mark.usefixtures("short")
+async def test_a_body_that_fills_the_buffer_for_an_instant_is_not_excused_by_that() -> None:
+    async with running(app) as host, connected(host) as line:
+        line.send(HEAD % (b"/read", 10**9))
+        assert "body" in check_told(await line.rest(b"y" * 70_000))
+
+
+@pytest.mark.usefixtures("short")
 async def test_to_head_goes_no_body_when_its_own_does_not_end() -> None:
     async with running(app) as host, connected(host) as line:
         line.send(b"HEAD" + (HEAD % (b"/read", 9)).removeprefix(b"POST"))

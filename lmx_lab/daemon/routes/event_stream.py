@@ -90,7 +90,7 @@ class _Stream:
 
     async def _tell(self, gone: asyncio.Future[None]) -> None:
         try:
-            await self._begin()
+            await self._begin(gone)
             await self._follow(gone)
         except LabError as exc:
             log.warning("a stream of events ended: %s", exc)
@@ -98,7 +98,7 @@ class _Stream:
 
     # What is sent
 
-    async def _begin(self) -> None:
+    async def _begin(self, gone: asyncio.Future[None]) -> None:
         """The greeting and, where the cursor cannot be resumed, how everything is now."""
         expired = self._expired()
         if expired is not None:
@@ -113,7 +113,7 @@ class _Stream:
             ),
         )
         if expired is not None:
-            await self._reset(expired)
+            await self._reset(expired, gone)
 
     def _expired(self) -> CursorExpiredError | None:
         try:
@@ -122,7 +122,7 @@ class _Stream:
             return exc
         return None
 
-    async def _reset(self, expired: CursorExpiredError) -> None:
+    async def _reset(self, expired: CursorExpiredError, gone: asyncio.Future[None]) -> None:
         """Everything as it is, in the place of events that cannot be had."""
         store, events = self._services.store, self._log
         self._cursor = events.latest_seq
@@ -133,6 +133,8 @@ class _Stream:
             ),
         )
         for session_id in await store.read(lambda reading: sessions.ids(reading, self._only.session_ids)):
+            if gone.done():
+                raise _Gone
             # A session that is deleted by now has its own event after the cursor.
             with suppress(SessionNotFoundError):
                 text = await store.read(_snapshot_of(session_id))
@@ -144,7 +146,7 @@ class _Stream:
         while not gone.done():
             # Before looking what there is, so that nothing can come in between unseen.
             grown = self._log.grown()
-            await self._send_page()
+            await self._send_page(gone)
             if self._cursor < self._log.latest_seq:
                 # Others have their turn, also while this one has much to catch up with.
                 await asyncio.sleep(0)
@@ -158,12 +160,12 @@ class _Stream:
                 return
             await self._rest(grown, gone)
 
-    async def _send_page(self) -> None:
+    async def _send_page(self, gone: asyncio.Future[None]) -> None:
         try:
             page = await self._log.page(self._cursor, self._only)
         except CursorExpiredError as exc:
             # It was good at the beginning, but the log was cut faster than this client reads.
-            await self._reset(exc)
+            await self._reset(exc, gone)
             return
         whole = self._only is EVERYTHING
         for batch in self._newest.batches(page, self._encode) if whole else _batches(page, self._encode):
