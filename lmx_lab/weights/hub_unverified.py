@@ -19,7 +19,7 @@ from lmx_lab.weights.hub_cache import PREFIX, repo_id
 
 NOTE = ".unverified-"
 FOR_PEOPLE = ("LICENSE*", "README.md")
-"""Files in a repository's root: a model is whole without them."""
+"""A model is whole without them."""
 
 
 def note(files: Iterable[Path]) -> None:
