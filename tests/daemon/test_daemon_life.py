@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 import os
 import signal
 import socket
@@ -64,8 +65,18 @@ def test_a_log_that_cannot_be_closed_keeps_no_lock(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     daemon = new(tmp_path)
-    monkeypatch.setattr(DaemonHome, "publish", full)
-    monkeypatch.setattr(daemon._logfile._handler, "close", full)
+    close = daemon._logfile._handler.close
+
+    def publishes_nothing(*_: object) -> None:
+        logging.getLogger("lmx_lab").warning("A line, so that the log is open.")
+        full()
+
+    def closes_without_its_last_words() -> None:
+        close()
+        full()
+
+    monkeypatch.setattr(DaemonHome, "publish", publishes_nothing)
+    monkeypatch.setattr(daemon._logfile._handler, "close", closes_without_its_last_words)
     with pytest.raises(OSError, match="No space left"):
         daemon.start()
     check_nothing_left(tmp_path)
