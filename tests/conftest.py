@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -37,6 +38,12 @@ settings.load_profile("lab")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest goes first, so that two workers end at the same time."""
     items.sort(key=lambda item: LONGEST.get(item.path.parent.name, len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """What is there now is there for good. Each load and unload looks for garbage, for a third of a second in all this."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
