@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now is there for good. Each load and unload looks for garbage, for a third of a second in all this."""
+    """What there is now stays. Each load and unload looks for garbage, a third of a second long in all this."""
     gc.collect()
     gc.freeze()
 
