@@ -40,12 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.get(item.path.parent.name, len(LONGEST)))
 
 
-def pytest_collection_finish() -> None:
-    """What there is now stays. Each load and unload looks for garbage, a third of a second long in all this."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
@@ -55,6 +49,13 @@ def anyio_backend() -> str:
 def _no_foreign_settings() -> None:
     for name in [name for name in os.environ if name.startswith("LMX_LAB_") and name != "LMX_LAB_TEST_HOME"]:
         del os.environ[name]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage_is_looked_for_in_what_is_new() -> None:
+    """Each load and unload looks for it: a third of a second long among all tests and what those before have left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import signal
@@ -50,10 +49,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def at_tiny(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def at_tiny(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMX_LAB_HOME", str(tiny_home))
-    yield
-    gc.unfreeze()  # what the command has frozen, other tests may want to see collected
 
 
 # --- a model of this process
