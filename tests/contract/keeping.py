@@ -18,8 +18,6 @@ EXAMPLES = int(os.environ.get("LMX_LAB_EXAMPLES", "8"))
 """That are drawn for each operation, and chains of them, beside those that the document itself leads to: its bounds,
 what it requires, its own examples. More for a longer look."""
 SEED = 1
-STREAM_EVENTS = 10_000
-"""So many are read of what is asked for here; of what is drawn 20, as schemathesis does, which tell no end."""
 WAIT_S = 270.0 * max(1, EXAMPLES // 8)
 
 
@@ -35,9 +33,9 @@ class Contract:
         self.url = url
         self.headers = {"Authorization": f"Bearer {key}"}
         self._config = config
-        reading = schemathesis.Config.from_path(config)
-        reading.projects.default.max_stream_events = STREAM_EVENTS
-        self.schema: OpenApiSchema = schemathesis.openapi.from_url(url, headers=self.headers, config=reading)
+        self.schema: OpenApiSchema = schemathesis.openapi.from_url(
+            url, headers=self.headers, config=schemathesis.Config.from_path(config)
+        )
 
     def draw(self, *options: str, examples: int = EXAMPLES) -> str:
         """Let schemathesis ask all that it thinks of, the same in each run; what it says.
