@@ -53,7 +53,10 @@ def _no_foreign_settings() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _garbage_is_looked_for_in_what_is_new() -> None:
-    """Each load and unload looks for it: 0.4 s long among all tests, and longer with what those before have left."""
+    """Each load and unload looks for it: 0.4 s long among all tests, and longer with what those before have left.
+
+    The price: what lives from one file to the next and then becomes garbage, in a cycle, is not collected any more.
+    """
     gc.collect()
     gc.freeze()
 

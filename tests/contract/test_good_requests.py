@@ -74,8 +74,9 @@ def test_calls_of_tools_are_as_described(server: Contract, lab: Lab, stream: boo
 def test_a_stream_that_breaks_off_says_so_as_described(home: Path) -> None:
     with serving(home, "tiny-wide", request_timeout_s=0.05) as lab:
         server = Contract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
+        body = {**CHAT, **LONG, "model": "tiny-wide", "stream": True, "n": 4}
         # Too late for its status to say it, or just not: both are described.
-        answer = server.ask("POST", "/v1/chat/completions", body={**CHAT, **LONG, "model": "tiny-wide", "stream": True})
+        answer = server.ask("POST", "/v1/chat/completions", body=body)
         assert "lmx-timeout" in answer.text
         assert "[DONE]" not in answer.text
 
