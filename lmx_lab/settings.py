@@ -41,6 +41,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "prefix_cache_bytes": (0, 2**50),
     "threads": (1, 1024),
     "disk_reserve_bytes": (0, 2**60),
+    "echo_tokens_per_s": (0.001, 1e6),
 }
 
 
@@ -126,6 +127,11 @@ class Settings:
     """``auto`` puts OpenBLAS behind MLX on Linux CPUs, ``off`` leaves MLX as it was installed."""
     threads: int | None = None
     """That OpenBLAS or llama.cpp computes with; by default the physical cores that this process may use."""
+    echo_script: Path | None = None
+    """Answers for the model ``echo``: a file of JSON lines, see ``docs/echo.md``. Without it the last message is
+    repeated."""
+    echo_tokens_per_s: float | None = None
+    """How fast each answer of ``echo`` comes; by default as fast as possible."""
     disk_reserve_bytes: int = 1 * GIB // 4
     """Free disk that a download must leave."""
     wired_memory: bool = False

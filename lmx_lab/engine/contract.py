@@ -59,6 +59,10 @@ class InferenceEngine(Protocol):
         """Models, requests, tokens since the start, memory: the state as of the last step. Never blocks."""
 
     @property
+    def used(self) -> bool:
+        """Whether it has ever had a model."""
+
+    @property
     def alive(self) -> bool:
         """Whether what computes is running."""
 

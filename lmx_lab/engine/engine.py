@@ -1,7 +1,7 @@
-"""The engine as the rest of the program sees it: one main model and pinned encoders, on MLX or on llama.cpp.
+"""The engine as the rest of the program sees it: one main model and pinned encoders, each on the engine for its format.
 
-Each model runs on the engine for the format of its files. There is one main model of all: loading a model of the other
-format unloads it first, and brings it back if that fails.
+There is one main model of all engines: loading a model of another format unloads it first, and loads it again if that
+fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from lmx_lab.engine.contract import NOTHING_LOADED, InferenceEngine
+from lmx_lab.engine.echo import EchoEngine
 from lmx_lab.engine.gguf import GgufEngine
 from lmx_lab.engine.gguf.loads import Load
 from lmx_lab.engine.mlx_engine import MlxEngine
@@ -34,6 +35,20 @@ from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, Kind, ModelEntry
 
+SUMMED = (
+    "active_requests",
+    "queued_requests",
+    "encode_requests",
+    "output_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "encoded_tokens",
+    "prefix_cache_bytes",
+    "memory_used_bytes",
+    "memory_peak_bytes",
+)
+"""Fields of a snapshot that count for all engines together."""
+
 
 class Engine:
     """``async with Engine(settings) as engine``; or ``start()`` and ``stop()`` from anywhere, both idempotent.
@@ -43,9 +58,13 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._mlx = MlxEngine(settings, beside_bytes=lambda: self._gguf.snapshot.memory_used_bytes)
-        self._gguf = GgufEngine(settings, beside_bytes=lambda: self._mlx.snapshot.memory_used_bytes)
-        self._by_format: dict[Format, InferenceEngine] = {"mlx": self._mlx, "gguf": self._gguf}
+        self._mlx = MlxEngine(settings, beside_bytes=lambda: self._used_bytes(but="mlx"))
+        self._gguf = GgufEngine(settings, beside_bytes=lambda: self._used_bytes(but="gguf"))
+        self._by_format: dict[Format, InferenceEngine] = {
+            "mlx": self._mlx,
+            "gguf": self._gguf,
+            "echo": EchoEngine(settings),
+        }
         self._main: Format = "mlx"
         """Of the main model, or of the one that was it last."""
         self._swapping = False
@@ -60,8 +79,8 @@ class Engine:
 
     def stop(self) -> None:
         """End every request, give all memory back. Blocks until the current step is over."""
-        self._gguf.stop()
-        self._mlx.stop()
+        for engine in reversed(self._by_format.values()):
+            engine.stop()
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.start)
@@ -90,13 +109,20 @@ class Engine:
     @property
     def snapshot(self) -> EngineSnapshot:
         """The state as of the last step. Never blocks."""
-        if not self._gguf.used:
+        if not self._several:
             return self._mlx.snapshot
-        main, other = self._mlx.snapshot, self._gguf.snapshot
-        if self._main == "gguf":
-            main, other = other, main
-        now = _together(main, other, blas_of=self._mlx.snapshot)
+        others = [engine.snapshot for format_, engine in self._by_format.items() if format_ != self._main]
+        now = _together(self._by_format[self._main].snapshot, *others, machine=self._mlx.snapshot)
         return replace(now, state="loading") if self._swapping and now.entry is None else now
+
+    @property
+    def _several(self) -> bool:
+        """Whether another engine than that on MLX has had a model."""
+        return any(engine.used for engine in self._by_format.values() if engine is not self._mlx)
+
+    def _used_bytes(self, *, but: Format) -> int:
+        """Memory that the other engines use."""
+        return sum(engine.snapshot.memory_used_bytes for format_, engine in self._by_format.items() if format_ != but)
 
     def check_fits(self, entry: ModelEntry) -> None:
         """Refuse what cannot be loaded, before anything is unloaded for it.
@@ -146,7 +172,7 @@ class Engine:
     async def _load_of(self, asked: Load, *, finish_queued: bool = False) -> LoadReport:
         if asked.entry.format == "gguf":
             return await self._gguf.load(asked.entry, finish_queued=finish_queued, part_of=asked)
-        return await self._mlx.load(asked.entry, finish_queued=finish_queued)
+        return await self._by_format[asked.entry.format].load(asked.entry, finish_queued=finish_queued)
 
     async def pin(self, entry: ModelEntry) -> LoadReport:
         """Keep an embedding model or a reranker in memory beside the loaded model, until the engine stops.
@@ -173,7 +199,7 @@ class Engine:
 
     async def quiesce(self, timeout_s: float) -> None:
         """Let running requests end, for at most ``timeout_s``; the rest, and those that wait, end with an error."""
-        await asyncio.gather(self._mlx.quiesce(timeout_s), self._gguf.quiesce(timeout_s))
+        await asyncio.gather(*(engine.quiesce(timeout_s) for engine in self._by_format.values()))
 
     # Requests
 
@@ -240,9 +266,9 @@ class Engine:
     def _engine_for(self, name: str | None, kinds: tuple[Kind, ...]) -> InferenceEngine:
         """The engine that has the model which a request means.
 
-        Raises: as ``submit``, if neither has.
+        Raises: as ``submit``, if none has.
         """
-        if not self._gguf.used:
+        if not self._several:
             return self._mlx
         now = self.snapshot
         if (entry := fitting(now, name, kinds)) is not None:
@@ -264,23 +290,19 @@ async def _restored(engine: InferenceEngine, previous: ModelEntry | None) -> str
     return f"; the previous model {previous.id} is loaded again"
 
 
-def _together(main: EngineSnapshot, other: EngineSnapshot, *, blas_of: EngineSnapshot) -> EngineSnapshot:
-    """The state of both engines as that of one, whose main model is the first's."""
-    working = [it.progress_at for it in (main, other) if it.active_requests + it.queued_requests]
+def _together(main: EngineSnapshot, *others: EngineSnapshot, machine: EngineSnapshot) -> EngineSnapshot:
+    """The state of several engines as that of one, whose main model is the first's.
+
+    Args:
+        machine: The one that knows the machine's memory and what multiplies its matrices.
+    """
+    every = (main, *others)
+    working = [it.progress_at for it in every if it.active_requests + it.queued_requests]
     return replace(
         main,
-        pinned=(*main.pinned, *other.pinned),
-        active_requests=main.active_requests + other.active_requests,
-        queued_requests=main.queued_requests + other.queued_requests,
-        encode_requests=main.encode_requests + other.encode_requests,
-        output_tokens=main.output_tokens + other.output_tokens,
-        prompt_tokens=main.prompt_tokens + other.prompt_tokens,
-        cached_tokens=main.cached_tokens + other.cached_tokens,
-        encoded_tokens=main.encoded_tokens + other.encoded_tokens,
-        prefix_cache_bytes=main.prefix_cache_bytes + other.prefix_cache_bytes,
-        memory_used_bytes=main.memory_used_bytes + other.memory_used_bytes,
-        memory_peak_bytes=main.memory_peak_bytes + other.memory_peak_bytes,
-        memory_total_bytes=blas_of.memory_total_bytes,
-        progress_at=min(working, default=max(main.progress_at, other.progress_at)),
-        blas=blas_of.blas,
+        pinned=tuple(pinned for it in every for pinned in it.pinned),
+        memory_total_bytes=machine.memory_total_bytes,
+        blas=machine.blas,
+        progress_at=min(working, default=max(it.progress_at for it in every)),
+        **{name: sum(getattr(it, name) for it in every) for name in SUMMED},
     )

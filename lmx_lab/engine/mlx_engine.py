@@ -110,6 +110,11 @@ class MlxEngine:
         return self._thread.snapshot
 
     @property
+    def used(self) -> bool:
+        """See ``InferenceEngine.used``."""
+        return self._thread.core is not None
+
+    @property
     def alive(self) -> bool:
         return self._thread.alive
 

@@ -23,8 +23,8 @@ from lmx_lab.engine.openblas import default_threads
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format
 
-EngineName = Literal["mlx", "llama.cpp"]
-ENGINES: Mapping[Format, EngineName] = {"mlx": "mlx", "gguf": "llama.cpp"}
+EngineName = Literal["mlx", "llama.cpp", "echo"]
+ENGINES: Mapping[Format, EngineName] = {"mlx": "mlx", "gguf": "llama.cpp", "echo": "echo"}
 """What runs which files."""
 TITLES: Mapping[EngineName, str] = {"mlx": "MLX", "llama.cpp": "llama.cpp"}
 FILES: Mapping[EngineName, str] = {"mlx": "MLX folders", "llama.cpp": "GGUF files"}

@@ -103,7 +103,7 @@ async def _rates(settings: Settings, models: Mapping[Format, str]) -> dict[Forma
     catalog = Catalog(settings)
     rates: dict[Format, float] = {}
     async with Engine(settings) as engine:
-        for format in ENGINES:
+        for format in models:
             await engine.load(catalog.resolve(models[format]))
             rates[format] = await _rate(engine)
     return rates

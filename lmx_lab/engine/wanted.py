@@ -61,7 +61,7 @@ def fitting(now: EngineSnapshot, name: str | None, kinds: tuple[Kind, ...]) -> M
     there = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry is not None else [])]
     for kind in kinds:
         for entry in there:
-            if entry.kind == kind and name in (None, entry.id):
+            if kind in entry.kinds and name in (None, entry.id):
                 return entry
     return None
 
@@ -69,7 +69,7 @@ def fitting(now: EngineSnapshot, name: str | None, kinds: tuple[Kind, ...]) -> M
 def refusal(now: EngineSnapshot, name: str | None, kinds: tuple[Kind, ...]) -> LabError:
     """Why nothing in memory fits, and what to do."""
     main = now.entry
-    if main is not None and main.kind in kinds and name in (None, main.id):
+    if main is not None and main.answers(kinds) and name in (None, main.id):
         # It was there a moment ago, and the snapshot has not been told yet.
         return NotLoadedError(f"{main.id} is being unloaded; {LOAD_FIRST}")
     there = [*(pinned.entry for pinned in now.pinned), *([main] if main is not None else [])]
@@ -97,9 +97,9 @@ def _main(thread: EngineThread) -> LoadedModel | LoadedEncoder | None:
 
 def _other_kind(there: list[ModelEntry], name: str | None, kinds: tuple[Kind, ...]) -> LabError | None:
     for entry in there:
-        if entry.id == name and entry.kind not in kinds:
+        if entry.id == name and not entry.answers(kinds):
             needed = " or ".join(KINDS_IN_WORDS[kind] for kind in kinds)
-            others = [other.id for other in there if other.kind in kinds]
+            others = [other.id for other in there if other.answers(kinds)]
             rest = f"{', '.join(others)} is in memory" if others else "GET /admin/models lists what is here by kind"
             return InvalidRequestError(
                 f"{name} is {KINDS_IN_WORDS[entry.kind]}; this needs {needed}: {rest}", param="model"

@@ -31,7 +31,7 @@ async def bring_back(lab: Lab, kinds: Kinds) -> None:
     loader = lab.services.loader
     for _ in range(TRIES):
         # A model that is kept beside the loaded one answers, whatever is being loaded.
-        if not lab.settings.swap or any(pinned.entry.kind in kinds for pinned in lab.engine.snapshot.pinned):
+        if not lab.settings.swap or any(pinned.entry.answers(kinds) for pinned in lab.engine.snapshot.pinned):
             return
         await loader.settled()
         now = lab.engine.snapshot
@@ -42,7 +42,7 @@ async def bring_back(lab: Lab, kinds: Kinds) -> None:
             entry = await asyncio.to_thread(lab.catalog.resolve, name, local=local)
         except ModelNotFoundError:
             return  # its files were deleted meanwhile; the engine says what is missing
-        if entry.kind not in kinds:
+        if not entry.answers(kinds):
             return
         with contextlib.suppress(ModelBusyError):
             await loader.load(entry.id, local=local, finish_queued=True)

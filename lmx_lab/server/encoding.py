@@ -116,7 +116,7 @@ class EncodingService:
 
     def _meant(self, request: EmbeddingRequest | RerankRequest, kinds: Kinds) -> str:
         """The id of the model in memory that is to answer; the name as it was asked for may be anything."""
-        fitting = [entry.id for kind in kinds for entry in in_memory(self._engine.snapshot) if entry.kind == kind]
+        fitting = [entry.id for kind in kinds for entry in in_memory(self._engine.snapshot) if kind in entry.kinds]
         return next((name for name in fitting if request.model in (None, name)), "")
 
     async def _told(
@@ -165,7 +165,7 @@ class EncodingService:
     def _pinned(self, name: str | None, kinds: Kinds) -> bool:
         """Whether a model that always is in memory answers."""
         entries = [pinned.entry for pinned in self._engine.snapshot.pinned]
-        return any(entry.id == name if name is not None else entry.kind in kinds for entry in entries)
+        return any(entry.id == name if name is not None else entry.answers(kinds) for entry in entries)
 
 
 def _check_numbers(values: Vectors, report: EncodeReport) -> None:

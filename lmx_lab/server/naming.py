@@ -46,7 +46,7 @@ def _is_repository(name: str, entry: ModelEntry) -> bool:
 def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds) -> ModelNotFoundError:
     """True of paths too, whatever lies there."""
     # Once each: a pinned model may be the loaded one too.
-    fitting = list({entry.id: None for kind in kinds for entry in in_memory(now) if entry.kind == kind})
+    fitting = list({entry.id: None for kind in kinds for entry in in_memory(now) if kind in entry.kinds})
     verb = "is" if len(fitting) < 2 else "are"
     loaded = f"{' and '.join(fitting) or 'none that would do'} {verb} loaded"
     return ModelNotFoundError(
@@ -80,14 +80,14 @@ def not_loaded(
     found = next((entry for entry in entries if entry.id == name), None)
     if found is None:
         return unknown_model(name, now, kinds) if in_memory(now) else exc
-    if found.kind not in kinds:
+    if not found.answers(kinds):
         return wrong_kind(found, kinds)
     return _said(exc, "a server started with --swap loads what is named")
 
 
 def _remedy(entries: Sequence[ModelEntry], kinds: Kinds) -> str:
     """Which models would do."""
-    fitting = [entry.id for kind in kinds for entry in entries if entry.kind == kind]
+    fitting = [entry.id for kind in kinds for entry in entries if kind in entry.kinds]
     if fitting:
         return f"on this disk: {', '.join(fitting[:LISTED])}{', …' if len(fitting) > LISTED else ''}"
     starter = next(STARTER[kind] for kind in kinds if kind in STARTER)

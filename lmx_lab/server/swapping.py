@@ -161,7 +161,7 @@ class ModelSwap:
             entry = await asyncio.to_thread(self._catalog.resolve, name, local=local)
         except ModelNotFoundError as exc:
             raise unknown_model(name, self._engine.snapshot, kinds) from exc
-        if entry.kind not in kinds:
+        if not entry.answers(kinds):
             raise wrong_kind(entry, kinds)
         return entry
 

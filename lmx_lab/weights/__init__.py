@@ -1,9 +1,20 @@
 """Model files: what is on this disk, and how more of it gets here. Nothing here loads a model."""
 
 from lmx_lab.weights.catalog import Catalog
-from lmx_lab.weights.entry import KINDS_IN_WORDS, Format, Kind, ModelEntry, Progress, ProgressCallback, Source, Stage
+from lmx_lab.weights.entry import (
+    ECHO,
+    KINDS_IN_WORDS,
+    Format,
+    Kind,
+    ModelEntry,
+    Progress,
+    ProgressCallback,
+    Source,
+    Stage,
+)
 
 __all__ = [
+    "ECHO",
     "KINDS_IN_WORDS",
     "Catalog",
     "Format",

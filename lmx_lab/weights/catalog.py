@@ -10,7 +10,7 @@ from pathlib import Path
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import hub_cache
-from lmx_lab.weights.entry import ModelEntry, Progress, ProgressCallback, ignore_progress
+from lmx_lab.weights.entry import ECHO, ModelEntry, Progress, ProgressCallback, ignore_progress
 from lmx_lab.weights.gguf_config import converted_bytes, refuse_unsupported
 from lmx_lab.weights.gguf_model import read_gguf
 from lmx_lab.weights.importer import import_gguf, import_id
@@ -56,12 +56,16 @@ class Catalog:
     def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
         """The model of that id; for a local caller also the one at that path of the file system.
 
+        ``echo`` is the built-in entry, whatever is on the disk.
+
         ``org/name`` also means ``org/name:Q4_K_M`` where that is all that is here of the repository.
 
         Raises:
             ModelNotFoundError: neither; the message names what there is and how to fetch more.
             UnusableModelError: it is there, but damaged or nothing that can be loaded; the message says why.
         """
+        if name == ECHO.id:
+            return ECHO
         failure: UnusableModelError | None = None
         for place in self._meant(name, list(path_places(name)) if local else []):
             try:
@@ -84,7 +88,8 @@ class Catalog:
         Raises:
             UnusableModelError: they are not, or only code of the model's own could load it.
         """
-        read_facts(entry.path)
+        if entry.format != "echo":
+            read_facts(entry.path)
 
     def fetch(self, name: str, progress: ProgressCallback | None = None) -> ModelEntry:
         """The model, from this disk or downloaded. A ``.gguf`` file stays what and where it is; see ``convert``.
@@ -121,7 +126,7 @@ class Catalog:
         """
         report = progress or ignore_progress
         entry = self.fetch(name, report)
-        return entry if entry.format == "mlx" else self._import(entry.path, report)
+        return self._import(entry.path, report) if entry.format == "gguf" else entry
 
     def can_fetch(self, name: str) -> bool:
         """Whether a download may provide the model of that name, or mend what is here of it."""
@@ -202,6 +207,10 @@ class Catalog:
         return Place(id=model_id, path=model_path(self._models / model_id), source="store")
 
     def _places(self) -> Iterator[Place]:
+        """Where models are. One called ``echo`` has to be named by its path: that id is reserved."""
+        return (place for place in self._all_places() if place.id != ECHO.id)
+
+    def _all_places(self) -> Iterator[Place]:
         yield from folder_places(self._models, "store")
         yield from hub_places(hub_cache.cache_folder())
         for folder in self._settings.model_folders:

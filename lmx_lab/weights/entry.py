@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 Kind = Literal["chat", "embedding", "rerank"]
 KINDS_IN_WORDS: Mapping[Kind, str] = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
-Format = Literal["mlx", "gguf"]
-Source = Literal["store", "hub", "folder", "path"]
+Format = Literal["mlx", "gguf", "echo"]
+Source = Literal["store", "hub", "folder", "path", "built-in"]
 Stage = Literal["download", "verify", "convert", "store"]
 
 
@@ -20,7 +20,8 @@ class Facts:
 
     kind: Kind
     format: Format
-    """Which engine runs it: ``mlx`` that on MLX, ``gguf`` llama.cpp. ``Catalog.convert`` makes ``mlx`` of ``gguf``."""
+    """Which engine runs it: ``mlx`` that on MLX, ``gguf`` llama.cpp, ``echo`` the one without a model.
+    ``Catalog.convert`` makes ``mlx`` of ``gguf``."""
     architecture: str
     """``model_type`` of ``config.json``, or ``general.architecture`` of a GGUF file."""
     size_bytes: int
@@ -29,6 +30,17 @@ class Facts:
     """``4-bit, group 32``; of a GGUF file ``Q4_1``; of plain weights their type, ``float16``; ``None`` if unknown."""
     context_length: int | None
     """Tokens the model was made for; ``None`` if its files do not say."""
+    more_kinds: tuple[Kind, ...] = ()
+    """Kinds of requests that it answers beside those of ``kind``."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """All kinds of requests that it answers."""
+        return (self.kind, *self.more_kinds)
+
+    def answers(self, kinds: Container[Kind]) -> bool:
+        """Whether it answers requests of one of these kinds."""
+        return any(kind in kinds for kind in self.kinds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +66,21 @@ class ModelEntry(Facts):
     source: Source
     marks: tuple[FileMark, ...] = field(default=(), compare=False, repr=False)
     """Of a loaded model: its files as they were when it was read."""
+
+
+ECHO = ModelEntry(
+    id="echo",
+    path=Path("echo"),
+    source="built-in",
+    kind="chat",
+    more_kinds=("embedding",),
+    format="echo",
+    architecture="echo",
+    size_bytes=0,
+    quantization=None,
+    context_length=32_768,
+)
+"""Answers without a model: see ``docs/echo.md``. The id is reserved."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints
 
 from lmx_lab.wire.errors import ErrorDetail
 
-EngineName = Literal["mlx", "llama.cpp"]
+EngineName = Literal["mlx", "llama.cpp", "echo"]
 
 
 class ModelRecord(BaseModel):
@@ -17,7 +17,7 @@ class ModelRecord(BaseModel):
     loaded: bool
     vram_gb: float | None
     """Null when not loaded."""
-    format: Literal["mlx", "gguf"]
+    format: Literal["mlx", "gguf", "echo"]
     engine: EngineName = "mlx"
     """What runs it; servers that do not say so have MLX only."""
     problem: str | None = None

@@ -1,0 +1,9 @@
+"""A deterministic engine without a model: it repeats the last message, or gives the answers of a script.
+
+Tokens, slots, deadlines, stop strings, tool calls, enforced schemas, log-probabilities and reports are those of a real
+engine. Nothing is read from disk, and no tensor is computed.
+"""
+
+from lmx_lab.engine.echo.engine import EchoEngine
+
+__all__ = ["EchoEngine"]

@@ -1,0 +1,180 @@
+"""A request for the echo engine, from what was asked to what a job can begin with: tokens, a text to say, a grammar."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from llguidance import LLMatcher
+
+from lmx_lab.engine.constraint import Constraint, ThinkingBudget
+from lmx_lab.engine.dialect import Dialect, Thinking
+from lmx_lab.engine.echo.jobs import Prepared
+from lmx_lab.engine.echo.model import EchoModel
+from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
+from lmx_lab.engine.echo.vocabulary import BEGIN, END, MESSAGE
+from lmx_lab.engine.grammars import Grammars
+from lmx_lab.engine.prompt_checks import (
+    AMPLE_CHARACTERS,
+    check_characters,
+    check_length,
+    check_messages,
+    check_tokens,
+    too_long,
+)
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
+from lmx_lab.engine.tool_prompt import START, written_out
+from lmx_lab.engine.trials import Trials
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.weights import ModelEntry
+
+THOUGHTS = (THINK, END_OF_THOUGHTS)
+
+
+class Intake:
+    """Belongs to the engine's loop; grammars are compiled on a thread."""
+
+    def __init__(self, model: EchoModel, entry: ModelEntry, script: tuple[ScriptAnswer, ...]) -> None:
+        self._model = model
+        self._entry = entry
+        self._script = list(reversed(script))
+        """The answers that were not given yet, the next one last."""
+        self._trials = Trials()
+        self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-echo-grammars")
+        self._grammars: Grammars | None = None
+        vocabulary = model.vocabulary
+        self._dialect = Dialect(thoughts=THOUGHTS, end_of_thoughts=tuple(vocabulary.encode(END_OF_THOUGHTS)))
+
+    def stop(self) -> None:
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._trials.end()
+
+    async def prepared(
+        self, request: GenerationRequest, choices: int, *, timeout_s: float, tokens_per_s: float | None
+    ) -> tuple[Prepared, list[Constraint | None]]:
+        """The request, and what its answers are held to.
+
+        Raises:
+            InvalidRequestError, ContextLengthError, QueueFullError: as ``Engine.submit``.
+        """
+        entry, vocabulary = self._entry, self._model.vocabulary
+        limit = entry.context_length
+        assert limit is not None
+        check_tokens(request, entry, vocabulary.size)
+        prompt = self._prompt(request, limit)
+        check_length(request, prompt, entry, limit)
+        script = self._script[-1] if self._script else None
+        if script is not None:
+            _check_calls(script, _tools(request))
+        text = self._text(request, script)
+        thinking: Thinking = "possible" if vocabulary.decode(text[:16]).startswith(THINK) else "closed"
+        grammar = self._dialect.grammar(request, thinking)
+        matchers: list[LLMatcher] | list[None] = [None] * choices
+        if grammar is not None:
+            matchers = await asyncio.get_running_loop().run_in_executor(
+                self._compiling, self._matchers, grammar, choices, _tools(request)
+            )
+        if script is not None and self._script and self._script[-1] is script:
+            self._script.pop()
+        pace = script.tokens_per_s if script is not None and script.tokens_per_s is not None else tokens_per_s
+        prepared = Prepared(
+            request=request,
+            prompt=prompt,
+            text=text,
+            shape=self._dialect.shape(request, thinking),
+            max_tokens=min(request.max_tokens, limit - len(prompt)),
+            interval_s=1 / pace if pace is not None else 0.0,
+            timeout_s=timeout_s,
+            script=script,
+        )
+        return prepared, [self._constraint(request, thinking, matcher) for matcher in matchers]
+
+    def _prompt(self, request: GenerationRequest, limit: int) -> list[int]:
+        encode = self._model.vocabulary.encode
+        match request.prompt:
+            case TokenPrompt(tokens=tokens):
+                return list(tokens)
+            case TextPrompt(text=text):
+                check_characters(text, "prompt")
+                _check_size(request, len(text), self._entry, limit)
+                return encode(text)
+            case ChatPrompt() as chat:
+                check_messages(chat.messages)
+                for message in chat.messages:
+                    _check_message(message)
+                if not chat.messages:
+                    return []
+                written = written_out(chat.messages, chat.tools)
+                _check_size(request, sum(len(str(message["content"] or "")) for message in written), self._entry, limit)
+                prompt = [BEGIN]
+                for message in written:
+                    prompt += [MESSAGE, *encode(f"{message['role']}\n{message['content'] or ''}"), END]
+                return [*prompt, MESSAGE, *encode("assistant\n")]
+
+    def _text(self, request: GenerationRequest, script: ScriptAnswer | None) -> list[int]:
+        """What to say: the script's next answer, or what was said last."""
+        encode = self._model.vocabulary.encode
+        if script is not None:
+            return encode(script.written)
+        match request.prompt:
+            case TokenPrompt(tokens=tokens):
+                return list(tokens)
+            case TextPrompt(text=text):
+                return encode(text)
+            case ChatPrompt() as chat:
+                content = str(chat.messages[-1]["content"] or "")
+                if chat.tools is not None and chat.tools.forced and START not in content:
+                    name = chat.tools.only or chat.tools.tools[0].name
+                    # The form decides on the arguments.
+                    return encode(f'{START}\n{{"name": {json.dumps(name)}, "arguments": {{')
+                return encode(content)
+
+    def _matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
+        if self._grammars is None:
+            self._grammars = Grammars(self._model.vocabulary.words, self._trials)
+        return self._grammars.matchers(grammar, count, tools)
+
+    def _constraint(
+        self, request: GenerationRequest, thinking: Thinking, matcher: LLMatcher | None
+    ) -> Constraint | None:
+        budget = None
+        if request.thinking_budget is not None and thinking != "closed":
+            known = self._model.vocabulary.bytes
+            budget = ThinkingBudget(
+                request.thinking_budget,
+                markers=THOUGHTS,
+                end=self._dialect.end_of_thoughts,
+                open=thinking == "open",
+                bytes_of=known.__getitem__,
+            )
+        return Constraint(matcher, budget) if matcher is not None or budget is not None else None
+
+
+def _tools(request: GenerationRequest) -> ToolUse | None:
+    return request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
+
+
+def _check_message(message: Mapping[str, Any]) -> None:
+    if not isinstance(message.get("role"), str) or "content" not in message:
+        raise InvalidRequestError("a message has a role and a content", param="messages")
+
+
+def _check_size(request: GenerationRequest, characters: int, entry: ModelEntry, limit: int) -> None:
+    """Refuse texts far too long before they are divided into tokens."""
+    if characters > limit * AMPLE_CHARACTERS:
+        raise too_long(request, f"more than {characters // AMPLE_CHARACTERS}", entry, limit)
+
+
+def _check_calls(script: ScriptAnswer, tools: ToolUse | None) -> None:
+    """Refuse a request that does not offer what the script calls."""
+    offered = [tool.name for tool in tools.tools if tools.only in (None, tool.name)] if tools is not None else []
+    for name, _ in script.calls:
+        if name not in offered:
+            raise InvalidRequestError(
+                f"{script.place} of the echo script calls the tool {name!r}; this request offers "
+                f"{', '.join(offered) or 'no tools'}",
+                param="tools",
+            )

@@ -1,0 +1,213 @@
+"""What the echo engine says next, one token at a time: the scores of a model that knows its text by heart.
+
+A text is given: the message, or an answer of a script. Its next token has by far the highest score, so it comes at any
+usual temperature, unless a bias, a penalty or an enforced form says otherwise. Where the form forbids the text, tokens
+that end a JSON value are preferred, so that answers are short and complete. Pure numpy.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmx_lab.engine.echo.vocabulary import END, FIRST_BYTE, FIRST_PIECE, EchoVocabulary
+from lmx_lab.engine.requests import Sampling, TokenLogprob
+
+Scores = NDArray[np.float64]
+TEXT_SCORE = 50.0
+"""Of the next token of the text. At temperature 2 another token comes once in 100 million."""
+AFTER_SCORE = 1.5
+"""The same after the end of the text, where ``ignore_eos`` begins it again: samples differ there."""
+END_SCORE = 45.0
+"""Of the end of the answer, once the text cannot be continued."""
+IN_FORM = {'"': 40.0, "}": 38.0, "]": 36.0, ":": 30.0, ",": 9.0, "[": 5.0, "{": 4.0}
+"""What is preferred where a form forbids the text. Letters come next, at 10, then digits."""
+LETTERS_IN_FORM = 10.0
+COLDEST = 1e-4
+HOTTEST_CERTAIN = 2.0
+"""Up to this temperature the next token of the text is taken without drawing."""
+
+
+class EchoModel:
+    """The vocabulary and the scores that do not depend on a text."""
+
+    def __init__(self) -> None:
+        self.vocabulary = EchoVocabulary()
+        free = np.random.default_rng(0).random(self.vocabulary.size)
+        free[[FIRST_BYTE + byte for byte in range(256) if not bytes([byte]).isalnum()]] = -8.0
+        free[:FIRST_BYTE] = -20.0
+        self.free = free
+        """Scores of an answer of any form."""
+        self.in_form = _in_form(free)
+        """Scores of an answer that a form is enforced on."""
+
+    @functools.cached_property
+    def memory_bytes(self) -> int:
+        return self.vocabulary.memory_bytes + self.free.nbytes + self.in_form.nbytes
+
+    def prompt_scores(self, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+        """Each token of a prompt with its log-probability, which does not depend on those before it."""
+        logprobs = _log_softmax(self.free)
+        likeliest = [self.entry(logprobs, other) for other in _likeliest(logprobs, top)]
+        first = TokenLogprob(
+            token=tokens[0],
+            text=self.vocabulary.text_of(tokens[0]),
+            bytes=self.vocabulary.bytes[tokens[0]],
+            logprob=None,
+        )
+        rest = [self.entry(logprobs, token, tuple(likeliest)) for token in tokens[1:]]
+        return (first, *rest)
+
+    def entry(self, logprobs: Scores, token: int, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        return TokenLogprob(
+            token=token,
+            text=self.vocabulary.text_of(token),
+            bytes=self.vocabulary.bytes[token],
+            logprob=float(logprobs[token]),
+            top=top,
+        )
+
+
+def _in_form(free: Scores) -> Scores:
+    """Scores by which a JSON value ends soon: empty strings, numbers of one digit, few members."""
+    scores = free.copy()
+    scores[FIRST_PIECE:] += LETTERS_IN_FORM
+    # A number may continue with these.
+    for byte in b"eE":
+        scores[FIRST_BYTE + byte] = -8.0
+    for byte in (*range(ord("a"), ord("z") + 1), *range(ord("A"), ord("Z") + 1)):
+        if byte not in b"eE":
+            scores[FIRST_BYTE + byte] += LETTERS_IN_FORM
+    for character, score in IN_FORM.items():
+        scores[FIRST_BYTE + ord(character)] = score
+    return scores
+
+
+class Speaker:
+    """One answer, token by token.
+
+    Args:
+        text: The tokens to say.
+        choice: Which of the answers to one request; a seed draws differently for each.
+    """
+
+    def __init__(
+        self, model: EchoModel, text: Sequence[int], sampling: Sampling, *, choice: int, ignore_eos: bool
+    ) -> None:
+        self._model = model
+        self._text = text
+        self._sampling = sampling
+        self._ignore_eos = ignore_eos
+        self._at = 0
+        """Tokens said."""
+        self._on_text = True
+        """All of them are those of the text."""
+        self._counts: dict[int, int] = {}
+        self._random = np.random.default_rng(_seed(sampling.seed, choice))
+        self._changed = bool(sampling.logit_bias) or _penalizes(sampling)
+        self._certain = not self._changed and sampling.temperature <= HOTTEST_CERTAIN
+        self._greedy = sampling.temperature < COLDEST
+
+    def next(self, mask: NDArray[np.bool_] | None = None, *, forced: int | None = None) -> int:
+        """The next token: one that the mask allows, or the one that is forced."""
+        token, score = self._wanted()
+        if forced is not None:
+            token = forced
+        elif not self._certain or (mask is not None and not mask[token]) or not self._sure(score):
+            token = self._drawn(self.scores(in_form=mask is not None), mask)
+        self._on_text = self._on_text and token == (self._text[self._at] if self._at < len(self._text) else END)
+        self._at += 1
+        if self._changed:
+            self._counts[token] = self._counts.get(token, 0) + 1
+        return token
+
+    def logprob(self, scores: Scores, token: int, top: int) -> TokenLogprob:
+        """How likely a token was by these scores; one that ends an answer shows nothing."""
+        logprobs = _log_softmax(scores)
+        others = tuple(self._model.entry(logprobs, other) for other in _likeliest(logprobs, top))
+        return self._model.entry(logprobs, token, others)
+
+    def scores(self, *, in_form: bool) -> Scores:
+        """Of every token, after penalties and bias."""
+        scores = (self._model.in_form if in_form else self._model.free).copy()
+        if self._ignore_eos:
+            scores[END] = scores[0]
+        elif self._at >= len(self._text) or not self._on_text:
+            scores[END] = END_SCORE
+        token, score = self._wanted()
+        scores[token] = max(scores[token], score)
+        if not self._changed:
+            return scores
+        sampling = self._sampling
+        if self._counts:
+            met = np.fromiter(self._counts, dtype=np.int64)
+            counts = np.fromiter(self._counts.values(), dtype=np.float64)
+            before, penalty = scores[met], sampling.repetition_penalty
+            scores[met] = np.where(before > 0, before / penalty, before * penalty)
+            scores[met] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        for token, bias in sampling.logit_bias:
+            scores[token] += bias
+        return scores
+
+    def _wanted(self) -> tuple[int, float]:
+        if self._ignore_eos:
+            score = TEXT_SCORE if self._at < len(self._text) else AFTER_SCORE
+            return self._text[self._at % len(self._text)] if self._text else FIRST_PIECE, score
+        if self._on_text and self._at < len(self._text):
+            return self._text[self._at], TEXT_SCORE
+        return END, TEXT_SCORE if self._on_text else END_SCORE
+
+    def _sure(self, score: float) -> bool:
+        return self._greedy or score >= END_SCORE
+
+    def _drawn(self, scores: Scores, mask: NDArray[np.bool_] | None) -> int:
+        if mask is not None:
+            scores = np.where(mask, scores, -np.inf)
+        if self._greedy:
+            return int(scores.argmax())
+        kept = _cut(_log_softmax(scores), self._sampling)
+        kept = (kept - kept.max()) / self._sampling.temperature
+        return int((kept + self._random.gumbel(size=kept.shape)).argmax())
+
+
+def _penalizes(sampling: Sampling) -> bool:
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+def _seed(seed: int | None, choice: int) -> int:
+    """Any integer is a seed. Without one, too, the same is drawn each time."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=16).digest(), "little")
+
+
+def _log_softmax(scores: Scores) -> Scores:
+    most = scores.max()
+    total: Scores = scores - (most + math.log(np.exp(scores - most).sum()))
+    return total
+
+
+def _cut(logprobs: Scores, sampling: Sampling) -> Scores:
+    """Minus infinity for the tokens that top_p, min_p and top_k leave out."""
+    if sampling.top_p < 1:
+        ordered = np.sort(logprobs)[::-1]
+        likelier = np.cumsum(np.exp(ordered)) - np.exp(ordered)
+        least = ordered[max(1, int((likelier < sampling.top_p).sum())) - 1]
+        logprobs = np.where(logprobs < least, -np.inf, logprobs)
+    if sampling.min_p > 0:
+        logprobs = np.where(logprobs < logprobs.max() + math.log(sampling.min_p), -np.inf, logprobs)
+    if 0 < sampling.top_k < len(logprobs):
+        least = np.partition(logprobs, -sampling.top_k)[-sampling.top_k]
+        logprobs = np.where(logprobs < least, -np.inf, logprobs)
+    return logprobs
+
+
+def _likeliest(scores: Scores, count: int) -> list[int]:
+    if not count:
+        return []
+    count = min(count, len(scores))
+    found = np.argpartition(scores, -count)[-count:]
+    return [int(token) for token in found[np.argsort(-scores[found], kind="stable")]]

@@ -1,0 +1,163 @@
+"""Scripts for the echo engine: the answers to give, in order, from a file of JSON lines or a JSON array.
+
+An answer is a text, or an object with any of the keys of ``KEYS``. It is written out as a model would write it, so the
+same code divides it into thoughts, content and tool calls.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmx_lab.engine.tool_prompt import END, START
+from lmx_lab.errors import UnusableModelError
+
+THINK, END_OF_THOUGHTS = "<think>", "</think>"
+KEYS = ("text", "reasoning", "tool_calls", "error", "delay_s", "tokens_per_s")
+LARGEST_BYTES = 64 * 2**20
+LONGEST_DELAY_S = 3600.0
+FASTEST = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptAnswer:
+    """One answer of a script."""
+
+    place: str
+    """Where it stands, such as ``line 3 of answers.jsonl``."""
+    text: str = ""
+    reasoning: str | None = None
+    calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    """Names and arguments."""
+    error: str | None = None
+    """The answer fails with this message, after its text."""
+    delay_s: float = 0.0
+    """Before the first token."""
+    tokens_per_s: float | None = None
+    """None takes the setting."""
+
+    @property
+    def written(self) -> str:
+        """The answer as a model would write it."""
+        calls = [written_call(name, arguments) for name, arguments in self.calls]
+        thoughts = [] if self.reasoning is None else [f"{THINK}{self.reasoning}{END_OF_THOUGHTS}"]
+        return "".join(thoughts) + "\n".join([*filter(None, [self.text]), *calls])
+
+
+def written_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """A tool call in the generic format."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"{START}\n{call}\n{END}"
+
+
+def read_script(path: Path) -> tuple[ScriptAnswer, ...]:
+    """The answers in a file.
+
+    Raises:
+        UnusableModelError: the file cannot be read, or an answer in it is wrong; the message names the line.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_BYTES + 1)
+    except OSError as exc:
+        raise _wrong(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    if len(data) > LARGEST_BYTES:
+        raise _wrong(f"{path} has more than {LARGEST_BYTES} bytes")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        line = data.count(b"\n", 0, exc.start) + 1
+        raise _wrong(f"line {line} of {path} is not UTF-8") from exc
+    if text.lstrip().startswith("["):
+        answers = _parsed(text, str(path), 1)
+        return tuple(_answer(answer, f"answer {at} of {path}") for at, answer in enumerate(answers, start=1))
+    lines = enumerate(text.split("\n"), start=1)
+    return tuple(_answer(_parsed(line, str(path), at), f"line {at} of {path}") for at, line in lines if line.strip())
+
+
+def _wrong(what: str) -> UnusableModelError:
+    return UnusableModelError(f"echo cannot be loaded with this script (echo_script): {what}", param="model")
+
+
+def _parsed(text: str, path: str, line: int) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except json.JSONDecodeError as exc:
+        place = f"line {line + exc.lineno - 1} of {path}, column {exc.colno}"
+        raise _wrong(f"{place}: this is not JSON: {exc.msg}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise _wrong(f"line {line} of {path}: this is not JSON: {exc}") from exc
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _answer(given: Any, place: str) -> ScriptAnswer:
+    if isinstance(given, str):
+        given = {"text": given}
+    if not isinstance(given, dict):
+        raise _wrong(f"{place}: an answer is a text or an object, not {_shown(given)}")
+    unknown = [key for key in given if key not in KEYS]
+    if unknown:
+        raise _wrong(f"{place}: {_shown(unknown[0])} is no key of an answer; there are {', '.join(KEYS)}")
+    if not {"text", "reasoning", "tool_calls", "error"} & set(given):
+        raise _wrong(f"{place}: the answer says nothing; give it a text, tool_calls or an error")
+    return ScriptAnswer(
+        place=place,
+        text=_text(given, "text", place) or "",
+        reasoning=_text(given, "reasoning", place),
+        calls=_calls(given.get("tool_calls"), place),
+        error=_text(given, "error", place),
+        delay_s=_number(given, "delay_s", place, LONGEST_DELAY_S) or 0.0,
+        tokens_per_s=_number(given, "tokens_per_s", place, FASTEST, least=0.001),
+    )
+
+
+def _text(given: Mapping[str, Any], key: str, place: str) -> str | None:
+    value = given.get(key)
+    if value is not None and not isinstance(value, str):
+        raise _wrong(f"{place}: {key} is {_shown(value)}; it must be a text")
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as exc:
+        raise _wrong(f"{place}: {key} has a lone surrogate, which is no character") from exc
+    return value
+
+
+def _number(given: Mapping[str, Any], key: str, place: str, most: float, *, least: float = 0.0) -> float | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _wrong(f"{place}: {key} is {_shown(value)}; it must be a number")
+    if not least <= value <= most:
+        raise _wrong(f"{place}: {key} is {_shown(value)}; it must be {least:g} to {most:g}")
+    return float(value)
+
+
+def _calls(given: Any, place: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list):
+        raise _wrong(f"{place}: tool_calls is {_shown(given)}; it must be a list")
+    return tuple(_call(call, f"{place}: tool_calls[{at}]") for at, call in enumerate(given))
+
+
+def _call(given: Any, place: str) -> tuple[str, Mapping[str, Any]]:
+    form = '{"name": "...", "arguments": {...}}'
+    if not isinstance(given, dict) or not {"name"} <= set(given) <= {"name", "arguments"}:
+        raise _wrong(f"{place} is {_shown(given)}; it must be {form}")
+    name, arguments = given["name"], given.get("arguments", {})
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise _wrong(f"{place} is {_shown(given)}; it must be {form}")
+    return name, arguments
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= 80 else f"{text[:80]}…"

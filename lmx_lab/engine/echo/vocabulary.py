@@ -1,0 +1,80 @@
+"""The tokens of the echo engine: words in pieces of up to three letters, everything else byte by byte.
+
+The vocabulary is computed, so token ids never change and no tokenizer file is needed. Any text can be written in it,
+and the tokens of a text, joined, are that text.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import string
+import sys
+from collections.abc import Iterable, Sequence
+
+from lmx_lab.engine.grammar_trial import Words
+
+SPECIAL = ("<|begin|>", "<|message|>", "<|end|>")
+BEGIN, MESSAGE, END = range(3)
+"""Begin a prompt; begin a message, whose role follows; end a message and every answer."""
+FIRST_BYTE = 16
+"""The id of byte 0. The ids between the special tokens and this one are not used."""
+FIRST_PIECE = FIRST_BYTE + 256
+PIECE = re.compile(rb" ?[a-z]{1,3}|[\x00-\xff]")
+
+
+def _pieces() -> Iterable[bytes]:
+    """All that the first alternative of ``PIECE`` matches."""
+    for space in ("", " "):
+        for length in (1, 2, 3):
+            for letters in itertools.product(string.ascii_lowercase, repeat=length):
+                if space or length > 1:
+                    yield (space + "".join(letters)).encode()
+
+
+class EchoVocabulary:
+    """Token ids from 0 to ``size - 1``, and their bytes."""
+
+    def __init__(self) -> None:
+        unused = [b""] * (FIRST_BYTE - len(SPECIAL))
+        self.bytes: list[bytes] = [*(name.encode() for name in SPECIAL), *unused]
+        self.bytes += [bytes([byte]) for byte in range(256)]
+        self.bytes += _pieces()
+        self._ids = {data: id_ for id_, data in enumerate(self.bytes) if id_ >= FIRST_BYTE}
+
+    @property
+    def size(self) -> int:
+        return len(self.bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the tables of tokens take."""
+        return sum(map(sys.getsizeof, self.bytes)) + sys.getsizeof(self.bytes) + sys.getsizeof(self._ids)
+
+    @functools.cached_property
+    def words(self) -> Words:
+        """The vocabulary for llguidance."""
+        return Words(self.bytes, list(range(FIRST_BYTE)), [END])
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of the text; names of special tokens in it are text like any other."""
+        ids = self._ids
+        return [ids[piece] for piece in PIECE.findall(text.encode())]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens without special ones. Bytes that are no whole character become U+FFFD."""
+        known = self.bytes
+        return b"".join([known[token] for token in tokens if token >= FIRST_BYTE]).decode(errors="replace")
+
+    def show(self, tokens: Sequence[int]) -> str:
+        """As ``decode``, with the names of special tokens."""
+        return b"".join([self.bytes[token] for token in tokens]).decode(errors="replace")
+
+    def text_of(self, token: int) -> str:
+        """One token as text, or ``bytes:\\xe2`` for a part of a character."""
+        data = self.bytes[token]
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
