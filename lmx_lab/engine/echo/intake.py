@@ -15,10 +15,9 @@ from lmx_lab.engine.dialect import Dialect, Thinking
 from lmx_lab.engine.echo.jobs import Prepared
 from lmx_lab.engine.echo.model import EchoModel
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
-from lmx_lab.engine.echo.vocabulary import BEGIN, END, MESSAGE
+from lmx_lab.engine.echo.vocabulary import BEGIN, END, LONGEST_PIECE, MESSAGE
 from lmx_lab.engine.grammars import Grammars
 from lmx_lab.engine.prompt_checks import (
-    AMPLE_CHARACTERS,
     check_characters,
     check_length,
     check_messages,
@@ -70,7 +69,8 @@ class Intake:
         if script is not None:
             _check_calls(script, _tools(request))
         text = self._text(request, script)
-        thinking: Thinking = "possible" if vocabulary.decode(text[:16]).startswith(THINK) else "closed"
+        thinks = vocabulary.decode(text[:16]).startswith(THINK) and _may_think(request)
+        thinking: Thinking = "possible" if thinks else "closed"
         grammar = self._dialect.grammar(request, thinking)
         matchers: list[LLMatcher] | list[None] = [None] * choices
         if grammar is not None:
@@ -99,8 +99,7 @@ class Intake:
                 return list(tokens)
             case TextPrompt(text=text):
                 check_characters(text, "prompt")
-                _check_size(request, len(text), self._entry, limit)
-                return encode(text)
+                return self._encoded(request, text, limit)
             case ChatPrompt() as chat:
                 check_messages(chat.messages)
                 for message in chat.messages:
@@ -108,11 +107,19 @@ class Intake:
                 if not chat.messages:
                     return []
                 written = written_out(chat.messages, chat.tools)
-                _check_size(request, sum(len(str(message["content"] or "")) for message in written), self._entry, limit)
                 prompt = [BEGIN]
                 for message in written:
-                    prompt += [MESSAGE, *encode(f"{message['role']}\n{message['content'] or ''}"), END]
+                    text = f"{message['role']}\n{message['content'] or ''}"
+                    prompt += [MESSAGE, *self._encoded(request, text, limit), END]
                 return [*prompt, MESSAGE, *encode("assistant\n")]
+
+    def _encoded(self, request: GenerationRequest, text: str, limit: int) -> list[int]:
+        """The tokens of the text; of one that is far too long, no more than it takes to know that."""
+        enough = (limit + 1) * LONGEST_PIECE
+        tokens = self._model.vocabulary.encode(text[:enough])
+        if len(text) > enough:
+            raise too_long(request, f"more than {len(tokens)}", self._entry, limit)
+        return tokens
 
     def _text(self, request: GenerationRequest, script: ScriptAnswer | None) -> list[int]:
         """What to say: the script's next answer, or what was said last."""
@@ -157,15 +164,14 @@ def _tools(request: GenerationRequest) -> ToolUse | None:
     return request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
 
 
+def _may_think(request: GenerationRequest) -> bool:
+    prompt = request.prompt
+    return isinstance(prompt, ChatPrompt) and prompt.template_options.get("enable_thinking") is not False
+
+
 def _check_message(message: Mapping[str, Any]) -> None:
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise InvalidRequestError("a message has a role and a content", param="messages")
-
-
-def _check_size(request: GenerationRequest, characters: int, entry: ModelEntry, limit: int) -> None:
-    """Refuse texts far too long before they are divided into tokens."""
-    if characters > limit * AMPLE_CHARACTERS:
-        raise too_long(request, f"more than {characters // AMPLE_CHARACTERS}", entry, limit)
 
 
 def _check_calls(script: ScriptAnswer, tools: ToolUse | None) -> None:

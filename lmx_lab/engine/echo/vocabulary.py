@@ -21,6 +21,8 @@ BEGIN, MESSAGE, END = range(3)
 FIRST_BYTE = 16
 """The id of byte 0. The ids between the special tokens and this one are not used."""
 FIRST_PIECE = FIRST_BYTE + 256
+LONGEST_PIECE = 4
+"""Bytes, and so characters, that a token has at most."""
 PIECE = re.compile(rb" ?[a-z]{1,3}|[\x00-\xff]")
 
 

@@ -1,4 +1,7 @@
-"""The same models in both formats, and an engine that has one of them: what a test here says holds for both."""
+"""The same models in both formats, and the echo engine's entries of the same names and sizes.
+
+What a test here says holds for every engine.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import pytest
 
 from lmx_lab.engine import Engine
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, Format, ModelEntry
+from lmx_lab.weights import ECHO, Catalog, Format, Kind, ModelEntry
 from tests.engine.conftest import until_idle
 from tests.gguf_files import with_context, with_tokens
 from tests.tiny import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 
 CONTEXT = 8192
-SETTINGS = Settings(slots=8, queue_limit=8, threads=1, memory_limit_bytes=2**30)
-FEW = replace(SETTINGS, slots=2, queue_limit=2)
+SETTINGS = Settings(slots=8, queue_limit=8, threads=1, memory_limit_bytes=2**30, echo_tokens_per_s=20_000)
+FEW = replace(SETTINGS, slots=2, queue_limit=2, echo_tokens_per_s=2000)
 Entries = Mapping[Format, ModelEntry]
 
 
@@ -26,10 +29,15 @@ def entry_of(path: Path, id_: str) -> ModelEntry:
     return replace(Catalog(Settings()).resolve(str(path)), id=id_)
 
 
+def echo_entry(id_: str, *, context: int = 512, kind: Kind = "chat") -> ModelEntry:
+    """An entry of the echo engine by the name of a model."""
+    return replace(ECHO, id=id_, path=Path("echo") / id_, context_length=context, kind=kind, more_kinds=())
+
+
 @pytest.fixture(scope="session")
 def chats(tiny: ModelEntry, tiny_gguf: Path) -> Entries:
     """``tiny``: the same weights, a context of 512."""
-    return {"mlx": tiny, "gguf": entry_of(tiny_gguf, "tiny")}
+    return {"mlx": tiny, "gguf": entry_of(tiny_gguf, "tiny"), "echo": echo_entry("tiny")}
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +46,8 @@ def longs(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gg
     folder = tmp_path_factory.mktemp("long")
     write_tiny_llama(folder / "mlx", smollm2.path, seed=0, context=CONTEXT)
     files: dict[Format, Path] = {"mlx": folder / "mlx", "gguf": with_context(tiny_gguf, CONTEXT, folder)}
-    return {format_: entry_of(path, "long") for format_, path in files.items()}
+    echo = echo_entry("long", context=CONTEXT)
+    return {**{format_: entry_of(path, "long") for format_, path in files.items()}, "echo": echo}
 
 
 @pytest.fixture(scope="session")
@@ -51,15 +60,16 @@ def thinkers(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny
         "mlx": folder / "mlx",
         "gguf": with_tokens(tiny_gguf, MARKERS, folder / "thinker.gguf", THINKER_TEMPLATE),
     }
-    return {format_: entry_of(path, "thinker") for format_, path in files.items()}
+    return {**{format_: entry_of(path, "thinker") for format_, path in files.items()}, "echo": echo_entry("thinker")}
 
 
 @pytest.fixture(scope="session")
 def embedders(minilm: ModelEntry, minilm_gguf: Path) -> Entries:
-    return {"mlx": minilm, "gguf": entry_of(minilm_gguf, minilm.id)}
+    echo = echo_entry(minilm.id, kind="embedding")
+    return {"mlx": minilm, "gguf": entry_of(minilm_gguf, minilm.id), "echo": echo}
 
 
-@pytest.fixture(scope="module", params=["mlx", "gguf"])
+@pytest.fixture(scope="module", params=["mlx", "gguf", "echo"])
 def made_for(request: pytest.FixtureRequest) -> Format:
     """The engine under test, by the format of its models."""
     format_: Format = request.param

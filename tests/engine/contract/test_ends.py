@@ -1,4 +1,4 @@
-"""However a request ends, it ends once, its place is free again, and the engine goes on: on both engines."""
+"""However a request ends, it ends once, its place is free again, and the engine continues: on every engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def leave(*streams: TokenStream) -> None:
 
 async def answers_again(engine: Engine) -> None:
     await until_idle(engine)
-    assert (await run(engine))[1].output_tokens == 8
+    assert (await run(engine, ignore_eos=True))[1].output_tokens == 8
 
 
 # Cancelled
@@ -103,7 +103,7 @@ async def test_cancelling_the_submit_leaves_nothing_behind(busy: Engine) -> None
 
 async def test_one_who_leaves_lets_the_next_one_in(busy: Engine) -> None:
     first, second = await occupied(busy)
-    waits = await busy.submit(request())
+    waits = await busy.submit(request(ignore_eos=True))
     await first.aclose()
     assert (await finish(waits))[1].output_tokens == 8
     await second.aclose()
@@ -203,7 +203,7 @@ async def test_an_event_loop_that_closes_takes_its_requests_with_it(busy: Engine
 
     await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
     # Both places are needed, and the others would take seconds.
-    found = await asyncio.wait_for(asyncio.gather(run(busy), run(busy)), 60)
+    found = await asyncio.wait_for(asyncio.gather(run(busy, ignore_eos=True), run(busy, ignore_eos=True)), 60)
     assert [report.output_tokens for _, report in found] == [8, 8]
     assert kept[0].report is None
 
@@ -308,7 +308,7 @@ async def test_an_engine_can_start_again(longs: Entries, made_for: Format) -> No
     for _ in range(2):
         async with engine:
             await engine.load(longs[made_for])
-            assert (await run(engine))[1].output_tokens == 8
+            assert (await run(engine, ignore_eos=True))[1].output_tokens == 8
         assert engine.snapshot.entry is None or not engine.alive
 
 

@@ -31,7 +31,11 @@ from tests.gguf_files import unknown_architecture
 pytestmark = pytest.mark.anyio
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone", "Ünïcode, CAFÉ 東京!")
 FORMATS: tuple[Format, ...] = ("mlx", "gguf")
-EACH_TO_EACH = [(one, other) for one in FORMATS for other in FORMATS]
+"""Those of model files."""
+EVERY: tuple[Format, ...] = (*FORMATS, "echo")
+EACH_TO_EACH = [(one, other) for one in EVERY for other in EVERY]
+EACH_TO_FILES = [(one, other) for one in EVERY for other in FORMATS]
+FINGERPRINTS: dict[Format, str] = {"mlx": "mlx-", "gguf": "llama.cpp-", "echo": "echo-"}
 
 
 @pytest.fixture(scope="session")
@@ -67,13 +71,13 @@ async def test_a_load_puts_one_model_in_the_place_of_the_other(
         assert (report.model, engine.snapshot.model, engine.snapshot.state) == ("long", "long", "ready")
         assert report.load_s > 0
         assert report.memory_bytes == engine.snapshot.model_memory_bytes > 0
-        assert engine.fingerprint.startswith("mlx-" if after == "mlx" else "llama.cpp-")
+        assert engine.fingerprint.startswith(FINGERPRINTS[after])
         assert (await run(engine))[1].model == "long"
         assert await engine.unload() > 0
         assert engine.snapshot.entry is None
 
 
-@pytest.mark.parametrize(("before", "after"), EACH_TO_EACH)
+@pytest.mark.parametrize(("before", "after"), EACH_TO_FILES)
 async def test_a_failed_load_brings_the_model_before_back_and_says_so(
     chats: Entries, broken: Entries, before: Format, after: Format
 ) -> None:
@@ -88,15 +92,16 @@ async def test_a_failed_load_brings_the_model_before_back_and_says_so(
         assert (await run(engine))[1].model == "tiny"
 
 
-async def test_a_failed_load_where_there_was_nothing_says_so(broken: Entries, chats: Entries, made_for: Format) -> None:
+@pytest.mark.parametrize("format_", FORMATS)
+async def test_a_failed_load_where_there_was_nothing_says_so(broken: Entries, chats: Entries, format_: Format) -> None:
     async with Engine(FEW) as engine:
         with pytest.raises(UnusableModelError, match=r"; no model is loaded$") as failed:
-            await engine.load(broken[made_for])
-        assert str(broken[made_for].path) in failed.value.message
+            await engine.load(broken[format_])
+        assert str(broken[format_].path) in failed.value.message
         assert engine.snapshot.state == "empty"
         with pytest.raises(NotLoadedError, match="no model is loaded; load one first"):
             await run(engine)
-        await engine.load(chats[made_for])
+        await engine.load(chats[format_])
         assert (await run(engine))[1].model == "tiny"
 
 
@@ -143,13 +148,15 @@ async def test_dimensions_cut_and_make_length_one_again(embedder: Engine) -> Non
         await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
 
 
-async def test_a_report_counts_texts_tokens_and_times(embedder: Engine) -> None:
+async def test_a_report_counts_texts_tokens_and_times(embedder: Engine, made_for: Format) -> None:
+    # echo has no special tokens around a text.
+    tokens = 3 + (2 if made_for == "echo" else 4)
     before = embedder.snapshot.encoded_tokens
     report = (await embedder.embed(EmbeddingRequest(inputs=("one two", (101, 2028, 102))))).report
-    assert (report.texts, report.tokens, report.model) == (2, 4 + 3, "minilm-l6")
+    assert (report.texts, report.tokens, report.model) == (2, tokens, "minilm-l6")
     assert min(report.queue_s, report.compute_s) > 0
     await until_idle(embedder)
-    assert embedder.snapshot.encoded_tokens - before == 7
+    assert embedder.snapshot.encoded_tokens - before == tokens
 
 
 async def test_what_is_too_long_is_refused_or_cut(embedder: Engine) -> None:
@@ -199,9 +206,10 @@ async def test_texts_end_in_time_or_with_an_error(embedder: Engine) -> None:
     assert (await vectors(embedder, "sea")).shape == (1, 384)
 
 
-async def test_a_reranker_scores_pairs(rerankers: Entries, made_for: Format) -> None:
+@pytest.mark.parametrize("format_", FORMATS)
+async def test_a_reranker_scores_pairs(rerankers: Entries, format_: Format) -> None:
     async with Engine(SETTINGS) as engine:
-        await engine.load(rerankers[made_for])
+        await engine.load(rerankers[format_])
         wanted = RerankRequest(query="sea", documents=SENTENCES[:3])
         ranking, raw = await engine.rerank(wanted), await engine.rerank(replace(wanted, raw_scores=True))
         assert (ranking.method, ranking.report.model, ranking.report.texts) == ("cross-encoder", "reranker", 3)
@@ -226,7 +234,7 @@ async def test_a_reranker_scores_pairs(rerankers: Entries, made_for: Format) -> 
 async def test_an_embedding_model_stays_beside_a_chat_model(
     chats: Entries, longs: Entries, embedders: Entries, made_for: Format, pinned: Format
 ) -> None:
-    other: Format = "gguf" if made_for == "mlx" else "mlx"
+    other: Format = "mlx" if made_for == "gguf" else "gguf"
     async with Engine(SETTINGS) as engine:
         report = await engine.pin(embedders[pinned])
         assert report.memory_bytes > 10_000_000
@@ -241,18 +249,19 @@ async def test_an_embedding_model_stays_beside_a_chat_model(
         assert np.allclose(await vectors(engine, SENTENCES[0]), one, atol=1e-5)
 
 
+@pytest.mark.parametrize("format_", FORMATS)
 async def test_the_wrong_kind_of_model_is_named_in_the_same_words(
-    chats: Entries, embedders: Entries, made_for: Format
+    chats: Entries, embedders: Entries, format_: Format
 ) -> None:
     async with Engine(SETTINGS) as engine:
-        await engine.load(chats[made_for])
+        await engine.load(chats[format_])
         with pytest.raises(NotLoadedError, match="tiny is a chat model, and no embedding model is in memory"):
             await vectors(engine, "sea")
         with pytest.raises(NotLoadedError, match="no reranker or embedding model is in memory"):
             await engine.rerank(RerankRequest(query="sea", documents=SENTENCES))
         with pytest.raises(UnusableModelError, match="tiny is a chat model; only embedding models and rerankers stay"):
-            await engine.pin(chats[made_for])
-        await engine.pin(embedders[made_for])
+            await engine.pin(chats[format_])
+        await engine.pin(embedders[format_])
         with pytest.raises(InvalidRequestError, match="minilm-l6 is an embedding model; this needs a chat model"):
             await run(engine, model="minilm-l6")
         with pytest.raises(InvalidRequestError, match="tiny is a chat model; this needs an embedding model"):
@@ -268,10 +277,11 @@ async def test_an_embedding_model_in_the_main_place_does_not_chat(embedder: Engi
         await run(embedder)
 
 
-async def test_a_pin_that_fails_changes_nothing(embedders: Entries, made_for: Format, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format_", FORMATS)
+async def test_a_pin_that_fails_changes_nothing(embedders: Entries, format_: Format, tmp_path: Path) -> None:
     async with Engine(SETTINGS) as engine:
-        await engine.pin(embedders[made_for])
-        missing: ModelEntry = replace(embedders[made_for], id="gone", path=tmp_path / "gone.gguf")
+        await engine.pin(embedders[format_])
+        missing: ModelEntry = replace(embedders[format_], id="gone", path=tmp_path / "gone.gguf")
         with pytest.raises(UnusableModelError):
             await engine.pin(missing)
         assert [pinned.entry.id for pinned in engine.snapshot.pinned] == ["minilm-l6"]
