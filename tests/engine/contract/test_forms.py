@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from lmx_lab.engine import AnswerFormat, ChatPrompt, Engine, GenerationRequest, Sampling, TextPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.weights import Format, ModelEntry
-from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry
 from tests.engine.conftest import until_idle
+from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry
 from tests.engine.test_answers_in_engine import SCHEMA, Answer, finish, is_place, request
 
 pytestmark = pytest.mark.anyio
