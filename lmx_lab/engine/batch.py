@@ -12,7 +12,6 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine import memory
-from lmx_lab.engine.constraint import ConstrainedSampler
 from lmx_lab.engine.footprint import Footprint
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.kv import KvState
@@ -21,7 +20,7 @@ from lmx_lab.engine.logprobs import answer_token, as_rows
 from lmx_lab.engine.pacing import PrefillPace
 from lmx_lab.engine.prefix import MIN_TOKENS, PrefixCache, common_prefix
 from lmx_lab.engine.requests import PromptScores, TokenLogprob
-from lmx_lab.engine.sampling import Sampler, Samplers, processors
+from lmx_lab.engine.sampling import ConstrainedSampler, Sampler, Samplers, processors
 from lmx_lab.engine.scoring import Scoring
 from lmx_lab.engine.threads import ThreadChoice
 

@@ -16,15 +16,16 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from lmx_lab.engine import elf, gemv
 from lmx_lab.engine.openblas import OpenBlas, chosen_threads, default_threads
+from lmx_lab.engine.requests import BlasName, BlasReport
 
 log = logging.getLogger(__name__)
 
@@ -36,30 +37,11 @@ LONGEST_MEASUREMENT_S = 0.2
 REPEATS = 3
 PRELOAD = "or preload an OpenBLAS of the system (LD_PRELOAD)"
 
-Name = Literal["openblas", "reference", "system", "unused"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlasReport:
-    """Who computes MLX's matrix products."""
-
-    name: Name
-    """``reference``: the wheel's. ``system``: another one that was there before. ``unused``: a GPU computes."""
-    detail: str
-    """For people: version and processor, or why it is not OpenBLAS."""
-    threads: int | None = None
-    gflops: float | None = None
-    """Measured with a float32 product of MLX."""
-    gemv: bool = False
-    """Whether products of one row go to ``sgemv``."""
-    threads_chosen: bool = True
-    """Whether somebody chose the number of threads; if not, it may follow what other programs leave."""
-
 
 class _LeftAloneError(Exception):
     """MLX stays as it was."""
 
-    def __init__(self, text: str, *, name: Name = "reference", level: int = logging.WARNING) -> None:
+    def __init__(self, text: str, *, name: BlasName = "reference", level: int = logging.WARNING) -> None:
         super().__init__(text)
         self.name = name
         self.level = level
@@ -96,7 +78,7 @@ class _Mlx:
         self._gemv = False
         self._wanted: tuple[str, int | None] | None = None
         self._report = BlasReport(name="reference", detail="")
-        self._measured: dict[tuple[Name, int | None], float] = {}
+        self._measured: dict[tuple[BlasName, int | None], float] = {}
 
     def bind(self, choice: str, threads: int | None) -> BlasReport:
         if self._wanted != (choice, threads):

@@ -9,15 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlx_lm.generate import TextStateMachine
-
 from lmx_lab.engine.calls import CallReader, Numbering, reader
 from lmx_lab.engine.requests import ToolCallDelta
 from lmx_lab.engine.shape import CONTENT, REASONING, TOOL, AnswerShape
-from lmx_lab.engine.stops import StopStrings
-
-Segment = tuple[str, str]
-"""A state, and text in it."""
+from lmx_lab.engine.stops import StopStrings, overlap
 
 
 @dataclass(slots=True)
@@ -64,14 +59,11 @@ class Channels:
         edges = {state: list(edges) for state, edges in shape.transitions.items()}
         after = {state for leaving in edges.values() for _, state in leaving}
         states = {*edges, *after, shape.initial}
-        self._machine = TextStateMachine({state: edges.get(state, []) for state in states})
         self._shows_content = CONTENT in states
-        # Of markers that begin alike, the machine meets the shortest.
-        self._markers = {
-            state: sorted((text for text, _ in leaving if text), key=len) for state, leaving in edges.items()
-        }
-        self._longest = max((len(text) for texts in self._markers.values() for text in texts), default=0)
-        self._position = self._machine.make_state(initial=shape.initial)
+        self._edges = {state: [edge for edge in edges.get(state, []) if edge[0]] for state in states}
+        self._held = ""
+        """Text that may be the beginning of a marker."""
+        self.state = shape.initial
         self._stops = StopStrings(stops)
         self._format = shape.calls
         self._numbering = Numbering()
@@ -92,11 +84,6 @@ class Channels:
             self._open("")
 
     @property
-    def state(self) -> str:
-        state: str = self._position[0]
-        return state
-
-    @property
     def called(self) -> bool:
         """Whether a call has been given out, its first piece at least."""
         return self._numbering.count > 0
@@ -111,18 +98,21 @@ class Channels:
 
     def feed(self, text: str) -> Parts:
         """What this text sets free."""
-        while text:
-            raw = self._position[3] + text
-            self._position, segments = TextStateMachine.split(self._position, text)
-            self._bound(segments)
-            text = self._pass(raw, segments)
+        self._held += text
+        while self._cut is None and (found := self._next_marker()) is not None:
+            at, marker, after = found
+            self._pass(at)
+            if self._cut is None:
+                self._held = self._held[len(marker) :]
+                self._meet(marker, after)
+        if self._cut is None:
+            waiting = max((overlap(self._held, marker) for marker, _ in self._edges[self.state]), default=0)
+            self._pass(len(self._held) - waiting)
         return self._given()
 
     def finish(self) -> Parts:
         """The rest, at the end of generation."""
-        self._position, rest, state = TextStateMachine.flush(self._position)
-        self._read += len(rest)
-        self._take(state, rest)
+        self._pass(len(self._held))
         if self._call is not None:
             self._close("")
         self._parts.reasoning.append(self._thought_space.take())
@@ -133,34 +123,27 @@ class Channels:
         given, self._parts = self._parts, Parts()
         return given
 
-    # Segments
+    # Markers
 
-    def _bound(self, segments: list[Segment]) -> None:
-        """Let go what the machine holds of a run like ``<<<<``: no marker can begin so far back."""
-        state, node, states, held = self._position
-        if (excess := len(held) - self._longest) > 0:
-            segments[-1] = (state, segments[-1][1] + held[:excess])
-            self._position = (state, node, states, held[excess:])
+    def _next_marker(self) -> tuple[int, str, str] | None:
+        """Where the marker begins that is complete first, itself, and the state after it."""
+        found = [(at, marker, to) for marker, to in self._edges[self.state] if (at := self._held.find(marker)) >= 0]
+        return min(found, key=lambda it: (it[0] + len(it[1]), it[0]), default=None)
 
-    def _pass(self, raw: str, segments: list[Segment]) -> str:
-        """Hand on the segments of the raw text; the text that has to be read again."""
-        at = 0
-        for number, (state, text) in enumerate(segments):
-            at += len(text)
-            self._read += len(text)
-            self._take(state, text)
-            if self._cut is not None or number == len(segments) - 1:
-                break
-            marker = next(marker for marker in self._markers[state] if raw.startswith(marker, at))
-            at += len(marker)
-            after = segments[number + 1][0]
-            if self._is_text(state, after):
-                self._read += len(marker)
-                self._take(state, marker)
-                self._position = self._machine.make_state(initial=state)
-                return raw[at:]
-            self._change(state, marker, after)
-        return ""
+    def _pass(self, count: int) -> None:
+        """Hand on so many characters of the present state."""
+        text, self._held = self._held[:count], self._held[count:]
+        self._read += count
+        self._take(self.state, text)
+
+    def _meet(self, marker: str, after: str) -> None:
+        before = self.state
+        if self._is_text(before, after):
+            self._read += len(marker)
+            self._take(before, marker)
+        else:
+            self.state = after
+            self._change(before, marker, after)
 
     def _is_text(self, before: str, after: str) -> bool:
         """Whether what looks like a marker is none: an argument may quote the end marker, content that of thoughts."""

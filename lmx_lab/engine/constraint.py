@@ -1,4 +1,4 @@
-"""What the next token of one answer may be: a grammar, a budget for thoughts. Engine thread only."""
+"""What the next token of one answer may be: a grammar, a budget for thoughts. For one thread at a time."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import codecs
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import cast
 
-import mlx.core as mx
 import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from lmx_lab.engine.grammars import short_reason
-from lmx_lab.engine.sampling import Sampler
 from lmx_lab.errors import InvalidRequestError, LabError
 
 LONGEST_MARKER_BYTES = 64
 SLOW_S, PATIENCE_S = 0.02, 1.0
 """Of the engine thread's own time: other answers wait while a grammar that is slow to follow is followed."""
-FEW = 1024
-"""So many tokens or fewer are drawn from by themselves, which is faster than from the whole vocabulary."""
 
 
 class ThinkingBudget:
@@ -147,40 +142,3 @@ class Constraint:
         else:
             return
         self.failure = InvalidRequestError(f"the answer's form cannot be enforced any further: {reason}; simplify it")
-
-
-class ConstrainedSampler:
-    """Draws among the tokens that a constraint allows. It is one row's, and remembers what it drew.
-
-    Args:
-        sampler: Draws from log-probabilities, of which those of forbidden tokens are minus infinity.
-        normalize: It needs probabilities that sum to one.
-    """
-
-    def __init__(self, constraint: Constraint, sampler: Sampler, *, normalize: bool) -> None:
-        self._constraint = constraint
-        self._sampler = sampler
-        self._normalize = normalize
-        self._drawn: mx.array | None = None
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        # The forward pass begins here, and runs on while the last token is read and the mask is computed.
-        mx.async_eval(logprobs)  # type: ignore[no-untyped-call]
-        if self._drawn is not None:
-            self._constraint.advance(cast("int", self._drawn.item()))
-        self._drawn = self._draw(logprobs)
-        return self._drawn
-
-    def _draw(self, logprobs: mx.array) -> mx.array:
-        if (forced := self._constraint.forced) is not None:
-            return mx.array([forced], dtype=mx.uint32)
-        mask = self._constraint.mask(logprobs.shape[-1])
-        if mask is None:
-            return self._sampler(logprobs)
-        if np.count_nonzero(mask) > FEW:
-            return self._sampler(self._normalized(mx.where(mx.array(mask), logprobs, -mx.inf)))
-        tokens = mx.array(np.flatnonzero(mask).astype(np.uint32))
-        return tokens if tokens.size == 1 else tokens[self._sampler(self._normalized(logprobs[:, tokens]))]
-
-    def _normalized(self, logprobs: mx.array) -> mx.array:
-        return logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True) if self._normalize else logprobs

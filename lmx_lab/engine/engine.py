@@ -7,18 +7,19 @@ fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from lmx_lab.engine.contract import NOTHING_LOADED, InferenceEngine
-from lmx_lab.engine.echo import EchoEngine
-from lmx_lab.engine.gguf import GgufEngine
-from lmx_lab.engine.gguf.loads import Load
-from lmx_lab.engine.mlx_engine import MlxEngine
+from lmx_lab.engine.loads import Load, Loads
+from lmx_lab.engine.machine import total_bytes
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -32,8 +33,18 @@ from lmx_lab.engine.requests import (
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.errors import LabError, NotLoadedError
+from lmx_lab.loops import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, Kind, ModelEntry
+
+if TYPE_CHECKING:
+    from lmx_lab.engine.echo.engine import EchoEngine
+    from lmx_lab.engine.gguf.engine import GgufEngine
+    from lmx_lab.engine.mlx_engine import MlxEngine
+
+T = TypeVar("T")
+BesideBytes = Callable[[], int]
+"""What other engines take of the memory limit."""
 
 SUMMED = (
     "active_requests",
@@ -50,6 +61,36 @@ SUMMED = (
 """Fields of a snapshot that count for all engines together."""
 
 
+# Each engine is imported when its first model comes: MLX with mlx-lm takes two seconds, and many processes use one
+# engine or none.
+
+
+def _mlx(settings: Settings, beside_bytes: BesideBytes) -> MlxEngine:
+    from lmx_lab.engine.mlx_engine import MlxEngine
+
+    return MlxEngine(settings, beside_bytes=beside_bytes)
+
+
+def _gguf(settings: Settings, beside_bytes: BesideBytes) -> GgufEngine:
+    from lmx_lab.engine.gguf.engine import GgufEngine
+
+    return GgufEngine(settings, beside_bytes=beside_bytes)
+
+
+def _echo(settings: Settings, _: BesideBytes) -> EchoEngine:
+    from lmx_lab.engine.echo.engine import EchoEngine
+
+    return EchoEngine(settings)
+
+
+ENGINES: Mapping[Format, Callable[[Settings, BesideBytes], InferenceEngine]] = {
+    "mlx": _mlx,
+    "gguf": _gguf,
+    "echo": _echo,
+}
+"""What runs the models of each format."""
+
+
 class Engine:
     """``async with Engine(settings) as engine``; or ``start()`` and ``stop()`` from anywhere, both idempotent.
 
@@ -58,28 +99,31 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._mlx = MlxEngine(settings, beside_bytes=lambda: self._used_bytes(but="mlx"))
-        self._gguf = GgufEngine(settings, beside_bytes=lambda: self._used_bytes(but="gguf"))
-        self._by_format: dict[Format, InferenceEngine] = {
-            "mlx": self._mlx,
-            "gguf": self._gguf,
-            "echo": EchoEngine(settings),
-        }
+        self._engines: dict[Format, InferenceEngine] = {}
+        """Those that a model was loaded on, or checked for."""
+        self._making = threading.Lock()
         self._main: Format = "mlx"
         """Of the main model, or of the one that was it last."""
         self._swapping = False
         """The main model of one engine goes, that of the other comes."""
+        self._exchanges: _Exchanges | None = None
+        self._machine_bytes = total_bytes()
         self._made_at = time.monotonic()
 
     # Lifetime
 
     def start(self) -> None:
-        """Start, or start again what died."""
-        self._mlx.start()
+        """Start again what died; each engine starts with its first model."""
+        for engine in list(self._engines.values()):
+            engine.start()
 
     def stop(self) -> None:
         """End every request, give all memory back. Blocks until the current step is over."""
-        for engine in reversed(self._by_format.values()):
+        with self._making:
+            exchanges, self._exchanges = self._exchanges, None
+        if exchanges is not None:
+            exchanges.stop()
+        for engine in reversed(list(self._engines.values())):
             engine.stop()
 
     async def __aenter__(self) -> Self:
@@ -93,12 +137,13 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        return self._by_format[self._main].alive
+        main = self._engines.get(self._main)
+        return main is None or not main.used or main.alive
 
     @property
     def fingerprint(self) -> str:
         """What computes the main model, and its version."""
-        return self._by_format[self._main].fingerprint
+        return self.on(self._main).fingerprint
 
     @property
     def uptime_s(self) -> float:
@@ -106,23 +151,25 @@ class Engine:
 
     # Models
 
+    def on(self, format: Format) -> InferenceEngine:
+        """The engine for models of this format, imported and made if it is not there yet."""
+        with self._making:
+            if format not in self._engines:
+                beside = functools.partial(self._used_bytes, but=format)
+                self._engines[format] = ENGINES[format](self.settings, beside)
+            return self._engines[format]
+
     @property
     def snapshot(self) -> EngineSnapshot:
         """The state as of the last step. Never blocks."""
-        if not self._several:
-            return self._mlx.snapshot
-        others = [engine.snapshot for format_, engine in self._by_format.items() if format_ != self._main]
-        now = _together(self._by_format[self._main].snapshot, *others, machine=self._mlx.snapshot)
+        used = {format_: engine.snapshot for format_, engine in list(self._engines.items()) if engine.used}
+        main = used.pop(self._main, None) or EngineSnapshot(memory_total_bytes=self._machine_bytes)
+        now = _together(main, *used.values()) if used else main
         return replace(now, state="loading") if self._swapping and now.entry is None else now
-
-    @property
-    def _several(self) -> bool:
-        """Whether another engine than that on MLX has had a model."""
-        return any(engine.used for engine in self._by_format.values() if engine is not self._mlx)
 
     def _used_bytes(self, *, but: Format) -> int:
         """Memory that the other engines use."""
-        return sum(engine.snapshot.memory_used_bytes for format_, engine in self._by_format.items() if format_ != but)
+        return sum(it.snapshot.memory_used_bytes for format_, it in list(self._engines.items()) if format_ != but)
 
     def check_fits(self, entry: ModelEntry) -> None:
         """Refuse what cannot be loaded, before anything is unloaded for it.
@@ -131,7 +178,7 @@ class Engine:
             UnusableModelError: its engine cannot run such a model, or is not installed.
             OutOfMemoryError: it is larger than what may be used.
         """
-        self._by_format[entry.format].check_fits(entry)
+        self.on(entry.format).check_fits(entry)
 
     async def load(self, entry: ModelEntry, *, finish_queued: bool = False) -> LoadReport:
         """Load ``entry`` in the place of what is loaded, after running requests have ended (``drain_s`` at most).
@@ -142,16 +189,28 @@ class Engine:
             UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
             NotLoadedError: it was given up, on llama.cpp: an unload, or the load of another model, came meanwhile.
         """
-        self.check_fits(entry)
+        # The first model of an engine imports it.
+        await asyncio.to_thread(self.check_fits, entry)
         if entry.format == self._main and not self._swapping:
-            return await self._by_format[entry.format].load(entry, finish_queued=finish_queued)
-        return await self._gguf.owned(entry, functools.partial(self._exchange, entry, finish_queued=finish_queued))
+            return await self.on(entry.format).load(entry, finish_queued=finish_queued)
+        exchanges = await asyncio.to_thread(self._exchanging)
+        self._give_up_loads(f"{entry.id} is loaded in its place", but=entry.path)
+        # The caller may leave; the exchange continues.
+        return await asyncio.shield(
+            exchanges.submit(entry, functools.partial(self._exchange, entry, finish_queued=finish_queued))
+        )
+
+    def _exchanging(self) -> _Exchanges:
+        with self._making:
+            if self._exchanges is None:
+                self._exchanges = _Exchanges()
+            return self._exchanges
 
     async def _exchange(self, entry: ModelEntry, asked: Load, *, finish_queued: bool) -> LoadReport:
         if entry.format == self._main:
             # Another exchange has been faster.
             return await self._load_of(asked, finish_queued=finish_queued)
-        before = self._by_format[self._main]
+        before = self.on(self._main)
         previous, format_before = before.snapshot.entry, self._main
         self._swapping = True
         try:
@@ -160,7 +219,7 @@ class Engine:
             self._main = entry.format
             return await self._load_of(asked)
         except NotLoadedError:
-            # Given up, for an unload or another load: nothing comes back for that.
+            # Cancelled by an unload or another load: the previous model is not wanted either.
             raise
         except LabError as exc:
             self._main = format_before
@@ -170,9 +229,23 @@ class Engine:
             self._swapping = False
 
     async def _load_of(self, asked: Load, *, finish_queued: bool = False) -> LoadReport:
+        engine = self.on(asked.entry.format)
         if asked.entry.format == "gguf":
             return await self._gguf.load(asked.entry, finish_queued=finish_queued, part_of=asked)
-        return await self._by_format[asked.entry.format].load(asked.entry, finish_queued=finish_queued)
+        return await engine.load(asked.entry, finish_queued=finish_queued)
+
+    def _give_up_loads(self, why: str, *, but: Path | None = None) -> None:
+        """Tell the loads that can be ended to end."""
+        if "gguf" in self._engines:
+            self._gguf.give_up_loads(why, but=but)
+
+    @property
+    def _mlx(self) -> MlxEngine:
+        return cast("MlxEngine", self.on("mlx"))
+
+    @property
+    def _gguf(self) -> GgufEngine:
+        return cast("GgufEngine", self.on("gguf"))
 
     async def pin(self, entry: ModelEntry) -> LoadReport:
         """Keep an embedding model or a reranker in memory beside the loaded model, until the engine stops.
@@ -180,9 +253,11 @@ class Engine:
         Raises:
             UnusableModelError, OutOfMemoryError: nothing has changed.
         """
-        report = await self._by_format[entry.format].pin(entry)
-        for engine in set(self._by_format.values()) - {self._by_format[entry.format]}:
-            await engine.unpin(entry.kind)
+        engine = await asyncio.to_thread(self.on, entry.format)
+        report = await engine.pin(entry)
+        for other in list(self._engines.values()):
+            if other is not engine:
+                await other.unpin(entry.kind)
         return report
 
     async def unload(self) -> int:
@@ -190,16 +265,19 @@ class Engine:
 
         A load on llama.cpp that has not ended is given up, a load on MLX is waited for.
         """
-        self._gguf.give_up_loads("the model is unloaded")
-        return await self._by_format[self._main].unload()
+        if self._exchanges is not None:
+            self._exchanges.give_up("the model is unloaded")
+        self._give_up_loads("the model is unloaded")
+        main = self._engines.get(self._main)
+        return await main.unload() if main is not None else 0
 
     def gives_up(self, entry: ModelEntry) -> bool:
         """Whether ``unload`` ends a load of this model that is under way: a process can be ended, MLX's thread not."""
-        return self._by_format[entry.format] is self._gguf
+        return entry.format == "gguf"
 
     async def quiesce(self, timeout_s: float) -> None:
         """Let running requests end, for at most ``timeout_s``; the rest, and those that wait, end with an error."""
-        await asyncio.gather(*(engine.quiesce(timeout_s) for engine in self._by_format.values()))
+        await asyncio.gather(*(engine.quiesce(timeout_s) for engine in list(self._engines.values())))
 
     # Requests
 
@@ -268,15 +346,50 @@ class Engine:
 
         Raises: as ``submit``, if none has.
         """
-        if not self._several:
-            return self._mlx
         now = self.snapshot
         if (entry := fitting(now, name, kinds)) is not None:
-            return self._by_format[entry.format]
-        if now.state == "dead":
-            # It knows what it died of.
-            return self._by_format[self._main]
+            return self._engines[entry.format]
+        main = self._engines.get(self._main)
+        if main is not None and (now.state == "dead" or len(self._engines) == 1):
+            # It can say more about why there is no model.
+            return main
         raise refusal(now, name, kinds)
+
+
+class _Exchanges:
+    """Loads that take the main model from one engine to another, one after the other, on a loop of their own."""
+
+    def __init__(self) -> None:
+        self._thread = LoopThread("lmx-lab-models")
+        self._thread.start()
+        self._loads = Loads()
+        self._turn = asyncio.Lock()
+
+    def submit(self, entry: ModelEntry, work: Callable[[Load], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:
+        """Do this, for the sake of one entry, after the exchanges before it.
+
+        Raises:
+            NotLoadedError: an unload, or the load of another model, was asked for before it began.
+        """
+        future = asyncio.wrap_future(self._thread.submit(self._in_order(entry, work)))
+        # The result of work that continues without its caller is not read.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
+
+    async def _in_order(self, entry: ModelEntry, work: Callable[[Load], Coroutine[Any, Any, T]]) -> T:
+        with self._loads.begun(entry) as load:
+            async with self._turn:
+                load.check()
+                return await work(load)
+
+    def give_up(self, why: str) -> None:
+        """Tell those that have not ended to end. Returns at once."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and they with it
+            self._thread.loop.call_soon_threadsafe(self._loads.give_up, why)
+
+    def stop(self) -> None:
+        self.give_up("the engine was stopped")
+        self._thread.stop()
 
 
 async def _restored(engine: InferenceEngine, previous: ModelEntry | None) -> str:
@@ -290,19 +403,15 @@ async def _restored(engine: InferenceEngine, previous: ModelEntry | None) -> str
     return f"; the previous model {previous.id} is loaded again"
 
 
-def _together(main: EngineSnapshot, *others: EngineSnapshot, machine: EngineSnapshot) -> EngineSnapshot:
-    """The state of several engines as that of one, whose main model is the first's.
-
-    Args:
-        machine: The one that knows the machine's memory and what multiplies its matrices.
-    """
-    every = (main, *others)
+def _together(*every: EngineSnapshot) -> EngineSnapshot:
+    """The state of several engines as that of one, whose main model is the first's."""
     working = [it.progress_at for it in every if it.active_requests + it.queued_requests]
+    sums = {name: sum(getattr(it, name) for it in every) for name in SUMMED}
     return replace(
-        main,
+        every[0],
         pinned=tuple(pinned for it in every for pinned in it.pinned),
-        memory_total_bytes=machine.memory_total_bytes,
-        blas=machine.blas,
+        memory_total_bytes=max(it.memory_total_bytes for it in every),
+        blas=next((it.blas for it in every if it.blas is not None), None),
         progress_at=min(working, default=max(it.progress_at for it in every)),
-        **{name: sum(getattr(it, name) for it in every) for name in SUMMED},
+        **sums,
     )

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import gc
-import os
-import sys
 
 import mlx.core as mx
-import psutil
 
-from lmx_lab.engine import container
+from lmx_lab.engine import machine
 
 LARGEST_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
 """Prompt tokens computed in one step at most, all prompts together; longer ones gain nothing."""
 
 
 def total_bytes() -> int:
-    """Memory of the device. MLX reports none on a CPU, where it is the machine's, or what a container leaves of it."""
-    if size := mx.device_info().get("memory_size"):
-        return int(size)
-    return min(psutil.virtual_memory().total, container.memory_limit_bytes(os.environ) or sys.maxsize)
-
-
-def free_bytes() -> int:
-    """What this machine, or the container, would still give without ending a process."""
-    free, inside = psutil.virtual_memory().available, container.free_bytes()
-    return free if inside is None else min(free, inside)
+    """Memory of the device. MLX reports none on a CPU, where it is the machine's."""
+    return int(mx.device_info().get("memory_size") or machine.total_bytes())
 
 
 def limit_bytes(chosen: int | None) -> int:

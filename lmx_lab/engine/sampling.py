@@ -12,9 +12,12 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
+from lmx_lab.engine.constraint import Constraint
 from lmx_lab.engine.requests import Sampling
 
 Sampler = Callable[[mx.array], mx.array]
@@ -22,6 +25,8 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 """All tokens so far and logits (1, vocabulary) to changed logits."""
 KEPT_SAMPLERS = 256
+FEW = 1024
+"""So many tokens or fewer are drawn from by themselves, which is faster than from the whole vocabulary."""
 COLDEST = 1e-4
 """Lower temperatures are greedy: a token that is a thousandth likelier is drawn twenty thousand times as often here."""
 
@@ -146,3 +151,40 @@ def _bias(biases: dict[int, float]) -> Processor:
         return logits.at[:, tokens].add(values.astype(logits.dtype))
 
     return add_bias
+
+
+class ConstrainedSampler:
+    """Draws among the tokens that a constraint allows. It is one row's, and remembers what it drew.
+
+    Args:
+        sampler: Draws from log-probabilities, of which those of forbidden tokens are minus infinity.
+        normalize: It needs probabilities that sum to one.
+    """
+
+    def __init__(self, constraint: Constraint, sampler: Sampler, *, normalize: bool) -> None:
+        self._constraint = constraint
+        self._sampler = sampler
+        self._normalize = normalize
+        self._drawn: mx.array | None = None
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        # The forward pass begins here, and runs on while the last token is read and the mask is computed.
+        mx.async_eval(logprobs)  # type: ignore[no-untyped-call]
+        if self._drawn is not None:
+            self._constraint.advance(cast("int", self._drawn.item()))
+        self._drawn = self._draw(logprobs)
+        return self._drawn
+
+    def _draw(self, logprobs: mx.array) -> mx.array:
+        if (forced := self._constraint.forced) is not None:
+            return mx.array([forced], dtype=mx.uint32)
+        mask = self._constraint.mask(logprobs.shape[-1])
+        if mask is None:
+            return self._sampler(logprobs)
+        if np.count_nonzero(mask) > FEW:
+            return self._sampler(self._normalized(mx.where(mx.array(mask), logprobs, -mx.inf)))
+        tokens = mx.array(np.flatnonzero(mask).astype(np.uint32))
+        return tokens if tokens.size == 1 else tokens[self._sampler(self._normalized(logprobs[:, tokens]))]
+
+    def _normalized(self, logprobs: mx.array) -> mx.array:
+        return logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True) if self._normalize else logprobs

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from lmx_lab.engine import memory
+from lmx_lab.engine import machine
 from lmx_lab.engine.engine import Engine
 from lmx_lab.engine.preference import ENGINES, Speeds, conditions
 from lmx_lab.engine.requests import GenerationReport, GenerationRequest, Sampling, TextPrompt
@@ -49,7 +49,7 @@ def measure_speeds(settings: Settings, models: Mapping[Format, ModelEntry]) -> S
         OutOfMemoryError: too little memory is free to try.
         EngineError: a model could not be loaded, or its engine died of it; the message says of what.
     """
-    free = memory.free_bytes()
+    free = machine.free_bytes()
     if free < NEEDED_BYTES:
         needed = f"{NEEDED_BYTES / 1e9:.1f} GB"
         raise OutOfMemoryError(f"{free / 1e9:.1f} GB of memory are free and measuring takes {needed}; unload a model")

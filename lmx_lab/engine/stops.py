@@ -27,7 +27,7 @@ class StopStrings:
             # The one that is complete first, as if the text had come letter by letter.
             self._held = ""
             return text[: min(found)[1]], True
-        hold = max(_overlap(text, stop) for stop in self._stops)
+        hold = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], False
 
@@ -37,7 +37,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[len(text) - size :]):

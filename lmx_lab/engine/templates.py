@@ -17,8 +17,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.tokenizer_utils import PreTrainedTokenizerBase  # type: ignore[attr-defined]
-
 from lmx_lab.engine import scripts
 
 SCRIPT = Path(__file__).with_name("template_rendering.py")
@@ -178,6 +176,9 @@ def rendered(
 
 def _is_code(tokenizer: Any) -> bool:
     """Whether a function of mlx-lm's or a class of transformers' writes the prompt: no template of the model's does."""
+    # Imported with the tokenizer already; by itself it takes a second.
+    from mlx_lm.tokenizer_utils import PreTrainedTokenizerBase  # type: ignore[attr-defined]
+
     own: Any = type(tokenizer._tokenizer).apply_chat_template
     return tokenizer._chat_template is not None or own is not PreTrainedTokenizerBase.apply_chat_template
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from lmx_lab.engine.encoders import LoadedEncoder
-from lmx_lab.engine.loaded import LoadedModel
+from typing import TYPE_CHECKING, cast
+
 from lmx_lab.engine.requests import EngineSnapshot
-from lmx_lab.engine.thread import EngineThread
 from lmx_lab.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -15,6 +14,12 @@ from lmx_lab.errors import (
     OutOfMemoryError,
 )
 from lmx_lab.weights import KINDS_IN_WORDS, Kind, ModelEntry
+
+if TYPE_CHECKING:
+    # They import MLX.
+    from lmx_lab.engine.encoders import LoadedEncoder
+    from lmx_lab.engine.loaded import LoadedModel
+    from lmx_lab.engine.thread import EngineThread
 
 EMBEDDERS: tuple[Kind, ...] = ("embedding",)
 RERANKERS: tuple[Kind, ...] = ("rerank", "embedding")
@@ -37,8 +42,8 @@ def chat_model(thread: EngineThread, name: str | None) -> LoadedModel:
         InvalidRequestError: the name is that of a model of another kind.
     """
     main = _main(thread)
-    if isinstance(main, LoadedModel) and name in (None, main.entry.id):
-        return main
+    if main is not None and main.entry.kind == "chat" and name in (None, main.entry.id):
+        return cast("LoadedModel", main)
     raise refusal(thread.snapshot, name, ("chat",))
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from lmx_lab.engine import memory
+from lmx_lab.engine import machine
 
 log = logging.getLogger(__name__)
 EXPANDED_SHARE = 0.6
@@ -39,7 +39,7 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
 
 
 def _fits(model: Any, dtype: mx.Dtype, limit_bytes: int) -> bool:
-    needed, room = expanded_bytes(model, dtype), round(min(limit_bytes, memory.free_bytes()) * EXPANDED_SHARE)
+    needed, room = expanded_bytes(model, dtype), round(min(limit_bytes, machine.free_bytes()) * EXPANDED_SHARE)
     if needed > room:
         log.info("weights stay quantized: expanded they take %.2f GB, there is room for %.2f", needed / 1e9, room / 1e9)
     return needed <= room

@@ -13,10 +13,11 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
-from lmx_lab.engine.constraint import ConstrainedSampler, Constraint
+from lmx_lab.engine.constraint import Constraint
 from lmx_lab.engine.grammar import Thoughts, grammar
 from lmx_lab.engine.grammar_trial import compiled, tokenizer_of
 from lmx_lab.engine.grammars import KEPT, Grammars, words_of
+from lmx_lab.engine.sampling import ConstrainedSampler
 from lmx_lab.engine.trials import Trials
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.weights import ModelEntry

@@ -3,7 +3,3 @@
 Tokens, slots, deadlines, stop strings, tool calls, enforced schemas, log-probabilities and reports are those of a real
 engine. Nothing is read from disk, and no tensor is computed.
 """
-
-from lmx_lab.engine.echo.engine import EchoEngine
-
-__all__ = ["EchoEngine"]

@@ -5,7 +5,3 @@ while they load and unload (0.6 to 30 s in which no notebook, server or panel wo
 on its standard error; a crash in native code ends that process and not the kernel; and its end gives all memory back.
 We speak to it as any client does, over a UNIX socket in a private folder.
 """
-
-from lmx_lab.engine.gguf.engine import GgufEngine
-
-__all__ = ["GgufEngine"]

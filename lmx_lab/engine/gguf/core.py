@@ -17,10 +17,10 @@ from lmx_lab.engine.contract import NOTHING_LOADED
 from lmx_lab.engine.gguf.hosted import Hosted, host
 from lmx_lab.engine.gguf.intake import Intake
 from lmx_lab.engine.gguf.jobs import Job, Jobs, Totals
-from lmx_lab.engine.gguf.loads import Load, Loads
 from lmx_lab.engine.gguf.place import Place
 from lmx_lab.engine.gguf.texts import TextJob
-from lmx_lab.engine.memory import limit_bytes, total_bytes
+from lmx_lab.engine.loads import Load, Loads
+from lmx_lab.engine.machine import limit_bytes, total_bytes
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -62,7 +62,7 @@ class GgufCore:
         self._sending = False
         self._totals = Totals()
         self._encoded_tokens = 0
-        self._changing, self._exchanging = asyncio.Lock(), asyncio.Lock()
+        self._changing = asyncio.Lock()
         # One process starts at a time: what the others take is known. Taken after the others, never before.
         self._starting = asyncio.Lock()
         self.loads = Loads()
@@ -122,13 +122,6 @@ class GgufCore:
         async with self._starting:
             if (pinned := self._pinned.pop(kind, None)) is not None:
                 await self._drop(pinned, NotLoadedError(f"{pinned.entry.id} was unloaded before this request ended"))
-
-    async def in_order(self, entry: ModelEntry, work: Callable[[Load], Coroutine[Any, Any, T]]) -> T:
-        """Exchanges of models between engines, one after the other, each for the sake of one entry."""
-        with self.loads.begun(entry) as load:
-            async with self._exchanging:
-                load.check()
-                return await work(load)
 
     async def unload(self, *, why: str, finish_queued: bool, cause: UnloadCause = "asked") -> int:
         """See ``InferenceEngine.unload``."""

@@ -8,14 +8,15 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lmx_lab.engine.contract import Capabilities
 from lmx_lab.engine.gguf.budget import plan
 from lmx_lab.engine.gguf.core import GgufCore
-from lmx_lab.engine.gguf.loads import Load
 from lmx_lab.engine.gguf.process import PACKAGE, installed, require_installed
-from lmx_lab.engine.memory import limit_bytes, total_bytes
+from lmx_lab.engine.loads import Load
+from lmx_lab.engine.machine import limit_bytes, total_bytes
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -101,22 +102,12 @@ class GgufEngine:
                 thread.submit(core.close(EngineDeadError("the engine was stopped"))).result(STOP_S)
             thread.stop()
 
-    async def owned(self, entry: ModelEntry, work: Callable[[Load], Coroutine[Any, Any, T]]) -> T:
-        """Do this, for the sake of one entry, on the engine's loop, one after the other, to its end, whether or not the
-        caller still waits.
-
-        Raises:
-            NotLoadedError: an unload, or the load of another model, was asked for before it began.
-        """
-        await asyncio.to_thread(self.start)
-        return await asyncio.shield(self._on_loop(lambda core: core.in_order(entry, work)))
-
-    def give_up_loads(self, why: str) -> None:
-        """Tell the loads that have not ended to end, for an unload. Returns at once."""
+    def give_up_loads(self, why: str, *, but: Path | None = None) -> None:
+        """Tell the loads that have not ended to end, except those of the file at ``but``. Returns at once."""
         thread, core = self._thread, self._core
         if thread is not None and core is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and they with it
-                thread.loop.call_soon_threadsafe(core.loads.give_up, why)
+                thread.loop.call_soon_threadsafe(functools.partial(core.loads.give_up, why, but=but))
 
     # Models
 

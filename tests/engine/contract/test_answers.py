@@ -343,7 +343,7 @@ async def test_times_are_positive_and_add_up(engine: Engine) -> None:
 
 async def test_scores_of_a_prompt_come_or_are_refused_as_capabilities_say(engine: Engine, made_for: Format) -> None:
     asked = request(score_prompt=True, top_logprobs=1, max_tokens=0)
-    if not engine._by_format[made_for].capabilities.prompt_scores:
+    if not engine.on(made_for).capabilities.prompt_scores:
         with pytest.raises(InvalidRequestError, match="MLX format") as refused:
             await engine.submit(asked)
         assert refused.value.param == "logprobs"

@@ -317,7 +317,7 @@ async def test_a_forced_call_comes_after_open_thoughts(thinker: Engine) -> None:
 
 async def test_a_budget_of_thoughts_is_kept_or_refused_as_capabilities_say(thinker: Engine, made_for: Format) -> None:
     asked: dict[str, Any] = {"open_thoughts": True, "thinking_budget": 3, "max_tokens": 9}
-    if not thinker._by_format[made_for].capabilities.thinking_budget:
+    if not thinker.on(made_for).capabilities.thinking_budget:
         with pytest.raises(InvalidRequestError, match="MLX format") as refused:
             await run(thinker, **asked)
         assert refused.value.param == "thinking_budget"
@@ -329,7 +329,7 @@ async def test_logprobs_beside_the_models_own_calls_come_or_are_refused_as_capab
     thinker: Engine, made_for: Format
 ) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
-    if not thinker._by_format[made_for].capabilities.logprobs_with_own_tools:
+    if not thinker.on(made_for).capabilities.logprobs_with_own_tools:
         with pytest.raises(InvalidRequestError, match="leave out logprobs, or tools") as refused:
             await run(thinker, **asked)
         assert refused.value.param == "logprobs"

@@ -184,7 +184,7 @@ async def test_no_texts_are_refused(embedder: Engine) -> None:
 
 async def test_kinds_of_texts_come_or_are_refused_as_capabilities_say(embedder: Engine, made_for: Format) -> None:
     asked = EmbeddingRequest(inputs=SENTENCES, input_type="query")
-    if not embedder._by_format[made_for].capabilities.input_types:
+    if not embedder.on(made_for).capabilities.input_types:
         with pytest.raises(InvalidRequestError, match="leave out input_type") as refused:
             await embedder.embed(asked)
         assert refused.value.param == "input_type"
