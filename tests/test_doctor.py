@@ -50,6 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny: ModelEntry, tiny_gguf: 
     return home
 
 
+@pytest.mark.long
 def test_each_engine_is_measured_once_and_shown_from_then_on(home: Path) -> None:
     result = doctor(home, "--measure")
     assert (result.returncode, result.stderr) == (0, "")

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.harness import Harness, measure_harness
 
+pytestmark = pytest.mark.long
+
 TRIES = 4
 
 

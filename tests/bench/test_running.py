@@ -237,6 +237,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(target: Any, plan
         run(target, plan)
 
 
+@pytest.mark.long
 def test_a_rerun_of_a_sweep_gives_intervals_that_overlap(lab: Lab) -> None:
     """Of the bare engine; what else the machine does may drive one pair of runs apart, but hardly three."""
     case = Case(prompt_tokens=32, output_tokens=48, requests=8)
@@ -256,6 +257,7 @@ def test_a_rerun_of_a_sweep_gives_intervals_that_overlap(lab: Lab) -> None:
     pytest.fail("three reruns, and no interval has overlapped the one before it")
 
 
+@pytest.mark.long
 def test_one_target_twice_is_as_fast_as_itself(lab: Lab) -> None:
     one, two = EngineTarget(lab.engine, name="one"), EngineTarget(lab.engine, name="two")
     found: list[float] = []

@@ -98,6 +98,7 @@ async def test_an_answer_of_the_lab_is_as_long_as_asked_and_counted(target: Targ
     assert server.decode_tok_s
 
 
+@pytest.mark.long
 async def test_figures_agree_with_the_engines_reports_within_two_percent(target: Target) -> None:
     """Of the decode rate, which both sides measure; and the medians, tried again, since this machine has other things
     to do: figures that are defined otherwise never agree.

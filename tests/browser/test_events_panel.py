@@ -84,6 +84,7 @@ def rows(tab: Tab) -> Locator:
     return tab.panel("Events").locator(".rows tbody:nth-of-type(2) tr")
 
 
+@pytest.mark.long
 def test_ten_thousand_events_a_second_leave_the_browser_free(events: Tab) -> None:
     panel = events.panel("Events")
     comm = events.kernel("print(panel.comm.comm_id)")

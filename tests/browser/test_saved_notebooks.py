@@ -46,6 +46,7 @@ def closing(tab: Tab) -> Iterator[None]:
     tab.close_notebook()
 
 
+@pytest.mark.long
 def test_a_thousand_updates_do_not_grow_the_notebook(panels: Tab, jupyterlab: JupyterLab) -> None:
     (metrics,) = [comm for comm, name in names(panels).items() if name == "metrics"]
     expect(panels.panel("Metrics").locator("canvas").first).to_be_visible()

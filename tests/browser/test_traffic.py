@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.browser.jupyterlab import Tab, seconds, updates
@@ -24,6 +25,7 @@ def test_the_code_of_all_panels_together_stays_small(panels: Tab) -> None:
     assert 30_000 < code <= MOST_CODE_BYTES
 
 
+@pytest.mark.long
 def test_no_panel_sends_more_than_four_messages_a_second(panels: Tab) -> None:
     with panels.watched() as messages:
         chat = ask(panels, "Tell me a story.", max_tokens=LONG)

@@ -8,6 +8,10 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parent / "typed"
 # Without it this takes half a minute, with it two seconds.
 CACHE = Path(__file__).parents[2] / ".cache" / "mypy-users"

@@ -16,6 +16,8 @@ from tests.contract.keeping import EXAMPLES, Contract
 from tests.flows.conftest import serving
 from tests.gguf_files import with_context
 
+pytestmark = pytest.mark.long
+
 SINGLE = ("--phases", "examples,coverage,fuzzing")
 CHAINS = ("--phases", "stateful", "--mode", "positive")
 CHAIN_EXAMPLES = 6 * EXAMPLES

@@ -18,7 +18,7 @@ from tests.daemon.cutting import Proxy, Through
 from tests.daemon.program import Program
 from tests.daemon.scripted import Scripted, counted
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 TOKENS = 60
 CUTS = 200
 WAIT_S = 60.0

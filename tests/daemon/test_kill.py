@@ -17,7 +17,7 @@ import pytest
 from tests.daemon.program import WAIT_S, Follower, Program, check_log, whole_log
 from tests.daemon.scripted import Scripted, calls, says
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 KILLS = 10
 TURNS = 3
 """Submitted for each kill."""

@@ -16,6 +16,8 @@ from lmx_lab.weights import ModelEntry
 from tests.daemon.face import client
 from tests.daemon.program import check_log
 
+pytestmark = pytest.mark.long
+
 TIME = {"name": "time", "command": sys.executable, "args": ["-m", "mcp_server_time", "--local-timezone", "UTC"]}
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.daemon.program import Follower, Program, check_log
 from tests.daemon.scripted import Gate, Scripted, counted
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 TOKENS = 2000
 RECONNECTS = 50
 

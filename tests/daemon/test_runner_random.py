@@ -18,7 +18,7 @@ from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.daemon.scripted import DROP, STALL, Scripted, Step, call, chunk, ending, refuses, thought, token
 from tests.daemon.turning import ASKS, FREE, TERMINAL, WAIT_S, Daemon, Workshop, check_invariants, daemon
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 SESSIONS = 3
 OPERATIONS = 14
 LIMITS: dict[str, Any] = {

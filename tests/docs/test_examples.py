@@ -17,6 +17,8 @@ from tests.docs.pages import PAGES, ROOT, Block, blocks
 from tests.docs.reading import Reader
 from tests.tiny import write_tiny_llama
 
+pytestmark = pytest.mark.long
+
 ELSEWHERE = {"clients.md": "its clients are other projects', some in an environment of their own: tests/other_clients"}
 """Pages whose code runs in tests of their own, and why."""
 RUN = [page for page in PAGES if page.name not in ELSEWHERE and any(not block.not_run for block in blocks(page))]

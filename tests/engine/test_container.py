@@ -158,6 +158,7 @@ def small_group() -> Iterator[tuple[Path, int]]:
         group.rmdir()
 
 
+@pytest.mark.long
 def test_a_process_in_a_real_group_has_the_memory_of_the_group(small_group: tuple[Path, int]) -> None:
     group, limit = small_group
     join = f'echo $$ > {group}/cgroup.procs && exec "$@"'

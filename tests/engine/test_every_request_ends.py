@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
+
+pytestmark = pytest.mark.long
 
 ACTS = st.sampled_from(["submit", "submit", "submit", "many", "score", "step", "cancel", "drop", "fail", "load"])
 

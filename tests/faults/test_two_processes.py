@@ -19,6 +19,8 @@ from tests.faults.hub import REPO, Hub, hub_with, instead
 from tests.flows.conftest import chat_body
 from tests.test_cli import Serving
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def server(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:

@@ -120,6 +120,7 @@ def test_a_text_has_the_same_vector_whatever_is_beside_it(http: httpx2.Client) -
     assert np.allclose(crowd[2], alone, atol=1e-5)
 
 
+@pytest.mark.long
 def test_ten_thousand_texts_are_one_request(encoding_lab: Lab) -> None:
     # Equal ones are computed once.
     texts = [f"Document {number % 1000}." for number in range(9_999)] + [SEA]

@@ -15,6 +15,8 @@ import pytest
 from lmx_lab.lab import Lab
 from tests.flows.conftest import chat_body, events, serving, wait_until, wait_until_idle
 
+pytestmark = pytest.mark.long
+
 LONG = " ".join(f"word{number}" for number in range(600))
 
 

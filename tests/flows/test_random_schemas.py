@@ -18,6 +18,8 @@ from pydantic_core import from_json
 
 from tests.flows.conftest import chat_body, serving
 
+pytestmark = pytest.mark.long
+
 PATH = "/v1/chat/completions"
 EXAMPLES = 40
 

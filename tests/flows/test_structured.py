@@ -76,6 +76,7 @@ def choice_of(answer: Any) -> Any:
     return choice
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_the_real_model_fills_in_each_pydantic_model(real_answers: dict[str, Any], name: str) -> None:
     message = choice_of(real_answers[name]).message

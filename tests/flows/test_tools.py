@@ -82,6 +82,7 @@ def check_call(call: Any) -> dict[str, Any]:
 # --- forced calls of the real model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", FORCED, ids=["required", *SCHEMAS])
 def test_a_forced_call_of_the_real_model_fits_its_tool(real: OpenAI, choice: Any) -> None:
     answer = ask(real, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
@@ -147,6 +148,7 @@ def answered(messages: list[Any], answer: ChatCompletion) -> list[Any]:
     return [*messages, message.model_dump(), *results]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("last", ["none", "auto"])
 def test_a_loop_with_a_forced_call_ends_in_an_answer_from_the_result(real: OpenAI, last: str) -> None:
     tools = TOOLS[:1]
@@ -159,6 +161,7 @@ def test_a_loop_with_a_forced_call_ends_in_an_answer_from_the_result(real: OpenA
     assert final.choices[0].message.tool_calls is None
 
 
+@pytest.mark.long
 def test_a_loop_with_a_free_choice_calls_and_then_answers(real: OpenAI) -> None:
     """A small model seldom calls by itself: of eight answers at once, and eight more, one does."""
     arguments = {"city": "Rome", "unit": "celsius"}
@@ -185,6 +188,7 @@ def test_a_loop_with_a_free_choice_calls_and_then_answers(real: OpenAI) -> None:
 # --- the tiny model
 
 
+@pytest.mark.long
 def test_several_calls_come_unless_they_must_not(tiny: OpenAI) -> None:
     asked: dict[str, Any] = {"tools": [function("add", closed(a=DIGIT))], "tool_choice": "required", "max_tokens": 300}
     counts = []

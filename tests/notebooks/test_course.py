@@ -14,6 +14,8 @@ import pytest
 
 from tests.notebooks.test_notebooks import FOLDER, NOTEBOOKS
 
+pytestmark = pytest.mark.long
+
 GALLERY = FOLDER / "gallery.py"
 
 

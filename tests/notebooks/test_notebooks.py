@@ -16,6 +16,8 @@ from nbclient import NotebookClient
 from lmx_lab.panels.standin import WIDGET_VIEW
 from tests.kernels import without_ports
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # Instead of what the parameters cell says, as papermill would.

@@ -25,6 +25,8 @@ from tests.docs.pages import ROOT, rows
 from tests.other_clients.documented import PAGE, done, server_of
 from tests.test_cli import Serving, request, serving
 
+pytestmark = pytest.mark.long
+
 HERE = Path(sys.executable).parent
 NAMESPACES = shutil.which("ip") is not None and os.geteuid() == 0
 NETWORK = "10.211.84"

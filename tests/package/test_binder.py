@@ -16,6 +16,8 @@ from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.weights.starters import STARTERS
 from tests.package.as_binder import NOTEBOOKS
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 BINDER = ROOT / "binder"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -18,6 +18,8 @@ from soak.fuzzing.values import Raw, changed_bodies, places, put, written
 from soak.fuzzing.verdict import wrong_answer, wrong_socket
 from tests.client.raw import answering
 
+pytestmark = pytest.mark.long
+
 REQUEST = b"POST / HTTP/1.1\r\nhost: HOST\r\ncontent-length: 2\r\n\r\n{}"
 WHOLE = Case(wire=REQUEST, method="POST")
 NOT_LOADED = frozenset({(503, "no-model-loaded")})

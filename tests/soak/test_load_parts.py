@@ -18,6 +18,8 @@ from soak.soak import Soak
 from tests.client.raw import answering, streamed, whole
 from tests.tiny import write_tiny_llama
 
+pytestmark = pytest.mark.long
+
 NOTICE_SOON = "from lmx_lab import transport; transport.SILENT_S, transport.AGAIN_S, transport.TIMES = 1, 1, 1"
 
 

@@ -20,6 +20,8 @@ from soak.row import COLUMNS, Row
 from soak.soak import Soak
 from soak.watch import GIVES_BACK, NOTHING, Allowance, Watch
 
+pytestmark = pytest.mark.long
+
 MB = 1_000_000
 SLEEPING = [sys.executable, "-c", "import time; time.sleep(600)"]
 # Does what its lines of input say, and answers each when it is done.

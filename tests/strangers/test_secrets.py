@@ -134,6 +134,7 @@ def served(tiny_home: Path, tiny_gguf: Path) -> Iterator[Serving]:
             yield server
 
 
+@pytest.mark.long
 def test_no_process_of_ours_has_a_key_in_its_arguments_or_its_environment(served: Serving) -> None:
     url, headers = f"http://127.0.0.1:{served.port}", {"authorization": "Bearer key-of-the-server"}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
