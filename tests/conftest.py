@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import copyreg
 import functools
 import gc
 import os
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
+from tokenizers import Tokenizer
 
 from lmx_lab.engine import loaded
 from lmx_lab.settings import Settings
@@ -70,7 +73,10 @@ def _garbage_is_looked_for_in_what_is_new() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _tokenizers_are_read_once() -> Iterator[None]:
-    """Two thirds of the time that it takes to load a tiny model; whoever loads it gets a copy."""
+    """Reading and copying a tokenizer would be nine tenths of the time that it takes to load a tiny model.
+
+    Each load gets a copy of its own that shares what no test changes: the tokens and the table of their bytes.
+    """
     read, lock = loaded.load_tokenizer, threading.Lock()
 
     @functools.lru_cache(maxsize=4)
@@ -84,6 +90,9 @@ def _tokenizers_are_read_once() -> Iterator[None]:
             return copy.deepcopy(known(path, files, (("eos_token_ids", ends),)))
 
     with pytest.MonkeyPatch.context() as patched:
+        # deepcopy keeps an object whose reduction is a string.
+        patched.setitem(copyreg.dispatch_table, Tokenizer, lambda tokenizer: "shared")
+        patched.setattr(BPEStreamingDetokenizer, "__deepcopy__", lambda self, memo: copy.copy(self), raising=False)
         patched.setattr(loaded, "load_tokenizer", copied)
         yield
 

@@ -212,7 +212,8 @@ def dialect_of(tokenizer: Any) -> Dialect:
         TemplateLimitError: of the template, which is tried out.
     """
     thoughts = _thoughts(tokenizer)
-    harmony = not tokenizer.response_transitions and all(token in tokenizer.get_vocab() for token in HARMONY_TOKENS)
+    # Asked once: the vocabulary is a new dictionary of all tokens at each call.
+    harmony = not tokenizer.response_transitions and set(HARMONY_TOKENS) <= tokenizer.get_vocab().keys()
     transitions = {
         state: list(ways) for state, ways in (HARMONY if harmony else tokenizer.response_transitions).items()
     }
