@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lmx_lab.engine.mlx_engine import MlxEngine
 
 T = TypeVar("T")
+STOP_S = 5.0
 BesideBytes = Callable[[], int]
 """What other engines take of the memory limit."""
 
@@ -122,9 +123,11 @@ class Engine:
         with self._making:
             exchanges, self._exchanges = self._exchanges, None
         if exchanges is not None:
-            exchanges.stop()
+            exchanges.give_up("the engine was stopped")
         for engine in reversed(list(self._engines.values())):
             engine.stop()
+        if exchanges is not None:
+            exchanges.stop()
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.start)
@@ -222,6 +225,7 @@ class Engine:
             # Cancelled by an unload or another load: the previous model is not wanted either.
             raise
         except LabError as exc:
+            asked.check()
             self._main = format_before
             failed = exc.message.removesuffix(NOTHING_LOADED)
             raise type(exc)(failed + await _restored(before, previous), param=exc.param) from None
@@ -388,7 +392,9 @@ class _Exchanges:
             self._thread.loop.call_soon_threadsafe(self._loads.give_up, why)
 
     def stop(self) -> None:
-        self.give_up("the engine was stopped")
+        """Let what was cancelled end, then end the loop."""
+        with contextlib.suppress(TimeoutError):
+            self._thread.submit(self._turn.acquire()).result(STOP_S)
         self._thread.stop()
 
 
