@@ -8,16 +8,41 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmx_lab.engine.tool_prompt import END, START
-from lmx_lab.errors import UnusableModelError
+from lmx_lab.errors import (
+    ContextLengthError,
+    EngineError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    LabError,
+    NotLoadedError,
+    OutOfMemoryError,
+    QueueFullError,
+    UnusableModelError,
+)
 
 THINK, END_OF_THOUGHTS = "<think>", "</think>"
-KEYS = ("text", "reasoning", "tool_calls", "error", "delay_s", "tokens_per_s")
+KEYS = ("text", "reasoning", "tool_calls", "error", "code", "delay_s", "tokens_per_s")
+FAILURES: Mapping[str, type[LabError]] = {
+    failure.code: failure
+    for failure in (
+        EngineError,
+        InvalidRequestError,
+        ContextLengthError,
+        NotLoadedError,
+        OutOfMemoryError,
+        QueueFullError,
+        GenerationTimeoutError,
+    )
+}
+"""Errors that an answer can be, by their code."""
+RETRY_AFTER_S = 1.0
 LARGEST_BYTES = 64 * 2**20
 LONGEST_DELAY_S = 3600.0
 FASTEST = 1e6
@@ -34,11 +59,23 @@ class ScriptAnswer:
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Names and arguments."""
     error: str | None = None
-    """The answer fails with this message, after its text."""
+    """The answer fails with this message, after its text, or before the first byte where it has none."""
+    code: str = EngineError.code
+    """Of the error."""
     delay_s: float = 0.0
     """Before the first token."""
     tokens_per_s: float | None = None
     """None takes the setting."""
+
+    @property
+    def fails_at_once(self) -> bool:
+        """Whether the answer is an error and nothing else."""
+        return self.error is not None and not self.written
+
+    def failure(self) -> LabError:
+        """The error that the answer ends with."""
+        retry_after_s = RETRY_AFTER_S if self.code == QueueFullError.code else None
+        return FAILURES[self.code](self.error or "", retry_after_s=retry_after_s)
 
     @property
     def written(self) -> str:
@@ -54,7 +91,23 @@ def written_call(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{START}\n{call}\n{END}"
 
 
-def read_script(path: Path) -> tuple[ScriptAnswer, ...]:
+class Script:
+    """The answers that were not given yet. After the last one there are none."""
+
+    def __init__(self, answers: Sequence[ScriptAnswer] = ()) -> None:
+        self._answers = deque(answers)
+
+    def take(self) -> ScriptAnswer | None:
+        """The next answer; None after the last."""
+        return self._answers.popleft() if self._answers else None
+
+    def give_back(self, answer: ScriptAnswer | None) -> None:
+        """The request that took it was refused: the next one gets it."""
+        if answer is not None:
+            self._answers.appendleft(answer)
+
+
+def read_script(path: Path) -> Script:
     """The answers in a file.
 
     Raises:
@@ -74,9 +127,9 @@ def read_script(path: Path) -> tuple[ScriptAnswer, ...]:
         raise _wrong(f"line {line} of {path} is not UTF-8") from exc
     if text.lstrip().startswith("["):
         answers = _parsed(text, str(path), 1)
-        return tuple(_answer(answer, f"answer {at} of {path}") for at, answer in enumerate(answers, start=1))
+        return Script([_answer(answer, f"answer {at} of {path}") for at, answer in enumerate(answers, start=1)])
     lines = enumerate(text.split("\n"), start=1)
-    return tuple(_answer(_parsed(line, str(path), at), f"line {at} of {path}") for at, line in lines if line.strip())
+    return Script([_answer(_parsed(line, str(path), at), f"line {at} of {path}") for at, line in lines if line.strip()])
 
 
 def _wrong(what: str) -> UnusableModelError:
@@ -107,12 +160,16 @@ def _answer(given: Any, place: str) -> ScriptAnswer:
         raise _wrong(f"{place}: {_shown(unknown[0])} is no key of an answer; there are {', '.join(KEYS)}")
     if not {"text", "reasoning", "tool_calls", "error"} & set(given):
         raise _wrong(f"{place}: the answer says nothing; give it a text, tool_calls or an error")
+    code = _text(given, "code", place)
+    if code is not None and (code not in FAILURES or "error" not in given):
+        raise _wrong(f"{place}: code is {_shown(code)}; beside an error it can be {', '.join(FAILURES)}")
     return ScriptAnswer(
         place=place,
         text=_text(given, "text", place) or "",
         reasoning=_text(given, "reasoning", place),
         calls=_calls(given.get("tool_calls"), place),
         error=_text(given, "error", place),
+        code=code or EngineError.code,
         delay_s=_number(given, "delay_s", place, LONGEST_DELAY_S) or 0.0,
         tokens_per_s=_number(given, "tokens_per_s", place, FASTEST, least=0.001),
     )
