@@ -109,8 +109,9 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """What computes the main model, and its version."""
-        return self.on(self._main).fingerprint
+        """What computes the main model, and its version; empty before the first model."""
+        main = self._engines.get(self._main)
+        return main.fingerprint if main is not None else ""
 
     @property
     def uptime_s(self) -> float:
@@ -177,11 +178,12 @@ class Engine:
         if entry.format == self._main:
             # Another exchange has been faster.
             return await self._load_of(asked, finish_queued=finish_queued)
-        before = self.on(self._main)
-        previous, format_before = before.snapshot.entry, self._main
+        before, format_before = self._engines.get(self._main), self._main
+        previous = before.snapshot.entry if before is not None else None
         self._swapping = True
         try:
-            await before.unload(why=f"{entry.id} is loaded in the model's place", finish_queued=finish_queued)
+            if before is not None:
+                await before.unload(why=f"{entry.id} is loaded in the model's place", finish_queued=finish_queued)
             asked.check()
             self._main = entry.format
             return await self._load_of(asked)
@@ -324,9 +326,9 @@ class Engine:
         raise refusal(now, name, kinds)
 
 
-async def _restored(engine: InferenceEngine, previous: ModelEntry | None) -> str:
+async def _restored(engine: InferenceEngine | None, previous: ModelEntry | None) -> str:
     """Load again what was there before; says how that went."""
-    if previous is None:
+    if engine is None or previous is None:
         return NOTHING_LOADED
     try:
         await engine.load(previous)

@@ -179,7 +179,7 @@ def _check_calls(script: ScriptAnswer, tools: ToolUse | None) -> None:
     for name, _ in script.calls:
         if name not in offered:
             raise InvalidRequestError(
-                f"{script.place} of the echo script calls the tool {name!r}; this request offers "
+                f"{script.place} of the script of echo calls the tool {name!r}; this request offers "
                 f"{', '.join(offered) or 'no tools'}",
                 param="tools",
             )
