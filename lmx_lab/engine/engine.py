@@ -157,8 +157,10 @@ class Engine:
             UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
             NotLoadedError: it was given up, on llama.cpp: an unload, or the load of another model, came meanwhile.
         """
-        # The first model of an engine imports it.
-        await asyncio.to_thread(self.check_fits, entry)
+        if entry.format not in self._engines:
+            # Imports it; later, loads and unloads reach the engine in the order of the calls.
+            await asyncio.to_thread(self.on, entry.format)
+        self.check_fits(entry)
         if entry.format == self._main and not self._swapping:
             return await self.on(entry.format).load(entry, finish_queued=finish_queued)
         exchanges = await asyncio.to_thread(self._exchanging)
