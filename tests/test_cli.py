@@ -309,6 +309,13 @@ def test_what_is_there_is_pulled_at_once(starter_home: Path) -> None:
     assert re.fullmatch(r"smollm2-135m: \d+ MB at \S+\n", result.stdout)
 
 
+def test_pulling_echo_explains_that_it_has_no_files(tmp_path: Path) -> None:
+    result = lmx_lab(tmp_path, "pull", "echo")
+    assert result.returncode == 0
+    assert "echo has no files to fetch" in result.stderr + result.stdout
+    assert "lmx-lab serve --model echo" in result.stderr + result.stdout
+
+
 def test_a_gguf_file_is_pulled_as_it_is_and_converted_when_asked(tmp_path: Path, smollm2_gguf: Path) -> None:
     plain = lmx_lab(tmp_path, "pull", str(smollm2_gguf))
     assert (plain.returncode, plain.stderr) == (0, "")

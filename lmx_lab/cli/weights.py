@@ -41,8 +41,11 @@ def pull(
 ) -> None:
     """Fetch a model, so that it can be loaded. What is here already is not fetched again."""
     from lmx_lab.progress import bar
-    from lmx_lab.weights import Catalog
+    from lmx_lab.weights import ECHO, Catalog
 
+    if model == ECHO.id:
+        say("echo has no files to fetch: it answers without a model, lmx-lab serve --model echo")
+        return
     with bar(model) as shown:
         catalog = Catalog(settings_with_folders())
         entry = (catalog.convert if mlx else catalog.fetch)(model, shown.update)
@@ -79,10 +82,9 @@ def models() -> None:
     else:
         note(f"no models in {settings.models_folder} or the hub cache; try: lmx-lab pull smollm2-135m")
     if any(entry.format == "gguf" for entry in entries):
-        # Only then: the engine takes a second to import.
-        from lmx_lab.engine.preference import problem
+        from lmx_lab.engine.registry import ENGINES
 
-        if (unusable := problem("gguf")) is not None:
+        if (unusable := ENGINES["gguf"].problem()) is not None:
             note(unusable)
     missing = sorted(set(STARTERS) - {entry.id for entry in entries})
     if entries and missing:

@@ -25,9 +25,10 @@ def examine_engines(settings: Settings, *, measure: bool = False) -> Iterator[Fi
     Args:
         measure: As of ``examine``.
     """
-    from lmx_lab.engine.preference import problem, versions
+    from lmx_lab.engine.preference import versions
+    from lmx_lab.engine.registry import ENGINES
 
-    if (missing := problem("gguf")) is not None:
+    if (missing := ENGINES["gguf"].problem()) is not None:
         yield Finding(topic="llama.cpp", verdict="note", found=missing)
         return
     failure = _import_failure()

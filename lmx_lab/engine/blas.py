@@ -24,8 +24,8 @@ import mlx.core as mx
 import numpy as np
 
 from lmx_lab.engine import elf, gemv
+from lmx_lab.engine.blas_report import BlasName, BlasReport
 from lmx_lab.engine.openblas import OpenBlas, chosen_threads, default_threads
-from lmx_lab.engine.requests import BlasName, BlasReport
 
 log = logging.getLogger(__name__)
 

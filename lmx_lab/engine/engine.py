@@ -7,20 +7,21 @@ fails.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from lmx_lab.engine.contract import NOTHING_LOADED, InferenceEngine
-from lmx_lab.engine.loads import Load, Loads
+from lmx_lab.engine.exchanges import Exchanges
+from lmx_lab.engine.loads import Load
 from lmx_lab.engine.machine import total_bytes
 from lmx_lab.engine.pending import Pending
+from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
     Embeddings,
@@ -33,18 +34,12 @@ from lmx_lab.engine.requests import (
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.errors import LabError, NotLoadedError
-from lmx_lab.loops import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, Kind, ModelEntry
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.echo.engine import EchoEngine
     from lmx_lab.engine.gguf.engine import GgufEngine
     from lmx_lab.engine.mlx_engine import MlxEngine
-
-T = TypeVar("T")
-BesideBytes = Callable[[], int]
-"""What other engines take of the memory limit."""
 
 SUMMED = (
     "active_requests",
@@ -59,36 +54,6 @@ SUMMED = (
     "memory_peak_bytes",
 )
 """Fields of a snapshot that count for all engines together."""
-
-
-# Each engine is imported when its first model comes: MLX with mlx-lm takes two seconds, and many processes use one
-# engine or none.
-
-
-def _mlx(settings: Settings, beside_bytes: BesideBytes) -> MlxEngine:
-    from lmx_lab.engine.mlx_engine import MlxEngine
-
-    return MlxEngine(settings, beside_bytes=beside_bytes)
-
-
-def _gguf(settings: Settings, beside_bytes: BesideBytes) -> GgufEngine:
-    from lmx_lab.engine.gguf.engine import GgufEngine
-
-    return GgufEngine(settings, beside_bytes=beside_bytes)
-
-
-def _echo(settings: Settings, _: BesideBytes) -> EchoEngine:
-    from lmx_lab.engine.echo.engine import EchoEngine
-
-    return EchoEngine(settings)
-
-
-ENGINES: Mapping[Format, Callable[[Settings, BesideBytes], InferenceEngine]] = {
-    "mlx": _mlx,
-    "gguf": _gguf,
-    "echo": _echo,
-}
-"""What runs the models of each format."""
 
 
 class Engine:
@@ -106,7 +71,7 @@ class Engine:
         """Of the main model, or of the one that was it last."""
         self._swapping = False
         """The main model of one engine goes, that of the other comes."""
-        self._exchanges: _Exchanges | None = None
+        self._exchanges: Exchanges | None = None
         self._machine_bytes = total_bytes()
         self._made_at = time.monotonic()
 
@@ -122,9 +87,11 @@ class Engine:
         with self._making:
             exchanges, self._exchanges = self._exchanges, None
         if exchanges is not None:
-            exchanges.stop()
+            exchanges.give_up("the engine was stopped")
         for engine in reversed(list(self._engines.values())):
             engine.stop()
+        if exchanges is not None:
+            exchanges.stop()
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.start)
@@ -142,8 +109,9 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """What computes the main model, and its version."""
-        return self.on(self._main).fingerprint
+        """What computes the main model, and its version; empty before the first model."""
+        main = self._engines.get(self._main)
+        return main.fingerprint if main is not None else ""
 
     @property
     def uptime_s(self) -> float:
@@ -156,7 +124,7 @@ class Engine:
         with self._making:
             if format not in self._engines:
                 beside = functools.partial(self._used_bytes, but=format)
-                self._engines[format] = ENGINES[format](self.settings, beside)
+                self._engines[format] = ENGINES[format].make(self.settings, beside)
             return self._engines[format]
 
     @property
@@ -189,8 +157,10 @@ class Engine:
             UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
             NotLoadedError: it was given up, on llama.cpp: an unload, or the load of another model, came meanwhile.
         """
-        # The first model of an engine imports it.
-        await asyncio.to_thread(self.check_fits, entry)
+        if entry.format not in self._engines:
+            # Imports it; later, loads and unloads reach the engine in the order of the calls.
+            await asyncio.to_thread(self.on, entry.format)
+        self.check_fits(entry)
         if entry.format == self._main and not self._swapping:
             return await self.on(entry.format).load(entry, finish_queued=finish_queued)
         exchanges = await asyncio.to_thread(self._exchanging)
@@ -200,21 +170,22 @@ class Engine:
             exchanges.submit(entry, functools.partial(self._exchange, entry, finish_queued=finish_queued))
         )
 
-    def _exchanging(self) -> _Exchanges:
+    def _exchanging(self) -> Exchanges:
         with self._making:
             if self._exchanges is None:
-                self._exchanges = _Exchanges()
+                self._exchanges = Exchanges()
             return self._exchanges
 
     async def _exchange(self, entry: ModelEntry, asked: Load, *, finish_queued: bool) -> LoadReport:
         if entry.format == self._main:
             # Another exchange has been faster.
             return await self._load_of(asked, finish_queued=finish_queued)
-        before = self.on(self._main)
-        previous, format_before = before.snapshot.entry, self._main
+        before, format_before = self._engines.get(self._main), self._main
+        previous = before.snapshot.entry if before is not None else None
         self._swapping = True
         try:
-            await before.unload(why=f"{entry.id} is loaded in the model's place", finish_queued=finish_queued)
+            if before is not None:
+                await before.unload(why=f"{entry.id} is loaded in the model's place", finish_queued=finish_queued)
             asked.check()
             self._main = entry.format
             return await self._load_of(asked)
@@ -222,6 +193,7 @@ class Engine:
             # Cancelled by an unload or another load: the previous model is not wanted either.
             raise
         except LabError as exc:
+            asked.check()
             self._main = format_before
             failed = exc.message.removesuffix(NOTHING_LOADED)
             raise type(exc)(failed + await _restored(before, previous), param=exc.param) from None
@@ -356,45 +328,9 @@ class Engine:
         raise refusal(now, name, kinds)
 
 
-class _Exchanges:
-    """Loads that take the main model from one engine to another, one after the other, on a loop of their own."""
-
-    def __init__(self) -> None:
-        self._thread = LoopThread("lmx-lab-models")
-        self._thread.start()
-        self._loads = Loads()
-        self._turn = asyncio.Lock()
-
-    def submit(self, entry: ModelEntry, work: Callable[[Load], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:
-        """Do this, for the sake of one entry, after the exchanges before it.
-
-        Raises:
-            NotLoadedError: an unload, or the load of another model, was asked for before it began.
-        """
-        future = asyncio.wrap_future(self._thread.submit(self._in_order(entry, work)))
-        # The result of work that continues without its caller is not read.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return future
-
-    async def _in_order(self, entry: ModelEntry, work: Callable[[Load], Coroutine[Any, Any, T]]) -> T:
-        with self._loads.begun(entry) as load:
-            async with self._turn:
-                load.check()
-                return await work(load)
-
-    def give_up(self, why: str) -> None:
-        """Tell those that have not ended to end. Returns at once."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and they with it
-            self._thread.loop.call_soon_threadsafe(self._loads.give_up, why)
-
-    def stop(self) -> None:
-        self.give_up("the engine was stopped")
-        self._thread.stop()
-
-
-async def _restored(engine: InferenceEngine, previous: ModelEntry | None) -> str:
+async def _restored(engine: InferenceEngine | None, previous: ModelEntry | None) -> str:
     """Load again what was there before; says how that went."""
-    if previous is None:
+    if engine is None or previous is None:
         return NOTHING_LOADED
     try:
         await engine.load(previous)

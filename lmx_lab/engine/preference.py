@@ -16,16 +16,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lmx_lab.engine.gguf.process import INSTALL, PACKAGE, installed
+from lmx_lab.engine.gguf.process import PACKAGE, installed
 from lmx_lab.engine.openblas import default_threads
+from lmx_lab.engine.registry import EngineName
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format
 
-EngineName = Literal["mlx", "llama.cpp", "echo"]
-ENGINES: Mapping[Format, EngineName] = {"mlx": "mlx", "gguf": "llama.cpp", "echo": "echo"}
-"""What runs which files."""
 TITLES: Mapping[EngineName, str] = {"mlx": "MLX", "llama.cpp": "llama.cpp"}
 FILES: Mapping[EngineName, str] = {"mlx": "MLX folders", "llama.cpp": "GGUF files"}
 MODELS: Mapping[Format, str] = {"mlx": "smollm2-135m", "gguf": "smollm2-135m-gguf"}
@@ -84,13 +82,6 @@ def _rounded(rate: float) -> str:
 def versions() -> dict[EngineName, str | None]:
     """Of what each engine computes with; None where it is not installed."""
     return {"mlx": _version("mlx"), "llama.cpp": _version(PACKAGE) if installed() else None}
-
-
-def problem(format: Format) -> str | None:
-    """Why files of this format cannot be loaded in this environment, and what to do; None if they can."""
-    if format == "gguf" and not installed():
-        return f"llama.cpp, which runs GGUF files, is not installed: {INSTALL}"
-    return None
 
 
 def conditions(settings: Settings) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lmx_lab.engine.blas_report import BlasReport
 from lmx_lab.weights import ModelEntry
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -342,26 +343,6 @@ class PinnedModel:
 
     entry: ModelEntry
     memory_bytes: int
-
-
-BlasName = Literal["openblas", "reference", "system", "unused"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlasReport:
-    """Who computes MLX's matrix products."""
-
-    name: BlasName
-    """``reference``: the wheel's. ``system``: another one that was there before. ``unused``: a GPU computes."""
-    detail: str
-    """For people: version and processor, or why it is not OpenBLAS."""
-    threads: int | None = None
-    gflops: float | None = None
-    """Measured with a float32 product of MLX."""
-    gemv: bool = False
-    """Whether products of one row go to ``sgemv``."""
-    threads_chosen: bool = True
-    """Whether somebody chose the number of threads; if not, it may follow what other programs leave."""
 
 
 EngineState = Literal["empty", "loading", "ready", "dead"]

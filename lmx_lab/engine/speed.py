@@ -19,7 +19,8 @@ import psutil
 
 from lmx_lab.engine import machine
 from lmx_lab.engine.engine import Engine
-from lmx_lab.engine.preference import ENGINES, Speeds, conditions
+from lmx_lab.engine.preference import Speeds, conditions
+from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.requests import GenerationReport, GenerationRequest, Sampling, TextPrompt
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
@@ -63,7 +64,7 @@ def measure_speeds(settings: Settings, models: Mapping[Format, ModelEntry]) -> S
     return Speeds(
         model=models["mlx"].id,
         measured_at=time.time(),
-        tokens_per_second={ENGINES[format]: rate for format, rate in found["rates"].items()},
+        tokens_per_second={ENGINES[format].name: rate for format, rate in found["rates"].items()},
         busy_percent=found["busy_percent"],
         made_with=made_with,
     )

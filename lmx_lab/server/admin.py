@@ -16,7 +16,8 @@ from starlette.requests import HTTPConnection
 from lmx_lab.asgi.bodies import StrictRoute
 from lmx_lab.asgi.documents import event_stream, failures, link
 from lmx_lab.engine import Engine, EngineSnapshot
-from lmx_lab.engine.preference import ENGINES, Speeds, kept_speeds, problem, versions
+from lmx_lab.engine.preference import Speeds, kept_speeds, versions
+from lmx_lab.engine.registry import ENGINES
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
 from lmx_lab.feed import Feed
 from lmx_lab.server.connections import EventStream
@@ -170,7 +171,7 @@ def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]
     known = {entry.path for entry in entries}
     held = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry else [])]
     shown = [*entries, *{entry.path: entry for entry in held if entry.path not in known}.values()]
-    problems = {format: problem(format) for format in ENGINES}
+    problems = {format: row.problem() for format, row in ENGINES.items()}
     return [
         ModelRecord(
             id=entry.id,
@@ -178,7 +179,7 @@ def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]
             loaded=entry.path in in_memory,
             vram_gb=in_memory[entry.path] / 1e9 if entry.path in in_memory else None,
             format=entry.format,
-            engine=ENGINES[entry.format],
+            engine=ENGINES[entry.format].name,
             problem=problems[entry.format],
             kind=entry.kind,
             size_gb=entry.size_bytes / 1e9,

@@ -13,7 +13,7 @@ import pytest
 
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.weights import ECHO, Catalog, ModelEntry
 from lmx_lab.weights.folder import read_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -231,6 +231,18 @@ def test_a_starters_id_never_means_a_folder_that_happens_to_be_here(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError):
         catalog.resolve("smollm2-135m")
+
+
+def test_echo_is_a_reserved_id_and_a_folder_of_that_name_is_found_by_its_path(
+    catalog: Catalog, tmp_path: Path, make_model: MakeModel
+) -> None:
+    folders = [make_model(tmp_path / "home/models/echo"), make_model(tmp_path / "extra/echo")]
+    assert catalog.scan() == []
+    assert catalog.resolve("echo") == catalog.fetch("echo") == catalog.convert("echo") == ECHO
+    assert catalog.resolve("echo", local=False) == ECHO
+    catalog.check(ECHO)
+    for folder in folders:
+        assert catalog.resolve(str(folder)).id == str(folder)
 
 
 def test_fetching_what_is_there_returns_it_at_once(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:

@@ -7,20 +7,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-
-import numpy as np
 
 from lmx_lab.engine.contract import NOTHING_LOADED
 from lmx_lab.engine.echo.intake import Intake
 from lmx_lab.engine.echo.jobs import Job, Jobs, Totals
 from lmx_lab.engine.echo.model import EchoModel
-from lmx_lab.engine.echo.script import ScriptAnswer, read_script
-from lmx_lab.engine.echo.texts import DIMENSIONS, vector
+from lmx_lab.engine.echo.script import Script, read_script
+from lmx_lab.engine.echo.texts import DIMENSIONS, Text, Texts
 from lmx_lab.engine.pending import Pending
-from lmx_lab.engine.prompt_checks import check_characters
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
     Embeddings,
@@ -37,9 +33,6 @@ from lmx_lab.engine.stream import Mailbox, TokenStream
 from lmx_lab.engine.vectors import cosines, cut
 from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.errors import (
-    ContextLengthError,
-    EngineError,
-    GenerationTimeoutError,
     InvalidRequestError,
     LabError,
     NotLoadedError,
@@ -52,10 +45,9 @@ from lmx_lab.weights.stamp import is_loaded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Text = str | tuple[int, ...]
 
 
-def check(entry: ModelEntry, settings: Settings) -> tuple[ScriptAnswer, ...]:
+def check(entry: ModelEntry, settings: Settings) -> Script:
     """The script to load with the entry.
 
     Raises:
@@ -63,7 +55,7 @@ def check(entry: ModelEntry, settings: Settings) -> tuple[ScriptAnswer, ...]:
     """
     if entry.format != "echo":
         raise UnusableModelError(f"{entry.id} is a model; the echo engine runs none", param="model")
-    return read_script(settings.echo_script) if settings.echo_script is not None else ()
+    return read_script(settings.echo_script) if settings.echo_script is not None else Script()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,6 +66,7 @@ class Loaded:
     model: EchoModel
     intake: Intake
     jobs: Jobs
+    script: Script
     texts: set[asyncio.Task[Any]]
     reading: int = 0
     """Requests on their way into the queue."""
@@ -113,7 +106,8 @@ class EchoCore:
                 memory_bytes=model.memory_bytes,
                 changed=self._publish,
             )
-            self._main = Loaded(entry=entry, model=model, intake=Intake(model, entry, script), jobs=jobs, texts=set())
+            intake = Intake(model, entry, tokens_per_s=self._settings.echo_tokens_per_s)
+            self._main = Loaded(entry=entry, model=model, intake=intake, jobs=jobs, script=script, texts=set())
             self.snapshot = replace(self.snapshot, unloaded_model=None, unload_cause=None)
             self._publish()
             self._wait_for_idle()
@@ -189,63 +183,64 @@ class EchoCore:
                 f"{main.jobs.place_free_s:.0f} s",
                 retry_after_s=main.jobs.place_free_s,
             )
+        answer = main.script.take()
+        if answer is not None and answer.fails_at_once:
+            await asyncio.sleep(answer.delay_s)
+            raise answer.failure()
         main.reading += 1
         try:
             prepared, constraints = await main.intake.prepared(
-                request,
-                choices,
-                timeout_s=request.timeout_s or settings.request_timeout_s,
-                tokens_per_s=settings.echo_tokens_per_s,
+                request, choices, answer, timeout_s=request.timeout_s or settings.request_timeout_s
             )
+            _check_stays(main)
+            jobs = [
+                Job(
+                    prepared=prepared,
+                    model=main.model,
+                    model_id=main.entry.id,
+                    constraint=constraint,
+                    mailbox=Mailbox(reader),
+                    arrived_at=arrived_at,
+                    choice=choice,
+                )
+                for choice, constraint in enumerate(constraints)
+            ]
+            main.jobs.add(jobs)
+        except BaseException:
+            main.script.give_back(answer)
+            raise
         finally:
             main.reading -= 1
-        _check_stays(main)
-        jobs = [
-            Job(
-                prepared=prepared,
-                model=main.model,
-                model_id=main.entry.id,
-                constraint=constraint,
-                mailbox=Mailbox(reader),
-                arrived_at=arrived_at,
-                choice=choice,
-            )
-            for choice, constraint in enumerate(constraints)
-        ]
-        main.jobs.add(jobs)
         self._publish()
         prompt, loop = tuple(prepared.prompt), asyncio.get_running_loop()
         return [TokenStream(job.mailbox, _leaver(loop, main.jobs, job), prompt) for job in jobs]
 
     async def accept_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
         """The vectors to come; raises as ``Engine.submit_embedding``."""
-        arrived_at, main = time.perf_counter(), self._text_place(request.model, EMBEDDERS, request.inputs)
+        main, texts = self._text_place(request.model, EMBEDDERS, request.inputs)
         if request.dimensions is not None and request.dimensions > DIMENSIONS:
             raise InvalidRequestError(
                 f"dimensions is {request.dimensions}; vectors of {main.entry.id} have {DIMENSIONS}", param="dimensions"
             )
-        texts = [
-            self._read(main, text, f"input.{at}", truncate=request.truncate) for at, text in enumerate(request.inputs)
-        ]
+        for at, text in enumerate(request.inputs):
+            texts.read(text, f"input.{at}", truncate=request.truncate)
 
         def finish(rows: Vectors, report: EncodeReport) -> Embeddings:
             return Embeddings(vectors=cut(rows, request.dimensions), report=report)
 
-        return self._begun(main, texts, request.timeout_s, arrived_at, finish)
+        return self._begun(main, texts, request.timeout_s, finish)
 
     async def accept_rerank(self, request: RerankRequest) -> Pending[Ranking]:
         """The scores to come; raises as ``Engine.submit_rerank``."""
-        arrived_at, main = time.perf_counter(), self._text_place(request.model, RERANKERS, request.documents)
-        texts = [self._read(main, request.query, "query", truncate=False)]
-        texts += [
-            self._read(main, text, f"documents.{at}", truncate=request.truncate)
-            for at, text in enumerate(request.documents)
-        ]
+        main, texts = self._text_place(request.model, RERANKERS, request.documents)
+        texts.read(request.query, "query", truncate=False)
+        for at, text in enumerate(request.documents):
+            texts.read(text, f"documents.{at}", truncate=request.truncate)
 
         def finish(rows: Vectors, report: EncodeReport) -> Ranking:
             return Ranking(scores=cosines(rows), method="cosine", report=report)
 
-        return self._begun(main, texts, request.timeout_s, arrived_at, finish)
+        return self._begun(main, texts, request.timeout_s, finish)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine.decode``."""
@@ -257,7 +252,7 @@ class EchoCore:
         _check_stays(main)
         return main
 
-    def _text_place(self, name: str | None, kinds: tuple[Kind, ...], texts: Sequence[Text]) -> Loaded:
+    def _text_place(self, name: str | None, kinds: tuple[Kind, ...], texts: Sequence[Text]) -> tuple[Loaded, Texts]:
         if not texts:
             raise InvalidRequestError("there are no texts; send at least one")
         main = self._found(name, kinds)
@@ -268,83 +263,19 @@ class EchoCore:
                 "again in 1 s",
                 retry_after_s=1,
             )
-        return main
-
-    def _read(self, main: Loaded, text: Text, place: str, *, truncate: bool) -> list[int]:
-        vocabulary, limit = main.model.vocabulary, main.entry.context_length or 0
-        if isinstance(text, str):
-            check_characters(text, place)
-            tokens = vocabulary.encode(text)
-        else:
-            tokens = list(text)
-            unknown = next((token for token in tokens if not 0 <= token < vocabulary.size), None)
-            if unknown is not None:
-                raise InvalidRequestError(
-                    f"{place} has the token id {unknown}; {main.entry.id} knows 0 to {vocabulary.size - 1}",
-                    param=place,
-                )
-        if not tokens:
-            raise InvalidRequestError(f"{place} is empty: no token came out of it", param=place)
-        if len(tokens) > limit and not truncate:
-            raise ContextLengthError(
-                f"{place} has {len(tokens)} tokens and {main.entry.id} takes {limit}; shorten it"
-                f"{'' if place == 'query' else ' or send truncate: true'}",
-                param=place,
-            )
-        return tokens[:limit]
+        return main, Texts(main.model, main.entry, tokens_per_s=self._settings.echo_tokens_per_s)
 
     def _begun(
-        self,
-        main: Loaded,
-        texts: list[list[int]],
-        timeout_s: float | None,
-        arrived_at: float,
-        finish: Callable[[Vectors, EncodeReport], T],
+        self, main: Loaded, texts: Texts, timeout_s: float | None, finish: Callable[[Vectors, EncodeReport], T]
     ) -> Pending[T]:
-        limit_s = timeout_s or self._settings.request_timeout_s
-        future: Future[T] = Future()
-        task = asyncio.create_task(self._encoded(main, texts, limit_s, arrived_at), name="lmx-lab echo texts")
-        loop = asyncio.get_running_loop()
-        main.texts.add(task)
-
-        def ended(done: asyncio.Task[tuple[Vectors, EncodeReport]]) -> None:
-            main.texts.discard(task)
+        def ended() -> None:
             main.jobs.progress_at = time.perf_counter()
+            self._encoded_tokens += texts.computed
             self._publish()
-            if future.set_running_or_notify_cancel():
-                _hand_over(done, future, finish)
 
-        def cancelled(given: Future[T]) -> None:
-            if given.cancelled() and not loop.is_closed():
-                loop.call_soon_threadsafe(task.cancel)
-
-        task.add_done_callback(ended)
-        future.add_done_callback(cancelled)
+        pending = texts.begin(main.texts, timeout_s or self._settings.request_timeout_s, finish, ended)
         self._publish()
-        return Pending(future, _as_it_is, future.cancel)
-
-    async def _encoded(
-        self, main: Loaded, texts: list[list[int]], timeout_s: float, arrived_at: float
-    ) -> tuple[Vectors, EncodeReport]:
-        started_at, pace = time.perf_counter(), self._settings.echo_tokens_per_s
-        rows: list[Vectors] = []
-        try:
-            async with asyncio.timeout(arrived_at + timeout_s - started_at):
-                for tokens in texts:
-                    rows.append(vector(main.model.vocabulary.decode(tokens)))
-                    self._encoded_tokens += len(tokens)
-                    await asyncio.sleep(len(tokens) / pace if pace is not None else 0)
-        except TimeoutError:
-            raise GenerationTimeoutError(f"not finished after {timeout_s:g} s, the request's limit") from None
-        report = EncodeReport(
-            model=main.entry.id,
-            texts=len(texts),
-            tokens=sum(map(len, texts)),
-            queue_s=started_at - arrived_at,
-            compute_s=time.perf_counter() - started_at,
-            peak_memory_bytes=main.model.memory_bytes,
-        )
-        return np.stack(rows), report
+        return pending
 
     # What others see
 
@@ -400,22 +331,3 @@ def _leaver(loop: asyncio.AbstractEventLoop, jobs: Jobs, job: Job) -> Callable[[
             loop.call_soon_threadsafe(jobs.cancel, job)
 
     return leave
-
-
-def _hand_over(
-    task: asyncio.Task[tuple[Vectors, EncodeReport]],
-    future: Future[T],
-    finish: Callable[[Vectors, EncodeReport], T],
-) -> None:
-    """The end of a task, as the future's."""
-    try:
-        future.set_result(finish(*task.result()))
-    except asyncio.CancelledError as exc:
-        given = exc.args[0] if exc.args else None
-        future.set_exception(given if isinstance(given, LabError) else EngineError("the work was cancelled"))
-    except Exception as exc:
-        future.set_exception(exc if isinstance(exc, LabError) else EngineError(f"{type(exc).__name__}: {exc}"))
-
-
-def _as_it_is(result: T) -> T:
-    return result

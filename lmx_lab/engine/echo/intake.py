@@ -36,11 +36,10 @@ THOUGHTS = (THINK, END_OF_THOUGHTS)
 class Intake:
     """Belongs to the engine's loop; grammars are compiled on a thread."""
 
-    def __init__(self, model: EchoModel, entry: ModelEntry, script: tuple[ScriptAnswer, ...]) -> None:
+    def __init__(self, model: EchoModel, entry: ModelEntry, *, tokens_per_s: float | None) -> None:
         self._model = model
         self._entry = entry
-        self._script = list(reversed(script))
-        """The answers that were not given yet, the next one last."""
+        self._tokens_per_s = tokens_per_s
         self._trials = Trials()
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-echo-grammars")
         self._grammars: Grammars | None = None
@@ -52,9 +51,12 @@ class Intake:
         self._trials.end()
 
     async def prepared(
-        self, request: GenerationRequest, choices: int, *, timeout_s: float, tokens_per_s: float | None
+        self, request: GenerationRequest, choices: int, script: ScriptAnswer | None, *, timeout_s: float
     ) -> tuple[Prepared, list[Constraint | None]]:
         """The request, and what its answers are held to.
+
+        Args:
+            script: The answer to give; None repeats the last message.
 
         Raises:
             InvalidRequestError, ContextLengthError, QueueFullError: as ``Engine.submit``.
@@ -65,7 +67,6 @@ class Intake:
         check_tokens(request, entry, vocabulary.size)
         prompt = self._prompt(request, limit)
         check_length(request, prompt, entry, limit)
-        script = self._script[-1] if self._script else None
         if script is not None:
             _check_calls(script, _tools(request))
         text = self._text(request, script)
@@ -77,9 +78,7 @@ class Intake:
             matchers = await asyncio.get_running_loop().run_in_executor(
                 self._compiling, self._matchers, grammar, choices, _tools(request)
             )
-        if script is not None and self._script and self._script[-1] is script:
-            self._script.pop()
-        pace = script.tokens_per_s if script is not None and script.tokens_per_s is not None else tokens_per_s
+        pace = script.tokens_per_s if script is not None and script.tokens_per_s is not None else self._tokens_per_s
         prepared = Prepared(
             request=request,
             prompt=prompt,
@@ -180,7 +179,7 @@ def _check_calls(script: ScriptAnswer, tools: ToolUse | None) -> None:
     for name, _ in script.calls:
         if name not in offered:
             raise InvalidRequestError(
-                f"{script.place} of the echo script calls the tool {name!r}; this request offers "
+                f"{script.place} of the script of echo calls the tool {name!r}; this request offers "
                 f"{', '.join(offered) or 'no tools'}",
                 param="tools",
             )

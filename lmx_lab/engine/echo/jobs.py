@@ -305,7 +305,7 @@ class Jobs:
     def _finish(self, job: Job) -> None:
         script = job.prepared.script
         if script is not None and script.error is not None:
-            self._end(job, EngineError(script.error))
+            self._end(job, script.failure())
             return
         self._end(job, job.report(time.perf_counter(), self._memory_bytes))
 

@@ -1,0 +1,35 @@
+"""Tokens without a tokenizer file: nothing of a text is lost, and ids never change."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmx_lab.engine.echo.vocabulary import END, FIRST_BYTE, LONGEST_PIECE, EchoVocabulary
+
+VOCABULARY = EchoVocabulary()
+
+
+@given(st.text())
+def test_the_tokens_of_a_text_are_that_text(text: str) -> None:
+    tokens = VOCABULARY.encode(text)
+    assert VOCABULARY.decode(tokens) == text
+    assert len(text.encode()) <= LONGEST_PIECE * len(tokens)
+
+
+def test_words_are_divided_into_pieces_of_three_letters_with_their_space() -> None:
+    tokens = VOCABULARY.encode("Once upon a time, 東")
+    shown = [VOCABULARY.text_of(token) for token in tokens]
+    assert shown[:9] == ["O", "nce", " upo", "n", " a", " tim", "e", ",", " "]
+    assert shown[9:] == ["bytes:\\xe6", "bytes:\\x9d", "bytes:\\xb1"]
+
+
+def test_ids_never_change() -> None:
+    assert VOCABULARY.size == 36_802
+    assert VOCABULARY.encode("Once upon a time!") == [95, 9792, 33150, 126, 18524, 32290, 117, 49]
+
+
+def test_special_tokens_are_shown_by_name_only() -> None:
+    assert VOCABULARY.decode([END]) == ""
+    assert VOCABULARY.show([END]) == "<|end|>"
+    assert min(VOCABULARY.encode("<|end|>")) >= FIRST_BYTE
