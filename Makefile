@@ -47,9 +47,10 @@ test: setup
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: setup
-	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak
-	$(BIN)/ruff check lmx_lab tests notebooks benchmarks soak
+	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak install.py
+	$(BIN)/ruff check lmx_lab tests notebooks benchmarks soak install.py
 	$(BIN)/mypy
+	$(BIN)/mypy install.py
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 parity: $(PARITY_STAMP)
