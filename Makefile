@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python install.py lab,gguf
 	@touch $@
 
-# Compiled at once: many of the tests start processes, and some environments forbid Python to keep what it has compiled.
+# Compiled at once: the tests start many processes, which would all compile where PYTHONDONTWRITEBYTECODE is set.
 $(DEV_STAMP): $(STAMP)
 	@$(BIN)/python install.py lab,gguf,dev --compile
 	@touch $@
