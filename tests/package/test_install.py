@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,25 @@ def run_install(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[
         [checkout / ".venv" / "bin" / "python", checkout / "install.py", *arguments],
         cwd=checkout.parent, env=environ | unreachable, capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("demo", ["lab,gguf"]),
+        ("lab", ["lab,gguf"]),
+        ("setup", ["lab,gguf", "lab,gguf,dev"]),
+        ("test", ["lab,gguf", "lab,gguf,dev"]),
+        ("check", ["lab,gguf", "lab,gguf,dev"]),
+    ],
+)
+def test_running_needs_no_development_tools_and_testing_adds_them(
+    target: str, extras: list[str], tmp_path: Path
+) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    planned = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert re.findall(r"python install\.py (\S+)", planned.stdout) == extras
 
 
 def test_pip_installs_the_checkout_where_uv_cannot_be_installed(checkout: Path) -> None:
