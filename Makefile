@@ -1,4 +1,5 @@
-# setup: everything into .venv; lab: JupyterLab (LAB=--allow-root where you are root); demo: the quickstart in a real kernel, printed; test; check;
+# demo: the quickstart notebook in a real kernel, printed; lab: JupyterLab (LAB=--allow-root as root). Both install what
+# running needs into .venv. setup: that and the development tools; test and check do it themselves.
 # parity: encoders and decoders against PyTorch, in an environment of its own under build/.
 # screenshots: the panels as they are with the starter models, into docs/images; needs Chromium.
 # gallery: all notebooks, run, as pages in build/gallery; clients: other projects' clients against a running server, in an
@@ -10,6 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+DEV_STAMP := $(VENV)/installed-dev
 PARITY := build/parity
 PARITY_STAMP := $(PARITY)/installed
 CLIENTS := build/clients
@@ -20,19 +22,24 @@ PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
 .PHONY: setup lab demo test check parity panels gallery clients binder package bench soak screenshots lock clean
 
-setup: $(STAMP)
+setup: $(DEV_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(PIP_ENV) $(BIN)/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt hatchling editables
-	$(PIP_ENV) $(BIN)/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt --editable '.[lab,dev]'
-	touch $(STAMP)
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "creating the environment $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@$(BIN)/python install.py lab,gguf
+	@touch $@
 
-lab: setup
+# Compiled at once: the tests start many processes, which would all compile where PYTHONDONTWRITEBYTECODE is set.
+$(DEV_STAMP): $(STAMP)
+	@$(BIN)/python install.py lab,gguf,dev --compile
+	@touch $@
+
+lab: $(STAMP)
 	$(BIN)/jupyter lab $(LAB) notebooks/00_quickstart.ipynb
 
-demo: setup
+demo: $(STAMP)
 	$(BIN)/python notebooks/demo.py notebooks/00_quickstart.ipynb
 
 # One thread for each process: threads that wait for each other while others use the cores cost a tenth of the time.
@@ -40,9 +47,10 @@ test: setup
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: setup
-	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak
-	$(BIN)/ruff check lmx_lab tests notebooks benchmarks soak
+	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak install.py
+	$(BIN)/ruff check lmx_lab tests notebooks benchmarks soak install.py
 	$(BIN)/mypy
+	$(BIN)/mypy install.py
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 parity: $(PARITY_STAMP)
@@ -89,7 +97,7 @@ screenshots: setup
 # The versions that everything was tested with, from a fresh environment without constraints.
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet hatchling editables
+	build/lock/bin/python -m pip install --quiet uv hatchling editables
 	build/lock/bin/python -m pip install --quiet --editable '.[lab,dev]'
 	build/lock/bin/python -m pip freeze --exclude-editable --exclude pip --exclude setuptools > constraints.txt
 	rm -rf build/lock

@@ -139,3 +139,17 @@ def test_the_demo_fails_when_a_cell_does(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ValueError: broken cell" in done.stdout
+
+
+def test_the_demo_prints_an_output_while_its_cell_still_runs(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    source = f"print('begun')\nopen({str(tmp_path / 'go')!r}).read()"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbformat.write(notebook, tmp_path / "waiting.ipynb")
+    command: list[str | Path] = [sys.executable, FOLDER / "demo.py", tmp_path / "waiting.ipynb"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        assert "begun\n" in demo.stdout
+        (tmp_path / "go").write_text("go")
+        assert "'go'" in demo.stdout.read()
+    assert demo.returncode == 0

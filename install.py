@@ -1,0 +1,131 @@
+"""Install this checkout with some of its extras: ``.venv/bin/python install.py lab,gguf [--compile]``.
+
+``make`` calls it with the Python of the environment to install into. uv does the work, because it needs a tenth of
+pip's time; pip does it where uv cannot be installed or fails. Only the standard library is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import compileall
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+PYTHON = sys.executable
+UV = Path(PYTHON).with_name("uv")
+PIP_INSTALL = (PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-compile")
+UV_INSTALL = (str(UV), "pip", "install", "--python", PYTHON)
+OPTIONS = ("--only-binary", ":all:", "--constraint", "constraints.txt")
+BUILD_TOOLS = ("hatchling", "editables")
+# pip's options, and the variables in which uv reads the same.
+SAME_IN_UV = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "proxy": "ALL_PROXY",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "no-cache-dir": "UV_NO_CACHE",
+}
+# A third of the packages' code, which is not imported here.
+NOT_COMPILED = re.compile(r"/tests?/|/transformers/models/(?!auto/)")
+# Lines that say nothing about progress or errors: of uv the list of what it installed, of pip what it considers.
+NOISE = re.compile(
+    r" [+~-] "
+    r"|WARNING: Location .* is ignored"
+    r"|\s*(Requirement already|Looking in|Obtaining|Collecting|Using cached|Preparing|Installing build|Getting req|"
+    r"Checking if|Building|Created wheel|Stored in|Attempting|Found existing|Uninstalling|Successfully|"
+    r"Installing collected|Downloading .*\.metadata)"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("extras", help="as in pyproject.toml, with commas between them")
+    parser.add_argument("--compile", action="store_true", help="compile all packages now, not when they are imported")
+    chosen = parser.parse_args(arguments)
+    if not (install_with_uv(chosen.extras) or install_with_pip(chosen.extras)):
+        return 1
+    if chosen.compile:
+        print("compiling the packages", flush=True)
+        # Some packages contain templates that are not Python: their errors are hidden and do not count.
+        compileall.compile_dir(sysconfig.get_path("purelib"), rx=NOT_COMPILED, quiet=2, workers=0)
+    return 0
+
+
+def install_with_uv(extras: str) -> bool:
+    pip = pip_settings()
+    # uv knows no setting for "no-index".
+    if "no-index" in pip:
+        return False
+    print("installing uv", flush=True)
+    if not run([*PIP_INSTALL, "--quiet", *OPTIONS, "uv"]):
+        print("uv cannot be installed", flush=True)
+        return False
+    print(f"installing lmx-lab with {extras}", flush=True)
+    environ = {**uv_settings(pip), **os.environ}
+    if all(run([*UV_INSTALL, *OPTIONS, *step], environ) for step in steps(extras)):
+        return True
+    print("uv failed", flush=True)
+    return False
+
+
+def install_with_pip(extras: str) -> bool:
+    print(f"installing lmx-lab with {extras} by means of pip, which takes longer", flush=True)
+    return all(run([*PIP_INSTALL, *OPTIONS, *step]) for step in steps(extras))
+
+
+def steps(extras: str) -> tuple[tuple[str, ...], ...]:
+    """The arguments of two installations: what builds the checkout comes before it."""
+    return BUILD_TOOLS, ("--no-build-isolation", "--editable", f".[{extras}]")
+
+
+def pip_settings() -> dict[str, str]:
+    """Return pip's options from its configuration files and ``PIP_`` variables, in pip's order of precedence."""
+    listed = subprocess.run([PYTHON, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
+    for line in listed.stdout.splitlines():
+        name, _, value = line.partition("=")
+        section, _, option = name.rpartition(".")
+        if section in sections:
+            sections[section][option] = str(ast.literal_eval(value))
+    return {option: value for section in sections.values() for option, value in section.items()}
+
+
+def uv_settings(pip: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that make uv use the same indexes and certificates as pip."""
+    variables = {SAME_IN_UV[option]: " ".join(value.split()) for option, value in pip.items() if option in SAME_IN_UV}
+    if "extra-index-url" in pip:
+        # As pip does: all indexes are equal.
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    # uv stops at a folder that does not exist, which pip ignores.
+    places = [place.removeprefix("file://") for place in pip.get("find-links", "").split()]
+    links = [place for place in places if "://" in place or Path(place).is_dir()]
+    if links:
+        variables["UV_FIND_LINKS"] = ",".join(links)
+    return variables
+
+
+def run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> bool:
+    """Run a command in the checkout, print its output without the noise, and return whether it succeeded."""
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not NOISE.match(line):
+                print(line, end="", flush=True)
+    return process.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

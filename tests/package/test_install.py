@@ -1,0 +1,169 @@
+"""``install.py``, as make calls it, on a small project and without an index; and what it makes of pip's settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "small"
+version = "1"
+optional-dependencies = { lab = [] }
+"""
+BROKEN_UV = """#!/bin/sh
+echo "$@" >> uv-was-called
+echo "no route to the index"
+exit 2
+"""
+
+
+@pytest.fixture(scope="module")
+def install() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", ROOT / "install.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A small project with an environment that has pip and the build tools, borrowed from this one."""
+    shutil.copy(ROOT / "install.py", tmp_path)
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    (tmp_path / "constraints.txt").write_text("")
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "__init__.py").write_text("")
+    environment = tmp_path / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    purelib = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    (purelib / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return tmp_path
+
+
+def run_install(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+    unreachable = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
+    return subprocess.run(
+        [checkout / ".venv" / "bin" / "python", checkout / "install.py", *arguments],
+        cwd=checkout.parent, env=environ | unreachable, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("demo", ["lab,gguf"]),
+        ("lab", ["lab,gguf"]),
+        ("setup", ["lab,gguf", "lab,gguf,dev"]),
+        ("test", ["lab,gguf", "lab,gguf,dev"]),
+        ("check", ["lab,gguf", "lab,gguf,dev"]),
+    ],
+)
+def test_running_needs_no_development_tools_and_testing_adds_them(
+    target: str, extras: list[str], tmp_path: Path
+) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    planned = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert re.findall(r"python install\.py (\S+)", planned.stdout) == extras
+
+
+def test_pip_installs_the_checkout_where_uv_cannot_be_installed(checkout: Path) -> None:
+    (checkout / "constraints.txt").write_text("uv==0.0.0\n")
+    done = run_install(checkout, "lab")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "uv cannot be installed" in done.stdout
+    subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
+
+
+def test_pip_installs_the_checkout_where_uv_fails(checkout: Path) -> None:
+    (checkout / "uv-1.dist-info").mkdir()
+    (checkout / "uv-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: uv\nVersion: 1\n")
+    purelib = next((checkout / ".venv" / "lib").glob("python*/site-packages"))
+    (checkout / "uv-1.dist-info").rename(purelib / "uv-1.dist-info")
+    uv = checkout / ".venv" / "bin" / "uv"
+    uv.write_text(BROKEN_UV)
+    uv.chmod(0o755)
+    done = run_install(checkout, "lab")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pip install --python" in (checkout / "uv-was-called").read_text()
+    assert "no route to the index\nuv failed\n" in done.stdout
+    subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
+
+
+def test_the_exit_status_tells_when_neither_can_install(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("PIP_INSTALL", "UV_INSTALL"):
+        monkeypatch.setattr(install, command, ("false",))
+    assert install.main(["lab"]) == 1
+
+
+def test_pips_settings_are_read_in_pips_order(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tmp_path / "pip.conf"
+    config.write_text("[global]\nindex-url = https://global.example/simple\ntimeout = 7\ncert = /global.pem\n")
+    config.write_text(config.read_text() + "[install]\nindex_url = https://install.example/simple\ntimeout = 8\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    monkeypatch.setenv("PIP_TIMEOUT", "9")
+    settings = install.pip_settings()
+    assert settings["index-url"] == "https://install.example/simple"
+    assert settings["timeout"] == "9"
+    assert settings["cert"] == "/global.pem"
+
+
+def test_uv_uses_the_indexes_and_certificates_of_pip(install: ModuleType, tmp_path: Path) -> None:
+    pip = {
+        "index-url": "https://index.example/simple",
+        "extra-index-url": "\nhttps://one.example/simple\nfile:///nowhere/simple",
+        "cert": "/etc/company.pem",
+        "find-links": f"{tmp_path} file://{tmp_path} /nowhere file:///nowhere https://links.example/",
+        "progress-bar": "off",
+    }
+    assert install.uv_settings(pip) == {
+        "UV_DEFAULT_INDEX": "https://index.example/simple",
+        "UV_INDEX": "https://one.example/simple file:///nowhere/simple",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "SSL_CERT_FILE": "/etc/company.pem",
+        "UV_FIND_LINKS": f"{tmp_path},{tmp_path},https://links.example/",
+    }
+
+
+def test_without_settings_of_pip_uv_keeps_its_own(install: ModuleType) -> None:
+    assert install.uv_settings({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "hidden"),
+    [
+        (" + anyio==4.16.0", True),
+        ("WARNING: Location 'file:///nowhere/simple/anyio/' is ignored: it is neither a file nor a directory.", True),
+        ("Collecting anyio>=4 (from lmx-lab==0.1.0)", True),
+        ("  Downloading anyio-4.16.0-py3-none-any.whl.metadata (5.0 kB)", True),
+        ("  Downloading anyio-4.16.0-py3-none-any.whl (5.0 kB)", False),
+        ("Downloading jupyterlab (16.5MiB)", False),
+        (" Downloaded jupyterlab", False),
+        ("ERROR: No matching distribution found for anyio", False),
+        ("WARNING: Retrying after connection broken", False),
+    ],
+)
+def test_progress_and_errors_are_printed_and_the_rest_is_not(install: ModuleType, line: str, hidden: bool) -> None:
+    assert bool(install.NOISE.match(line)) == hidden
