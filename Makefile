@@ -1,5 +1,6 @@
 # demo: the quickstart notebook in a real kernel, printed; lab: JupyterLab (LAB=--allow-root as root). Both install what
-# running needs into .venv. setup: that and the development tools; test and check do it themselves.
+# running needs into .venv. setup: that and the development tools; the targets below do it themselves.
+# test-fast, test, test-all: see docs/contributing.md; check: style, types and the rules for imports.
 # parity: encoders and decoders against PyTorch, in an environment of its own under build/.
 # screenshots: the panels as they are with the starter models, into docs/images; needs Chromium.
 # gallery: all notebooks, run, as pages in build/gallery; clients: other projects' clients against a running server, in an
@@ -20,7 +21,7 @@ CLIENTS_STAMP := $(CLIENTS)/installed
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test check parity panels gallery clients binder package bench soak screenshots lock clean
+.PHONY: setup lab demo test test-fast test-all check parity panels gallery clients binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
@@ -43,8 +44,19 @@ demo: $(STAMP)
 	$(BIN)/python notebooks/demo.py notebooks/00_quickstart.ipynb
 
 # One thread for each process: threads that wait for each other while others use the cores cost a tenth of the time.
+# Bytecode is kept: the tests start hundreds of processes that would all compile the package again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --durations 20 \
+  -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+test-fast: setup
+	$(PYTEST) -m "not slow and not long"
+
 test: setup
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not long"
+
+test-all: setup
+	$(PYTEST)
+	$(MAKE) parity
 
 check: setup
 	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak install.py
