@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from lmx_lab.server.encoding import EncodingService
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.loading import Event, ModelLoader
 from lmx_lab.server.metrics import Metrics, metrics_routes
-from lmx_lab.server.naming import without_paths
+from lmx_lab.server.naming import in_memory, without_paths
 from lmx_lab.server.openapi import SHAPES, SOCKETS
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.rerank import rerank_routes
@@ -69,7 +68,9 @@ def create_server(
         open_paths=OPEN_PATHS,
     )
     api.state.max_body_bytes = settings.max_body_bytes
-    api.state.without_paths = functools.partial(without_paths, folders=catalog.folders)
+    api.state.without_paths = lambda text: without_paths(
+        text, [*catalog.folders, *(entry.path.parent for entry in in_memory(engine.snapshot))]
+    )
     api.include_router(page_routes())
     api.include_router(health_routes(engine))
     api.include_router(chat_routes(chat))
