@@ -35,7 +35,7 @@ ANSWER_HEADERS = (
     ("referrer-policy", "same-origin"),
 )
 """Headers of every answer."""
-CONTENT_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+CONTENT_POLICY = "frame-ancestors 'self'"
 """The ``Content-Security-Policy`` of every answer that does not bring its own. Only pages of the same origin may frame
 it; behind jupyter-server-proxy that is JupyterLab's."""
 FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})

@@ -45,10 +45,11 @@ is in <a id="document" href="openapi.json">openapi.json</a>.</div>
 <script src="{SWAGGER}-bundle.js" integrity="sha384-{SCRIPT_HASH}" crossorigin="anonymous"></script>
 <script>{START}</script>
 """
+FRONT_POLICY = f"default-src 'none'; base-uri 'none'; form-action 'none'; {CONTENT_POLICY}"
 START_HASH = base64.b64encode(hashlib.sha256(START.encode()).digest()).decode()
 # The images are in Swagger UI's style sheet.
 DOCS_POLICY = (
-    f"{CONTENT_POLICY}; script-src {SWAGGER}-bundle.js 'sha256-{START_HASH}'; style-src {SWAGGER}.css; "
+    f"{FRONT_POLICY}; script-src {SWAGGER}-bundle.js 'sha256-{START_HASH}'; style-src {SWAGGER}.css; "
     "img-src data:; connect-src 'self'"
 )
 """What the page may run and reach: its two scripts, its style sheet and this server."""
@@ -59,11 +60,15 @@ def page_routes() -> APIRouter:
 
     # HEAD is for those who only look whether something is there. The HTTP server leaves the body out.
     @router.api_route("/", methods=["GET", "HEAD"])
-    async def front() -> str:
-        return FRONT
+    async def front() -> HTMLResponse:
+        return _page(FRONT, FRONT_POLICY)
 
     @router.api_route("/docs", methods=["GET", "HEAD"])
     async def docs() -> HTMLResponse:
-        return HTMLResponse(DOCS, headers={"content-security-policy": DOCS_POLICY})
+        return _page(DOCS, DOCS_POLICY)
 
     return router
+
+
+def _page(text: str, policy: str) -> HTMLResponse:
+    return HTMLResponse(text, headers={"content-security-policy": policy})
