@@ -279,10 +279,14 @@ class _Handshake(ServerProtocol):
     """websockets', whose own answers have headers, too: its refusals, and those of uvicorn."""
 
     def send_response(self, response: Response) -> None:
-        for name, value in OWN_HEADERS.items():
-            # The application's answers have them already.
-            response.headers.setdefault(name, value)
-        super().send_response(response)
+        super().send_response(_with_headers(response))
+
+
+def _with_headers(response: Response) -> Response:
+    for name, value in OWN_HEADERS.items():
+        # The application's answers have them already.
+        response.headers.setdefault(name, value)
+    return response
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
@@ -311,10 +315,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # The request passed as HTTP, but not as a handshake; uvicorn says nothing and goes on reading.
             status, why = HTTPStatus.BAD_REQUEST, f"not a WebSocket handshake: {self.conn.handshake_exc}.\n"
-            answer = b"".join(self.conn.data_to_send())
-            if not answer:
-                self.conn.send_response(self.conn.reject(status, why))
-                answer = b"".join(self.conn.data_to_send())
+            answer = b"".join(self.conn.data_to_send()) or _with_headers(self.conn.reject(status, why)).serialize()
             self.transport.write(answer)
             self.transport.close()
 

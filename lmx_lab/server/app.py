@@ -29,6 +29,7 @@ from lmx_lab.server.socket import socket_routes
 from lmx_lab.server.swapping import ModelSwap
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
+from lmx_lab.weights.hub_cache import cache_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,9 @@ def create_server(
         open_paths=OPEN_PATHS,
     )
     api.state.max_body_bytes = settings.max_body_bytes
+    folders = [settings.models_folder, cache_folder(), *settings.model_folders]
     api.state.without_paths = lambda text: without_paths(
-        text, [*catalog.folders, *(entry.path.parent for entry in in_memory(engine.snapshot))]
+        text, [*folders, *(entry.path.parent for entry in in_memory(engine.snapshot))]
     )
     api.include_router(page_routes())
     api.include_router(health_routes(engine))

@@ -39,11 +39,6 @@ class Catalog:
         self._settings = settings
         self._models = settings.models_folder
 
-    @property
-    def folders(self) -> list[Path]:
-        """Where models are looked for: the store, the hub's cache, the extra folders."""
-        return [self._models, hub_cache.cache_folder(), *self._settings.model_folders]
-
     def scan(self) -> list[ModelEntry]:
         """Every usable model, by id; of the same id the store's wins, then the hub's.
 
