@@ -128,8 +128,10 @@ class LivePolicy:
         now = time.monotonic()
         if now - self._read_at >= REFRESH_S:
             self._read_at = now
-            if (value := self._depends_on()) != self._value:
-                self._policy, self._value = self._make(), value
+            # Where the system cannot say, what was known last stays.
+            with suppress(OSError):
+                if (value := self._depends_on()) != self._value:
+                    self._policy, self._value = self._make(), value
         return self._policy
 
 
