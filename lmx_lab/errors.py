@@ -13,7 +13,7 @@
         UnauthorizedError          a key is needed and was not given, or is wrong
         HostForbiddenError         Host header outside the allow-list
         OriginForbiddenError       Origin header of a page that is not allowed
-        AdminForbiddenError        another host may not load, unload or download
+        AdminForbiddenError        a caller that is not local may not load or unload
         NotFoundError              nothing has this id; one class for each kind of thing
           SessionNotFoundError
           TurnNotFoundError

@@ -1,4 +1,5 @@
-"""One ASGI guard for Host, Origin and key, HTTP and WebSocket alike.
+"""One ASGI guard for Host, Origin and key, HTTP and WebSocket alike; which callers have this machine's rights; and the
+headers that tell browsers what they may do with an answer.
 
 Web pages reach a server on loopback in two ways: from another origin (Origin tells), and by a DNS name that they point
 at 127.0.0.1 (Host tells). Programs on the network are told apart by the key.
@@ -7,7 +8,9 @@ at 127.0.0.1 (Host tells). Programs on the network are told apart by the key.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +27,23 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
+ANSWER_HEADERS = (
+    ("x-content-type-options", "nosniff"),
+    # Other origins cannot embed an answer as a script or an image; origins that CORS allows still fetch it.
+    ("cross-origin-resource-policy", "same-origin"),
+    # Not no-referrer: with that, browsers send "Origin: null" with some requests of a page to its own server.
+    ("referrer-policy", "same-origin"),
+)
+"""Headers of every answer."""
+CONTENT_POLICY = "frame-ancestors 'self'"
+"""The ``Content-Security-Policy`` of every answer that does not bring its own. Only pages of the same origin may frame
+it; behind jupyter-server-proxy that is JupyterLab's."""
+FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
+"""Headers that proxies and tunnels add. They are never believed; their presence shows that the caller is elsewhere."""
+REFRESH_S = 2.0
+"""The names and addresses of this machine are read again at most so often."""
+PASSED = "lmx_lab.policy"
+"""Where a request's scope has the policy that it passed."""
 # RFC 3986 reg-names that occur in practice, IPv4, bracketed IPv6; no userinfo, no percent-encoding, no zone.
 _HOST = re.compile(r"(?P<name>[a-z0-9_][a-z0-9_.-]*|\[[0-9a-f:.]+\])(?::(?P<port>[1-9][0-9]{0,4}))?", re.ASCII)
 _ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[^\s/?#@]+)", re.ASCII)
@@ -37,6 +57,8 @@ class GuardPolicy:
     """Accepted Host values with their port, ``name:port``."""
     any_port_hosts: frozenset[str] = frozenset()
     """Names accepted with any port, or none."""
+    local_hosts: frozenset[str] = frozenset()
+    """Host values, with their port, that give a caller on loopback this machine's rights; see ``is_local``."""
     origins: frozenset[str] = frozenset()
     """Accepted origins beside the server's own, ``scheme://host[:port]``."""
     webviews: bool = False
@@ -78,12 +100,39 @@ def local_policy(
     entries = [_configured_host(text) for text in hosts]
     return GuardPolicy(
         hosts=loopback_hosts(port) | {text for text, any_port in entries if not any_port},
+        local_hosts=loopback_hosts(port),
         any_port_hosts=frozenset(text for text, any_port in entries if any_port),
         origins=frozenset(_configured_origin(text) for text in origins),
         webviews=webviews,
         passes_on=passes_on,
         key=key,
     )
+
+
+class LivePolicy:
+    """A policy that follows what it depends on; to be called for every request.
+
+    Args:
+        make: Makes the policy.
+        depends_on: Is read at most every ``REFRESH_S``; where its value has changed, the policy is made again.
+    """
+
+    def __init__(self, make: Callable[[], GuardPolicy], depends_on: Callable[[], object]) -> None:
+        self._make = make
+        self._depends_on = depends_on
+        self._value = depends_on()
+        self._read_at = time.monotonic()
+        self._policy = make()
+
+    def __call__(self) -> GuardPolicy:
+        now = time.monotonic()
+        if now - self._read_at >= REFRESH_S:
+            self._read_at = now
+            # Where the system cannot say, what was known last stays.
+            with suppress(OSError):
+                if (value := self._depends_on()) != self._value:
+                    self._policy, self._value = self._make(), value
+        return self._policy
 
 
 class Guard:
@@ -107,7 +156,9 @@ class Guard:
         app = self._app
         if scope["type"] in ("http", "websocket"):
             try:
-                check(scope, self._policy if isinstance(self._policy, GuardPolicy) else self._policy())
+                policy = self._policy if isinstance(self._policy, GuardPolicy) else self._policy()
+                check(scope, policy)
+                scope[PASSED] = policy
             except LabError as error:
                 app = self._respond(error)
                 if scope["type"] == "websocket":
@@ -137,15 +188,57 @@ def passes(scope: Scope, policy: GuardPolicy) -> bool:
     return False
 
 
-def _check_host(scope: Scope, policy: GuardPolicy) -> str:
+def is_local(scope: Scope) -> bool:
+    """Whether the caller of a request that passed a guard has this machine's rights: to load, unload and download
+    models, to name paths and to see them.
+
+    The connection must come from loopback. Beyond that one of these must hold: ``Host`` is a loopback name with the
+    server's port, and no proxy has left its header; or the request has the key; or it comes from the Jupyter server of
+    this process, which lets in only those who may run any code here. Without a guard no caller is local.
+    """
+    policy: GuardPolicy | None = scope.get(PASSED)
+    peer = scope.get("client")
+    if policy is None or not peer or not is_loopback(peer[0]):
+        return False
+    if policy.key is not None and _has_key(scope, policy, policy.key):
+        return True
+    is_direct = not any(name.lower() in FORWARDED for name, _ in scope["headers"])
+    return (is_direct and _names_loopback(scope, policy)) or _is_passed_on(scope, policy)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether this is an address of loopback; also as IPv6 sockets show those of IPv4 (``::ffff:127.0.0.1``)."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def _names_loopback(scope: Scope, policy: GuardPolicy) -> bool:
+    host, parsed = _host_of(scope)
+    return host is not None and _is_listed(host, parsed, policy.local_hosts)
+
+
+def _host_of(scope: Scope) -> tuple[str | None, tuple[str, int] | None]:
+    """The one ``Host`` of a request in lower case, and its name and port; ``None`` for what is missing or malformed."""
     values = _values(scope, b"host")
     host = _text(values[0]) if len(values) == 1 else None
-    parsed = _parse_host(host, DEFAULT_PORTS.get(scope.get("scheme", "http"), 80)) if host else None
-    if host and parsed and (host in policy.hosts or f"{parsed[0]}:{parsed[1]}" in policy.hosts):
+    return host, _parse_host(host, DEFAULT_PORTS.get(scope.get("scheme", "http"), 80)) if host else None
+
+
+def _is_listed(host: str, parsed: tuple[str, int] | None, hosts: frozenset[str]) -> bool:
+    return parsed is not None and (host in hosts or f"{parsed[0]}:{parsed[1]}" in hosts)
+
+
+def _check_host(scope: Scope, policy: GuardPolicy) -> str:
+    host, parsed = _host_of(scope)
+    if host and _is_listed(host, parsed, policy.hosts):
         return host
     if host and parsed and (parsed[0] in policy.any_port_hosts or _is_passed_on(scope, policy)):
         return host
-    shown = " and ".join(repr(_text(value)[:100]) for value in values[:3]) or "missing"
+    shown = " and ".join(repr(_text(value)[:100]) for value in _values(scope, b"host")[:3]) or "missing"
     allowed = ", ".join(sorted(policy.hosts | policy.any_port_hosts))
     raise HostForbiddenError(
         f"Host header is {shown}; this server answers to {allowed}; --allow-host (allowed_hosts) adds a name"
@@ -174,7 +267,14 @@ def _is_passed_on(scope: Scope, policy: GuardPolicy) -> bool:
     peer, here = scope.get("client"), scope.get("server")
     if policy.passes_on is None or not peer or not here:
         return False
-    return policy.passes_on(tuple(peer), tuple(here))
+    if "lmx_lab.passed_on" not in scope:  # it takes milliseconds
+        scope["lmx_lab.passed_on"] = policy.passes_on(_as_ipv4(*peer), _as_ipv4(*here))
+    return bool(scope["lmx_lab.passed_on"])
+
+
+def _as_ipv4(address: str, port: int) -> tuple[str, int]:
+    """A connection's end as a socket of IPv4 alone shows it, if it is one."""
+    return address.removeprefix("::ffff:"), port
 
 
 def _is_own(origin: str, host: str, policy: GuardPolicy) -> bool:
@@ -189,14 +289,18 @@ def _is_own(origin: str, host: str, policy: GuardPolicy) -> bool:
 
 
 def _check_key(scope: Scope, policy: GuardPolicy, key: str) -> None:
+    if not _has_key(scope, policy, key):
+        raise UnauthorizedError(f"this server needs its key: {policy.key_hint}")
+
+
+def _has_key(scope: Scope, policy: GuardPolicy, key: str) -> bool:
     headers, queries = _values(scope, b"authorization"), _query_keys(scope, policy)
     given = [*map(_bearer, headers), *queries]
     # Of either kind one at most; where both are given, both have to be right.
     fits = bool(given) and len(headers) <= 1 and len(queries) <= 1
     # Each is compared whatever the others were.
     same = [hmac.compare_digest(one, key.encode()) for one in given]
-    if not (fits and all(same)):
-        raise UnauthorizedError(f"this server needs its key: {policy.key_hint}")
+    return fits and all(same)
 
 
 def _bearer(header: bytes) -> bytes:

@@ -1,4 +1,7 @@
-"""Below the application: uvicorn's connections, with what they lack for strangers, slow senders, vanished peers."""
+"""Below the application: uvicorn's connections, with what they lack for strangers, slow senders, vanished peers.
+
+More than 400 lines, since HTTP and WebSocket connections share their bounds and their refusals.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import resource
 import socket
 from collections.abc import Sequence
@@ -16,6 +20,10 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Response
+from websockets.server import ServerProtocol
+
+from lmx_lab.guard import ANSWER_HEADERS, CONTENT_POLICY, is_loopback
 
 SILENT_S = 5
 """A connection on which nothing has come for so long is asked whether the other end is there,"""
@@ -47,6 +55,8 @@ SMALL_BYTES = 64 * 1024
 """So much of each message does not count: large ones keep no small one out."""
 RESTART = 1012
 """How a server that stops closes WebSockets."""
+OWN_HEADERS = {**dict(ANSWER_HEADERS), "content-security-policy": CONTENT_POLICY}
+"""Of answers that do not come from the application."""
 
 
 def notice_vanishing(sock: socket.socket) -> None:
@@ -80,9 +90,8 @@ def _ask_again(sock: socket.socket) -> None:
 def is_elsewhere(host: str) -> bool:
     """Whether the address of a connection's other end is another machine's, as far as can be told."""
     with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host.partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None)
-        return not (mapped or address).is_loopback
+        ipaddress.ip_address(host)
+        return not is_loopback(host)
     return False
 
 
@@ -225,16 +234,17 @@ class HttpProtocol(H11Protocol):
         else:
             error = {"code": code, "message": message, "type": kind, "param": None, "request_id": None}
             body = json.dumps({"error": {**error, "retryable": retry_after_s is not None}}).encode()
-            headers = [("content-type", "application/json"), ("content-length", str(len(body)))]
-            if retry_after_s is not None:
-                headers.append(("retry-after", str(retry_after_s)))
-            response = h11.Response(
-                status_code=status, headers=[*headers, ("connection", "close")], reason=status.phrase.encode()
-            )
-            with contextlib.suppress(h11.LocalProtocolError):  # to HEAD goes no body
-                for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-                    self.transport.write(self.conn.send(event) or b"")
+            retry = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+            self._write(status, body, {"content-type": "application/json", **retry})
             self._part()
+
+    def _write(self, status: HTTPStatus, body: bytes, headers: dict[str, str]) -> None:
+        """A whole answer without the application."""
+        named = {**headers, **OWN_HEADERS, "content-length": str(len(body)), "connection": "close"}
+        response = h11.Response(status_code=status, headers=list(named.items()), reason=status.phrase.encode())
+        with contextlib.suppress(h11.LocalProtocolError):  # to HEAD goes no body
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
 
     def _part(self) -> None:
         if nearly_last(self.transport.get_extra_info("socket").fileno()):
@@ -261,10 +271,22 @@ class HttpProtocol(H11Protocol):
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
             return
-        try:
-            super().send_400_response(msg)
-        except h11.LocalProtocolError:  # to HEAD goes no body
-            self.transport.close()
+        self._write(HTTPStatus.BAD_REQUEST, msg.encode("ascii"), {"content-type": "text/plain; charset=utf-8"})
+        self.transport.close()
+
+
+class _Handshake(ServerProtocol):
+    """websockets', whose own answers have headers, too: its refusals, and those of uvicorn."""
+
+    def send_response(self, response: Response) -> None:
+        super().send_response(_with_headers(response))
+
+
+def _with_headers(response: Response) -> Response:
+    for name, value in OWN_HEADERS.items():
+        # The application's answers have them already.
+        response.headers.setdefault(name, value)
+    return response
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
@@ -277,6 +299,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     _pongs = b""
     _stopping = False
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # As uvicorn makes it without compression.
+        self.conn = _Handshake(max_size=self.config.ws_max_size, logger=logging.getLogger("uvicorn.error"))
+
     @property
     def held_bytes(self) -> int:
         """Of a message that has not ended."""
@@ -288,7 +315,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # The request passed as HTTP, but not as a handshake; uvicorn says nothing and goes on reading.
             status, why = HTTPStatus.BAD_REQUEST, f"not a WebSocket handshake: {self.conn.handshake_exc}.\n"
-            answer = b"".join(self.conn.data_to_send()) or self.conn.reject(status, why).serialize()
+            answer = b"".join(self.conn.data_to_send()) or _with_headers(self.conn.reject(status, why)).serialize()
             self.transport.write(answer)
             self.transport.close()
 

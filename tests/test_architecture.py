@@ -30,7 +30,8 @@ TABLE = {
     "links": Row(),
     "feed": Row(),
     "plaintext": Row(),
-    "transport": Row("", "uvicorn h11"),
+    # guard: which headers answers have that come before the application.
+    "transport": Row("guard", "uvicorn h11 websockets"),
     "guard": Row("errors"),
     # loops: there it is noted which loop serves which port, for those who would wait for themselves.
     "hosting": Row("errors loops plaintext transport", "uvicorn"),

@@ -9,7 +9,18 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
-from lmx_lab.guard import Guard, GuardPolicy, allows_origin, check, local_policy, loopback_hosts
+from lmx_lab.guard import (
+    PASSED,
+    REFRESH_S,
+    Guard,
+    GuardPolicy,
+    LivePolicy,
+    allows_origin,
+    check,
+    is_local,
+    local_policy,
+    loopback_hosts,
+)
 from lmx_lab.hosting import bind, serve
 
 STATUS = {"host-forbidden": 421, "origin-forbidden": 403, "unauthorized": 401}
@@ -281,6 +292,95 @@ def test_who_passes_requests_on_is_looked_for_only_when_nothing_else_lets_pass()
     check(from_peer(5000, "localhost:8400"), policy)
     check(from_peer(5000, "mybox:1"), policy)
     assert asked == []
+
+
+EVERYWHERE = local_policy(8400, hosts=["mybox:8400", "192.168.1.5:8400", "127.0.0.1"])
+
+
+def local(client, policy=EVERYWHERE, host="localhost:8400", **more):
+    """Whether a request that passes has this machine's rights."""
+    request = {**scope(host, **more), "client": (client, 5000), "server": HERE}
+    check(request, policy)
+    return is_local({**request, PASSED: policy})
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize("host", ["localhost:8400", "LOCALHOST:8400", "127.0.0.1:8400", "[::1]:8400"])
+def test_a_caller_on_loopback_that_names_loopback_is_local(client, host):
+    assert local(client, host=host)
+
+
+@pytest.mark.parametrize("host", ["mybox:8400", "192.168.1.5:8400", "127.0.0.1", "127.0.0.1:8888"])
+def test_under_another_name_or_port_a_caller_on_loopback_is_not_local(host):
+    assert not local("127.0.0.1", host=host)
+
+
+@pytest.mark.parametrize("client", ["192.168.1.5", "10.0.0.1", "::ffff:192.168.1.5", "fe80::1%eth0", "not an address"])
+def test_a_caller_elsewhere_is_never_local(client):
+    assert not local(client)
+    assert not local(client, replace(EVERYWHERE, key="s3cret"), authorization="Bearer s3cret")
+    assert not local(client, replace(EVERYWHERE, passes_on=lambda peer, here: True))
+
+
+@pytest.mark.parametrize("name", ["x_forwarded_for", "x_forwarded_host", "forwarded", "x_real_ip", "via"])
+def test_what_a_proxy_has_forwarded_is_not_local_whatever_it_says(name):
+    assert not local("127.0.0.1", **{name: "127.0.0.1"})
+    assert not local("127.0.0.1", **{name: ""})
+
+
+def test_from_loopback_the_key_makes_local_under_any_allowed_name():
+    keyed = replace(EVERYWHERE, key="s3cret")
+    right = {"authorization": "Bearer s3cret"}
+    assert local("127.0.0.1", keyed, host="mybox:8400", **right)
+    assert local("::ffff:127.0.0.1", keyed, host="mybox:8400", x_forwarded_for="10.0.0.1", **right)
+    # Probes pass without it.
+    assert not local("127.0.0.1", keyed, host="mybox:8400", path="/readyz")
+    assert not local("127.0.0.1", keyed, host="mybox:8400", path="/readyz", authorization="Bearer wrong")
+
+
+def test_where_no_key_is_configured_none_makes_a_caller_local():
+    assert not local("127.0.0.1", host="mybox:8400", authorization="Bearer ")
+
+
+def test_the_notebooks_own_jupyter_server_makes_its_callers_local():
+    """Also over a socket for both protocols, which shows IPv4 addresses in another form; it is asked once."""
+    asked = []
+
+    def passes_on(peer, here):
+        asked.append((peer, here))
+        return (peer, here) == (("127.0.0.1", 5000), HERE)
+
+    policy = local_policy(8400, passes_on=passes_on)
+    ends = {"client": ("::ffff:127.0.0.1", 5000), "server": ("::ffff:127.0.0.1", 8400), PASSED: policy}
+    request = {**scope("hub.example", x_forwarded_for="10.0.0.1"), **ends}
+    check(request, policy)
+    assert is_local(request)
+    assert len(asked) == 1
+
+
+def test_without_a_guard_no_caller_is_local():
+    assert not is_local({**scope(), "client": ("127.0.0.1", 5000), "server": HERE})
+
+
+def test_a_live_policy_is_made_again_only_where_something_has_changed(monkeypatch):
+    now, names, made = 0.0, ["192.0.2.1"], []
+
+    def make():
+        made.append(list(names))
+        return local_policy(8400, hosts=[f"{name}:8400" for name in names])
+
+    monkeypatch.setattr("lmx_lab.guard.time.monotonic", lambda: now)
+    policy = LivePolicy(make, lambda: list(names))
+    names.append("192.0.2.2")
+    assert "192.0.2.2:8400" not in policy().hosts, "read a moment ago"
+    now = REFRESH_S
+    assert {"192.0.2.1:8400", "192.0.2.2:8400"} <= policy().hosts
+    names.remove("192.0.2.1")
+    now = 2 * REFRESH_S
+    assert "192.0.2.1:8400" not in policy().hosts
+    now = 10 * REFRESH_S
+    assert policy() is policy()
+    assert len(made) == 3
 
 
 def test_webviews_pass_only_where_they_are_expected():

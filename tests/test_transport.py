@@ -94,6 +94,7 @@ async def test_a_handshake_that_is_none_is_answered_and_ended(header: str, statu
     answer = await _answered(handshake)
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     assert answer.count(b"HTTP/1.1") == 1
+    assert b"x-content-type-options: nosniff\r\n" in answer
 
 
 @pytest.mark.anyio

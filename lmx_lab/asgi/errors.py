@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import Request, Response, WebSocket
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.routing import Match
 
 from lmx_lab import errors
 from lmx_lab.errors import CallerError, InvalidRequestError, LabError
+from lmx_lab.guard import is_local
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 
 log = logging.getLogger(__name__)
@@ -99,6 +102,10 @@ def _is_final(error: LabError) -> bool:
 
 def respond(error: LabError, status: int | None = None, request_id: str | None = None) -> JSONResponse:
     """The whole answer to a failed request."""
+    return _answer(error, detail(error, request_id), status or status_of(error))
+
+
+def _answer(error: LabError, shown: ErrorDetail, status: int) -> JSONResponse:
     headers = {}
     if _is_final(error):
         headers["x-should-retry"] = "false"
@@ -106,11 +113,21 @@ def respond(error: LabError, status: int | None = None, request_id: str | None =
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, errors.UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    body = ErrorBody(error=detail(error, request_id)).model_dump()
-    return JSONResponse(body, status_code=status or status_of(error), headers=headers)
+    return JSONResponse(ErrorBody(error=shown).model_dump(), status_code=status, headers=headers)
 
 
-def request_id_of(connection: Request | WebSocket) -> str | None:
+def detail_for(connection: HTTPConnection, error: LabError) -> ErrorDetail:
+    """``detail`` as this caller may see it: where the application has ``state.without_paths``, which takes paths out of
+    a message, only local callers see them.
+    """
+    shown = detail(error, request_id_of(connection))
+    without_paths: Callable[[str], str] | None = getattr(connection.app.state, "without_paths", None)
+    if without_paths is None or is_local(connection.scope):
+        return shown
+    return shown.model_copy(update={"message": without_paths(shown.message)})
+
+
+def request_id_of(connection: HTTPConnection) -> str | None:
     request_id: str | None = connection.scope.get("lmx_lab.request_id")
     return request_id
 
@@ -177,7 +194,7 @@ async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, LabError)
     if not isinstance(exc, CallerError):
         log.warning("%s %s failed (%s): %s", request.method, request.url.path, request_id_of(request), exc)
-    return respond(exc, request_id=request_id_of(request))
+    return _answer(exc, detail_for(request, exc), status_of(exc))
 
 
 async def on_invalid(request: Request, exc: Exception) -> JSONResponse:

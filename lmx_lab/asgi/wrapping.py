@@ -1,10 +1,10 @@
-"""What is around an application, outermost first: request ids, CORS, guard. CORS is outside the guard, so that a page
-can read a refusal; what it answers by itself it answers only where the guard would let it pass."""
+"""What is around an application, outermost first: headers of every answer, CORS, guard. CORS is outside the guard, so
+that a page can read a refusal; what it answers by itself it answers only where the guard would let it pass."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 
 from fastapi import FastAPI
@@ -17,9 +17,26 @@ from starlette.requests import ClientDisconnect
 from lmx_lab.asgi import errors
 from lmx_lab.asgi.bodies import ROOM_BYTES, BodyRoom
 from lmx_lab.errors import LabError
-from lmx_lab.guard import ASGIApp, Guard, GuardPolicy, Message, Receive, Scope, Send, allows_origin, passes
+from lmx_lab.guard import (
+    ANSWER_HEADERS,
+    CONTENT_POLICY,
+    ASGIApp,
+    Guard,
+    GuardPolicy,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    allows_origin,
+    passes,
+)
 
 VERSION = version("lmx-lab")
+CONTENT_POLICY_HEADER = b"content-security-policy"
+ALWAYS = (
+    (b"x-lmx-lab", VERSION.encode()),
+    *((name.encode(), value.encode()) for name, value in ANSWER_HEADERS),
+)
 
 
 def wrapped(api: FastAPI, policy: Callable[[], GuardPolicy], *, methods: Sequence[str] = ("GET", "POST")) -> ASGIApp:
@@ -36,7 +53,7 @@ def wrapped(api: FastAPI, policy: Callable[[], GuardPolicy], *, methods: Sequenc
     api.add_exception_handler(HTTPException, errors.on_http_error)
     api.add_exception_handler(ClientDisconnect, errors.on_gone)
     api.add_exception_handler(Exception, errors.on_bug)
-    return RequestIds(Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods))
+    return AnswerHeaders(Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods))
 
 
 class Cors(CORSMiddleware):
@@ -68,8 +85,10 @@ def _refusal(error: LabError) -> ASGIApp:
     return answer
 
 
-class RequestIds:
-    """Gives every request an id, in the scope and in the headers of its answer, with the lab's name."""
+class AnswerHeaders:
+    """Gives every answer its headers: a request id, which is in the scope too, the lab's name, and what browsers may do
+    with it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -79,11 +98,18 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = scope["lmx_lab.request_id"] = f"req_{secrets.token_hex(8)}"
-        headers = [(b"x-request-id", request_id.encode()), (b"x-lmx-lab", VERSION.encode())]
+        named = (b"x-request-id", request_id.encode())
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"].endswith((".response.start", "websocket.accept")):
-                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+                message = {**message, "headers": [*_with_policy(message.get("headers", ())), named, *ALWAYS]}
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_headers)
+
+
+def _with_policy(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """With a ``Content-Security-Policy``, unless the answer has its own."""
+    own = list(headers)
+    has_policy = any(name.lower() == CONTENT_POLICY_HEADER for name, _ in own)
+    return own if has_policy else [*own, (CONTENT_POLICY_HEADER, CONTENT_POLICY.encode())]

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -146,8 +145,9 @@ def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_
     if exposed:
         from lmx_lab.lab.addresses import lan_addresses
 
-        settings = replace(settings, allowed_hosts=(*settings.allowed_hosts, *lan_addresses()))
-    running = Daemon(settings=settings, explicit_port=explicit_port)
+        running = Daemon(settings=settings, explicit_port=explicit_port, own_names=lan_addresses)
+    else:
+        running = Daemon(settings=settings, explicit_port=explicit_port)
     # First: a signal during the start ends it in good order, too.
     stopping = _end_on_signals(running)
     running.start()

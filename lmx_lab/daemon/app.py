@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fastapi import FastAPI
@@ -65,13 +65,17 @@ def create_daemon_app(
     return wrapped(api, policy, methods=METHODS), api
 
 
-def daemon_policy(settings: Settings, port: int, token: str) -> GuardPolicy:
+def daemon_policy(settings: Settings, port: int, token: str, own_names: Sequence[str] = ()) -> GuardPolicy:
     """Loopback, and what the settings add; the token for everything but the health.
+
+    Args:
+        own_names: Names and addresses of this machine that are accepted with this port.
 
     Raises:
         InvalidRequestError: a setting (``allowed_hosts``, ``cors_origins``) that could never match.
     """
     host = settings.daemon_host.strip("[]")
-    own = [] if host in ("0.0.0.0", "::", "localhost") else [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
+    names = [*own_names, *([] if host in ("0.0.0.0", "::", "localhost") else [host])]
+    own = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
     policy = local_policy(port, hosts=[*own, *settings.allowed_hosts], origins=settings.cors_origins, key=token)
     return replace(policy, key_hint=KEY_HINT, open_paths=frozenset({HEALTH}), query_key_paths=frozenset({PATH}))

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -22,6 +22,7 @@ from lmx_lab.daemon.logfile import LogFile
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.errors import HostingError, InvalidRequestError
+from lmx_lab.guard import LivePolicy
 from lmx_lab.hosting import Host, bind
 from lmx_lab.loops import LoopThread
 from lmx_lab.settings import Settings
@@ -53,6 +54,7 @@ class Daemon:
         upstream_url: str | None = None,
         upstream_api_key: str | None = None,
         tools: PythonTools | None = None,
+        own_names: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """
         Args:
@@ -60,6 +62,7 @@ class Daemon:
             upstream_url: The chat-format server that turns ask; by default that of the settings, else the lab's port.
             upstream_api_key: Its key, where ``upstream_url`` is given.
             tools: Of a daemon that was stopped, to go on with them.
+            own_names: Names and addresses of this machine under which others reach it; read again every few seconds.
         """
         key = upstream_api_key if upstream_url else settings.upstream_api_key
         self._plan = Plan(
@@ -75,6 +78,7 @@ class Daemon:
         # Already now: a setting that could never match shall start nothing.
         daemon_policy(settings, 1, self.token)
         self._explicit_port = explicit_port
+        self._own_names = own_names
         self._logfile = LogFile(self.folder, token=self.token)
         self._thread = LoopThread("lmx-lab-daemon")
         self._life = Life(self._plan, on_end=self._close)
@@ -189,7 +193,10 @@ class Daemon:
     def _rise(self) -> Host:
         sock = bind(self.settings.daemon_host, self.settings.daemon_port, explicit=self._explicit_port)
         try:
-            policy = daemon_policy(self.settings, sock.getsockname()[1], self.token)
+            port = sock.getsockname()[1]
+            policy = LivePolicy(
+                lambda: daemon_policy(self.settings, port, self.token, self._own_names()), self._own_names
+            )
             self._logfile.open()
             self._thread.start()
             return self._thread.run(self._life.rise(sock, policy))

@@ -87,7 +87,7 @@ class Life:
             raise HostingError("this daemon was not started; call start() first")
         return self._services
 
-    async def rise(self, sock: socket.socket, policy: GuardPolicy) -> Host:
+    async def rise(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> Host:
         """Build everything; returns once requests are accepted and the state file says where.
 
         Raises:
@@ -99,10 +99,10 @@ class Life:
             await self._end_parts()
             raise
 
-    async def _rise(self, sock: socket.socket, policy: GuardPolicy) -> Host:
+    async def _rise(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> Host:
         plan = self._plan
         services = self._services = await self._build()
-        asgi, _ = create_daemon_app(services, policy=lambda: policy, max_body_bytes=plan.settings.max_body_bytes)
+        asgi, _ = create_daemon_app(services, policy=policy, max_body_bytes=plan.settings.max_body_bytes)
         host = await serve(asgi, sock, ws_max_bytes=MESSAGE_BYTES)
         self._ends["server"] = host.stop
         state = StateFile(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
 
 from lmx_lab import links
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.guard import GuardPolicy, local_policy
+from lmx_lab.guard import GuardPolicy, LivePolicy, local_policy
 from lmx_lab.lab.notebook_server import notebook_server
 from lmx_lab.settings import Settings
 
@@ -69,6 +70,17 @@ class Addresses:
             key=self.settings.api_key,
         )
 
+    def live_policy(self) -> Callable[[], GuardPolicy]:
+        """The policy for each request: on all interfaces it follows this machine's names and addresses.
+
+        Raises:
+            InvalidRequestError: as ``policy``.
+        """
+        if self._is_everywhere:
+            return LivePolicy(self.policy, self._own_names)
+        policy = self.policy()
+        return lambda: policy
+
     def _fronts(self, above: str | None) -> list[str]:
         """The origins of the notebook's pages, and of this server's own pages behind a proxy.
 
@@ -82,8 +94,11 @@ class Addresses:
         return [*links.notebook_origins(os.environ, above=above, machine=machine), *([proxy] if proxy else [])]
 
     def _own_names(self) -> list[str]:
+        if not self._is_everywhere:
+            return self._lan_names()
         machine = socket.gethostname().lower()
-        return [*self._lan_names(), *([machine, f"{machine}.local"] if self._is_everywhere else [])]
+        ipv6 = ipv6_addresses() if self.settings.host.strip("[]") == "::" else []
+        return [*self._lan_names(), *ipv6, machine, f"{machine}.local"]
 
     @property
     def _is_everywhere(self) -> bool:
@@ -103,10 +118,20 @@ def is_lan(host: str) -> bool:
 
 def lan_addresses() -> list[str]:
     """This machine's IPv4 addresses on its networks, virtual ones last, loopback and link-local left out."""
+    found = _addresses(socket.AF_INET)
+    return [address for address in found if not address.startswith(("127.", "169.254."))]
+
+
+def ipv6_addresses() -> list[str]:
+    """This machine's IPv6 addresses on its networks, virtual ones last, without zones, loopback left out."""
+    return [address for address in (text.partition("%")[0] for text in _addresses(socket.AF_INET6)) if address != "::1"]
+
+
+def _addresses(family: socket.AddressFamily) -> list[str]:
     found = [
         (name.startswith(VIRTUAL), address.address)
         for name, group in psutil.net_if_addrs().items()
         for address in group
-        if address.family == socket.AF_INET and not address.address.startswith(("127.", "169.254."))
+        if address.family == family
     ]
     return [address for _, address in sorted(found)]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from lmx_lab.engine import Engine
 from lmx_lab.errors import EngineError, HostingError
+from lmx_lab.guard import GuardPolicy
 from lmx_lab.hosting import GRACE_S, Host, bind, serve
 from lmx_lab.lab.addresses import Addresses
 from lmx_lab.lab.lag import LoopLag
@@ -42,11 +43,11 @@ class Serving:
         self.engine = Engine(settings)
         self._addresses = Addresses(settings=settings, port=settings.port)
         # Already now, whatever host and port will be: a setting that could never match shall start nothing.
-        self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).policy()
+        self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
         self.lag = LoopLag()
         """How late the server's loop is."""
         self._server: InferenceServer = create_server(
-            engine=self.engine, catalog=self.catalog, settings=settings, policy=lambda: self._policy
+            engine=self.engine, catalog=self.catalog, settings=settings, policy=self._current_policy
         )
         self._thread: LoopThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -54,6 +55,9 @@ class Serving:
         self._stopped = False
         self._daemon: LabDaemon | None = None
         self._daemon_tools: PythonTools | None = None
+
+    def _current_policy(self) -> GuardPolicy:
+        return self._policy()
 
     def start(self, sock: socket.socket | None = None) -> None:
         """Bind, start the engine, serve; returns once requests are accepted. Does nothing if that has happened.
@@ -75,7 +79,7 @@ class Serving:
         """Everything before the server and, if that or the server fails, the way back."""
         sock = sock or bind(self.settings.host, self.settings.port, explicit=self.explicit_port)
         self._addresses = Addresses(settings=self.settings, port=sock.getsockname()[1])
-        self._policy = self._addresses.policy()
+        self._policy = self._addresses.live_policy()
         try:
             if self.mode == "thread":
                 self._thread = LoopThread()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from starlette.requests import HTTPConnection
 
+from lmx_lab import guard
 from lmx_lab.asgi.bodies import StrictRoute
 from lmx_lab.asgi.documents import event_stream, failures, link
 from lmx_lab.engine import Engine, EngineSnapshot
@@ -22,7 +22,7 @@ from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
 from lmx_lab.feed import Feed
 from lmx_lab.server.connections import EventStream
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
-from lmx_lab.server.naming import ANY, check_unloads, unknown_model
+from lmx_lab.server.naming import ANY, check_unloads, shown_id, unknown_model
 from lmx_lab.server.openapi import EVENTS, SWAPPED
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.wire.admin import (
@@ -66,9 +66,16 @@ def admin_routes(
     router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
 
     @router.get("/models", responses={200: {"links": {"load": FIRST_RECORD}}})
-    async def models() -> ModelRecords:
-        """Every model on this disk that can be loaded, and which one is, and which engines run them."""
-        return await asyncio.to_thread(listing, catalog, engine)
+    async def models(request: Request) -> ModelRecords:
+        """Every model on this disk that can be loaded, and which one is, and which engines run them. Only local callers
+        see paths; for others the `path` of a model is its id.
+        """
+        found = await asyncio.to_thread(listing, catalog, engine)
+        if is_local(request):
+            return found
+        hide: Callable[[str], str] = request.app.state.without_paths
+        shown = found.compute and found.compute.model_copy(update={"detail": hide(found.compute.detail)})
+        return found.model_copy(update={"models": [_without_path(it) for it in found.models], "compute": shown})
 
     @router.post("/models/load", responses={200: {"links": LOADED}, **SWAPPED})
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
@@ -95,10 +102,13 @@ def admin_routes(
             **failures(InvalidRequestError),
         },
     )
-    async def events(include: Annotated[str, Query(description=INCLUDE, examples=list(EXTRAS))] = "") -> EventStream:
+    async def events(
+        request: Request, include: Annotated[str, Query(description=INCLUDE, examples=list(EXTRAS))] = ""
+    ) -> EventStream:
         """Throughput and memory every second, a heartbeat every 15 s, as server-sent events without an end."""
         wanted = {_extra(name) for name in include.split(",") if name}
-        return EventStream(_lines(engine, feed, wanted))
+        hide = None if is_local(request) else request.app.state.without_paths
+        return EventStream(_lines(engine, feed, wanted, hide))
 
     return router
 
@@ -106,18 +116,18 @@ def admin_routes(
 def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["inference"])
 
-    def cards() -> list[ModelCard]:
-        return [_card(record) for record in records(catalog.scan(), engine.snapshot)]
+    def cards(*, local: bool) -> list[ModelCard]:
+        return [_card(record, local=local) for record in records(catalog.scan(), engine.snapshot)]
 
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
-    async def list_models() -> ModelCards:
+    async def list_models(request: Request) -> ModelCards:
         """The models on this disk, as the chat format lists them."""
-        return ModelCards(data=await asyncio.to_thread(cards))
+        return ModelCards(data=await asyncio.to_thread(cards, local=is_local(request)))
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
-    async def get_model(model: str) -> ModelCard:
+    async def get_model(model: str, request: Request) -> ModelCard:
         """One model on this disk, by its id."""
-        for card in await asyncio.to_thread(cards):
+        for card in await asyncio.to_thread(cards, local=is_local(request)):
             if card.id == model:
                 return card
         raise unknown_model(model, engine.snapshot, ANY)
@@ -126,15 +136,8 @@ def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
 
 
 def is_local(request: HTTPConnection) -> bool:
-    """Whether the caller is a program on this machine: from loopback, or from the very address it called."""
-    if request.client is None:
-        return False
-    server = request.scope.get("server") or ("",)
-    try:
-        loopback = ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False
-    return loopback or request.client.host == server[0]
+    """Whether the caller has this machine's rights; see ``guard.is_local``."""
+    return guard.is_local(request.scope)
 
 
 def listing(catalog: Catalog, engine: Engine) -> ModelRecords:
@@ -199,13 +202,19 @@ def compute(now: EngineSnapshot) -> Compute | None:
     return Compute(blas=blas.name, detail=blas.detail, threads=blas.threads, gflops=blas.gflops)
 
 
-def _card(record: ModelRecord) -> ModelCard:
+def _without_path(record: ModelRecord) -> ModelRecord:
+    """As callers see it that are not local."""
+    model = shown_id(record.id, local=False)
+    return record.model_copy(update={"id": model, "path": model})
+
+
+def _card(record: ModelRecord, *, local: bool) -> ModelCard:
     try:
         created = int(Path(record.path).stat().st_mtime)
     except OSError:
         # Deleted while loaded, or since the scan.
         created = 0
-    return ModelCard(id=record.id, created=created)
+    return ModelCard(id=shown_id(record.id, local=local), created=created)
 
 
 def _extra(name: str) -> str:
@@ -214,8 +223,14 @@ def _extra(name: str) -> str:
     return EXTRAS[name]
 
 
-async def _lines(engine: Engine, feed: Feed[Event], wanted: set[str]) -> AsyncIterator[str]:
-    """A sample a second, a heartbeat every 15 s, and in between what the watcher asked for."""
+async def _lines(
+    engine: Engine, feed: Feed[Event], wanted: set[str], hide: Callable[[str], str] | None = None
+) -> AsyncIterator[str]:
+    """A sample a second, a heartbeat every 15 s, and in between what the watcher asked for.
+
+    Args:
+        hide: Takes paths out of messages; None for watchers that may see them.
+    """
     started = time.monotonic()
     last, due, beat = engine.snapshot, started, started
     with feed.subscribe() as extras:
@@ -229,7 +244,7 @@ async def _lines(engine: Engine, feed: Feed[Event], wanted: set[str]) -> AsyncIt
                     yield sample(last, snapshot, SAMPLE_S + now - due).model_dump_json()
                 gone = vanished(last, snapshot, idle_unload_s=engine.settings.idle_unload_s)
                 if gone is not None and "model" in wanted:
-                    yield gone.model_dump_json()
+                    yield _shown(gone, hide).model_dump_json()
                 last, due = snapshot, now + SAMPLE_S
             if now >= beat:
                 yield Heartbeat(uptime=engine.uptime_s).model_dump_json()
@@ -241,7 +256,16 @@ async def _lines(engine: Engine, feed: Feed[Event], wanted: set[str]) -> AsyncIt
             except StopAsyncIteration:
                 return
             if extra.type in wanted:
-                yield extra.model_dump_json()
+                yield _shown(extra, hide).model_dump_json()
+
+
+def _shown(event: Event, hide: Callable[[str], str] | None) -> Event:
+    if hide is None:
+        return event
+    changes = {"model": shown_id(event.model, local=False)}
+    if isinstance(event, ModelEvent) and event.message is not None:
+        changes["message"] = hide(event.message)
+    return event.model_copy(update=changes)
 
 
 def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:

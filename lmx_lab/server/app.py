@@ -20,6 +20,7 @@ from lmx_lab.server.encoding import EncodingService
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.loading import Event, ModelLoader
 from lmx_lab.server.metrics import Metrics, metrics_routes
+from lmx_lab.server.naming import in_memory, without_paths
 from lmx_lab.server.openapi import SHAPES, SOCKETS
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.rerank import rerank_routes
@@ -28,6 +29,7 @@ from lmx_lab.server.socket import socket_routes
 from lmx_lab.server.swapping import ModelSwap
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
+from lmx_lab.weights.hub_cache import cache_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,10 @@ def create_server(
         open_paths=OPEN_PATHS,
     )
     api.state.max_body_bytes = settings.max_body_bytes
+    folders = [settings.models_folder, cache_folder(), *settings.model_folders]
+    api.state.without_paths = lambda text: without_paths(
+        text, [*folders, *(entry.path.parent for entry in in_memory(engine.snapshot))]
+    )
     api.include_router(page_routes())
     api.include_router(health_routes(engine))
     api.include_router(chat_routes(chat))

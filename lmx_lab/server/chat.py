@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from lmx_lab.asgi.bodies import StrictRoute
 from lmx_lab.asgi.documents import event_stream
-from lmx_lab.asgi.errors import detail, request_id_of
+from lmx_lab.asgi.errors import detail_for, request_id_of
 from lmx_lab.errors import LabError
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import Answer
@@ -44,22 +44,22 @@ def chat_routes(service: ChatService) -> APIRouter:
         answer, generations = await while_connected(request, service.start(body, request_id, local=is_local(request)))
         if body.stream:
             lines = _lines(answer, generations, include_usage=body.include_usage)
-            return EventStream(until_done(lines, request_id), remark=lambda: generations[0].remark)
+            return EventStream(until_done(lines, request), remark=lambda: generations[0].remark)
         text = await while_connected(request, _whole(answer, generations))
         return Response(text, media_type="application/json")
 
     return router
 
 
-async def until_done(lines: AsyncGenerator[str, None], request_id: str | None) -> AsyncGenerator[str, None]:
+async def until_done(lines: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
     """The lines of one streamed answer and its terminator; an error ends it, without ``[DONE]``."""
     async with aclosing(lines):
         try:
             async for line in lines:
                 yield line
         except LabError as exc:
-            log.warning("%s: stream ended by %s", request_id, exc)
-            yield ErrorBody(error=detail(exc, request_id)).model_dump_json()
+            log.warning("%s: stream ended by %s", request_id_of(request), exc)
+            yield ErrorBody(error=detail_for(request, exc)).model_dump_json()
             return
     yield DONE
 

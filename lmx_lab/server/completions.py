@@ -18,6 +18,7 @@ from lmx_lab.server.chat import WHOLE_OR_CHUNKS, until_done
 from lmx_lab.server.connections import DONE, EventStream, while_connected
 from lmx_lab.server.generations import Generation, attended, gathered
 from lmx_lab.server.joining import merged, together
+from lmx_lab.server.naming import shown_id
 from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
@@ -40,7 +41,7 @@ def completion_routes(service: ChatService, *, slots: int) -> APIRouter:
         prompts = Prompts(service, body, slots=slots, request_id=request_id, local=is_local(request))
         await while_connected(request, prompts.begin())
         if body.stream:
-            return EventStream(until_done(prompts.lines(), request_id), remark=lambda: prompts.remark)
+            return EventStream(until_done(prompts.lines(), request), remark=lambda: prompts.remark)
         return Response(await while_connected(request, prompts.whole()), media_type="application/json")
 
     return router
@@ -78,7 +79,8 @@ class Prompts:
         """
         for at in range(len(self._requests))[: self._at_once]:
             self._begun[at] = await self._submit(at)
-        self._answer = TextAnswer(model=self._begun[0][0].model, fingerprint=self._service.fingerprint)
+        model = shown_id(self._begun[0][0].model, local=self._local)
+        self._answer = TextAnswer(model=model, fingerprint=self._service.fingerprint)
 
     async def whole(self) -> str:
         """The body; the first prompt that fails ends all."""

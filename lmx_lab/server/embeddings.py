@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lmx_lab.engine import EmbeddingRequest, Embeddings, InputType, Vectors
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.connections import while_connected
 from lmx_lab.server.encoding import EncodingService
+from lmx_lab.server.naming import shown_id
 from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
@@ -48,6 +50,8 @@ def embedding_routes(service: EncodingService) -> APIRouter:
 
 async def _answer(service: EncodingService, body: EmbeddingsBody, request_id: str | None, *, local: bool) -> bytes:
     embeddings = await service.embed(embedding_request(body), request_id, local=local)
+    model = shown_id(embeddings.report.model, local=local)
+    embeddings = replace(embeddings, report=replace(embeddings.report, model=model))
     as_text = body.encoding_format == "base64"
     if embeddings.vectors.size > SMALL:
         return await asyncio.to_thread(embedding_list, embeddings, as_text=as_text)

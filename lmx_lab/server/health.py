@@ -7,9 +7,11 @@ import time
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from lmx_lab.asgi.errors import detail, request_id_of
+from lmx_lab.asgi.errors import detail_for
 from lmx_lab.engine import Engine, EngineSnapshot
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError
+from lmx_lab.guard import is_local
+from lmx_lab.server.naming import shown_id
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import Alive, NotReady, Ready
 
@@ -33,8 +35,9 @@ def health_routes(engine: Engine) -> APIRouter:
         now = engine.snapshot
         error = problem(now, settings=engine.settings, alive=engine.alive)
         if error is None:
-            return Ready(ready=True, model=now.model or "", vram_gb=now.model_memory_bytes / 1e9)
-        body = NotReady(ready=False, model="", vram_gb=0.0, error=detail(error, request_id_of(request)))
+            model = shown_id(now.model or "", local=is_local(request.scope))
+            return Ready(ready=True, model=model, vram_gb=now.model_memory_bytes / 1e9)
+        body = NotReady(ready=False, model="", vram_gb=0.0, error=detail_for(request, error))
         return JSONResponse(body.model_dump(), status_code=503)
 
     return router

@@ -271,12 +271,13 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
 
 
 def check_admin(*, local: bool, lan_admin: bool) -> None:
-    """Other hosts may look; they change something only where the operator said so.
+    """Callers that are not local may look; they load and unload only where the operator allows it.
 
     Raises:
-        AdminForbiddenError: the caller is another host.
+        AdminForbiddenError: they may not.
     """
     if not local and not lan_admin:
         raise AdminForbiddenError(
-            "only this machine may load and unload; start the server with --lan-admin to allow others"
+            "only local callers may load and unload: those on this machine that call http://127.0.0.1 or "
+            "http://localhost directly, or send the API key to it; start the server with --lan-admin to allow others"
         )

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from lmx_lab.engine import Engine, EngineSnapshot, GenerationReport
 from lmx_lab.server.encoding import EncodeEnd
 from lmx_lab.server.generations import RequestEnd
+from lmx_lab.server.naming import shown_id
 
 FORMATS = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
 """By the ``Accept`` header; the second is for those who ask for it."""
@@ -101,7 +102,7 @@ class _EngineFigures(Collector):
         yield from _memory(now)
         loaded = GaugeMetricFamily("lmx_lab_model_loaded", "1 for the loaded model.", labels=("model",))
         if now.model is not None:
-            loaded.add_metric((now.model,), 1)
+            loaded.add_metric((shown_id(now.model, local=False),), 1)
         yield loaded
 
 

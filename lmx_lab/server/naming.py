@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lmx_lab.engine import EngineSnapshot
@@ -17,6 +18,8 @@ RERANK: Kinds = ("rerank", "embedding")
 ANY: Kinds = ("chat", "embedding", "rerank")
 STARTER = {"chat": "smollm2-135m", "embedding": "minilm-l6"}
 LISTED = 5
+# An absolute path of two parts at least that is no route of this server and no part of an address.
+_PATH = re.compile(r"(?<![\w:/.])/(?!(?:v\d|admin)/)(?:[^\s/'\":;,()]+/)+(?P<last>[^\s/'\":;,()]*)")
 
 
 def in_memory(now: EngineSnapshot) -> list[ModelEntry]:
@@ -31,16 +34,38 @@ def rests_by_path(name: str, now: EngineSnapshot) -> bool:
 
 def loaded_id(name: str | None, now: EngineSnapshot, *, local: bool) -> str | None:
     """The id of what is loaded, if the name is its repository (``org/name`` of ``org/name:Q4_K_M``), or its path and
-    the caller a program on this machine; else the name."""
+    the caller local, or what other callers see in place of its path; else the name."""
     held = in_memory(now)
     if name is None or any(entry.id == name for entry in held):
         return name
-    meant = (entry.id for entry in held if _is_repository(name, entry) or (local and Path(name) == entry.path))
+    meant = (entry.id for entry in held if _is_repository(name, entry) or _is_at(name, entry, local=local))
     return next(meant, name)
+
+
+def _is_at(name: str, entry: ModelEntry, *, local: bool) -> bool:
+    return Path(name) == entry.path if local else name == shown_id(entry.id, local=False)
 
 
 def _is_repository(name: str, entry: ModelEntry) -> bool:
     return entry.source == "hub" and entry.id.partition(":")[0] == name
+
+
+def shown_id(model: str, *, local: bool) -> str:
+    """The id of a model as a caller sees it. That of a model loaded by its path is the path; callers that are not local
+    see the last part of it.
+    """
+    return model if local or not model.startswith(("/", "~", ".")) else Path(model).name
+
+
+def without_paths(text: str, folders: Iterable[Path] = ()) -> str:
+    """The text with paths of the file system cut down to their last part.
+
+    Args:
+        folders: Whose paths may have blanks in them; what lies in them keeps its path within the folder.
+    """
+    for folder in sorted(map(str, folders), key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    return _PATH.sub(lambda match: match["last"] or "(a folder)", text)
 
 
 def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds) -> ModelNotFoundError:

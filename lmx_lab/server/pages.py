@@ -5,10 +5,14 @@ Every address on them is relative: behind a Hub or Binder the server lies under 
 
 from __future__ import annotations
 
+import base64
+import hashlib
+
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
 from lmx_lab.asgi.wrapping import VERSION
+from lmx_lab.guard import CONTENT_POLICY
 
 SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.35.0/swagger-ui"
 """The one thing here that is taken from elsewhere, by the browser: 1.9 MB of scripts and styles. They run as this
@@ -27,19 +31,28 @@ this page with <code>v1</code> at its end.
 <li><a href="metrics">metrics</a>: figures for Prometheus
 </ul>
 """
-# Told as a value and not as an address: requests that are tried go to where this page is, and not to the Hub's root.
+# Given as a value and not as an address: requests that are tried go to where this page is, and not to the Hub's root.
+START = """
+window.SwaggerUIBundle && fetch(document.getElementById("document").href).then((it) => it.json()).then((spec) => {
+  spec.servers = [{ url: new URL(".", location).href }];
+  SwaggerUIBundle({ dom_id: "#routes", deepLinking: true, spec });
+});
+"""
 DOCS = f"""{HEAD}
 <link rel="stylesheet" href="{SWAGGER}.css" integrity="sha384-{STYLE_HASH}" crossorigin="anonymous">
 <div id="routes"><p>This page is made by Swagger UI, which the browser takes from the internet. All that it would show
 is in <a id="document" href="openapi.json">openapi.json</a>.</div>
 <script src="{SWAGGER}-bundle.js" integrity="sha384-{SCRIPT_HASH}" crossorigin="anonymous"></script>
-<script>
-window.SwaggerUIBundle && fetch(document.getElementById("document").href).then((it) => it.json()).then((spec) => {{
-  spec.servers = [{{ url: new URL(".", location).href }}];
-  SwaggerUIBundle({{ dom_id: "#routes", deepLinking: true, spec }});
-}});
-</script>
+<script>{START}</script>
 """
+FRONT_POLICY = f"default-src 'none'; base-uri 'none'; form-action 'none'; {CONTENT_POLICY}"
+START_HASH = base64.b64encode(hashlib.sha256(START.encode()).digest()).decode()
+# The images are in Swagger UI's style sheet.
+DOCS_POLICY = (
+    f"{FRONT_POLICY}; script-src {SWAGGER}-bundle.js 'sha256-{START_HASH}'; style-src {SWAGGER}.css; "
+    "img-src data:; connect-src 'self'"
+)
+"""What the page may run and reach: its two scripts, its style sheet and this server."""
 
 
 def page_routes() -> APIRouter:
@@ -47,11 +60,15 @@ def page_routes() -> APIRouter:
 
     # HEAD is for those who only look whether something is there. The HTTP server leaves the body out.
     @router.api_route("/", methods=["GET", "HEAD"])
-    async def front() -> str:
-        return FRONT
+    async def front() -> HTMLResponse:
+        return _page(FRONT, FRONT_POLICY)
 
     @router.api_route("/docs", methods=["GET", "HEAD"])
-    async def docs() -> str:
-        return DOCS
+    async def docs() -> HTMLResponse:
+        return _page(DOCS, DOCS_POLICY)
 
     return router
+
+
+def _page(text: str, policy: str) -> HTMLResponse:
+    return HTMLResponse(text, headers={"content-security-policy": policy})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pydantic_core
 from fastapi import APIRouter, Request, Response
@@ -15,6 +16,7 @@ from lmx_lab.engine import Ranking, RerankRequest
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.connections import while_connected
 from lmx_lab.server.encoding import EncodingService
+from lmx_lab.server.naming import shown_id
 from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.embeddings import EncodingUsage
@@ -50,6 +52,7 @@ async def _answer(
     service: EncodingService, body: RerankBody | TextsRerankBody, request_id: str | None, *, local: bool
 ) -> bytes:
     ranking = await service.rerank(rerank_request(body), request_id, local=local)
+    ranking = replace(ranking, report=replace(ranking.report, model=shown_id(ranking.report.model, local=local)))
     if len(ranking.scores) > SMALL:
         return await asyncio.to_thread(_whole, body, ranking)
     return _whole(body, ranking)

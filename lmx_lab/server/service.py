@@ -11,7 +11,7 @@ from lmx_lab.feed import Feed
 from lmx_lab.server.answers import Answer
 from lmx_lab.server.generations import Generation, Observer, Outcome, RequestEnd
 from lmx_lab.server.loading import Event
-from lmx_lab.server.naming import loaded_id, not_loaded
+from lmx_lab.server.naming import loaded_id, not_loaded, shown_id
 from lmx_lab.server.swapping import ModelSwap
 from lmx_lab.server.translate import ANY_MODEL, generation_request
 from lmx_lab.weights import Catalog
@@ -56,7 +56,8 @@ class ChatService:
         """
         asked = generation_request(request)
         generations = await self.submit(asked, choices=request.choices, request_id=request_id, local=local)
-        answer = Answer(model=generations[0].model, fingerprint=self.fingerprint, logprobs=bool(request.logprobs))
+        model = shown_id(generations[0].model, local=local)
+        answer = Answer(model=model, fingerprint=self.fingerprint, logprobs=bool(request.logprobs))
         return answer, generations
 
     async def submit(

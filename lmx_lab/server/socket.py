@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from lmx_lab.asgi.bodies import parse_json_aside
-from lmx_lab.asgi.errors import detail, invalid, request_id_of
+from lmx_lab.asgi.errors import detail_for, invalid, request_id_of
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.answers import socket_token
@@ -120,7 +120,7 @@ async def _parse(text: str | bytes, limit_bytes: int) -> ChatRequest:
 
 
 def _error(socket: WebSocket, exc: LabError) -> SocketError:
-    return SocketError(error=detail(exc, request_id_of(socket)))
+    return SocketError(error=detail_for(socket, exc))
 
 
 async def _send(socket: WebSocket, message: BaseModel) -> None:

@@ -33,6 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_told(answer: bytes) -> str:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"\r\nx-content-type-options: nosniff\r\n" in head
     assert b"connection: close" in head.lower()
     error = ErrorBody.model_validate_json(body).error
     assert (error.code, error.type, error.retryable) == (InvalidRequestError.code, "invalid_request_error", False)

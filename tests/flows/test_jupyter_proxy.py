@@ -153,11 +153,23 @@ def test_pages_and_whole_answers_pass(http: httpx2.Client, jupyter: Jupyter) -> 
 @pytest.mark.parametrize("path", ["", "docs"])
 def test_pages_for_people_lead_on_under_the_prefix(http: httpx2.Client, path: str) -> None:
     shown = http.get(path)
+    # The server's own, and nothing of Jupyter's beside it.
+    assert shown.headers["content-security-policy"].count("frame-ancestors 'self'") == 1
+    assert shown.headers["content-security-policy"].startswith("default-src 'none'")
     found = [link for link in re.findall(r'href="([^"]*)"', shown.text) if not link.startswith("https://")]
     assert "openapi.json" in found
     answers = [http.get(urljoin(str(shown.url), link)) for link in found]
     assert [answer.status_code for answer in answers] == [200] * len(found)
     assert all(answer.headers["x-lmx-lab"] for answer in answers)
+
+
+def test_a_lab_that_is_not_of_this_jupyter_server_lets_its_callers_look_only(http: httpx2.Client, lab: Lab) -> None:
+    """Its process did not start the lab's, so nothing shows that its callers have logged in."""
+    refused = http.post("admin/models/unload")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin-forbidden")
+    assert {record["path"] for record in http.get("admin/models").json()["models"]} == {
+        record.id for record in lab.models()
+    }
 
 
 def test_who_is_not_logged_in_to_jupyter_gets_nothing(page: str, lab: Lab) -> None:
@@ -204,7 +216,9 @@ def test_in_a_kernel_any_name_passes_that_jupyter_was_asked_for(jupyter: Jupyter
     page = links.proxied_url(jupyter.url, kernel_port)
     asked = {**AUTH, "host": FOREIGN}
     assert httpx2.get(f"{page}healthz", headers=asked).status_code == 200
-    own = httpx2.post(f"{page}admin/models/unload", headers={**asked, "origin": f"https://{FOREIGN}"})
+    # A Hub's proxy adds its own headers.
+    forwarded = {"origin": f"https://{FOREIGN}", "x-forwarded-for": "192.0.2.1", "x-forwarded-host": FOREIGN}
+    own = httpx2.post(f"{page}admin/models/unload", headers={**asked, **forwarded})
     other = httpx2.post(f"{page}admin/models/unload", headers={**asked, "origin": "https://evil.example"})
     assert (own.status_code, other.status_code) == (200, 403)
     assert other.json()["error"]["code"] == "origin-forbidden"

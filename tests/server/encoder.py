@@ -83,7 +83,8 @@ class Answer:
 
 
 def server_of(engine: FakeEncoder, shelf: Shelf | None = None) -> InferenceServer:
-    policy = GuardPolicy(hosts=frozenset({"lab:80", "lab"}))
+    names = frozenset({"lab:80", "lab"})
+    policy = GuardPolicy(hosts=names, local_hosts=names)
     return create_server(
         engine=cast(Engine, engine),
         catalog=cast(Catalog, shelf or Shelf()),

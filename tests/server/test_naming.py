@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,9 @@ from lmx_lab.server.naming import (
     check_unloads,
     loaded_id,
     not_loaded,
+    shown_id,
     unknown_model,
+    without_paths,
 )
 from tests.server.conftest import ENTRY
 
@@ -137,3 +140,36 @@ def test_a_remedy_names_a_few_and_rerankers_first() -> None:
     said = not_loaded(NONE, None, disk, READY, kinds=RERANK).message
     assert said.endswith("on this disk: judge, e0, e1, e2, e3, …")
     assert not_loaded(NONE, None, [], READY, kinds=RERANK).message.endswith("lmx-lab pull minilm-l6 fetches one")
+
+
+@pytest.mark.parametrize("name", ["/home/me/my models/tiny", "~/tiny", "./tiny", "../tiny"])
+def test_a_model_loaded_by_its_path_is_shown_to_others_by_its_last_part(name: str) -> None:
+    assert shown_id(name, local=False) == "tiny"
+    assert shown_id(name, local=True) == name
+
+
+@pytest.mark.parametrize("name", ["tiny", "org/name", "org/name:Q4_K_M", "tiny.gguf", ""])
+def test_any_other_id_is_shown_as_it_is(name: str) -> None:
+    assert shown_id(name, local=False) == name
+
+
+def test_others_may_name_such_a_model_as_they_see_it() -> None:
+    there = replace(ENTRY, id=str(ENTRY.path), source="path")
+    now = EngineSnapshot(state="ready", entry=there)
+    assert loaded_id(ENTRY.path.name, now, local=False) == there.id
+    assert loaded_id("other", now, local=False) == "other"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("tiny at /home/me/models/tiny cannot be loaded", "tiny at tiny cannot be loaded"),
+        ("'/srv/x/tiny/model.safetensors': damaged", "'model.safetensors': damaged"),
+        ("(/srv/x/tiny/), see", "((a folder)), see"),
+        ("/data/my models/tiny/config.json is missing", "tiny/config.json is missing"),
+        ("load it: POST /admin/models/load, GET /v1/models", "load it: POST /admin/models/load, GET /v1/models"),
+        ("see /docs, https://host.example/a/b or org/name/x", "see /docs, https://host.example/a/b or org/name/x"),
+    ],
+)
+def test_messages_lose_paths_and_keep_routes_and_addresses(text: str, shown: str) -> None:
+    assert without_paths(text, [Path("/data"), Path("/data/my models")]) == shown

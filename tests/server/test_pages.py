@@ -73,7 +73,7 @@ def test_requests_that_are_tried_go_to_where_the_page_is(lab: Lab, tab: Page) ->
 
     def proxied(route: Route) -> None:
         answer = httpx2.get(f"{lab.url}/{route.request.url.removeprefix(prefix)}")
-        route.fulfill(status=answer.status_code, body=answer.text, content_type=answer.headers["content-type"])
+        route.fulfill(status=answer.status_code, body=answer.text, headers=dict(answer.headers))
 
     # Its own script would be another one than the page has named, and would not run.
     tab.route(ELSEWHERE, lambda route: route.abort())
@@ -104,3 +104,38 @@ def test_without_the_internet_the_page_says_what_it_lacks(lab: Lab, tab: Page) -
     tab.click("text=openapi.json")
     assert tab.url == f"{lab.url}/openapi.json"
     assert not problems
+
+
+FRAMING = """async (address) => {
+    const frame = Object.assign(document.createElement("iframe"), {src: address});
+    const loaded = new Promise((done) => { frame.onload = done; });
+    document.body.append(frame);
+    await loaded;
+    try { return frame.contentDocument.title; } catch { return "out of reach"; }
+}"""
+
+
+@pytest.mark.parametrize("path", ["", "docs"])
+def test_pages_of_the_same_origin_may_frame_them(lab: Lab, tab: Page, path: str) -> None:
+    """Behind jupyter-server-proxy JupyterLab has the same origin."""
+    tab.route(ELSEWHERE, lambda route: route.abort())
+    outside = "<!doctype html><title>outside</title><body>"
+    tab.route(f"{lab.url}/lab", lambda route: route.fulfill(body=outside, content_type="text/html"))
+    tab.goto(f"{lab.url}/lab")
+    assert tab.evaluate(FRAMING, f"{lab.url}/{path}") == "LMX Lab"
+
+
+def test_what_is_written_into_the_page_does_not_run(lab: Lab, tab: Page) -> None:
+    def written(route: Route) -> None:
+        answer = httpx2.get(f"{lab.url}/docs")
+        injected = "<img src=x onerror='window.ran = 1'><script>window.ran = 1</script>"
+        added = f"{injected}<script src={lab.url}/v1/models></script>"
+        route.fulfill(body=answer.text + added, headers=dict(answer.headers))
+
+    tab.route(ELSEWHERE, lambda route: route.abort())
+    tab.route(f"{lab.url}/docs", written)
+    refused: list[str] = []
+    tab.on("console", lambda said: refused.append(said.text) if "Content Security Policy" in said.text else None)
+    tab.goto(f"{lab.url}/docs")
+    assert tab.evaluate("window.ran === undefined")
+    assert len([text for text in refused if "script" in text]) >= 3

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,9 @@ for method, url, content, headers in json.load(sys.stdin):
     body = None if content is None else json.dumps(content)
     connection.request(method, to.path, body, {"Content-Type": "application/json", **headers})
     response = connection.getresponse()
-    answers.append([response.status, json.loads(response.read() or "null")])
+    text = response.read().decode()
+    is_json = "json" in response.getheader("Content-Type", "")
+    answers.append([response.status, json.loads(text) if is_json else text])
     connection.close()
 json.dump(answers, sys.stdout)
 """
@@ -114,7 +118,7 @@ class Running:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said += line
-            if found := re.search(r"ready at http://[\d.]+:(\d+)", line):
+            if found := re.search(r"ready at http://(?:[\d.]+|\[::1\]):(\d+)", line):
                 return found[1]
         raise AssertionError(self.said)
 
@@ -130,10 +134,12 @@ def served(lan: tuple[Machine, Machine], tiny_home: Path, tmp_path_factory: pyte
     """Addresses on the LAN by what serves there. They start together, which takes as long as one."""
     here, _ = lan
     common = ("serve", "--host", "0.0.0.0", "--port", "0")
+    on_both = ("serve", "--host", "::", "--port", "0")
     daemon_home = tmp_path_factory.mktemp("daemon-home")
     running = {
         "usual": Running(here, tiny_home, *common, "--model", "tiny"),
-        "admin": Running(here, tiny_home, *common, "--lan-admin", "--api-key", "lan-key"),
+        # On a socket of IPv6, which also serves IPv4.
+        "admin": Running(here, tiny_home, *on_both, "--lan-admin", "--api-key", "lan-key"),
         "daemon": Running(here, daemon_home, "daemon", "--host", "0.0.0.0", "--port", "0"),
     }
     try:
@@ -164,8 +170,109 @@ def test_another_machine_chats_and_looks_and_changes_nothing(
     )
     assert [status for status, _ in answers] == [200, 200, 403, 403, 403, 403, 404, 200]
     assert {body["error"]["code"] for status, body in answers if status == 403} == {"admin-forbidden"}
-    (own,) = lan[0].ask(("POST", f"{url}/admin/models/load", {"model": "tiny"}, {}))
-    assert own[0] == 200, "by its own LAN address this machine is itself"
+
+
+def on_loopback(url: str) -> str:
+    """The same server, for programs on its own machine."""
+    return url.replace(SERVER, "127.0.0.1")
+
+
+def test_its_own_machine_is_local_by_loopback_only(lan: tuple[Machine, Machine], served: Any) -> None:
+    url, load = served[0]["usual"], {"model": "tiny"}
+    port = url.rpartition(":")[2]
+    name = socket.gethostname()
+    others = [SERVER, name, name.upper(), f"{name}.local"]
+    answers = lan[0].ask(
+        ("POST", f"{on_loopback(url)}/admin/models/load", load, {}),
+        ("POST", f"{on_loopback(url)}/admin/models/load", load, {"Host": f"LOCALHOST:{port}"}),
+        ("POST", f"{on_loopback(url)}/admin/models/load", load, {"X-Forwarded-For": "127.0.0.1"}),
+        ("POST", f"{url}/admin/models/load", load, {}),
+        ("POST", f"{url}/admin/models/load", load, {"Host": f"localhost:{port}"}),
+        *(("POST", f"{on_loopback(url)}/admin/models/load", load, {"Host": f"{each}:{port}"}) for each in others),
+        *(("GET", f"{on_loopback(url)}/admin/models", None, {"Host": f"{each}:{port}"}) for each in others),
+        ("GET", f"{on_loopback(url)}/admin/models", None, {"Host": f"localhost.:{port}"}),
+    )
+    expected = [200, 200, 403, 403, 403, *[403] * len(others), *[200] * len(others), 421]
+    assert [status for status, _ in answers] == expected
+
+
+def test_from_loopback_the_key_makes_local_under_any_name(
+    lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry
+) -> None:
+    """Over IPv4 on a socket of IPv6, where the address is ``::ffff:127.0.0.1``, and over IPv6."""
+    url, by_path = served[0]["admin"], {"model": str(tiny.path)}
+    port = url.rpartition(":")[2]
+    right = {"Authorization": "Bearer lan-key", "Host": f"{SERVER}:{port}"}
+    answers = lan[0].ask(
+        ("POST", f"{on_loopback(url)}/admin/models/load", by_path, right),
+        ("POST", f"http://[::1]:{port}/admin/models/load", by_path, right),
+        ("POST", f"{on_loopback(url)}/admin/models/load", by_path, {**right, "Authorization": "Bearer x"}),
+        ("POST", f"{url}/admin/models/load", by_path, right),
+        ("POST", f"{on_loopback(url)}/admin/models/unload", None, right),
+    )
+    assert [status for status, _ in answers] == [200, 200, 401, 404, 200]
+
+
+def test_another_machine_sees_no_path(
+    lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry, tmp_path: Path
+) -> None:
+    """Also where the operator has loaded a model by its path, which then is its id."""
+    url = served[0]["usual"]
+    model = tmp_path / "in a folder" / "my-tiny"
+    shutil.copytree(tiny.path, model)
+    own = lan[0].ask(
+        ("POST", f"{on_loopback(url)}/admin/models/load", {"model": str(model)}, {}),
+        ("GET", f"{on_loopback(url)}/admin/models", None, {}),
+        ("GET", f"{on_loopback(url)}/readyz", None, {}),
+    )
+    chat = {**CHAT, "model": "my-tiny"}
+    answers = lan[1].ask(
+        ("GET", f"{url}/admin/models", None, {}),
+        ("GET", f"{url}/v1/models", None, {}),
+        ("GET", f"{url}/v1/models/my-tiny", None, {}),
+        ("GET", f"{url}/readyz", None, {}),
+        ("GET", f"{url}/metrics", None, {}),
+        ("GET", f"{url}/openapi.json", None, {}),
+        ("POST", f"{url}/v1/chat/completions", chat, {}),
+        ("POST", f"{url}/v1/chat/completions", {**chat, "stream": True}, {}),
+        ("POST", f"{url}/v1/completions", {"model": "default", "prompt": "a", "max_tokens": 1}, {}),
+        ("POST", f"{url}/v1/chat/completions", {**CHAT, "model": "tiny-two"}, {}),
+        ("POST", f"{url}/v1/chat/completions", {**CHAT, "model": "nothing"}, {}),
+        ("POST", f"{url}/v1/embeddings", {"model": "default", "input": "a"}, {}),
+    )
+    assert own[0][1]["model"] == own[2][1]["model"] == str(model)
+    assert {str(model), str(tiny.path)} <= {each["path"] for each in own[1][1]["models"]}
+    assert [status for status, _ in answers] == [*[200] * 9, 503, 404, 503]
+    assert all(each["path"] == each["id"] for each in answers[0][1]["models"])
+    assert answers[3][1]["model"] == answers[6][1]["model"] == "my-tiny"
+    for _, body in answers:
+        for folder in (tmp_path, tiny.path.parent):
+            assert str(folder) not in str(body)
+    (back,) = lan[0].ask(("POST", f"{on_loopback(url)}/admin/models/load", {"model": "tiny"}, {}))
+    assert back[0] == 200
+
+
+@pytest.mark.parametrize(("name", "path"), [("usual", "/healthz"), ("daemon", "/v3/health")])
+def test_an_address_that_comes_or_goes_is_noticed(
+    lan: tuple[Machine, Machine], served: Any, name: str, path: str
+) -> None:
+    here, there = lan
+    url = served[0][name]
+    later = "10.77.8.1"
+    question = ("GET", f"{url}{path}", None, {"Host": url.replace(SERVER, later).removeprefix("http://")})
+
+    def status_becomes(wanted: int) -> bool:
+        deadline = time.monotonic() + WAIT_S
+        while there.ask(question)[0][0] != wanted:
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    assert there.ask(question)[0][0] == 421
+    here.run("ip", "address", "add", f"{later}/24", "dev", "lan0")
+    assert status_becomes(200)
+    here.run("ip", "address", "del", f"{later}/24", "dev", "lan0")
+    assert status_becomes(421)
 
 
 def test_where_the_operator_says_so_it_loads_and_unloads_but_names_no_path(
