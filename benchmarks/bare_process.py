@@ -8,14 +8,14 @@ from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
-from lmx_lab.engine import blas, memory
+from lmx_lab.engine import cpu_blas, memory
 from lmx_lab.engine.weights_dtype import fit_weights
 
 
 def main() -> None:
     channel = take_channel()
     # Products and weights as the engine has them.
-    blas.bind()
+    cpu_blas.bind()
     model, tokenizer = load(child_settings()["model"])[:2]
     fit_weights(model, "auto", limit_bytes=memory.limit_bytes(None))
 

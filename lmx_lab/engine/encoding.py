@@ -19,9 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from lmx_lab.engine import memory
+from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 from lmx_lab.engine.requests import EncodeReport, Vectors
-from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import sys
 import mlx.core as mx
 import psutil
 
-from lmx_lab.engine import container
+from lmx_lab.engine import container_limits
 
 LARGEST_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
 """Prompt tokens computed in one step at most, all prompts together; longer ones gain nothing."""
@@ -19,12 +19,12 @@ def total_bytes() -> int:
     """Memory of the device. MLX reports none on a CPU, where it is the machine's, or what a container leaves of it."""
     if size := mx.device_info().get("memory_size"):
         return int(size)
-    return min(psutil.virtual_memory().total, container.memory_limit_bytes(os.environ) or sys.maxsize)
+    return min(psutil.virtual_memory().total, container_limits.memory_limit_bytes(os.environ) or sys.maxsize)
 
 
 def free_bytes() -> int:
     """What this machine, or the container, would still give without ending a process."""
-    free, inside = psutil.virtual_memory().available, container.free_bytes()
+    free, inside = psutil.virtual_memory().available, container_limits.free_bytes()
     return free if inside is None else min(free, inside)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lmx_lab.engine.blas import BlasReport
+from lmx_lab.engine.cpu_blas import BlasReport
 from lmx_lab.weights import ModelEntry
 
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from lmx_lab.engine import memory
+from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.encoding import BUCKET, BUSY_LANE_TOKENS, LANE_TOKENS, EncodeJob, Encoding
 from lmx_lab.engine.requests import Vectors
-from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
 
 

@@ -23,8 +23,8 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
-from lmx_lab.engine import elf, gemv
-from lmx_lab.engine.openblas import OpenBlas, chosen_threads, default_threads
+from lmx_lab.engine.cpu_blas import elf, gemv
+from lmx_lab.engine.cpu_blas.openblas import OpenBlas, chosen_threads, default_threads
 
 log = logging.getLogger(__name__)
 

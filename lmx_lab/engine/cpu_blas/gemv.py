@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import platform
 
-from lmx_lab.engine import elf
+from lmx_lab.engine.cpu_blas import elf
 
 MACHINE = "x86_64"
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from lmx_lab.engine import container, elf
+from lmx_lab.engine import container_limits
+from lmx_lab.engine.cpu_blas import elf
 
 PACKAGE = "scipy_openblas32"
 PREFIX = "scipy_"
@@ -143,7 +144,7 @@ def _allow_forks(path: Path, machine: str) -> bool:
 
 
 def default_threads(
-    environ: Mapping[str, str], cgroups: Path = container.CGROUPS, membership: Path = container.MEMBERSHIP
+    environ: Mapping[str, str], cgroups: Path = container_limits.CGROUPS, membership: Path = container_limits.MEMBERSHIP
 ) -> int:
     """What the environment says, else the physical cores that this process may use."""
     if (chosen := chosen_threads(environ)) is not None:
@@ -151,7 +152,7 @@ def default_threads(
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     # macOS has no such call, and lets a process use all.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(cores, usable, container.cpu_limit(environ, cgroups, membership) or cores))
+    return max(1, min(cores, usable, container_limits.cpu_limit(environ, cgroups, membership) or cores))
 
 
 def chosen_threads(environ: Mapping[str, str]) -> int | None:

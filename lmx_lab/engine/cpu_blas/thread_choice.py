@@ -12,7 +12,7 @@ from statistics import median
 
 import mlx.core as mx
 
-from lmx_lab.engine import blas
+from lmx_lab.engine.cpu_blas import binding
 
 FEW_ROWS = 4
 """Products of fewer rows wait for memory rather than for a core: more threads gain nothing (1 to 3 streams)."""
@@ -80,7 +80,7 @@ class ThreadChoice:
 
     def _use(self, count: int) -> None:
         if count != self.now:
-            blas.use_threads(count)
+            binding.use_threads(count)
             self.now = count
 
 

@@ -17,7 +17,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lmx_lab.engine import blas, elf, gemv, openblas
+from lmx_lab.engine import cpu_blas
+from lmx_lab.engine.cpu_blas import binding, elf, gemv, openblas
 
 LINUX_CPU = sys.platform == "linux" and mx.default_device() == mx.cpu
 needs_slots = pytest.mark.skipif(not LINUX_CPU, reason="MLX calls a BLAS of its own on Linux CPUs only")
@@ -28,21 +29,21 @@ ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 
 
 @pytest.fixture
-def unbound() -> Iterator[blas._Mlx]:
+def unbound() -> Iterator[binding._Mlx]:
     """The slots as MLX was installed, and a binding of the test's own."""
-    before = blas.bind("off")
+    before = cpu_blas.bind("off")
     assert before.name == "reference"
-    binding = blas._Mlx()
-    yield binding
-    binding.bind("off", None)
-    blas.bind("auto")
+    mlx = binding._Mlx()
+    yield mlx
+    mlx.bind("off", None)
+    cpu_blas.bind("auto")
 
 
 def in_slots() -> list[int]:
-    library = next(found for found in elf.libraries() if found.path.endswith(blas.MLX_LIBRARY))
-    slots = elf.slots(library, blas.FUNCTIONS, platform.machine())
-    assert set(slots) == set(blas.FUNCTIONS)
-    return [elf.read(slot) for name in blas.FUNCTIONS for slot in slots[name]]
+    library = next(found for found in elf.libraries() if found.path.endswith(binding.MLX_LIBRARY))
+    slots = elf.slots(library, binding.FUNCTIONS, platform.machine())
+    assert set(slots) == set(binding.FUNCTIONS)
+    return [elf.read(slot) for name in binding.FUNCTIONS for slot in slots[name]]
 
 
 def run(code: str, **environ: str) -> str:
@@ -56,7 +57,7 @@ def run(code: str, **environ: str) -> str:
 
 
 @needs_slots
-def test_openblas_is_put_in_and_taken_out(unbound: blas._Mlx) -> None:
+def test_openblas_is_put_in_and_taken_out(unbound: binding._Mlx) -> None:
     installed = in_slots()
     report = unbound.bind("auto", 1)
     assert (report.name, report.threads) == ("openblas", 1)
@@ -73,10 +74,10 @@ def test_openblas_is_put_in_and_taken_out(unbound: blas._Mlx) -> None:
 def test_several_threads_may_bind_at_once() -> None:
     code = """
 import threading, mlx.core as mx
-from lmx_lab.engine import blas
+from lmx_lab.engine import cpu_blas
 names = []
 def bind(threads):
-    names.append(blas.bind("auto", threads).name)
+    names.append(cpu_blas.bind("auto", threads).name)
     mx.synchronize()
     mx.clear_streams()
 threads = [threading.Thread(target=bind, args=(count,)) for count in (1, 2, 1, 2, 3, 1)]
@@ -92,15 +93,15 @@ print(names == ["openblas"] * 6)
 FAULTS = {
     "package missing": (openblas, "PACKAGE", "no_such_package", "pip install scipy-openblas32"),
     "symbol missing": (openblas, "PREFIX", "other_", "AttributeError"),
-    "another MLX": (blas, "FUNCTIONS", ("cblas_sgemm", "cblas_zgemm"), "calls no cblas_zgemm"),
-    "wrong products": (blas, "differences", lambda: "1 by 1", "differ from numpy's"),
+    "another MLX": (binding, "FUNCTIONS", ("cblas_sgemm", "cblas_zgemm"), "calls no cblas_zgemm"),
+    "wrong products": (binding, "differences", lambda: "1 by 1", "differ from numpy's"),
 }
 
 
 @needs_slots
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_leaves_mlx_as_it_was_and_is_logged_once(
-    fault: str, unbound: blas._Mlx, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str, unbound: binding._Mlx, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module, name, value, words = FAULTS[fault]
     installed = in_slots()
@@ -121,7 +122,7 @@ def _refuse(*_: object) -> None:
 
 
 @needs_slots
-def test_pages_that_stay_read_only_leave_mlx_as_it_was(unbound: blas._Mlx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_stay_read_only_leave_mlx_as_it_was(unbound: binding._Mlx, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = in_slots()
     with monkeypatch.context() as patch:
         patch.setattr(elf, "_protection", lambda _page: elf.mmap.PROT_READ)
@@ -132,7 +133,7 @@ def test_pages_that_stay_read_only_leave_mlx_as_it_was(unbound: blas._Mlx, monke
 
 @needs_x86
 def test_where_no_page_may_be_executable_one_row_goes_to_sgemm(
-    unbound: blas._Mlx, monkeypatch: pytest.MonkeyPatch
+    unbound: binding._Mlx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(elf, "protect", _refuse)
@@ -141,7 +142,9 @@ def test_where_no_page_may_be_executable_one_row_goes_to_sgemm(
 
 
 @needs_slots
-def test_another_blas_that_was_chosen_before_is_left_alone(unbound: blas._Mlx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_blas_that_was_chosen_before_is_left_alone(
+    unbound: binding._Mlx, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed = in_slots()
     with monkeypatch.context() as patch:
         patch.setattr(elf, "owner", lambda _address: "/usr/lib/libopenblas.so.0")
@@ -152,7 +155,7 @@ def test_another_blas_that_was_chosen_before_is_left_alone(unbound: blas._Mlx, m
 
 def test_a_gpu_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
-    assert blas.bind().name == "unused"
+    assert cpu_blas.bind().name == "unused"
 
 
 @needs_slots
@@ -193,7 +196,7 @@ def test_slots_are_found_in_the_tables_of_a_library(machine: str, types: tuple[i
 @needs_slots
 @pytest.mark.parametrize("transposed", list(itertools.product((False, True), repeat=2)))
 def test_products_of_mlx_are_those_of_numpy(transposed: tuple[bool, bool]) -> None:
-    assert blas.bind("auto").name == "openblas"
+    assert cpu_blas.bind("auto").name == "openblas"
     random = np.random.default_rng(1)
     for _ in range(60):
         rows, inner, columns, batch = (int(size) for size in random.integers(1, (4, 90, 90, 4)))
@@ -262,10 +265,10 @@ def test_what_is_no_product_of_a_row_by_a_matrix_goes_to_sgemm() -> None:
 WORKING = """
 import os, subprocess, sys, threading
 import mlx.core as mx
-from lmx_lab.engine import blas
+from lmx_lab.engine import cpu_blas
 stop, working = threading.Event(), threading.Event()
 def work():
-    assert blas.bind("auto", 2).name == "openblas"
+    assert cpu_blas.bind("auto", 2).name == "openblas"
     a = mx.ones((256, 576)); b = mx.ones((576, 1536))
     with mx.stream(mx.cpu):
         while not stop.is_set():
@@ -321,7 +324,7 @@ def test_programs_started_while_mlx_computes_see_the_environment_as_it_was() -> 
 @needs_slots
 def test_a_process_that_bound_ends_by_itself() -> None:
     for choice in ("auto", "off"):
-        run(f"from lmx_lab.engine import blas; blas.bind({choice!r})")
+        run(f"from lmx_lab.engine import cpu_blas; cpu_blas.bind({choice!r})")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
@@ -375,4 +378,6 @@ def test_without_cpuinfo_nothing_is_assumed(tmp_path: Path) -> None:
 
 @needs_x86
 def test_the_users_choice_of_kernels_stays() -> None:
-    assert "Nehalem" in run("from lmx_lab.engine import blas; print(blas.bind().detail)", OPENBLAS_CORETYPE="Nehalem")
+    assert "Nehalem" in run(
+        "from lmx_lab.engine import cpu_blas; print(cpu_blas.bind().detail)", OPENBLAS_CORETYPE="Nehalem"
+    )

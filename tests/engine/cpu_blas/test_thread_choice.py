@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import blas, threads
-from lmx_lab.engine.threads import LOOK_AGAIN_S, LOOK_LATER_S, REST_S, ThreadChoice
+from lmx_lab.engine.cpu_blas import binding, thread_choice
+from lmx_lab.engine.cpu_blas.thread_choice import LOOK_AGAIN_S, LOOK_LATER_S, REST_S, ThreadChoice
 
 
 class Machine:
@@ -18,9 +18,9 @@ class Machine:
         self.seconds = {1: 1.0, 2: 0.6, 3: 0.5, 4: 0.4}
         self.tried: list[int] = []
         self.in_use = 0
-        monkeypatch.setattr(blas, "use_threads", self._use)
-        monkeypatch.setattr(threads, "_seconds", self._try)
-        monkeypatch.setattr(threads.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(binding, "use_threads", self._use)
+        monkeypatch.setattr(thread_choice, "_seconds", self._try)
+        monkeypatch.setattr(thread_choice.time, "perf_counter", lambda: self.now)
 
     def _use(self, count: int) -> None:
         self.in_use = count
@@ -124,8 +124,8 @@ def test_one_core_leaves_nothing_to_choose(machine: Machine) -> None:
 
 
 def test_the_product_that_is_tried_is_a_real_one() -> None:
-    assert 0 < threads._seconds(float("inf")) < 10
+    assert 0 < thread_choice._seconds(float("inf")) < 10
 
 
 def test_a_hopeless_number_is_tried_once() -> None:
-    assert threads._seconds(0.0) > 0
+    assert thread_choice._seconds(0.0) > 0

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lmx_lab.engine import memory
-from lmx_lab.engine.container import CGROUPS, MEMBERSHIP, cpu_limit, free_bytes, memory_limit_bytes
+from lmx_lab.engine.container_limits import CGROUPS, MEMBERSHIP, cpu_limit, free_bytes, memory_limit_bytes
 
 MIB = 2**20
 GIB = 2**30
@@ -23,7 +23,7 @@ OWN_V2 = "0::/user.slice/notebook.service\n"
 OWN_V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/pods/mine\n1:name=systemd:/pods/mine\n"
 ASK = """
 import json, os
-from lmx_lab.engine import container, memory
+from lmx_lab.engine import container_limits, memory
 print(json.dumps([memory.total_bytes(), memory.limit_bytes(None), memory.free_bytes()]))
 """
 
