@@ -8,14 +8,15 @@ from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
-from lmx_lab.engine import cpu_blas, memory
+from lmx_lab.engine import memory
+from lmx_lab.engine.cpu_blas import configure_blas
 from lmx_lab.engine.weights_dtype import fit_weights
 
 
 def main() -> None:
     channel = take_channel()
     # Products and weights as the engine has them.
-    cpu_blas.bind()
+    configure_blas()
     model, tokenizer = load(child_settings()["model"])[:2]
     fit_weights(model, "auto", limit_bytes=memory.limit_bytes(None))
 

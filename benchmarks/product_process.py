@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
-from lmx_lab.engine import cpu_blas
+from lmx_lab.engine.cpu_blas import configure_blas
 
 SIZE = 1024
 FLOP = 2 * SIZE**3
@@ -20,7 +20,7 @@ REPEATS = 5
 
 def main() -> None:
     channel = take_channel()
-    report = cpu_blas.bind(child_settings()["blas"])
+    report = configure_blas(child_settings()["blas"])
     random = np.random.default_rng(0)
     left, right = (random.standard_normal((SIZE, SIZE), dtype=np.float32) for _ in range(2))
     mlx_left, mlx_right = mx.array(left), mx.array(right)

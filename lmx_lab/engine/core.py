@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from lmx_lab.engine import cpu_blas, memory
+from lmx_lab.engine import memory
 from lmx_lab.engine.contract import NOTHING_LOADED
-from lmx_lab.engine.cpu_blas import ThreadChoice
+from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.engine.encoding import EncodeJob, Encoding
 from lmx_lab.engine.generating import Generating
@@ -63,8 +63,8 @@ class EngineCore:
         self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
         self._main: Loaded | None = None
         self._pinned: dict[Kind, LoadedEncoder] = {}
-        report = cpu_blas.bind(settings.blas, settings.threads)
-        threads = ThreadChoice(report.threads or 1, fixed=report.threads_chosen)
+        report = configure_blas(settings.blas, settings.threads)
+        threads = ThreadChoice(report)
         self.generating = Generating(settings, threads, limit_bytes=self._limit_bytes)
         self.encoding = Encoding(
             threads,

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from lmx_lab.engine.cpu_blas.openblas import default_threads
+from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.gguf.process import INSTALL, PACKAGE, installed
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format

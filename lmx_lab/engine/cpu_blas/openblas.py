@@ -1,4 +1,4 @@
-"""OpenBLAS from the package ``scipy-openblas32``, loaded so that it shares a process with others."""
+"""Loads OpenBLAS from the package ``scipy-openblas32`` without affecting other libraries of the process."""
 
 from __future__ import annotations
 
@@ -9,56 +9,55 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
-from lmx_lab.engine import container_limits
 from lmx_lab.engine.cpu_blas import elf
 
 PACKAGE = "scipy_openblas32"
 PREFIX = "scipy_"
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"
 DESTROY_CONDITION = "pthread_cond_destroy"
 IDLE_TIMEOUT = "26"
-"""OPENBLAS_THREAD_TIMEOUT: idle threads spin for 2**n cycles before they sleep; 26 are 25 ms.
+"""OPENBLAS_THREAD_TIMEOUT: idle threads spin for 2**n cycles before they sleep; 26 is about 25 ms.
 
-Longer than what lies between two products of a forward pass, and between two passes: with 4, each product wakes them
-(0.34 against 0.24 ms, two cores, 64 rows). Shorter than by default, so that a server that rests does so soon.
+This is longer than the pause between two products of a forward pass, and between two passes: with 4, each product has
+to wake the threads (0.34 against 0.24 ms, two cores, 64 rows). It is shorter than the default, so that the threads of
+an idle server sleep soon.
 """
 
 
 class OpenBlas:
-    """The loaded library. Loading it twice gives the same one."""
+    """The loaded OpenBLAS library. A second instance refers to the same library."""
 
     def __init__(self, threads: int, machine: str) -> None:
-        """
+        """Load the library.
+
         Raises:
-            ImportError: the package is not installed, or has no library.
+            ImportError: the package is not installed, or contains no library.
             OSError: the library cannot be loaded.
         """
-        path = _library()
-        values = {"OPENBLAS_NUM_THREADS": str(threads), "OPENBLAS_THREAD_TIMEOUT": IDLE_TIMEOUT}
+        path = _library_path()
+        values = {"OPENBLAS_THREAD_TIMEOUT": IDLE_TIMEOUT}
         if is_narrow_avx512():
             values["OPENBLAS_CORETYPE"] = "Zen"
-        values |= {
-            name: os.environ[name] for name in (*values,) if name not in THREAD_VARIABLES and os.environ.get(name)
-        }
-        with _environment(values):
-            # Local (the default), so that a SciPy loaded later does not find these symbols before its own.
+        # Values that the user has set win.
+        values |= {name: os.environ[name] for name in values if os.environ.get(name)}
+        with _environment({THREADS_VARIABLE: str(threads), **values}):
+            # RTLD_LOCAL (the default): a SciPy that is loaded later must find its own symbols first.
             self._library = ctypes.CDLL(str(path))
         self._library.scipy_openblas_get_config.restype = ctypes.c_char_p
         self._library.scipy_openblas_get_corename.restype = ctypes.c_char_p
-        self.forks = _allow_forks(path, machine)
-        """Whether a fork is harmless with more than one thread."""
+        self.is_fork_safe = _disable_fork_handlers(path, machine)
+        """Whether the process can fork while OpenBLAS has more than one thread."""
         os.register_at_fork(after_in_child=self._after_fork)
 
     @property
     def title(self) -> str:
-        """Name, version, and the processor whose kernels it chose."""
+        """Name, version, and the processor type that its kernels are for."""
         name, version = self._library.scipy_openblas_get_config().decode().split()[:2]
         return f"{name} {version} ({self._library.scipy_openblas_get_corename().decode()})"
 
     @property
     def threads(self) -> int:
+        """Number of threads of the next product."""
         return int(self._library.scipy_openblas_get_num_threads())
 
     @threads.setter
@@ -66,25 +65,25 @@ class OpenBlas:
         self._library.scipy_openblas_set_num_threads(count)
 
     def address(self, name: str) -> int:
-        """Of a function.
+        """The address of a function.
 
         Raises:
-            AttributeError: there is none of this name.
+            AttributeError: the library has no such function.
         """
         address = ctypes.cast(getattr(self._library, PREFIX + name), ctypes.c_void_p).value
         assert address is not None
         return address
 
     def _after_fork(self) -> None:
-        # A forked child has no threads but its own; OpenBLAS would wait for them.
+        # A forked child has a single thread; OpenBLAS would wait for the others.
         self.threads = 1
 
 
 def is_narrow_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this is a processor that computes 512 bits in two halves: AMD's Zen 4, of family 25.
+    """Whether the processor computes 512 bits in two halves: AMD's Zen 4, family 25.
 
-    OpenBLAS takes it for a SkylakeX. Its kernels of 256 bits are quicker there: rows times (384, 1,536), GFLOP/s on
-    one core, SkylakeX against Zen: 8 rows 45 and 62, 64 rows 88 and 97, 240 rows 101 and 107.
+    OpenBLAS treats it as SkylakeX, but its 256-bit kernels are faster there. GFLOP/s of a product with a (384, 1,536)
+    matrix on one core, SkylakeX against Zen kernels: 45 and 62 with 8 rows, 88 and 97 with 64, 101 and 107 with 240.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
@@ -94,8 +93,8 @@ def is_narrow_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return facts.get("vendor_id") == "AuthenticAMD" and facts.get("cpu family") == "25"
 
 
-def _library() -> Path:
-    # Found, not imported: importing it would load it for every library in the process.
+def _library_path() -> Path:
+    # The package is not imported: that would load the library for the whole process.
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise ImportError("the package scipy-openblas32 is not installed")
@@ -107,6 +106,7 @@ def _library() -> Path:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -119,15 +119,15 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _allow_forks(path: Path, machine: str) -> bool:
-    """Take out what hangs when a process with OpenBLAS forks (seen with 0.3.34); whether that could be done.
+def _disable_fork_handlers(path: Path, machine: str) -> bool:
+    """Disable two OpenBLAS functions that hang when the process forks (seen with 0.3.34); return whether it worked.
 
-    The handler by which it ends its threads before every fork waits for ever when a product is under way: a thread at
-    work overwrites its order to end. IPython forks for every ``!command``. The C library drops a library's fork
-    handlers with its exit handlers, of which OpenBLAS has none.
+    The first is its fork handler, which ends its threads before every fork. It waits forever while a product is being
+    computed, because a busy thread overwrites the request to end. IPython forks for every ``!command``. The C library
+    removes the fork handlers of a library together with its exit handlers; OpenBLAS has none of the latter.
 
-    The child then ends with conditions for which threads wait that it does not have; destroying one waits for them.
-    So that call goes to a function that does nothing.
+    The second runs when the child process exits: destroying a condition variable waits for threads that the child does
+    not have. That call is redirected to a function without effect.
     """
     library = next((one for one in elf.libraries() if os.path.realpath(one.path) == os.path.realpath(path)), None)
     if library is None:
@@ -137,29 +137,7 @@ def _allow_forks(path: Path, machine: str) -> bool:
     if handle is None or slots is None:
         return False
     c_library = ctypes.CDLL(None)
-    nothing = ctypes.cast(c_library.getpid, ctypes.c_void_p).value or 0
-    elf.write(dict.fromkeys(slots, nothing))
+    without_effect = ctypes.cast(c_library.getpid, ctypes.c_void_p).value or 0
+    elf.write(dict.fromkeys(slots, without_effect))
     c_library.__cxa_finalize(ctypes.c_void_p(handle))
     return True
-
-
-def default_threads(
-    environ: Mapping[str, str], cgroups: Path = container_limits.CGROUPS, membership: Path = container_limits.MEMBERSHIP
-) -> int:
-    """What the environment says, else the physical cores that this process may use."""
-    if (chosen := chosen_threads(environ)) is not None:
-        return chosen
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    # macOS has no such call, and lets a process use all.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(cores, usable, container_limits.cpu_limit(environ, cgroups, membership) or cores))
-
-
-def chosen_threads(environ: Mapping[str, str]) -> int | None:
-    """What the environment says, if it says something."""
-    for name in THREAD_VARIABLES:
-        # OMP_NUM_THREADS may be a list, one number a level.
-        first = environ.get(name, "").split(",")[0].strip()
-        if first.isdecimal() and int(first) > 0:
-            return int(first)
-    return None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmx_lab.engine.cpu_blas.openblas import default_threads
+from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.dialect import Dialect
 from lmx_lab.engine.gguf.budget import Plan, plan
 from lmx_lab.engine.gguf.connection import LlamaConnection, RefusedError
