@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmx_lab.bench.case import Arrival, Case, Closed, Poisson, Sweep
     from lmx_lab.bench.comparison import compare
-    from lmx_lab.bench.driving import drive
-    from lmx_lab.bench.keeping import Recorder, load, save
+    from lmx_lab.bench.load_generator import drive
     from lmx_lab.bench.plots import by_concurrency, by_prompt_length
-    from lmx_lab.bench.running import run, samples
+    from lmx_lab.bench.runner import run, samples
     from lmx_lab.bench.sample import Sample, frame
     from lmx_lab.bench.statistics import Interval, median_interval, ratio_interval, summary
+    from lmx_lab.bench.storage import Recorder, load, save
     from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts
 
 _HOME = {
     "case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
     "comparison": ("compare",),
-    "driving": ("drive",),
-    "keeping": ("Recorder", "load", "save"),
+    "load_generator": ("drive",),
+    "storage": ("Recorder", "load", "save"),
     "plots": ("by_concurrency", "by_prompt_length"),
-    "running": ("run", "samples"),
+    "runner": ("run", "samples"),
     "sample": ("Sample", "frame"),
     "statistics": ("Interval", "median_interval", "ratio_interval", "summary"),
     "targets": ("ChatTarget", "EngineTarget", "Target", "TargetFacts"),

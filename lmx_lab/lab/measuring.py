@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
-from lmx_lab.bench.driving import Run
-from lmx_lab.bench.keeping import Recorder
+from lmx_lab.bench.load_generator import Run
 from lmx_lab.bench.provenance import provenance
-from lmx_lab.bench.running import Measured, Progress, progress_text, samples
+from lmx_lab.bench.runner import Measured, Progress, progress_text, samples
 from lmx_lab.bench.sample import Sample, frame
+from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, Target, as_target
 from lmx_lab.lab.showing import Showing
 from lmx_lab.lab.verbs import Verbs

@@ -14,7 +14,7 @@ import pytest
 
 from lmx_lab.bench.case import Case
 from lmx_lab.bench.chunks import Chunk
-from lmx_lab.bench.driving import drive
+from lmx_lab.bench.load_generator import drive
 from lmx_lab.bench.sample import Sample
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
 from lmx_lab.engine import Engine

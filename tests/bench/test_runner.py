@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.bench import load, running
+from lmx_lab.bench import load, runner
 from lmx_lab.bench.case import Case, Poisson, Sweep
-from lmx_lab.bench.keeping import Recorder
-from lmx_lab.bench.running import Progress, progress_text, run, samples
+from lmx_lab.bench.runner import Progress, progress_text, run, samples
 from lmx_lab.bench.sample import COLUMNS, Sample
 from lmx_lab.bench.statistics import median_interval
+from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.lab import Lab
@@ -268,7 +268,7 @@ def test_one_target_twice_is_as_fast_as_itself(lab: Lab) -> None:
 
 def test_the_worker_of_an_interrupt_before_its_start_asks_nothing() -> None:
     with Scripted(WORDS) as server:
-        worker = running._Worker(lambda: samples(server.url, CASE))
+        worker = runner._Worker(lambda: samples(server.url, CASE))
         worker.cancel()
         assert list(worker) == []
         assert server.bodies == []

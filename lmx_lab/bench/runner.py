@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmx_lab.bench.case import Case, Closed, Sweep, planned
-from lmx_lab.bench.driving import SILENCE_S, Run, Session
-from lmx_lab.bench.keeping import Recorder
+from lmx_lab.bench.load_generator import SILENCE_S, Run, Session
 from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.sample import Sample, frame
+from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import Target, as_target
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.progress import counter

@@ -13,7 +13,7 @@ import pytest
 
 from lmx_lab.bench.case import Case, Poisson
 from lmx_lab.bench.chunks import Chunk
-from lmx_lab.bench.driving import DOWN, Run, Session, drive
+from lmx_lab.bench.load_generator import DOWN, Run, Session, drive
 from lmx_lab.bench.prompts import prompt_hash
 from lmx_lab.bench.sample import Sample
 from lmx_lab.bench.targets import ChatTarget
@@ -278,7 +278,7 @@ async def test_a_user_who_is_refused_waits_as_the_server_advises(monkeypatch: py
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr("lmx_lab.bench.driving.asyncio.sleep", sleep)
+    monkeypatch.setattr("lmx_lab.bench.load_generator.asyncio.sleep", sleep)
     answers: list[Script] = [
         refuses(429, "queue-full", "full", retry_after="2"),
         refuses(429, "queue-full", retry_after="900"),
