@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lmx_lab.bench.calibration import Calibration, calibrated
 from lmx_lab.bench.case import Case, Closed, Poisson
 from lmx_lab.bench.figures import Trace
-from lmx_lab.bench.prompts import prompt, prompt_hash
+from lmx_lab.bench.prompts import prompt, prompt_hash, words
 from lmx_lab.bench.sample import RunClock, Sample, new_run
 from lmx_lab.bench.targets import Target, TargetFacts
 from lmx_lab.errors import InvalidRequestError, LabError, UnclearModelError, UnreachableError
@@ -27,7 +27,28 @@ DOWN = 3
 """Requests that nobody took or answered, one after the other: then nobody is asked any more in this case."""
 ADVICE_S = 5.0
 """A user who is refused waits as long as the server advises, but no longer than this."""
+FEW_WORDS = 8
+MANY_WORDS = (64, 512)
+"""At least, and at most."""
 Took = Callable[[Sample], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    tokens_per_word: float = 1.0
+    template_tokens: float = 0.0
+    """What the chat template adds to any prompt, and what its words have more than most."""
+    proven: bool = False
+    """A whole prompt of this length was counted."""
+
+    def left(self, tokens: int) -> int:
+        """Of a prompt of so many tokens, those that its words are to be."""
+        return max(1, round(tokens - self.template_tokens))
+
+    def corrected(self, wanted_tokens: int, counted_tokens: int) -> Calibration:
+        """By a prompt that was made for ``wanted_tokens`` and had ``counted_tokens``."""
+        more = counted_tokens - max(wanted_tokens, self.template_tokens + 1)
+        return replace(self, template_tokens=self.template_tokens + more, proven=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +79,7 @@ async def drive(
     A request that fails is a sample with its error. After three without an answer in a row the rest of the case is
     not asked, and has rows that say so. Closing the generator ends what is under way.
     """
-    session = Session(target, case, repeat=repeat, run=Run(silence_s=silence_s))
+    session = CaseRun(target, case, repeat=repeat, run=Run(silence_s=silence_s))
     await session.prepare()
     for part in (session.warm_up(), session.measure(range(case.requests))):
         async with aclosing(part) as ended:
@@ -66,7 +87,7 @@ async def drive(
                 yield sample
 
 
-class Session:
+class CaseRun:
     """One target in one repeat of one case. First ``prepare``, then the warm-up, then any parts of the requests."""
 
     def __init__(self, target: Target, case: Case, *, repeat: int, run: Run) -> None:
@@ -264,6 +285,32 @@ class Session:
             "seed": case.seed,
             "repeat": self._repeat,
         }
+
+
+async def calibrated(target: Target, tokens: int) -> Calibration:
+    """For prompts of about ``tokens`` tokens; without effect where the target counts nothing.
+
+    Raises:
+        LabError: the target's.
+    """
+    least, most = MANY_WORDS
+    many = max(least, min(tokens, most))
+    few_tokens, many_tokens = await _counted(target, FEW_WORDS), await _counted(target, many)
+    if few_tokens is None or many_tokens is None or many_tokens <= few_tokens:
+        return Calibration()
+    tokens_per_word = (many_tokens - few_tokens) / (many - FEW_WORDS)
+    return Calibration(tokens_per_word=tokens_per_word, template_tokens=few_tokens - FEW_WORDS * tokens_per_word)
+
+
+async def _counted(target: Target, count: int) -> int | None:
+    """The tokens of a prompt of so many words."""
+    text = words(secrets.randbits(32), 0, count)
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    found = None
+    async with aclosing(target.ask(body)) as chunks:
+        async for chunk in chunks:
+            found = chunk.usage.prompt if chunk.usage else found
+    return found
 
 
 async def _as_they_end(work: Callable[[Took], Awaitable[None]]) -> AsyncGenerator[Sample, None]:

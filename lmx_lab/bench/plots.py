@@ -48,7 +48,7 @@ LEGEND_ROW_INCHES = 0.22
 TITLE_CHARACTERS = 55
 
 
-class Chart(Figure):
+class NotebookFigure(Figure):
     """A matplotlib figure that a notebook shows by itself, whether or not pyplot was imported."""
 
     def _repr_png_(self) -> bytes:
@@ -57,7 +57,9 @@ class Chart(Figure):
         return out.getvalue()
 
 
-def by_concurrency(samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY, level: float = LEVEL) -> Chart:
+def by_concurrency(
+    samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY, level: float = LEVEL
+) -> NotebookFigure:
     """Each figure over the number of requests at once: medians, and bars for their intervals, where they have one.
 
     A line for everything else that differs, such as the target. Times between pieces of the stream, which may hold
@@ -70,7 +72,9 @@ def by_concurrency(samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY,
     return _chart(samples, "concurrency", metrics, level)
 
 
-def by_prompt_length(samples: Samples, *, metrics: Sequence[str] = BY_PROMPT_LENGTH, level: float = LEVEL) -> Chart:
+def by_prompt_length(
+    samples: Samples, *, metrics: Sequence[str] = BY_PROMPT_LENGTH, level: float = LEVEL
+) -> NotebookFigure:
     """The same over the length of the prompts.
 
     Raises:
@@ -79,7 +83,7 @@ def by_prompt_length(samples: Samples, *, metrics: Sequence[str] = BY_PROMPT_LEN
     return _chart(samples, "prompt_tokens_wanted", metrics, level)
 
 
-def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) -> Chart:
+def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) -> NotebookFigure:
     if unknown := [name for name in metrics if name not in (*METRICS, TOTAL)]:
         known = ", ".join((TOTAL, *METRICS))
         raise InvalidRequestError(f"metrics: no figure {', '.join(unknown)}; there are {known}", param="metrics")
@@ -92,7 +96,9 @@ def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) ->
     beside = max(1, LEGEND_CHARACTERS * len(metrics) // max(len(name) + 8 for name in lines))
     legend_rows = math.ceil(len(lines) / beside) if len(lines) > 1 else 0
     width, height = PANEL_INCHES
-    chart = Chart(figsize=(width * len(metrics), height + legend_rows * LEGEND_ROW_INCHES), layout="constrained")
+    chart = NotebookFigure(
+        figsize=(width * len(metrics), height + legend_rows * LEGEND_ROW_INCHES), layout="constrained"
+    )
     panels = chart.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
         _draw(panel, lines, over, metric)

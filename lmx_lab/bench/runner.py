@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmx_lab.bench.case import Case, Closed, Sweep, planned
-from lmx_lab.bench.load_generator import SILENCE_S, Run, Session
+from lmx_lab.bench.load_generator import SILENCE_S, CaseRun, Run
 from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.sample import Sample, frame
 from lmx_lab.bench.storage import Recorder
@@ -35,7 +35,7 @@ END_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RunProgress:
     """How far a run is, in requests, warm-up included."""
 
     done: int
@@ -44,14 +44,14 @@ class Progress:
     """The latest."""
 
 
-Watch: TypeAlias = Callable[[Progress], None]
+ProgressCallback: TypeAlias = Callable[[RunProgress], None]
 
 
 def run(
     target: Measured | Sequence[Measured],
     plan: Plan,
     *,
-    progress: bool | Watch = True,
+    progress: bool | ProgressCallback = True,
     record: bool | Path | str = False,
     silence_s: float = SILENCE_S,
 ) -> pd.DataFrame:
@@ -89,7 +89,7 @@ def run(
             taken.append(sample)
             if recorder is not None:
                 recorder.keep(sample)
-            watch(Progress(done=len(taken), total=total, sample=sample))
+            watch(RunProgress(done=len(taken), total=total, sample=sample))
     table = frame(taken, known)
     table.attrs["interrupted"] = worker.cancelled
     table.attrs["path"] = str(recorder.path) if recorder is not None and recorder.path is not None else None
@@ -119,7 +119,7 @@ async def samples(
 
 async def _samples(targets: list[Target], cases: tuple[Case, ...], shared: Run) -> AsyncGenerator[Sample, None]:
     for repeat, case in planned(cases):
-        sessions = [Session(target, case, repeat=repeat, run=shared) for target in targets]
+        sessions = [CaseRun(target, case, repeat=repeat, run=shared) for target in targets]
         for session in sessions:
             await session.prepare()
         for part in _parts(sessions, case, repeat):
@@ -128,7 +128,7 @@ async def _samples(targets: list[Target], cases: tuple[Case, ...], shared: Run) 
                     yield sample
 
 
-def _parts(sessions: list[Session], case: Case, repeat: int) -> Iterator[AsyncGenerator[Sample, None]]:
+def _parts(sessions: list[CaseRun], case: Case, repeat: int) -> Iterator[AsyncGenerator[Sample, None]]:
     """All warm-ups, then the requests, target by target; who begins changes with each repeat and turn.
 
     A single user's targets take turns request by request. Several users would wait for each other at each turn.
@@ -259,7 +259,7 @@ def _interruptible(worker: _Worker) -> Iterator[None]:
 
 
 @contextmanager
-def _watching(progress: bool | Watch) -> Iterator[Watch]:
+def _watching(progress: bool | ProgressCallback) -> Iterator[ProgressCallback]:
     if callable(progress):
         yield progress
     elif progress:
@@ -269,7 +269,7 @@ def _watching(progress: bool | Watch) -> Iterator[Watch]:
         yield lambda step: None
 
 
-def progress_text(step: Progress) -> str:
+def progress_text(step: RunProgress) -> str:
     """What was measured last, on one line and without control characters: some of it is a server's."""
     sample = step.sample
     rate = f"{sample.decode_tok_s:.1f} tok/s" if sample.decode_tok_s else ""

@@ -13,7 +13,7 @@ import pytest
 
 from lmx_lab.bench.case import Case, Poisson
 from lmx_lab.bench.chunks import Chunk
-from lmx_lab.bench.load_generator import DOWN, Run, Session, drive
+from lmx_lab.bench.load_generator import DOWN, CaseRun, Run, drive
 from lmx_lab.bench.prompts import prompt_hash
 from lmx_lab.bench.sample import Sample
 from lmx_lab.bench.targets import ChatTarget
@@ -285,7 +285,7 @@ async def test_a_user_who_is_refused_waits_as_the_server_advises(monkeypatch: py
         WORDS,
     ]
     with Scripted(after_calibration(*answers)) as server:
-        session = Session(ChatTarget(server.url), case(), repeat=0, run=Run())
+        session = CaseRun(ChatTarget(server.url), case(), repeat=0, run=Run())
         samples = await collected(session.measure(range(3)))
     assert codes(samples) == ["queue-full", "queue-full", None]
     assert slept == [0.0, 2.0, 5.0]

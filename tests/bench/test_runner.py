@@ -14,7 +14,7 @@ import pytest
 
 from lmx_lab.bench import load, runner
 from lmx_lab.bench.case import Case, Poisson, Sweep
-from lmx_lab.bench.runner import Progress, progress_text, run, samples
+from lmx_lab.bench.runner import RunProgress, progress_text, run, samples
 from lmx_lab.bench.sample import COLUMNS, Sample
 from lmx_lab.bench.statistics import median_interval
 from lmx_lab.bench.storage import Recorder
@@ -91,7 +91,7 @@ def test_a_target_that_is_down_does_not_keep_another_from_being_measured() -> No
 def test_progress_is_told_on_the_callers_thread_and_counts_to_the_end() -> None:
     told: list[tuple[int, int, threading.Thread]] = []
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: RunProgress) -> None:
         told.append((progress.done, progress.total, threading.current_thread()))
 
     with Scripted(WORDS) as server:
@@ -115,7 +115,7 @@ def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
 
 
 def test_a_line_of_progress_says_what_failed() -> None:
-    text = progress_text(Progress(done=3, total=12, sample=sample(error="queue-full: no place")))
+    text = progress_text(RunProgress(done=3, total=12, sample=sample(error="queue-full: no place")))
     assert text.endswith("failed: queue-full: no place")
 
 
@@ -145,8 +145,8 @@ def test_a_run_can_be_kept_and_read_again(tmp_path: Path) -> None:
     assert next(iter(kept.attrs["provenance"].values())) == table.attrs["provenance"]
 
 
-def interrupting(after: int) -> Callable[[Progress], None]:
-    def watch(progress: Progress) -> None:
+def interrupting(after: int) -> Callable[[RunProgress], None]:
+    def watch(progress: RunProgress) -> None:
         if progress.done == after:
             signal.raise_signal(signal.SIGINT)
 
@@ -189,7 +189,7 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(progress: Progress) -> None:
+    def twice(progress: RunProgress) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
