@@ -68,7 +68,7 @@ def test_a_model_is_measured_in_this_process_without_http(tiny_home: Path, tmp_p
     # 6 requests are enough for an interval, and 2 repeats are not.
     assert len(re.findall(r"\d-\d", result.stdout)) == 2 * 3
     assert b"<svg" in plot.read_bytes()
-    found = re.search(r"kept in (\S+)", result.stderr)
+    found = re.search(r"stored in (\S+)", result.stderr)
     assert found
     assert len(load(found[1])) == 2 * 2 * (1 + 3)
 
@@ -130,7 +130,7 @@ def test_the_other_server_does_not_get_the_first_ones_key(
         assert {head.get("authorization") for head in other.headers} == {"Bearer second", None}
         assert other.bodies[0]["model"] == "another"
     said = capsys.readouterr().out
-    assert " beside " in said
+    assert " compared with " in said
     assert "each, tok/s" in said
 
 
@@ -177,7 +177,7 @@ def test_the_server_to_compare_with_has_to_be_there_too(
 
 def test_one_server_twice_is_no_comparison(home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--url", server.url, "--compare", server.url) == 2
-    assert "one name" in capsys.readouterr().err
+    assert "the same name" in capsys.readouterr().err
 
 
 def test_a_lab_without_a_model_is_one_line(at_tiny: None, tiny_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +244,7 @@ def test_of_a_run_that_was_interrupted_at_once_there_is_nothing_to_print(capsys:
 def test_a_server_that_does_not_count_its_tokens_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     counted = run_of([5.0, 6.0], counted_by="usage", target="a")
     bench_tables.print_tables(table(*counted, *run_of([5.0, 6.0], counted_by="chunks", target="b")))
-    notes = [each for each in capsys.readouterr().err.splitlines() if "no usage" in each]
+    notes = [each for each in capsys.readouterr().err.splitlines() if "reports no usage" in each]
     assert len(notes) == 1
     assert notes[0].startswith("b ")
 
@@ -252,7 +252,7 @@ def test_a_server_that_does_not_count_its_tokens_is_named(capsys: pytest.Capture
 def test_targets_without_a_case_in_common_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     bench_tables.print_tables(table(sample(target="a"), sample(target="b", concurrency=2)))
     said = capsys.readouterr()
-    assert "beside" not in said.out
+    assert "compared with" not in said.out
     assert "a and b cannot be compared" in said.err
 
 
@@ -307,7 +307,7 @@ def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytes
     said = capsys.readouterr().err
     assert said.index("lab: 2 times z: most") < said.index("1 times e0")
     assert said.count("1 times e") == 4
-    assert "and 2 other errors, 2 times in all" in said
+    assert "and 2 other errors, 2 requests in total" in said
 
 
 # --- mistakes
@@ -344,7 +344,7 @@ def test_a_place_where_no_run_can_be_kept_is_said_before_anything_is_measured(
     assert bench("--url", server.url, *SMALL) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
-    assert "no run can be kept in" in said.err
+    assert "the run cannot be stored in" in said.err
     assert server.bodies == []
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second as data: what to measure, rows of what was, medians with intervals, runs that are kept.
+"""Measure tokens per second: sweeps over cases, a row for each request, medians with intervals, stored runs.
 
 ::
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lmx_lab.bench.storage import Recorder, load, save
     from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts
 
-_HOME = {
+_MODULES = {
     "case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
     "comparison": ("compare",),
     "load_generator": ("drive",),
@@ -35,7 +35,7 @@ _HOME = {
     "statistics": ("Interval", "median_interval", "ratio_interval", "summary"),
     "targets": ("ChatTarget", "EngineTarget", "Target", "TargetFacts"),
 }
-_PLACES = {name: f"{__name__}.{module}" for module, names in _HOME.items() for name in names}
+_PLACES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Arrival",
     "Case",
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: the engine, pandas and matplotlib take seconds to import.
+    # Lazy: the engine, pandas and matplotlib take seconds to import.
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)

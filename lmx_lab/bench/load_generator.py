@@ -1,4 +1,4 @@
-"""Asking a target what a case wants, and a sample for each request, however it ends."""
+"""Sends the requests of a case to a target and returns a sample for each of them, including failed ones."""
 
 from __future__ import annotations
 
@@ -21,47 +21,49 @@ from lmx_lab.errors import InvalidRequestError, LabError, UnclearModelError, Unr
 log = logging.getLogger(__name__)
 SILENCE_S = 60.0
 DAY_S = 86400
-PATIENCE = 10
-"""So many times as long one waits for a token of a server that only says that it works."""
-DOWN = 3
-"""Requests that nobody took or answered, one after the other: then nobody is asked any more in this case."""
-ADVICE_S = 5.0
-"""A user who is refused waits as long as the server advises, but no longer than this."""
+KEEPALIVE_FACTOR = 10
+"""A server that only sends keep-alives has this many times ``silence_s`` to send a token."""
+FAILURE_LIMIT = 3
+"""After this many consecutive requests without any reply, no further request of the case is sent."""
+RETRY_LIMIT_S = 5.0
+"""Upper limit for the time that a refused user waits as advised by the server."""
 FEW_WORDS = 8
 MANY_WORDS = (64, 512)
-"""At least, and at most."""
-Took = Callable[[Sample], None]
+"""Minimum and maximum."""
+SampleCallback = Callable[[Sample], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
+    """How many words a prompt needs for a given number of tokens: its length is linear in the number of words."""
+
     tokens_per_word: float = 1.0
     template_tokens: float = 0.0
-    """What the chat template adds to any prompt, and what its words have more than most."""
-    proven: bool = False
-    """A whole prompt of this length was counted."""
+    """Tokens that are added to each prompt, such as those of the chat template."""
+    confirmed: bool = False
+    """Whether a prompt of the final length has been counted."""
 
-    def left(self, tokens: int) -> int:
-        """Of a prompt of so many tokens, those that its words are to be."""
-        return max(1, round(tokens - self.template_tokens))
+    def word_tokens(self, prompt_tokens: int) -> int:
+        """The tokens of a prompt that its words must provide."""
+        return max(1, round(prompt_tokens - self.template_tokens))
 
     def corrected(self, wanted_tokens: int, counted_tokens: int) -> Calibration:
-        """By a prompt that was made for ``wanted_tokens`` and had ``counted_tokens``."""
-        more = counted_tokens - max(wanted_tokens, self.template_tokens + 1)
-        return replace(self, template_tokens=self.template_tokens + more, proven=True)
+        """Correct the calibration by a prompt that was made for ``wanted_tokens`` and had ``counted_tokens``."""
+        difference = counted_tokens - max(wanted_tokens, self.template_tokens + 1)
+        return replace(self, template_tokens=self.template_tokens + difference, confirmed=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What all cases of one run share."""
+    """State that all cases of a run share."""
 
     id: str = field(default_factory=new_run)
-    """Makes its prompts unlike those of any other run, which a server may have kept."""
+    """Part of the prompts, so that they differ from those of other runs, which the server may have cached."""
     silence_s: float = SILENCE_S
-    """A target that says nothing for so long has failed that request. Above 0, and up to a day."""
+    """A request fails if the target sends nothing for this time. Above 0, up to one day."""
     clock: RunClock = field(default_factory=RunClock)
     calibrations: dict[tuple[int, int], Calibration] = field(default_factory=dict)
-    """By target and length of prompt."""
+    """By target and prompt length."""
 
     def __post_init__(self) -> None:
         seconds = self.silence_s
@@ -74,21 +76,21 @@ class Run:
 async def drive(
     target: Target, case: Case, *, repeat: int = 0, silence_s: float = SILENCE_S
 ) -> AsyncGenerator[Sample, None]:
-    """Measure one case: its warm-up, then its requests; gives each sample as its request ends.
+    """Measure one case: its warm-up, then its requests. Yields each sample when its request ends.
 
-    A request that fails is a sample with its error. After three without an answer in a row the rest of the case is
-    not asked, and has rows that say so. Closing the generator ends what is under way.
+    A failed request yields a sample with its error. After three consecutive requests without any reply, the rest of the
+    case is not sent and yields samples with a corresponding error. Closing the generator cancels running requests.
     """
-    session = CaseRun(target, case, repeat=repeat, run=Run(silence_s=silence_s))
-    await session.prepare()
-    for part in (session.warm_up(), session.measure(range(case.requests))):
+    case_run = CaseRun(target, case, repeat=repeat, run=Run(silence_s=silence_s))
+    await case_run.prepare()
+    for part in (case_run.warm_up(), case_run.measure(range(case.requests))):
         async with aclosing(part) as ended:
             async for sample in ended:
                 yield sample
 
 
 class CaseRun:
-    """One target in one repeat of one case. First ``prepare``, then the warm-up, then any parts of the requests."""
+    """One repeat of a case on a target. Call ``prepare``, ``warm_up``, then ``measure`` for parts of the requests."""
 
     def __init__(self, target: Target, case: Case, *, repeat: int, run: Run) -> None:
         self._target = target
@@ -98,24 +100,24 @@ class CaseRun:
         self._facts = TargetFacts()
         self._calibration = Calibration()
         self._failures = 0
-        """To get any answer, one after the other."""
+        """Consecutive requests without any reply."""
 
     async def prepare(self) -> None:
-        """Find out what answers, and how many tokens a word has there. What fails here, the requests will tell.
+        """Get the facts about the target and calibrate the prompt length. Other errors are left to the requests.
 
         Raises:
-            UnclearModelError: nobody said what is to be measured.
+            UnclearModelError: the model to be measured is not specified.
         """
         known, key = self._run.calibrations, (id(self._target), self._case.prompt_tokens)
         try:
             async with asyncio.timeout(self._run.silence_s):
                 await self._describe()
                 if key not in known:
-                    known[key] = await calibrated(self._target, self._case.prompt_tokens)
+                    known[key] = await calibrate(self._target, self._case.prompt_tokens)
         except UnclearModelError:
             raise
         except (LabError, OSError, TimeoutError) as exc:
-            log.info("%s was not asked before the measurement: %r", self._target.name, exc)
+            log.info("%s could not be queried before the measurement: %r", self._target.name, exc)
         self._calibration = known.get(key, self._calibration)
 
     async def _describe(self) -> None:
@@ -124,71 +126,71 @@ class CaseRun:
         except UnclearModelError:
             raise
         except (LabError, OSError) as exc:
-            log.info("%s does not say what it is: %s", self._target.name, exc)
+            log.info("%s does not describe itself: %s", self._target.name, exc)
 
     async def warm_up(self) -> AsyncGenerator[Sample, None]:
-        """Requests that are not counted. By what the target counts in them, those after them get their length."""
+        """Send requests that are not counted. Their prompt tokens correct the length of the following prompts."""
         numbers = range(self._case.warm_up)
-        async with aclosing(_as_they_end(lambda took: self._users(numbers, took, warm_up=True))) as ended:
+        async with aclosing(_samples_of(lambda on_sample: self._users(numbers, on_sample, warm_up=True))) as ended:
             async for sample in ended:
                 if sample.prompt_tokens and sample.error is None:
-                    self._learn(sample.prompt_tokens)
+                    self._correct_length(sample.prompt_tokens)
                 yield sample
 
-    def _learn(self, counted_tokens: int) -> None:
+    def _correct_length(self, counted_tokens: int) -> None:
         known, key = self._run.calibrations, (id(self._target), self._case.prompt_tokens)
-        if not self._calibration.proven:
+        if not self._calibration.confirmed:
             self._calibration = known[key] = self._calibration.corrected(self._case.prompt_tokens, counted_tokens)
 
     def measure(self, numbers: Sequence[int]) -> AsyncGenerator[Sample, None]:
-        """The requests of these numbers, by the case's arrival."""
+        """Send the requests with these numbers, at the times that the case's arrival determines."""
         arrival = self._case.arrival
         if isinstance(arrival, Closed):
-            return _as_they_end(lambda took: self._users(numbers, took))
-        return _as_they_end(lambda took: self._arrivals(arrival, numbers, took))
+            return _samples_of(lambda on_sample: self._users(numbers, on_sample))
+        return _samples_of(lambda on_sample: self._arrivals(arrival, numbers, on_sample))
 
-    async def _users(self, numbers: Iterable[int], took: Took, *, warm_up: bool = False) -> None:
-        """Each asks the next request when their last one has ended."""
-        left = iter(numbers)
+    async def _users(self, numbers: Iterable[int], on_sample: SampleCallback, *, warm_up: bool = False) -> None:
+        """Each of the users sends the next request when its previous one has ended."""
+        remaining = iter(numbers)
 
         async def user() -> None:
             advised_s: float | None = None
-            for number in left:
-                await asyncio.sleep(min(advised_s or 0.0, ADVICE_S))
+            for number in remaining:
+                await asyncio.sleep(min(advised_s or 0.0, RETRY_LIMIT_S))
                 sample, advised_s = await self._request(number, warm_up=warm_up)
-                took(sample)
+                on_sample(sample)
 
         async with asyncio.TaskGroup() as users:
             for _ in range(self._case.concurrency):
                 users.create_task(user())
 
-    async def _arrivals(self, arrival: Poisson, numbers: Sequence[int], took: Took) -> None:
-        """Each request at its moment, or as soon as fewer than ``concurrency`` are under way."""
-        places = asyncio.Semaphore(self._case.concurrency)
+    async def _arrivals(self, arrival: Poisson, numbers: Sequence[int], on_sample: SampleCallback) -> None:
+        """Send each request when it is due, or later if ``concurrency`` requests are still running."""
+        slots = asyncio.Semaphore(self._case.concurrency)
         began_s = time.perf_counter()
 
         async def one(number: int, due_s: float) -> None:
             try:
-                took((await self._request(number, due_s=due_s))[0])
+                on_sample((await self._request(number, due_s=due_s))[0])
             finally:
-                places.release()
+                slots.release()
 
         times_s = arrival.times_s(len(numbers), self._case.seed + self._repeat)
         async with asyncio.TaskGroup() as requests:
             for number, offset_s in zip(numbers, times_s, strict=True):
                 due_s = began_s + offset_s
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-                await places.acquire()
+                await slots.acquire()
                 requests.create_task(one(number, due_s))
 
     async def _request(
         self, number: int, *, warm_up: bool = False, due_s: float | None = None
     ) -> tuple[Sample, float | None]:
-        """Its sample, and how long a refused user is advised to wait."""
+        """Send a request; return its sample, and the time that the server advises a refused user to wait."""
         text = self._prompt(number, warm_up=warm_up)
         now_s = time.perf_counter()
         trace = Trace(sent_at_s=now_s, due_at_s=due_s, ended_at_s=now_s)
-        error, advised_s = self._gone, None
+        error, advised_s = self._skip_reason, None
         if error is None:
             try:
                 await self._read(text, trace)
@@ -197,7 +199,7 @@ class CaseRun:
                     error = f"empty: {self._target.name} ended its answer without a token"
             except (LabError, OSError, TimeoutError) as exc:
                 trace.ended_at_s = time.perf_counter()
-                error, advised_s = self._failed(exc)
+                error, advised_s = self._note_failure(exc)
         fields = {
             **self._fields,
             **trace.figures(),
@@ -209,20 +211,21 @@ class CaseRun:
             "prompt_hash": prompt_hash(text),
         }
         if self._case.cache == "warm" and fields["cached_tokens"] is None:
-            # Most of the prompt was cached, and the server has not said how much.
+            # Most of the prompt was cached, but the server does not report how much.
             fields["prefill_tok_s"] = None
         return Sample(**fields), advised_s
 
     async def _read(self, text: str, trace: Trace) -> None:
-        """
+        """Send a prompt and add the answer's chunks to the trace.
+
         Raises:
-            LabError: the target's.
-            TimeoutError: it said nothing for ``silence_s``.
+            LabError: raised by the target.
+            TimeoutError: the target sent nothing for ``silence_s``.
         """
         loop, silence_s = asyncio.get_running_loop(), self._run.silence_s
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": self._case.output_tokens}
         sent = False
-        # Ten times within it, and not at every token: moving it takes as long as a token does.
+        # The deadline is moved ten times per silence_s, because moving it for each token is too expensive.
         moved_s, step_s = loop.time(), silence_s / 10
         last_s = moved_s
         async with (
@@ -237,24 +240,28 @@ class CaseRun:
                 last_s = now_s if chunk.tokens else last_s
                 if now_s > moved_s + step_s:
                     moved_s = now_s
-                    limit.reschedule(min(now_s + silence_s + step_s, last_s + PATIENCE * silence_s))
+                    limit.reschedule(min(now_s + silence_s + step_s, last_s + KEEPALIVE_FACTOR * silence_s))
 
-    def _failed(self, exc: Exception) -> tuple[str, float | None]:
-        # Subclasses of the first say that somebody was there.
-        nobody = type(exc) is UnreachableError or isinstance(exc, TimeoutError)
-        self._failures = self._failures + 1 if nobody else 0
+    def _note_failure(self, exc: Exception) -> tuple[str, float | None]:
+        """The error of the sample, and the advised time to wait."""
+        # Subclasses of UnreachableError mean that the server did reply.
+        no_reply = type(exc) is UnreachableError or isinstance(exc, TimeoutError)
+        self._failures = self._failures + 1 if no_reply else 0
         if isinstance(exc, LabError):
             return f"{exc.code}: {exc.message}", exc.retry_after_s
         if isinstance(exc, TimeoutError):
-            return f"silent: {self._target.name} said nothing for {self._run.silence_s:g} s; is it stuck?", None
+            return (
+                f"silent: {self._target.name} sent nothing for {self._run.silence_s:g} s; check whether it is stuck",
+                None,
+            )
         return f"connection-lost: {exc!s:.200}", None
 
     @property
-    def _gone(self) -> str | None:
-        """The error of a request that is not sent any more."""
-        if self._failures < DOWN:
+    def _skip_reason(self) -> str | None:
+        """The error of requests that are not sent, because the target does not reply."""
+        if self._failures < FAILURE_LIMIT:
             return None
-        return f"unreachable: not asked, since {self._target.name} did not answer {DOWN} times in a row"
+        return f"unreachable: not sent, because {self._target.name} did not reply to {FAILURE_LIMIT} requests in a row"
 
     def _prompt(self, number: int, *, warm_up: bool) -> str:
         return prompt(
@@ -262,15 +269,15 @@ class CaseRun:
             repeat=self._repeat,
             request=number,
             warm_up=warm_up,
-            # Of each target its own: two of them may be one server, and what one has asked it keeps for the other.
+            # Different for each target: two targets may be the same server, which would have the prompts cached.
             run=f"{self._run.id} {self._target.name}",
-            tokens=self._calibration.left(self._case.prompt_tokens),
+            tokens=self._calibration.word_tokens(self._case.prompt_tokens),
             tokens_per_word=self._calibration.tokens_per_word,
         )
 
     @property
     def _fields(self) -> dict[str, Any]:
-        """What all samples of this session have alike."""
+        """The fields that all samples of this case run have in common."""
         case = self._case
         return {
             "run": self._run.id,
@@ -287,23 +294,26 @@ class CaseRun:
         }
 
 
-async def calibrated(target: Target, tokens: int) -> Calibration:
-    """For prompts of about ``tokens`` tokens; without effect where the target counts nothing.
+async def calibrate(target: Target, tokens: int) -> Calibration:
+    """Measure how long prompts are, with two short requests.
+
+    Returns:
+        A calibration for prompts of about ``tokens`` tokens; the default one if the target does not count tokens.
 
     Raises:
-        LabError: the target's.
+        LabError: raised by the target.
     """
     least, most = MANY_WORDS
     many = max(least, min(tokens, most))
-    few_tokens, many_tokens = await _counted(target, FEW_WORDS), await _counted(target, many)
+    few_tokens, many_tokens = await _prompt_tokens(target, FEW_WORDS), await _prompt_tokens(target, many)
     if few_tokens is None or many_tokens is None or many_tokens <= few_tokens:
         return Calibration()
     tokens_per_word = (many_tokens - few_tokens) / (many - FEW_WORDS)
     return Calibration(tokens_per_word=tokens_per_word, template_tokens=few_tokens - FEW_WORDS * tokens_per_word)
 
 
-async def _counted(target: Target, count: int) -> int | None:
-    """The tokens of a prompt of so many words."""
+async def _prompt_tokens(target: Target, count: int) -> int | None:
+    """The number of tokens of a prompt of ``count`` words, as counted by the target."""
     text = words(secrets.randbits(32), 0, count)
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     found = None
@@ -313,17 +323,20 @@ async def _counted(target: Target, count: int) -> int | None:
     return found
 
 
-async def _as_they_end(work: Callable[[Took], Awaitable[None]]) -> AsyncGenerator[Sample, None]:
-    """The samples that ``work`` hands over; leaving early cancels it. At most those of one case wait to be taken."""
+async def _samples_of(work: Callable[[SampleCallback], Awaitable[None]]) -> AsyncGenerator[Sample, None]:
+    """Yield the samples that ``work`` passes to its callback. Closing the generator cancels ``work``.
+
+    The queue is bounded by the number of requests of the case.
+    """
     ended: asyncio.Queue[Sample | None] = asyncio.Queue()
 
-    async def worked() -> None:
+    async def run_work() -> None:
         try:
             await work(ended.put_nowait)
         finally:
             ended.put_nowait(None)
 
-    task = asyncio.create_task(worked())
+    task = asyncio.create_task(run_work())
     try:
         while (sample := await ended.get()) is not None:
             yield sample

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lmx_lab.bench import Case, Closed, Poisson, Sweep
-from lmx_lab.bench.case import BOUNDS, CASE_LIMIT, planned
+from lmx_lab.bench.case import BOUNDS, CASE_LIMIT, number_repeats
 from lmx_lab.errors import InvalidRequestError
 
 SIZES: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 8}
@@ -85,7 +85,7 @@ def test_a_sweep_measures_every_combination_before_it_measures_one_again() -> No
     assert len(cases) == 24
     assert len(set(cases[:8])) == 8
     assert cases[:8] == cases[8:16] == cases[16:]
-    assert [repeat for repeat, _ in planned(cases)] == [0] * 8 + [1] * 8 + [2] * 8
+    assert [repeat for repeat, _ in number_repeats(cases)] == [0] * 8 + [1] * 8 + [2] * 8
 
 
 def test_several_arrivals_are_an_axis_too() -> None:

@@ -151,7 +151,7 @@ def test_cold_is_not_compared_with_warm() -> None:
 
 
 def test_a_side_of_two_targets_is_refused_by_their_names() -> None:
-    with pytest.raises(InvalidRequestError, match="b has several of target: one, two"):
+    with pytest.raises(InvalidRequestError, match="b has several values of target: one, two"):
         compare(side(1.0), [*side(1.0, target="one"), *side(1.0, target="two")])
 
 

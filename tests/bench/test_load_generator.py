@@ -13,7 +13,7 @@ import pytest
 
 from lmx_lab.bench.case import Case, Poisson
 from lmx_lab.bench.chunks import Chunk
-from lmx_lab.bench.load_generator import DOWN, CaseRun, Run, drive
+from lmx_lab.bench.load_generator import FAILURE_LIMIT, CaseRun, Run, drive
 from lmx_lab.bench.prompts import prompt_hash
 from lmx_lab.bench.sample import Sample
 from lmx_lab.bench.targets import ChatTarget
@@ -93,8 +93,8 @@ async def test_a_target_that_is_down_has_rows_and_soon_is_not_asked_any_more() -
         port = listener.getsockname()[1]
     samples = await collected(drive(ChatTarget(f"http://127.0.0.1:{port}"), case(requests=8, warm_up=1)))
     assert codes(samples) == ["unreachable"] * 9
-    told = Counter("not asked" in (sample.error or "") for sample in samples)
-    assert told == {False: DOWN, True: 9 - DOWN}
+    skipped = Counter("not sent" in (sample.error or "") for sample in samples)
+    assert skipped == {False: FAILURE_LIMIT, True: 9 - FAILURE_LIMIT}
     assert all(sample.ttft_ms is None and sample.output_tokens == 0 for sample in samples)
 
 
@@ -285,7 +285,7 @@ async def test_a_user_who_is_refused_waits_as_the_server_advises(monkeypatch: py
         WORDS,
     ]
     with Scripted(after_calibration(*answers)) as server:
-        session = CaseRun(ChatTarget(server.url), case(), repeat=0, run=Run())
-        samples = await collected(session.measure(range(3)))
+        case_run = CaseRun(ChatTarget(server.url), case(), repeat=0, run=Run())
+        samples = await collected(case_run.measure(range(3)))
     assert codes(samples) == ["queue-full", "queue-full", None]
     assert slept == [0.0, 2.0, 5.0]

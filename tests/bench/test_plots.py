@@ -58,7 +58,11 @@ def test_a_line_is_named_by_what_differs_and_the_title_has_the_rest() -> None:
 def test_over_the_prompts_length_concurrency_tells_lines_apart() -> None:
     samples = [one for tokens in (16, 64, 1024) for one in swept(prompt_tokens_wanted=tokens)]
     chart = by_prompt_length(samples)
-    assert [text.get_text() for text in chart.legends[0].get_texts()] == ["1 at once", "4 at once", "8 at once"]
+    assert [text.get_text() for text in chart.legends[0].get_texts()] == [
+        "1 concurrent",
+        "4 concurrent",
+        "8 concurrent",
+    ]
     assert [axes.get_xscale() for axes in chart.axes] == ["log"] * 3
 
 
@@ -85,7 +89,7 @@ def test_what_cannot_be_plotted_is_refused(plot: Callable[..., Any]) -> None:
         plot([])
     with pytest.raises(InvalidRequestError, match="nothing to plot"):
         plot(swept(warm_up=True))
-    with pytest.raises(InvalidRequestError, match="no figure speed"):
+    with pytest.raises(InvalidRequestError, match="unknown metric speed"):
         plot(swept(), metrics=("speed",))
     with pytest.raises(InvalidRequestError, match="empty"):
         plot(swept(), metrics=())

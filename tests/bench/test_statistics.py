@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.bench import frame, median_interval, ratio_interval, summary
-from lmx_lab.bench.statistics import CHUNK_NUMBERS, NOTHING, Interval, apart, busy_s, student
+from lmx_lab.bench.statistics import CHUNK_NUMBERS, NOTHING, Interval, busy_s, student, token_counts_differ
 from lmx_lab.errors import InvalidRequestError
 from tests.bench.rows import run_of, sample
 
@@ -277,9 +277,9 @@ def test_the_same_repeat_of_another_run_or_seed_is_another_one() -> None:
 
 
 def test_lengths_are_apart_from_more_than_a_twentieth_on() -> None:
-    assert [apart(100, other) for other in (95, 94, 105, 106, 0)] == [False, True, False, True, True]
-    assert not apart(math.nan, 5)
-    assert not apart(5, math.nan)
+    assert [token_counts_differ(100, other) for other in (95, 94, 105, 106, 0)] == [False, True, False, True, True]
+    assert not token_counts_differ(math.nan, 5)
+    assert not token_counts_differ(5, math.nan)
 
 
 def test_cold_and_warm_are_two_cases() -> None:

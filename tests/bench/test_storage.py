@@ -161,7 +161,7 @@ def test_a_file_that_is_no_run_is_skipped_in_a_folder_and_refused_by_name(tmp_pa
     table = load(tmp_path)
     assert len(table) == 1
     assert list(table.attrs["skipped"]) == ["other.jsonl"]
-    with pytest.raises(InvalidRequestError, match=r"other\.jsonl is no run"):
+    with pytest.raises(InvalidRequestError, match=r"other\.jsonl is not a run"):
         load(other)
 
 
@@ -174,7 +174,7 @@ def test_without_a_folder_runs_are_in_the_labs_home(tmp_path: Path, monkeypatch:
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="not there"):
+    with pytest.raises(InvalidRequestError, match="does not exist"):
         load(tmp_path / "nothing")
     with pytest.raises(InvalidRequestError, match="last is 0"):
         load(tmp_path, last=0)
@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_from_the_start_is_said_and_no_file_is_left(
         return make("/dev/full", os.O_WRONLY)
 
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(InvalidRequestError, match=r"no run can be kept in .*No space left"), Recorder(tmp_path):
+    with pytest.raises(InvalidRequestError, match=r"the run cannot be stored in .*No space left"), Recorder(tmp_path):
         raise AssertionError("never entered")
     assert list(tmp_path.iterdir()) == []
 
