@@ -1,4 +1,4 @@
-"""Child process: a line is answered with the speed of one product by MLX and the same by numpy."""
+"""Child process: replies to each line with the speed of a product by MLX and by numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmx_lab.engine.cpu_blas import configure_blas
 
 SIZE = 1024
 FLOP = 2 * SIZE**3
-REST_S = 0.5
+PAUSE_S = 0.5
 REPEATS = 5
 
 
@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def _gflops(product: Callable[[], None]) -> float:
-    """The best of some in a row, the other side's threads asleep: numpy's spin on for a while."""
-    time.sleep(REST_S)
+    """Speed of the fastest of several products. The pause lets numpy's threads, which spin for a while, fall asleep."""
+    time.sleep(PAUSE_S)
     taken = []
     for _ in range(REPEATS):
         started = time.perf_counter()
