@@ -1,1 +1,1 @@
-"""Measurements of what the issues promise, run by hand with ``make bench``. Not part of the wheel."""
+"""Benchmarks of the documented speed limits, run with ``make bench``. Not part of the wheel."""

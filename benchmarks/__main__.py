@@ -1,11 +1,11 @@
 """Benchmarks of LMX Lab: ``make bench``, or ``python -m benchmarks`` in the checkout.
 
-Each figure is a ratio of two things measured in one run, or seconds with a wide limit, so that it means something on
-a noisy machine. Both sides of a comparison take turns on the same prompts; the value is the median over the rounds.
-Server, bare generator and clients are processes of their own; the clients only note the times of what comes.
+Each figure is a ratio of two measurements of one run, or a time with a wide limit, so that it is meaningful on a busy
+machine. Both sides of a comparison take turns on the same prompts; the value is the median of the rounds. Servers,
+generator and clients are separate processes; the clients only record times.
 
-    python -m benchmarks                                   everything: about half an hour on two CPU cores
-    python -m benchmarks --model tiny --quick              a look, in a minute or two
+    python -m benchmarks                                   everything; about half an hour on two CPU cores
+    python -m benchmarks --model tiny --quick              a quick check, one or two minutes
     python -m benchmarks --only turn --only stall --model smollm2
 
 | name       | figure                                                                     | models        |
@@ -29,18 +29,17 @@ Server, bare generator and clients are processes of their own; the clients only 
 | harness    | ``lmx_lab.bench`` against 64 streams at a known rate: how far off; cores of its own | -            |
 | flood      | seconds to a whole answer after 200 requests with a client timeout of 0.5 s | tiny          |
 
-``tiny`` is a two-layer llama of random weights with SmolLM2's tokenizer, where a token takes a millisecond and
-overheads show. ``smollm2`` is SmolLM2-135M-Instruct with its 4-bit weights and float32 scales, for every server alike
-(a CPU emulates float16); our server expands the weights. The ratio to torch is printed where ``make parity`` has made
-an environment for it. The limits on ratios of speed are about ``smollm2``; on ``tiny`` their verdict is in brackets
-(with ``structured`` it is the other way round). ``gguf`` takes the file that ``smollm2`` is made from, as it is. What
-nobody has promised has no limit, and is shown.
-The exit status is 1 if a binding limit does not hold. "Others' cores" says how busy other programs kept the machine:
-with more than about half a core the figures are not to be trusted, those of decode least.
+``tiny`` is a two-layer llama with random weights and SmolLM2's tokenizer. A token takes a millisecond, so that
+overheads are visible. ``smollm2`` is SmolLM2-135M-Instruct with 4-bit weights and float32 scales, the same for all
+servers (a CPU emulates float16); our server expands the weights. The ratio to torch is only measured if ``make parity``
+has created an environment with torch. Limits on speed ratios apply to ``smollm2``; for ``tiny`` their verdict is in
+brackets (``structured`` is the other way round). ``gguf`` uses the file from which ``smollm2`` is made. Figures without
+a limit are shown only.
+The exit status is 1 if a binding limit is not met. "Others' cores" is the number of cores that other programs used:
+with more than about half a core the figures are unreliable, above all those of decode.
 
-The table is printed, and everything, every sample and what it was measured with, is kept in
-``build/bench/<time>.json``. Where all of it was measured, and nothing left out, ``BENCHMARKS.md`` is written anew.
-Models made for it are kept in ``build/bench/models``, what the servers said in
+The table is printed; all samples and the provenance are stored in ``build/bench/<time>.json``. A complete run without
+errors also writes ``BENCHMARKS.md``. Models are stored in ``build/bench/models``, logs of the servers in
 ``build/bench/logs``.
 """
 
@@ -48,6 +47,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import signal
 import sys
 import time
@@ -56,6 +56,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 import mlx.core as mx
+import psutil
 
 from benchmarks import (
     against_mlx_lm,
@@ -77,7 +78,6 @@ from benchmarks import (
     throughput,
 )
 from benchmarks.bench import Bench, BenchError, Model
-from benchmarks.load import Load
 from benchmarks.models import folder_of
 from benchmarks.rows import Row
 from lmx_lab.bench.provenance import provenance
@@ -113,13 +113,13 @@ FIGURES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
-    # Leave by way of the contexts that end the servers.
+    # Unwind the contexts that stop the servers.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     settings = {"quick": chosen.quick, "only": chosen.only, "models": chosen.model}
     facts = provenance(mlx_device=str(mx.default_device()), settings=settings)
     rows = list(_measure(chosen.only or list(FIGURES), chosen.model or list(MODELS), quick=chosen.quick))
     report.show(rows)
-    report.say(f"kept in {report.keep(rows, facts).name} under build/bench")
+    report.say(f"stored in build/bench/{report.keep(rows, facts).name}")
     if not any(settings.values()) and all(row.verdict != "ERROR" for row in rows):
         page.write(rows, facts, paths.PAGE)
         report.say(f"written: {paths.PAGE.name}")
@@ -127,10 +127,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what the issues promise.")
-    parser.add_argument("--only", action="append", choices=FIGURES, help="a figure; repeatable; default: all")
-    parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; default: both")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, for a look")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure the figures that have documented limits."
+    )
+    parser.add_argument("--only", action="append", choices=FIGURES, help="figure to measure; repeatable; default: all")
+    parser.add_argument("--model", action="append", choices=MODELS, help="model to measure; repeatable; default: both")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     return parser
 
 
@@ -143,7 +145,7 @@ def _measure(names: list[str], models: list[Model], *, quick: bool) -> Iterator[
 
 
 def _rows(name: str, bench: Bench) -> list[Row]:
-    """A figure's rows; one that could not be measured is a row too."""
+    """The rows of a figure; a failed measurement is a row too."""
     started, load = time.perf_counter(), Load()
     try:
         rows = FIGURES[name].measure(bench)
@@ -153,6 +155,32 @@ def _rows(name: str, bench: Bench) -> list[Row]:
     values = ", ".join(report.value_of(row) for row in rows)
     report.say(f"{name}, {bench.model}: {values}  ({time.perf_counter() - started:.0f} s)")
     return rows
+
+
+class Load:
+    """The load of the machine by other programs, from now on. A busy machine makes the figures unreliable.
+
+    The time of child processes counts as our own when they have ended.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._all, self._own = _all_busy_s(), _own_busy_s()
+
+    def others_cores(self) -> float:
+        """Mean number of cores that other programs used."""
+        others_s = (_all_busy_s() - self._all) - (_own_busy_s() - self._own)
+        return max(0.0, others_s / (time.perf_counter() - self._started))
+
+
+def _all_busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.nice)
+
+
+def _own_busy_s() -> float:
+    now = os.times()
+    return now.user + now.system + now.children_user + now.children_system
 
 
 def _failed(title: str, bench: Bench, exc: Exception) -> Row:

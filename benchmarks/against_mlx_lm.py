@@ -1,7 +1,7 @@
-"""Eight clients at once, prefill included: our server against ``mlx_lm.server``.
+"""Eight concurrent clients, prefill included: our server against ``mlx_lm.server``.
 
-On the same files, where quantized weights stay so with ``mlx_lm.server``; and with SmolLM2 also on a copy of which all
-weights are float32, which is what our server makes of them in memory.
+Both read the same files; ``mlx_lm.server`` computes with quantized weights. With SmolLM2 it is also measured with
+float32 weights, to which our server expands them in memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Prompts = Callable[[int], list[list[prompts.Message]]]
 
 
 def _stories(number: int) -> list[list[prompts.Message]]:
-    """About 50 tokens each, new in every round."""
+    """Prompts of about 50 tokens, different in each round."""
     return [prompts.story(5000 + 10 * number + stream) for stream in range(STREAMS)]
 
 
@@ -48,7 +48,7 @@ def _lists(number: int) -> list[list[prompts.Message]]:
 
 
 def _compare(bench: Bench, folder: Path, asked: Prompts, tokens: int, *, case: str, limit: Limit) -> Row:
-    """``folder`` is what ``mlx_lm.server`` reads."""
+    """Compare both servers; ``folder`` is the model of ``mlx_lm.server``."""
     with lab_server(bench.folder) as ours, mlx_lm_server(folder) as theirs:
         samples = [_round(ours.url, theirs, number, asked(number), tokens) for number in range(bench.sizes.rounds)]
     ours_rate, their_rate = (median(sample[side]["rate"] for sample in samples) for side in ("ours", "theirs"))
@@ -67,7 +67,7 @@ def _compare(bench: Bench, folder: Path, asked: Prompts, tokens: int, *, case: s
 def _round(
     ours: str, theirs: str, number: int, asked: list[list[prompts.Message]], tokens: int
 ) -> dict[str, dict[str, Any]]:
-    """One run of each side on the same new prompts; who begins changes. Ends by end-of-text are allowed on both."""
+    """Run each side on the same new prompts, in alternating order. Answers may end at end-of-text on both sides."""
     sides: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("ours", lambda: _run(ours, asked, tokens, "default")),
         ("theirs", lambda: _run(theirs, asked, tokens, "default_model")),

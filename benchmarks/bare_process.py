@@ -1,4 +1,4 @@
-"""Child process: mlx-lm's ``BatchGenerator`` and nothing else. A line with prompts is answered with token times."""
+"""Child process: mlx-lm's ``BatchGenerator`` alone. Replies to a line with prompts with the times of tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
-from lmx_lab.engine import blas, memory
+from lmx_lab.engine import memory
+from lmx_lab.engine.cpu_blas import configure_blas
 from lmx_lab.engine.weights_dtype import fit_weights
 
 
 def main() -> None:
     channel = take_channel()
-    # Products and weights as the engine has them.
-    blas.bind()
+    # The same BLAS and weights as in the engine.
+    configure_blas()
     model, tokenizer = load(child_settings()["model"])[:2]
     fit_weights(model, "auto", limit_bytes=memory.limit_bytes(None))
 

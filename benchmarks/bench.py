@@ -1,4 +1,4 @@
-"""What one run is about: the model, its folder, and how long to measure."""
+"""Settings of a benchmark: the model, its folder, and how much to measure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Model = Literal["tiny", "smollm2"]
 
 
 class BenchError(Exception):
-    """A figure could not be measured; the message says why."""
+    """A figure could not be measured; the message contains the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,20 +18,20 @@ class Sizes:
     """How much is measured. Without a fast BLAS, SmolLM2-135M does about ten tokens a second on a CPU."""
 
     rounds: int
-    """Times that two servers take turns; odd, for the median."""
+    """Number of rounds in which two servers take turns; odd, for the median."""
     alone_tokens: int
-    """Length of an answer when one stream decodes."""
+    """Length of the answer of a single stream."""
     together_tokens: int
-    """Length of each answer when eight do."""
+    """Length of each answer of eight streams."""
     history_tokens: int
-    """The long prompt, about."""
+    """Approximate length of the long prompt."""
     history_rounds: int
     gaps: int
-    """Inter-token gaps to collect, at most."""
+    """Maximum number of inter-token gaps to collect."""
     gaps_s: float
-    """And for how long, at most."""
+    """Maximum time for collecting them."""
     prefill_tokens: int
-    """A prompt whose prefill lasts long enough to disconnect in it."""
+    """Length of a prompt whose prefill is long enough to disconnect during it."""
 
 
 TINY = Sizes(
@@ -80,7 +80,7 @@ QUICK_SMOLLM2 = Sizes(
 class Bench:
     model: Model
     folder: Path
-    """The model's files, floating-point weights as float32: the same for every server."""
+    """The model's files with float32 weights, the same for all servers."""
     quick: bool
 
     @property
@@ -91,5 +91,5 @@ class Bench:
 
     @property
     def promised(self) -> bool:
-        """The limits of the issue are about SmolLM2; the tiny model shows overheads."""
+        """Whether the limits apply to this model: they are defined for SmolLM2; the tiny model shows overheads."""
         return self.model == "smollm2"

@@ -1,6 +1,6 @@
-"""What came of a request, and when: on the lab's own light reader, which shares two cores with what it measures.
+"""A client that records what a server sends and when, based on the bench package's HTTP reader.
 
-It notes when bytes come; they are looked at afterwards.
+Client and server share two cores, so times are recorded first and the data is parsed afterwards.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ DONE = b"[DONE]"
 
 
 class Exchange(exchange.Exchange):
-    """One request on a connection of its own, as a context: it has been sent on the way in, and leaving closes it.
+    """A request on its own connection, as a context manager: entering sends it, leaving closes the connection.
 
     Raises:
-        LabError: nobody is there.
+        LabError: the server cannot be reached.
     """
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
@@ -36,14 +36,14 @@ class Exchange(exchange.Exchange):
         return self
 
     def abandon(self) -> None:
-        """Close the connection now, whatever is on its way."""
+        """Close the connection immediately."""
         self._inbox.transport.abort()
 
     async def data(self) -> AsyncGenerator[tuple[float, bytes], None]:
-        """The ``data:`` lines of an event stream and when each was complete; or the document in its place.
+        """The ``data:`` lines of an event stream with their times, or a JSON document as a single line.
 
         Raises:
-            LabError: it was answered by an error, or broke off.
+            LabError: the server returned an error, or the connection was lost.
         """
         async with aclosing(self.events()) as events:
             async for event in events:
@@ -53,7 +53,7 @@ class Exchange(exchange.Exchange):
 
 @dataclass(kw_only=True)
 class Answer:
-    """What came of a streamed chat request, and when. Read from the lines only when asked."""
+    """A streamed answer with times. The lines are parsed lazily."""
 
     sent_at: float
     lines: list[tuple[float, bytes]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Answer:
 
     @cached_property
     def pieces(self) -> list[tuple[float, str]]:
-        """The pieces of text."""
+        """The pieces of text with their times."""
         return [(at, text) for at, chunk in self.chunks for text in _texts(chunk)]
 
     @property
@@ -87,7 +87,7 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         for _, chunk in self.chunks:
             if "error" in chunk:
-                raise BenchError(f"the stream ended by an error: {chunk['error']}")
+                raise BenchError(f"the stream ended with an error: {chunk['error']}")
             if chunk.get("usage"):
                 usage: dict[str, Any] = chunk["usage"]
                 return usage
@@ -109,27 +109,27 @@ def has_text(line: bytes) -> bool:
 
 
 async def stream(url: str, body: dict[str, Any]) -> Answer:
-    """A streamed answer, to its end.
+    """Send a request and read the streamed answer to its end.
 
     Raises:
-        LabError: the server's error, or that it went away.
+        LabError: the server returned an error, or the connection was lost.
     """
     async with Exchange(url, body) as exchange, aclosing(exchange.data()) as lines:
         answer = Answer(sent_at=exchange.sent_at)
         async for line in lines:
             answer.lines.append(line)
     if not answer.pieces:
-        raise BenchError(f"an answer without text: {answer.lines[:3]}")
+        raise BenchError(f"the answer has no text: {answer.lines[:3]}")
     return answer
 
 
 async def streams(url: str, bodies: list[dict[str, Any]]) -> list[Answer]:
-    """Several at once."""
+    """Send several requests at the same time."""
     return list(await asyncio.gather(*(stream(url, body) for body in bodies)))
 
 
 async def whole(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of an answer that is not streamed.
+    """Send a request without streaming and return the JSON document.
 
     Raises:
         LabError: as ``stream``.

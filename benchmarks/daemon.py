@@ -1,4 +1,4 @@
-"""The daemon: what a turn costs beside the chat in it, and its log: fan-out, replay, lists, watchers."""
+"""The daemon: the overhead of a turn, and its event log: fan-out, replay, lists, subscribers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AT_ONCE = 100
 
 
 class Watcher:
-    """A subscriber on bare asyncio streams. It counts events by their frames and reads them only when asked."""
+    """A subscriber on asyncio streams. It counts frames and parses events only when needed."""
 
     def __init__(self, url: str, token: str, query: str = "") -> None:
         parts = urlsplit(url)
@@ -66,7 +66,7 @@ class Watcher:
         self._writer.transport.abort()
 
     async def until(self, kind: bytes) -> dict[str, Any]:
-        """The next event of this kind."""
+        """Read to the next event of this kind."""
         mark = b'{"event":"' + kind + b'"'
         while True:
             for text in await self._texts():
@@ -75,14 +75,13 @@ class Watcher:
                     return event
 
     async def take(self, count: int) -> float:
-        """The time at which so many events of the log have come."""
+        """Read ``count`` events of the log; return the time of the last one."""
         while count > 0:
             count -= sum(not text.startswith(b'{"event":"stream.') for text in await self._texts())
         return time.monotonic()
 
     async def _texts(self) -> list[bytes]:
-        """The messages that have come, at least some bytes; all at once, since this side shares two cores with the
-        daemon."""
+        """Read all available messages together, because this process shares two cores with the daemon."""
         if not (data := await self._reader.read(2**18)):
             raise BenchError("the daemon has closed the stream")
         self._rest += data
@@ -98,7 +97,7 @@ class Watcher:
             if rest[at] & 0x0F == 1:
                 texts.append(rest[begin : begin + size])
             elif rest[at] & 0x0F == 9:
-                # A pong with the same bytes, masked with zeros; without it the daemon thinks that nobody is here.
+                # A pong with the same bytes, masked with zeros; without it the daemon would close the connection.
                 self._writer.write(bytes([0x8A, 0x80 | size]) + bytes(4) + rest[begin : begin + size])
             at = begin + size
         del self._rest[:at]
@@ -107,7 +106,7 @@ class Watcher:
 
 @asynccontextmanager
 async def watching(worker: Worker, count: int = 1, query: str = "") -> AsyncIterator[list[Watcher]]:
-    """So many, all up to date."""
+    """Connect ``count`` subscribers that have received all earlier events."""
     watchers = [Watcher(worker.ready["url"], worker.ready["token"], query) for _ in range(count)]
     try:
         for watcher in watchers:
@@ -135,7 +134,7 @@ def measure(bench: Bench) -> list[Row]:
 
 
 def _paced(bench: Bench) -> Row:
-    """What a turn costs, in front of a model whose every token takes the same time."""
+    """The overhead of a turn with a model whose tokens all take the same time."""
     with (
         tempfile.TemporaryDirectory() as home,
         Worker("benchmarks.paced_process", pace_s=PACE_S) as upstream,
@@ -148,7 +147,7 @@ def _paced(bench: Bench) -> Row:
 
 
 async def _turns(bench: Bench, url: str, worker: Worker, extras: dict[str, Any]) -> Row:
-    """The same question to the model's server directly and as a turn, in turns; each prompt is new to the cache."""
+    """Send the same question to the model server and as a turn, alternately; no prompt is cached."""
     rounds = 10 if bench.quick else 40
     direct: list[float] = []
     turns: list[float] = []
@@ -164,7 +163,7 @@ async def _turns(bench: Bench, url: str, worker: Worker, extras: dict[str, Any])
         value=median(overhead),
         unit="ms",
         limit=Limit(sign="≤", bound=5),
-        # A real model's time varies by more than that, and with the tiny one three processes want two cores.
+        # The time of a real model varies by more than that; with the tiny one, three processes share two cores.
         binding=False,
         summary=f"{median(turns) * 1e3:.1f} against {median(direct) * 1e3:.1f} ms",
         detail={"direct_s": direct, "turns_s": turns},
@@ -204,7 +203,7 @@ class _Answer:
 
 
 async def _ask(worker: Worker, path: str, body: dict[str, Any] | None) -> _Answer:
-    """An answer on a connection of its own, which is there when the time begins; a body of None is a GET."""
+    """Send a request on a new connection, opened before the measured time. Without a body it is a GET."""
     parts = urlsplit(worker.ready["url"])
     content = b"" if body is None else json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -228,7 +227,7 @@ async def _ask(worker: Worker, path: str, body: dict[str, Any] | None) -> _Answe
 
 
 async def _fan_out(bench: Bench, worker: Worker) -> Row:
-    """Events a second that each of ten subscribers gets on a socket of its own, while they are written."""
+    """Events per second that each of ten subscribers receives while they are written."""
     count = 5000 if bench.quick else 20_000
     async with watching(worker, SUBSCRIBERS) as watchers:
         taking = [asyncio.create_task(watcher.take(count)) for watcher in watchers]
@@ -248,7 +247,7 @@ async def _fan_out(bench: Bench, worker: Worker) -> Row:
 
 
 async def _slow_readers(bench: Bench, worker: Worker) -> Row:
-    """How late an event is at one that reads, while five others never do."""
+    """Delay of events at a subscriber while five others do not read."""
     count = 200 if bench.quick else 1000
     late: list[float] = []
     async with watching(worker, SLOW), watching(worker) as (watcher,):
@@ -291,7 +290,7 @@ async def _lists(bench: Bench, worker: Worker) -> Row:
 
 
 async def _idle(bench: Bench, worker: Worker) -> Row:
-    """Resident memory of the daemon's process, by one connection more that waits."""
+    """Resident memory of the daemon for each additional idle connection."""
     async with watching(worker, 50):
         before = worker.ask()["rss_bytes"]
         async with watching(worker, IDLE):
@@ -309,7 +308,7 @@ async def _idle(bench: Bench, worker: Worker) -> Row:
 
 
 async def _replay(bench: Bench, worker: Worker) -> Row:
-    """From the first event that is kept, out of the database, over a socket."""
+    """Replay all stored events from the database over a socket."""
     await asyncio.to_thread(worker.ask, events=REPLAYED, at_once=5000)
     began = time.monotonic()
     async with Watcher(worker.ready["url"], worker.ready["token"], "?after=0") as watcher:

@@ -1,7 +1,8 @@
-"""Child process: a daemon in front of a model's server, whose log can be written to from the parent.
+"""Child process: a daemon in front of a model server. The parent can write to its log.
 
-Asked for ``sessions`` it makes so many; for ``events`` it writes so many into the log, ``at_once`` in a transaction,
-and says when each transaction began; otherwise it tells its memory.
+A question with ``sessions`` creates this number of sessions. One with ``events`` writes this number of events to the
+log, ``at_once`` in each transaction, and returns the start times of the transactions. The reply to any other question
+is the daemon's memory.
 """
 
 from __future__ import annotations

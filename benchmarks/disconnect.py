@@ -1,4 +1,4 @@
-"""Clients that vanish: seconds from the closed connection to the free slot, by transport and phase."""
+"""Clients that disconnect: seconds from the closed connection to the free slot, by transport and phase."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def _queued(bench: Bench, ours: LabServer, transport: str, seed: int) -> f
                 lambda now: now["queued_requests"] == 0, limit_s=GIVE_UP_S, what="the request that waited is gone"
             )
         if ours.snapshot()["active_requests"] != 1:
-            raise BenchError("the slot's own request ended too early: the other one may have got the slot")
+            raise BenchError("the request in the slot ended too early, so the waiting one may have got the slot")
     return seconds
 
 
@@ -66,12 +66,12 @@ async def _prefilling(bench: Bench, ours: LabServer, transport: str, seed: int) 
     body = prompts.chat_body(prompts.history(seed, bench.sizes.prefill_tokens), max_tokens=16)
     async with _asking(transport, ours, body) as vanish:
         await ours.until(lambda now: now["active_requests"] == 1, limit_s=GIVE_UP_S, what="a request has the slot")
-        # Into the prefill; the whole one takes much longer.
+        # During the prefill, which takes much longer.
         await asyncio.sleep(0.05)
         vanish()
         seconds = await ours.until(is_idle, limit_s=GIVE_UP_S, what="the slot is free")
     if ours.snapshot()["output_tokens"] != before["output_tokens"]:
-        raise BenchError("the prefill was over before the client left: make the prompt longer")
+        raise BenchError("the prefill ended before the client disconnected; make the prompt longer")
     return seconds
 
 
@@ -82,7 +82,7 @@ async def _decoding(bench: Bench, ours: LabServer, transport: str, seed: int) ->
         vanish()
         seconds = await ours.until(is_idle, limit_s=GIVE_UP_S, what="the slot is free")
     if ours.snapshot()["output_tokens"] - before["output_tokens"] >= LONG_TOKENS:
-        raise BenchError("the answer was over before the client left")
+        raise BenchError("the answer ended before the client disconnected")
     return seconds
 
 
@@ -96,7 +96,7 @@ def _decodes_since(before: Reply) -> Callable[[Reply], bool]:
 
 @asynccontextmanager
 async def _asking(transport: str, ours: LabServer, body: Body) -> AsyncIterator[Vanish]:
-    """A request on its way, and the call that cuts its connection without a word."""
+    """A running request; yields the function that aborts its connection."""
     if transport == "WebSocket":
         async with connect(ours.url.replace("http", "ws") + "/v1/chat/stream", max_queue=None) as socket:
             await socket.send(json.dumps({name: body[name] for name in body if not name.startswith("stream")}))
@@ -115,7 +115,7 @@ async def _asking(transport: str, ours: LabServer, body: Body) -> AsyncIterator[
 
 
 async def _read(exchange: client.Exchange) -> None:
-    """As a client does: bytes that nobody reads would stop the server for another reason."""
+    """Read as a client does, because a full buffer would stop the server for another reason."""
     with suppress(LabError):
         async for _ in exchange.data():
             pass

@@ -1,4 +1,4 @@
-"""Child process: our engine with an embedding model. A line with texts is answered with how long they took."""
+"""Child process: our engine with an embedding model. Replies to a line with texts with the time they took."""
 
 from __future__ import annotations
 

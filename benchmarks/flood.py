@@ -1,4 +1,4 @@
-"""Two hundred impatient clients, then a normal one."""
+"""Time to a complete answer after 200 clients with a short timeout."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def _run(ours: LabServer, number: int) -> dict[str, Any]:
 
 
 async def _impatient(ours: LabServer, seed: int) -> str:
-    """Every other one streams."""
+    """Send a request with a short timeout; every second request streams."""
     body = prompts.chat_body(prompts.history(seed, PROMPT_TOKENS), max_tokens=LONG_TOKENS, **ours.extras)
     ask = client.stream if seed % 2 else client.whole
     try:
@@ -66,7 +66,7 @@ async def _impatient(ours: LabServer, seed: int) -> str:
 
 
 async def _patient(ours: LabServer, number: int) -> int:
-    """A normal request until it is answered; returns how often it was told to come again."""
+    """Send a normal request until it is answered; return how often it was rejected with Retry-After."""
     body = prompts.chat_body(prompts.story(4000 + number), max_tokens=16)
     deadline = time.perf_counter() + GIVE_UP_S
     refusals = 0

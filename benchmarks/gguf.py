@@ -1,7 +1,7 @@
-"""The engine for GGUF files: our server against llama.cpp's own, and against our server on MLX.
+"""GGUF files: our server on llama.cpp against llama.cpp's server, and against our server on MLX.
 
-With llama.cpp both have the same file, slots, context, threads and sampling, and what differs is ours: a process more
-between model and client, and our own text. With MLX it is the same model in the form of each, on the same machine.
+Both servers with llama.cpp use the same file, slots, context, threads and sampling. Ours has an additional process
+between model and client, and its own text processing. MLX uses the same model in its own format.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ TOKENS = 128
 PROMPT_TOKENS = 156
 PREFILL_TOKENS = 512
 SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Every server has other defaults, and cutting the vocabulary first makes llama.cpp's sampling cheaper."""
+"""Servers have different defaults, and llama.cpp samples faster with a reduced vocabulary."""
 
 Side = Literal["ours", "theirs"]
 Found = dict[str, Any]
 Sample = Mapping[Side, Found]
 Visit = Callable[[str, int], Found]
-"""What one round, by its number, asks of the server at an address."""
+"""Runs the round with the given number against the server at an address."""
 
 
 def measure(bench: Bench) -> list[Row]:
@@ -52,7 +52,7 @@ def measure(bench: Bench) -> list[Row]:
 
 
 def _rounds(urls: Mapping[Side, str], count: int, visit: Visit) -> list[Sample]:
-    """Both sides in turns; who begins changes from round to round."""
+    """Run both sides in alternating order."""
     sides = list(urls)
     return [
         {side: visit(urls[side], number) for side in (sides if number % 2 == 0 else reversed(sides))}
@@ -75,7 +75,7 @@ def _against_llama(bench: Bench, urls: Mapping[Side, str], streams: int) -> list
 
 
 def _answers(url: str, number: int, streams: int) -> Found:
-    """Stories on prompts that the server does not know, all at once; for a single stream also its first tokens."""
+    """Send new prompts at the same time; for a single stream, measure the first tokens too."""
     seeds = [8000 + 100 * number + 10 * streams + stream for stream in range(streams)]
     answers = asyncio.run(client.streams(url, [_body(prompts.story(seed), seed, TOKENS) for seed in seeds]))
     if any(answer.tokens != TOKENS for answer in answers):
@@ -90,7 +90,7 @@ def _answers(url: str, number: int, streams: int) -> Found:
 
 
 def _first_tokens(url: str, seed: int) -> Found:
-    """Of some prompts that the server has not seen, and of the last of them again: it is a matter of milliseconds."""
+    """Times to the first token of some new prompts, and of the last of them again, when it is cached."""
     new = [_body(prompts.history(seed + more, PROMPT_TOKENS), seed, 4) for more in range(1, 4)]
     found: Found = {}
     for name, bodies in {"new": new, "known": [new[-1]] * 5}.items():
@@ -107,7 +107,7 @@ def _body(asked: list[prompts.Message], seed: int, tokens: int) -> dict[str, Any
 def _check_prompts(sample: Sample) -> None:
     ours, theirs = (sample[side]["prompt_tokens"] for side in ("ours", "theirs"))
     if ours != theirs:
-        raise BenchError(f"the servers made different prompts of the same chats: {ours} and {theirs} tokens")
+        raise BenchError(f"the servers rendered different prompts for the same chats: {ours} and {theirs} tokens")
 
 
 def _first_ms(answers: list[client.Answer]) -> float:
@@ -122,7 +122,7 @@ def _decode_rate(answers: list[client.Answer]) -> float:
 
 
 def _against_mlx(bench: Bench, servers: Mapping[Side, LabServer]) -> list[Row]:
-    """To know, not to promise. ``theirs`` is MLX."""
+    """Rows without limits. ``theirs`` is MLX."""
     urls = {side: server.url for side, server in servers.items()}
 
     def turns(case: str, visit: Visit) -> Turns:
@@ -157,14 +157,14 @@ def _prefill(url: str, number: int) -> Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Samples of two sides that took turns, and rows of them."""
+    """Samples of two sides that were measured in turns, and rows made of them."""
 
     model: str
     case: str
     samples: Sequence[Sample]
 
     def ratio(self, figure: str, name: str, *, limit: Limit | None = None, unit: str = "tok/s") -> Row:
-        """Of each pair: what else the machine does falls on both halves."""
+        """The median ratio of the pairs: other load on the machine affects both sides."""
         ours, theirs = self._medians(name)
         return Row(
             figure=figure,
@@ -177,7 +177,7 @@ class Turns:
         )
 
     def later(self, name: str, prompt: str, *, binding: bool = True) -> Row:
-        """By how many milliseconds our first token comes after theirs."""
+        """The difference in milliseconds between our first token and theirs."""
         ours, theirs = self._medians(name)
         return Row(
             figure=FIRST,

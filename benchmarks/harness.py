@@ -1,5 +1,4 @@
-"""``lmx_lab.bench`` itself, against a server that emits at a known rate: whether it measures that, and with how much of
-the machine."""
+"""Measures ``lmx_lab.bench`` with a server that emits tokens at a known rate: its accuracy and its CPU usage."""
 
 from __future__ import annotations
 
@@ -21,17 +20,17 @@ ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """Rates as shares of what was emitted."""
+    """Measured rates, relative to the emitted ones."""
 
     decode_share: float
-    """The median stream's."""
+    """Decode rate of the median stream."""
     slowest_share: float
     total_share: float
-    """Of all tokens, over the time from the first request to the last end."""
+    """Rate of all tokens, between the first request and the end of the last answer."""
     itl_share: float
-    """The median interval between two tokens, of the one that was emitted."""
+    """Median interval between two tokens."""
     cpu_share: float
-    """Of one core, that this process used meanwhile."""
+    """CPU usage of this process; 1 is one core."""
     errors: int
 
 
@@ -61,7 +60,7 @@ def measure(bench: Bench) -> list[Row]:
             case=case,
             model="-",
             value=cores,
-            # The promise is one core, and that it is not the bottleneck: some of that core must be left.
+            # It must not be the bottleneck, so less than one core.
             limit=Limit(sign="≤", bound=0.8),
             detail=detail,
         ),
@@ -69,7 +68,7 @@ def measure(bench: Bench) -> list[Row]:
 
 
 def measure_harness(*, streams: int = STREAMS, per_second: float = PER_SECOND, tokens: int = TOKENS) -> Harness:
-    """Drive ``streams`` streams that together emit ``per_second``; takes ``tokens * streams / per_second`` seconds."""
+    """Measure streams with ``per_second`` tokens/s in total; takes ``tokens * streams / per_second`` seconds."""
     pace_s = streams / per_second
     case = Case(prompt_tokens=16, output_tokens=tokens, concurrency=streams, requests=streams, warm_up=0)
 

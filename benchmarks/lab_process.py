@@ -1,4 +1,4 @@
-"""Child process: this project's server on a loopback port. Any line asks for the engine's figures."""
+"""Child process: the lab's server on a loopback port. Replies to any line with the engine's figures."""
 
 from __future__ import annotations
 

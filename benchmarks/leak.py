@@ -1,6 +1,6 @@
-"""Memory over many requests: distinct prompts, distinct temperatures, eight at a time.
+"""Memory over many requests with distinct prompts and temperatures, eight at a time.
 
-The prefix cache is bounded so that it is full before the first reading: what it keeps on purpose is no leak.
+The prefix cache is bounded so that it is full before the first measurement: its contents are not a leak.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def _run(ours: LabServer, requests: int) -> list[dict[str, Any]]:
         slots = asyncio.Semaphore(AT_ONCE)
         await asyncio.gather(*(_one(ours, slots, start + number) for number in range(EVERY)))
         await ours.until_idle()
-        # Memory that is given back late is no leak.
+        # Memory that is freed with a delay is not a leak.
         await asyncio.sleep(0.5)
         cache = ours.snapshot().get("prefix_cache_bytes", 0)
         samples.append({"requests": start + EVERY, "rss_bytes": ours.rss_bytes(), "prefix_cache_bytes": cache})

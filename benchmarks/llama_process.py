@@ -1,4 +1,4 @@
-"""Child process: xllamacpp's own server on a loopback port, by its defaults but for what is asked. Answers no lines."""
+"""Child process: xllamacpp's server on a loopback port, with its defaults except for the given settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import xllamacpp
 
 from benchmarks.processes import child_settings, serve_lines, take_channel
-from lmx_lab.engine.openblas import default_threads
+from lmx_lab.engine.container_limits import default_threads
 
 
 def main() -> None:
@@ -18,13 +18,13 @@ def main() -> None:
     params.n_parallel, params.n_ctx, params.kv_unified = asked["slots"], asked["total_tokens"], asked["unified"]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = default_threads(os.environ)
     params.hostnames, params.port = ["127.0.0.1"], asked["port"]
-    # The second would choose another context than that.
+    # fit_params would change the context size.
     params.endpoint_metrics, params.fit_params = True, False
     server = xllamacpp.Server(params)
-    # Returns once the loop of its tasks runs.
+    # Returns when the server's task loop runs.
     server.handle_metrics()
     serve_lines(channel, {"url": f"http://127.0.0.1:{asked['port']}", "n_batch": params.n_batch}, lambda line: line)
-    # Tearing it down takes longer and frees no more.
+    # A regular shutdown takes longer and frees nothing more.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The model folders: made once, kept under ``build/bench/models``."""
+"""Model folders, which are created once under ``build/bench/models``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT_TOKENS = 8192
 
 
 def folder_of(model: Model) -> Path:
-    """The model's folder, made if it is not there."""
+    """The model's folder, created if missing."""
     folder = MODELS / model
     if not folder.exists():
         unfinished = MODELS / f".{model}.part"
@@ -35,7 +35,7 @@ def folder_of(model: Model) -> Path:
 
 
 def expanded() -> Path:
-    """SmolLM2-135M without quantization, in float32: what MLX's own servers are fastest with on a CPU."""
+    """SmolLM2-135M in float32 without quantization, which is fastest for ``mlx_lm.server`` on a CPU."""
     folder = MODELS / "smollm2-float32"
     if not folder.exists():
         unfinished = MODELS / ".smollm2-float32.part"
@@ -50,20 +50,21 @@ def minilm() -> Path:
 
 
 def gguf_starter() -> ModelEntry:
-    """SmolLM2-135M as llama.cpp reads it: the file that ``smollm2`` is made from."""
+    """SmolLM2-135M as a GGUF file, from which ``smollm2`` is made."""
     return _starter("smollm2-135m-gguf")
 
 
 def _starter(name: str = "smollm2-135m") -> ModelEntry:
-    """A starter in the home that the tests use too, fetched if it is not there."""
+    """A starter model in the home that the tests use, downloaded if missing."""
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
     return Catalog(Settings(home=home)).fetch(name)
 
 
 def _copy_as_float32(source: Path, target: Path) -> None:
-    """The same model with float32 where it has float16, quantization scales included; the integers stay.
+    """Copy a model and convert float16 to float32, including quantization scales. Integers are unchanged.
 
-    Activations follow the scales, and a CPU emulates float16: ``mlx_lm.server`` would run at a token in three seconds.
+    Activations have the type of the scales, and a CPU emulates float16: ``mlx_lm.server`` would take three seconds for
+    each token.
     """
     target.mkdir(parents=True)
     for path in source.iterdir():

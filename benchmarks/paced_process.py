@@ -1,8 +1,9 @@
-"""Child process: a chat-format server that emits tokens at an exact rate, to each stream by the clock.
+"""Child process: a chat-format server that emits tokens at an exact rate.
 
-What a real model takes varies by more than what is measured with it. What is emitted late makes nothing else late: each
-token has its moment from its stream's beginning. Settings: ``pace_s``, the seconds between two tokens of a stream, and
-``streams``, how many begin together. These do not speak together, which would be easy to read.
+The speed of a real model varies too much to check a measurement with it. Each token is due at a fixed time after the
+start of its stream, so a late token does not delay the following ones. Settings: ``pace_s``, the seconds between two
+tokens of a stream, and ``streams``, the number of streams that start together. Their tokens are due at different times,
+because simultaneous tokens would be easier to read.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 class _Connection(asyncio.Protocol):
-    """One request after the other."""
+    """Handles one request after the other."""
 
     def __init__(self, pace_s: float, delays_s: Iterator[float]) -> None:
         self._pace_s = pace_s

@@ -1,4 +1,4 @@
-"""``BENCHMARKS.md``: the last results of everything, with what they were measured on."""
+"""Writes ``BENCHMARKS.md``: the last complete results, with machine and software."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from benchmarks.rows import Row
 HEAD = """\
 # Benchmarks
 
-What was promised about speed, as `make bench` last measured all of it; `benchmarks/__main__.py` says what each figure
-is. A verdict in brackets is about a limit that was set for another model; what is *shown* was not promised. *Others* is
-how many cores other programs kept busy meanwhile: with more than about half a core a figure is not to be trusted.
+Results of the last complete run of `make bench`; `benchmarks/__main__.py` describes each figure. A verdict in brackets
+is for a limit that applies to another model; rows that are *shown* have no limit. *Others* is the number of cores that
+other programs used during the measurement: with more than about half a core, a figure is unreliable.
 """
 COLUMNS = ("figure", "case", "model", "value", "must", "verdict", "others", "of which")
 VERSIONS = ("mlx", "mlx-lm", "scipy-openblas32", "xllamacpp", "numpy", "uvicorn")
 
 
 def write(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
-    """Replace the page by one of this run; ``facts`` is its provenance."""
+    """Write the page for this run; ``facts`` is its provenance."""
     path.write_text(f"{HEAD}\n{_facts(facts)}\n\n{_table(rows)}\n\n{_counted(rows)}\n", encoding="utf-8")
 
 

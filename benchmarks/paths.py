@@ -1,4 +1,4 @@
-"""Where the benchmarks keep what they make. All below ``BUILD`` can be deleted."""
+"""Folders and files of the benchmarks. Everything below ``BUILD`` can be deleted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "BENCHMARKS.md"
-"""The last results of everything, which is no thing to delete."""
+"""The last complete results; part of the repository."""
 BUILD = ROOT / "build" / "bench"
 MODELS = BUILD / "models"
 LOGS = BUILD / "logs"

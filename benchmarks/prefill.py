@@ -1,4 +1,4 @@
-"""A prompt of 156 tokens over our server: with OpenBLAS behind MLX against MLX as it is installed."""
+"""Prefill of a prompt of 156 tokens: MLX with OpenBLAS against MLX as installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = 156
 
 
 def measure(bench: Bench) -> list[Row]:
-    """Both expand quantized weights to float32; only the BLAS differs."""
+    """Measure two servers that differ only in the BLAS; both expand quantized weights to float32."""
     with lab_server(bench.folder) as ours, lab_server(bench.folder, blas="off") as stock:
         samples = [
             {"ours": _rate(ours.url, number), "stock": _rate(stock.url, number)} for number in range(bench.sizes.rounds)

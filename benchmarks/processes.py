@@ -1,4 +1,4 @@
-"""Child processes that answer a line of JSON on standard input with one on standard output."""
+"""Child processes that reply to lines of JSON on standard input with lines on standard output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reply = dict[str, Any]
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without what would change the servers."""
+    """The environment of this process without variables that configure the servers."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LMX_LAB_")} | {
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -30,7 +30,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def spawn(name: str, arguments: list[str], *, channel: bool, python: Path | None = None) -> subprocess.Popen[str]:
-    """A Python process whose messages go to a log file; of another environment if its ``python`` is given."""
+    """Start a Python process whose messages go to a log file, optionally with the ``python`` of another environment."""
     LOGS.mkdir(parents=True, exist_ok=True)
     pipe = subprocess.PIPE if channel else subprocess.DEVNULL
     with (LOGS / f"{name}.log").open("w") as log:
@@ -46,7 +46,7 @@ def spawn(name: str, arguments: list[str], *, channel: bool, python: Path | None
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Ask it to end, then make it."""
+    """Terminate the process, and kill it if it does not exit in time."""
     process.terminate()
     try:
         process.wait(STOP_S)
@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 class Worker:
-    """The parent's end. A context: leaving it ends the child."""
+    """A child process, as a context manager. Leaving the context ends the process."""
 
     def __init__(self, module: str, *, python: Path | None = None, **settings: Any) -> None:
         self._name = module.rpartition(".")[2]
@@ -86,10 +86,10 @@ class Worker:
         return self._process.pid
 
     def ask(self, *, limit_s: float = 600.0, **question: Any) -> Reply:
-        """The child's answer.
+        """Send a question and return the reply.
 
         Raises:
-            BenchError: it failed, or took longer than the limit and was ended.
+            BenchError: the child failed, or exceeded the limit and was killed.
         """
         self._in.write(json.dumps(question) + "\n")
         self._in.flush()
@@ -103,7 +103,7 @@ class Worker:
         finally:
             alarm.cancel()
         if not line:
-            raise BenchError(f"{self._name} ended or did not answer within {limit_s:g} s: {log_tail(self._name)}")
+            raise BenchError(f"{self._name} exited or did not reply within {limit_s:g} s: {log_tail(self._name)}")
         reply: Reply = json.loads(line)
         return reply
 
@@ -113,7 +113,7 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # End of input is the way out that lets a server stop as it should.
+        # A server shuts down properly at the end of its input.
         self._in.close()
         try:
             self._process.wait(STOP_S)
@@ -128,14 +128,14 @@ def child_settings() -> dict[str, Any]:
 
 
 def take_channel() -> IO[str]:
-    """Standard output for answers only; whatever else is printed goes to the log."""
+    """Reserve standard output for replies; other output goes to the log."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return channel
 
 
 def serve_lines(channel: IO[str], ready: Reply, answer: Callable[[Reply], Reply]) -> None:
-    """Answer until the parent closes the pipe."""
+    """Reply to questions until the parent closes the pipe."""
     channel.write(json.dumps(ready) + "\n")
     for line in sys.stdin:
         channel.write(json.dumps(answer(json.loads(line))) + "\n")

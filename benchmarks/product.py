@@ -1,4 +1,4 @@
-"""What multiplies matrices behind MLX: its 1024³ float32 product against numpy's, in one process."""
+"""A 1024³ float32 matrix product of MLX against numpy's, in the same process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child process: a line is answered with the speed of one product by MLX and the same by numpy."""
+"""Child process: replies to each line with the speed of a product by MLX and by numpy."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
-from lmx_lab.engine import blas
+from lmx_lab.engine.cpu_blas import configure_blas
 
 SIZE = 1024
 FLOP = 2 * SIZE**3
-REST_S = 0.5
+PAUSE_S = 0.5
 REPEATS = 5
 
 
 def main() -> None:
     channel = take_channel()
-    report = blas.bind(child_settings()["blas"])
+    report = configure_blas(child_settings()["blas"])
     random = np.random.default_rng(0)
     left, right = (random.standard_normal((SIZE, SIZE), dtype=np.float32) for _ in range(2))
     mlx_left, mlx_right = mx.array(left), mx.array(right)
@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def _gflops(product: Callable[[], None]) -> float:
-    """The best of some in a row, the other side's threads asleep: numpy's spin on for a while."""
-    time.sleep(REST_S)
+    """Speed of the fastest of several products. The pause lets numpy's threads, which spin for a while, fall asleep."""
+    time.sleep(PAUSE_S)
     taken = []
     for _ in range(REPEATS):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Prompts made from a seed: the same for both sides of a comparison, new in every round."""
+"""Makes prompts from seeds: the same for both sides of a comparison, different in each round."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Message = dict[str, str]
 
 
 def words(seed: int, count: int) -> str:
-    """About ``count`` tokens of nothing in particular."""
+    """Random words with about ``count`` tokens."""
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
 def story(seed: int) -> list[Message]:
-    """A short prompt whose answer is long."""
+    """A short prompt with a long answer."""
     return [_user(f"Write a very long story, in many chapters, about these: {words(seed, 5)}.")]
 
 
 def brief(seed: int) -> list[Message]:
-    """As short as can be, without the template's own system message: for measuring decode, not prefill."""
+    """The shortest possible prompt, without the template's system message, for measuring decode but not prefill."""
     return [{"role": "system", "content": "Go."}, _user(words(seed, 4))]
 
 
 def history(seed: int, tokens: int) -> list[Message]:
-    """A prompt of about so many tokens."""
+    """A prompt of about ``tokens`` tokens."""
     return [_user(f"Here is a list of words: {words(seed, tokens - 45)}. Tell a story about them.")]
 
 
@@ -35,7 +35,7 @@ def following(turn: list[Message], answer: str, question: str) -> list[Message]:
 
 
 def chat_body(messages: list[Message], *, max_tokens: int, model: str = "default", **more: Any) -> dict[str, Any]:
-    """A greedy streaming request, with usage at the end."""
+    """The body of a streaming request with greedy decoding and usage."""
     return {
         "model": model,
         "messages": messages,

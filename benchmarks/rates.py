@@ -1,4 +1,4 @@
-"""Tokens per second from the times of what came."""
+"""Computes tokens per second from times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.client import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One stream: when its pieces came, and how many tokens they were in all (a piece may hold several, or parts)."""
+    """Times of the pieces of a stream, and its number of tokens. A piece may contain several tokens or parts of one."""
 
     times: list[float]
     tokens: int
@@ -27,7 +27,7 @@ def timeline(answer: Answer) -> Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Tokens over all streams within some seconds."""
+    """Number of tokens of all streams within a time."""
 
     tokens: float
     seconds: float
@@ -38,22 +38,22 @@ class Window:
 
 
 def decode_window(streams: list[Timeline]) -> Window:
-    """The time in which all streams decode: from the last first token to the first last one.
+    """The time in which all streams decode: from the latest first token to the earliest last token.
 
-    Prefill is outside for every side, whatever the order in which it takes the prompts.
+    It excludes prefill on every side, independent of the order in which prompts are computed.
 
     Raises:
-        BenchError: that was less than a quarter of the tokens.
+        BenchError: it contains less than a quarter of the tokens.
     """
     start, stop = max(s.times[0] for s in streams), min(s.times[-1] for s in streams)
     tokens = sum(s.tokens_until(stop) - s.tokens_until(start) for s in streams)
     if stop <= start or tokens < sum(s.tokens for s in streams) / 4:
-        raise BenchError("the streams hardly decoded together: make the answers longer")
+        raise BenchError("the streams decoded at different times; make the answers longer")
     return Window(tokens=tokens, seconds=stop - start)
 
 
 def overall_rate(answers: list[Answer]) -> float:
-    """Tokens per second from the first request to the last end, prefill included."""
+    """Tokens per second between the first request and the end of the last answer, prefill included."""
     started, ended = min(a.sent_at for a in answers), max(a.ended_at for a in answers)
     return sum(a.tokens for a in answers) / (ended - started)
 

@@ -1,4 +1,4 @@
-"""The table for people, the JSON file for later."""
+"""Prints the table of results and writes them to a JSON file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.rows import Row
 
 BAD = frozenset({"FAIL", "ERROR"})
 STYLES = {"pass": "green"} | dict.fromkeys(BAD, "bold red")
-# Whole lines for files; a terminal's are wrapped to fit.
+# Lines in files are not wrapped.
 console = Console(width=None if sys.stdout.isatty() else 220)
 
 

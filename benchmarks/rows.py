@@ -1,4 +1,4 @@
-"""One line of the result: a figure, what it must be, and whether it is."""
+"""A row of the results: a figure, its limit, and whether the limit is met."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Row:
     case: str
     model: str
     value: float
-    """A ratio, or seconds; NaN when it could not be measured."""
+    """In ``unit``, or a ratio without unit; NaN if the measurement failed."""
     limit: Limit | None = None
-    """None for what nobody promised, and for what could not be measured."""
+    """None for figures without a limit and for failed measurements."""
     binding: bool = True
-    """Whether the limit was set for this model; otherwise the row is for information."""
+    """Whether the limit applies to this model. Otherwise the row is informative only."""
     unit: str = ""
     summary: str = ""
-    """The absolute numbers behind the value, in a few words."""
+    """The absolute numbers behind the value."""
     others_cores: float = 0.0
-    """Cores that other programs kept busy meanwhile."""
+    """Number of cores that other programs used during the measurement."""
     detail: dict[str, Any] = field(default_factory=dict)
-    """Every sample, for the JSON file."""
+    """All samples, for the JSON file."""
 
     @property
     def verdict(self) -> Verdict:

@@ -1,4 +1,4 @@
-"""The servers under measurement, each a process of its own, those of a comparison on the same model."""
+"""Starts the measured servers, each in its own process and with the same model."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ POLL_S = 0.002
 
 
 class LabServer:
-    """This project's server, with a pipe to its engine's figures that costs the server nothing until asked."""
+    """The lab's server, with a pipe for reading the engine's figures."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.url: str = worker.ready["url"]
         self.extras: dict[str, Any] = {}
-        """``ignore_eos`` where the server knows it; without it answers may end before ``max_tokens``."""
+        """``ignore_eos`` if the server supports it; otherwise answers may end before ``max_tokens``."""
 
     def snapshot(self) -> Reply:
         return self._worker.ask(limit_s=60)
@@ -43,12 +43,12 @@ class LabServer:
         return int(psutil.Process(self._worker.pid).memory_info().rss)
 
     def tree_bytes(self) -> int:
-        """Resident memory of its process and of those it has started: of a mapped file what was touched."""
+        """Resident memory of its process and its child processes; of mapped files only the pages in use."""
         own = psutil.Process(self._worker.pid)
         return sum(int(process.memory_info().rss) for process in (own, *own.children(recursive=True)))
 
     async def until(self, reached: Any, *, limit_s: float, what: str) -> float:
-        """Seconds until the engine's figures satisfy ``reached(snapshot)``."""
+        """Wait until ``reached(snapshot)`` is true for the engine's figures; return the seconds."""
         started = time.perf_counter()
         while not reached(now := self.snapshot()):
             if time.perf_counter() - started > limit_s:
@@ -66,7 +66,7 @@ def is_idle(now: Reply) -> bool:
 
 @contextlib.contextmanager
 def lab_server(folder: Path, **settings: Any) -> Iterator[LabServer]:
-    """Loaded and warm."""
+    """The lab's server, with the model loaded and warmed up."""
     with Worker("benchmarks.lab_process", model=folder_argument(folder), **settings) as worker:
         server = LabServer(worker)
         asyncio.run(_warm(server))
@@ -83,7 +83,7 @@ async def _warm(server: LabServer) -> None:
 
 @contextlib.contextmanager
 def bare_generator(folder: Path) -> Iterator[Worker]:
-    """Loaded and warm."""
+    """A process with mlx-lm's ``BatchGenerator``, with the model loaded and warmed up."""
     with Worker("benchmarks.bare_process", model=folder_argument(folder)) as worker:
         worker.ask(prompts=[prompts.story(0)], max_tokens=4)
         yield worker
@@ -91,7 +91,7 @@ def bare_generator(folder: Path) -> Iterator[Worker]:
 
 @contextlib.contextmanager
 def mlx_lm_server(folder: Path) -> Iterator[str]:
-    """The URL of ``mlx_lm.server``, loaded and warm, with its own defaults."""
+    """The URL of ``mlx_lm.server`` with its defaults, with the model loaded and warmed up."""
     port = free_port()
     arguments = ["--model", folder_argument(folder), "--port", str(port), "--log-level", "WARNING"]
     process = spawn("mlx_lm_server", ["-m", "mlx_lm", "server", *arguments], channel=False)
@@ -110,10 +110,10 @@ def mlx_lm_server(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def llama_server(entry: ModelEntry) -> Iterator[str]:
-    """The URL of xllamacpp's own server, loaded and warm, with the slots and the context that our engine gives it.
+    """The URL of xllamacpp's server with the slots and context of our engine, with the model loaded and warmed up.
 
     Raises:
-        BenchError: it is not installed.
+        BenchError: xllamacpp is not installed.
     """
     if find_spec("xllamacpp") is None:
         raise BenchError("llama.cpp is not installed: pip install 'lmx-lab[gguf]'")

@@ -1,4 +1,4 @@
-"""What a running stream feels of somebody else's long prompt: its inter-token gaps, alone and meanwhile."""
+"""The effect of another client's long prompt on a running stream: its inter-token gaps, alone and during prefill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARM_UP = 3
 
 
 class Watch:
-    """A stream that decodes on and on, and the times of its pieces; it asks again when an answer ends."""
+    """A stream that decodes continuously, with the times of its pieces. It sends a new request when an answer ends."""
 
     def __init__(self, ours: LabServer) -> None:
         self._ours = ours
@@ -30,7 +30,7 @@ class Watch:
         self._came = asyncio.Event()
         self.times: list[float] = []
         self.breaks: set[int] = set()
-        """Indices into ``times`` of the first piece of an answer: the gap before it is no gap between tokens."""
+        """Indices in ``times`` of the first pieces of answers. The gap before them is not a gap between tokens."""
 
     async def run(self) -> None:
         while True:
@@ -45,12 +45,12 @@ class Watch:
                         self._came.set()
 
     def gaps(self, start: int, until: float) -> list[float]:
-        """From the piece with that index to the last one before that time."""
+        """The gaps from the piece with index ``start`` to the last one before ``until``."""
         pieces = [(index, at) for index, at in enumerate(self.times) if index >= start and at <= until]
         return [after - before for (_, before), (index, after) in pairwise(pieces) if index not in self.breaks]
 
     async def grow(self, pieces: int, limit_s: float) -> None:
-        """Return when there are so many more, or it took so long."""
+        """Wait for ``pieces`` more pieces, at most ``limit_s``."""
         goal = len(self.times) + pieces
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -71,7 +71,7 @@ def measure(bench: Bench) -> list[Row]:
         model=bench.model,
         value=quantile(busy, 0.99) / quantile(alone, 0.99),
         limit=Limit(sign="≤", bound=3),
-        # A short prompt is not what was promised.
+        # The limit is for a long prompt.
         binding=bench.promised and bench.sizes.history_tokens >= 1300,
         summary=f"{quantile(busy, 0.99) * 1e3:.1f} ms of {len(busy)} against "
         f"{quantile(alone, 0.99) * 1e3:.1f} ms of {len(alone)}; "
@@ -100,7 +100,7 @@ async def _run(bench: Bench, ours: LabServer, number: int) -> dict[str, Any]:
 
 
 async def _disturbed(bench: Bench, ours: LabServer, watch: Watch, number: int) -> tuple[list[float], float, bool]:
-    """Gaps while the long prompt is computed, to its first token or as long as is measured."""
+    """Gaps while the long prompt is computed, until its first token or the time limit."""
     start = len(watch.times) - 1
     sent_at = time.perf_counter()
     prompt = prompts.chat_body(prompts.history(8000 + number, bench.sizes.history_tokens), max_tokens=4)
@@ -108,7 +108,7 @@ async def _disturbed(bench: Bench, ours: LabServer, watch: Watch, number: int) -
     await asyncio.wait([prefill], timeout=bench.sizes.gaps_s)
     finished = prefill.done()
     ended_at = prefill.result().times[0] if finished else time.perf_counter()
-    # The gap that the end of the measurement falls into counts as well: a stalled stream may have no other.
+    # The gap at the end of the measurement counts too, because a stalled stream may have no other.
     await watch.grow(1, GAP_LIMIT_S)
     if not finished:
         prefill.cancel()

@@ -1,4 +1,4 @@
-"""What a grammar costs: decode with a JSON schema against decode without, on one server, one stream and eight."""
+"""The cost of a grammar: decode with a JSON schema against decode without, for one stream and eight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERSON = {
     "required": ["name", "age", "likes"],
     "additionalProperties": False,
 }
-# So many that no answer ends by itself.
+# So long that no answer ends by itself.
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 1000}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}}
 
@@ -44,7 +44,7 @@ def _compare(bench: Bench, server: LabServer, streams: int) -> Row:
         model=bench.model,
         value=median(sample["formed"] / sample["free"] for sample in samples),
         limit=Limit(sign="≥", bound=0.9),
-        # Here the limit is about the model on which overheads show.
+        # This limit applies to the model that shows overheads.
         binding=bench.model == "tiny",
         summary=f"{formed:.1f} against {free:.1f} tok/s",
         detail={"samples": samples, "max_tokens": max_tokens, "schema": PEOPLE},
@@ -52,7 +52,7 @@ def _compare(bench: Bench, server: LabServer, streams: int) -> Row:
 
 
 def _round(server: LabServer, streams: int, max_tokens: int, number: int) -> dict[str, Any]:
-    """One run of each side on the same prompts; who begins changes from round to round."""
+    """Run each side on the same prompts, in alternating order."""
     asked = [prompts.brief(1000 * number + 10 * streams + stream) for stream in range(streams)]
     sides: dict[str, dict[str, Any]] = {"formed": {"response_format": FORMAT}, "free": {"ignore_eos": True}}
     order = list(sides) if number % 2 == 0 else list(reversed(sides))
@@ -68,7 +68,7 @@ def _decode(server: LabServer, asked: list[list[prompts.Message]], max_tokens: i
 
 
 async def _prefilled(url: str, bodies: list[dict[str, Any]]) -> list[client.Answer]:
-    """All answers at once; their prompts were computed before, and the grammar compiled."""
+    """All answers at the same time, after their prompts have been computed and the grammar compiled."""
     for body in bodies:
         await client.whole(url, body | {"max_tokens": 1})
     return await client.streams(url, bodies)

@@ -1,4 +1,4 @@
-"""What HTTP costs: decode over our server against mlx-lm's bare ``BatchGenerator``, one stream and eight."""
+"""The cost of HTTP: decode by our server against mlx-lm's ``BatchGenerator`` alone, for one stream and eight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _compare(bench: Bench, ours: LabServer, bare: Worker, streams: int) -> Row:
         figure=FIGURE,
         case="1 stream" if streams == 1 else f"{streams} streams",
         model=bench.model,
-        # Of each pair: what else the machine does falls on both halves.
+        # The ratio of each pair: other load on the machine affects both sides.
         value=median(sample["ours"] / sample["bare"] for sample in samples),
         limit=Limit(sign="≥", bound=0.95),
         binding=bench.promised,
@@ -41,7 +41,7 @@ def _compare(bench: Bench, ours: LabServer, bare: Worker, streams: int) -> Row:
 
 
 def _round(ours: LabServer, bare: Worker, streams: int, max_tokens: int, number: int) -> dict[str, Any]:
-    """One run of each side on the same prompts; who begins changes from round to round."""
+    """Run each side on the same prompts, in alternating order."""
     asked = [prompts.brief(1000 * number + 10 * streams + stream) for stream in range(streams)]
     sides: list[tuple[str, Callable[[], list[Timeline]]]] = [
         ("ours", lambda: _ours(ours, asked, max_tokens)),
@@ -51,7 +51,7 @@ def _round(ours: LabServer, bare: Worker, streams: int, max_tokens: int, number:
     windows = {side: decode_window(lines) for side, lines in timelines.items()}
     return {side: window.rate for side, window in windows.items()} | {
         "window_tokens": {side: window.tokens for side, window in windows.items()},
-        # Fewer pieces than tokens: text was held back, or the reader was slow and tokens were merged.
+        # There are fewer pieces than tokens if text was held back, or if the reader was slow and tokens were merged.
         "pieces": [len(line.times) for line in timelines["ours"]],
         "tokens": [line.tokens for line in timelines["ours"]],
     }
@@ -63,10 +63,10 @@ def _ours(ours: LabServer, asked: list[list[prompts.Message]], max_tokens: int) 
 
 
 async def _prefilled(url: str, bodies: list[dict[str, Any]]) -> list[client.Answer]:
-    """All answers at once, their prompts computed before, one by one: where the server keeps prefixes, all decode soon.
+    """All answers at the same time, after each prompt has been computed and cached, so that all decode together.
 
-    Otherwise a server that computes prompts in small steps for the sake of running streams has finished its first
-    answers before the last ones begin.
+    Without that, a server that computes prompts in small steps between the tokens of running streams would finish the
+    first answers before the last ones begin.
     """
     for body in bodies:
         await client.whole(url, body | {"max_tokens": 1})

@@ -1,6 +1,6 @@
-"""Child process in the environment of ``make parity``: the same texts through transformers on torch, float32, CPU.
+"""Child process in the environment of ``make parity``: embeddings by transformers on torch, float32, CPU.
 
-It must not import the lab: what it measures is torch alone.
+It must not import the lab, so that only torch is measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 
 
 def main() -> None:
-    # Answers go to standard output alone; whatever else is printed goes to the log.
+    # Standard output is reserved for replies; other output goes to the log.
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     folder = json.loads(sys.argv[1])["model"]

@@ -95,6 +95,8 @@ ONLY_IN = {
     "jinja2": {"engine.template_rendering"},
 }
 MLX_IN_WEIGHTS = {"weights.gguf_import"}
+# Packages whose modules only they themselves import; other code imports names from the package.
+PRIVATE = ("engine.cpu_blas",)
 # Reading a value's own class is no dependency worth a row.
 FREE = {"typing_extensions"}
 
@@ -178,6 +180,13 @@ def test_what_should_have_one_importer_has_one() -> None:
         for item in IMPORTS
         if item.target.split(".")[0] == "mlx" and room(item.module) == "weights" and item.module not in MLX_IN_WEIGHTS
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", PRIVATE)
+def test_modules_of_a_private_package_are_imported_only_within_it(package: str) -> None:
+    inner = f"lmx_lab.{package}."
+    wrong = [str(i) for i in IMPORTS if i.target.startswith(inner) and not f"{i.module}.".startswith(f"{package}.")]
     assert not wrong, "\n".join(wrong)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks compute with; the measurements themselves are ``make bench``."""
+"""Helpers of the benchmarks; ``make bench`` runs the measurements."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from benchmarks.rates import Timeline, decode_window, quantile
 from benchmarks.rows import Limit, Row
 
 
-def test_the_rate_of_one_stream_is_its_tokens_after_the_first_over_their_time() -> None:
+def test_the_rate_of_one_stream_excludes_the_first_token() -> None:
     assert decode_window([Timeline(times=[1.0, 1.5, 2.0, 2.5, 3.0], tokens=5)]).rate == pytest.approx(2.0)
 
 
-def test_the_rate_of_several_counts_only_while_all_decode() -> None:
+def test_the_rate_of_several_streams_only_counts_the_time_when_all_decode() -> None:
     early = Timeline(times=[0.0, 0.1, 1.0, 2.0, 3.0], tokens=5)
     late = Timeline(times=[1.0, 2.0, 3.0, 3.1, 3.2], tokens=5)
     assert decode_window([early, late]).rate == pytest.approx(2.0)
 
 
-def test_pieces_that_hold_two_tokens_count_two() -> None:
+def test_pieces_of_two_tokens_count_as_two() -> None:
     assert decode_window([Timeline(times=[1.0, 2.0, 3.0], tokens=6)]).rate == pytest.approx(2.0)
 
 
@@ -58,7 +58,7 @@ def test_only_a_binding_limit_can_fail(value: float, binding: bool, verdict: str
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(0.9, "shown"), (math.nan, "ERROR")])
-def test_what_nobody_promised_is_shown_and_cannot_fail(value: float, verdict: str) -> None:
+def test_a_row_without_a_limit_is_shown_and_cannot_fail(value: float, verdict: str) -> None:
     assert Row(figure="f", case="c", model="smollm2", value=value).verdict == verdict
 
 
@@ -87,7 +87,7 @@ def never(bench: Bench) -> list[Row]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the program writes. Its only figure takes a moment, and it needs no model."""
+    """The folder to which the program writes, with a single fast figure that needs no model."""
     monkeypatch.setattr(paths, "PAGE", tmp_path / "BENCHMARKS.md")
     monkeypatch.setattr(report, "BUILD", tmp_path)
     monkeypatch.setattr(program, "folder_of", lambda model: tmp_path)
@@ -98,7 +98,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     signal.signal(signal.SIGTERM, ends)
 
 
-def test_a_run_of_everything_writes_the_page_with_bounds_verdicts_machine_and_commit(folder: Path) -> None:
+def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(folder: Path) -> None:
     assert program.main([]) == 1
     (kept,) = folder.glob("*.json")
     facts = json.loads(kept.read_text())
@@ -117,16 +117,14 @@ def test_a_run_of_everything_writes_the_page_with_bounds_verdicts_machine_and_co
 
 
 @pytest.mark.parametrize("arguments", [["--quick"], ["--only", "harness"], ["--model", "tiny"]])
-def test_a_run_of_less_leaves_the_page_alone(folder: Path, arguments: list[str]) -> None:
+def test_a_partial_run_does_not_write_the_page(folder: Path, arguments: list[str]) -> None:
     (folder / "BENCHMARKS.md").write_text("as it was")
     program.main(arguments)
     assert len(list(folder.glob("*.json"))) == 1
     assert (folder / "BENCHMARKS.md").read_text() == "as it was"
 
 
-def test_a_figure_that_could_not_be_measured_leaves_the_page_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_measurement_prevents_writing_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(program.FIGURES, "never", program.Figure(title="never", measure=never, models=("tiny",)))
     assert program.main([]) == 1
     (kept,) = folder.glob("*.json")

@@ -1,4 +1,4 @@
-"""``lmx-lab bench``, as a shell sees it."""
+"""The command ``lmx-lab bench``: output and exit status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def server() -> Iterator[Scripted]:
 
 
 def bench(*arguments: str) -> int:
-    """The exit status of the command in this process, where nothing has to be imported again."""
+    """Run the command in this process, which avoids imports; return its exit status."""
     return run(["bench", *arguments])
 
 
@@ -65,15 +65,15 @@ def test_a_model_is_measured_in_this_process_without_http(tiny_home: Path, tmp_p
     rows = figures(result.stdout)
     assert [row[:5] for row in rows] == [["1", "48", "8", "6", "0"], ["2", "48", "8", "6", "0"]]
     assert all(float(cell) > 0 for row in rows for cell in row[5:])
-    # 6 requests are enough for an interval, and 2 repeats are not.
+    # 6 requests are enough for an interval, 2 repeats are not.
     assert len(re.findall(r"\d-\d", result.stdout)) == 2 * 3
     assert b"<svg" in plot.read_bytes()
-    found = re.search(r"kept in (\S+)", result.stderr)
+    found = re.search(r"stored in (\S+)", result.stderr)
     assert found
     assert len(load(found[1])) == 2 * 2 * (1 + 3)
 
 
-def test_beside_another_server_it_is_served_and_both_go_over_http(
+def test_with_compare_the_model_is_served_and_both_are_measured_over_http(
     at_tiny: None, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench("--model", "tiny", *SMALL, "--compare", server.url, "--no-record", "--json") == 0
@@ -89,10 +89,10 @@ def test_beside_another_server_it_is_served_and_both_go_over_http(
     assert said["provenance"]["seeds"] == [0]
 
 
-# --- servers that run
+# --- running servers
 
 
-def test_a_server_that_runs_is_measured_by_its_address(
+def test_a_running_server_is_measured_by_its_address(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -106,9 +106,7 @@ def test_a_server_that_runs_is_measured_by_its_address(
     assert len(list((home / "bench").iterdir())) == 1
 
 
-def test_arrivals_the_cache_and_the_seed_can_be_chosen(
-    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arrivals_cache_and_seed_can_be_set(home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ("--rate", "50", "--warm", "--seed", "7", "--json")
     assert bench("--url", server.url, *SMALL, *chosen) == 0
     said = json.loads(capsys.readouterr().out)
@@ -118,7 +116,7 @@ def test_arrivals_the_cache_and_the_seed_can_be_chosen(
     assert "above 0 and up to 10000" in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_other_server_does_not_get_the_first_ones_key(
+def test_the_other_server_does_not_get_the_key_of_the_first(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Scripted(WORDS) as other:
@@ -130,11 +128,11 @@ def test_the_other_server_does_not_get_the_first_ones_key(
         assert {head.get("authorization") for head in other.headers} == {"Bearer second", None}
         assert other.bodies[0]["model"] == "another"
     said = capsys.readouterr().out
-    assert " beside " in said
+    assert " compared with " in said
     assert "each, tok/s" in said
 
 
-def test_requests_that_failed_are_counted_and_named_and_the_exit_status_is_one(
+def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused = refuses(429, "queue-full", "no \x1b[31mplace")
@@ -146,9 +144,7 @@ def test_requests_that_failed_are_counted_and_named_and_the_exit_status_is_one(
     assert "\x1b[31m" not in said.err
 
 
-def test_a_warm_up_that_failed_is_said_beside_a_table_without_errors(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_warm_up_is_reported_separately_from_the_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Scripted(after_calibration(refuses(429, "queue-full", "no place"), WORDS)) as server:
         assert bench("--url", server.url, *SMALL, "--no-record") == 1
     said = capsys.readouterr()
@@ -157,7 +153,7 @@ def test_a_warm_up_that_failed_is_said_beside_a_table_without_errors(
 
 
 @pytest.mark.parametrize("more", [[], ["--model", "m"], ["--json"]], ids=" ".join)
-def test_where_nobody_is_there_it_is_one_line_and_nothing_is_measured(
+def test_an_unreachable_server_is_one_line_and_nothing_is_measured(
     home: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     assert bench("--url", "http://127.0.0.1:1", *more) == 1
@@ -167,7 +163,7 @@ def test_where_nobody_is_there_it_is_one_line_and_nothing_is_measured(
     assert not (home / "bench").exists()
 
 
-def test_the_server_to_compare_with_has_to_be_there_too(
+def test_the_server_to_compare_with_must_be_reachable(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench("--url", server.url, *SMALL, "--compare", "127.0.0.1:1") == 1
@@ -175,9 +171,11 @@ def test_the_server_to_compare_with_has_to_be_there_too(
     assert server.bodies == []
 
 
-def test_one_server_twice_is_no_comparison(home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_server_given_twice_is_refused(
+    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench("--url", server.url, "--compare", server.url) == 2
-    assert "one name" in capsys.readouterr().err
+    assert "the same name" in capsys.readouterr().err
 
 
 def test_a_lab_without_a_model_is_one_line(at_tiny: None, tiny_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +186,7 @@ def test_a_lab_without_a_model_is_one_line(at_tiny: None, tiny_home: Path, capsy
     assert said.err.startswith("no-model-loaded: ")
 
 
-def test_a_lab_that_loads_what_is_asked_for_is_measured(
+def test_a_lab_that_loads_models_on_demand_is_measured(
     at_tiny: None, tiny_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(tiny_home, "--port", "0", "--model", "tiny", "--swap", "--idle-unload", "1.5") as lab:
@@ -198,7 +196,7 @@ def test_a_lab_that_loads_what_is_asked_for_is_measured(
             assert bench("--url", url, *named, *SMALL, "--no-record") == 0, capsys.readouterr().err
 
 
-def test_ctrl_c_prints_what_is_there(tmp_path: Path) -> None:
+def test_ctrl_c_prints_the_results_so_far(tmp_path: Path) -> None:
     with (
         Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server,
         serving(tmp_path, "--url", server.url, *SMALL, command="bench") as command,
@@ -232,7 +230,7 @@ def test_a_table_fits_into_eighty_characters(capsys: pytest.CaptureFixture[str])
     assert max(map(len, map(str.rstrip, output.splitlines()))) <= 80
 
 
-def test_of_a_run_that_was_interrupted_at_once_there_is_nothing_to_print(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_interrupted_immediately_prints_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     for rows in (table(), table(sample(warm_up=True))):
         bench_tables.print_tables(rows)
         said = capsys.readouterr()
@@ -241,22 +239,22 @@ def test_of_a_run_that_was_interrupted_at_once_there_is_nothing_to_print(capsys:
         assert json.loads(capsys.readouterr().out)["summary"] == []
 
 
-def test_a_server_that_does_not_count_its_tokens_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_usage_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     counted = run_of([5.0, 6.0], counted_by="usage", target="a")
     bench_tables.print_tables(table(*counted, *run_of([5.0, 6.0], counted_by="chunks", target="b")))
-    notes = [each for each in capsys.readouterr().err.splitlines() if "no usage" in each]
+    notes = [each for each in capsys.readouterr().err.splitlines() if "reports no usage" in each]
     assert len(notes) == 1
     assert notes[0].startswith("b ")
 
 
-def test_targets_without_a_case_in_common_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_targets_without_a_common_case_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     bench_tables.print_tables(table(sample(target="a"), sample(target="b", concurrency=2)))
     said = capsys.readouterr()
-    assert "beside" not in said.out
+    assert "compared with" not in said.out
     assert "a and b cannot be compared" in said.err
 
 
-def test_which_side_is_better_is_said_from_three_repeats_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_better_side_is_shown_with_three_or_more_repeats(capsys: pytest.CaptureFixture[str]) -> None:
     for repeats, better in ((2, "-"), (3, "a")):
         quick, slow = ([float(at * factor) for at in range(100, 112)] for factor in (1, 2))
         sides = (("quick", quick), ("slow", slow))
@@ -269,7 +267,7 @@ def test_which_side_is_better_is_said_from_three_repeats_on(capsys: pytest.Captu
         assert "--repeats 3 or more" in said.err
 
 
-def test_answers_of_other_lengths_are_not_compared_as_a_whole_and_it_is_said(
+def test_totals_of_answers_with_different_lengths_are_not_compared(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     long, short = (run_of([1.0] * 9, per_repeat=3, target=str(tokens), tokens=tokens) for tokens in (8, 5))
@@ -279,7 +277,7 @@ def test_answers_of_other_lengths_are_not_compared_as_a_whole_and_it_is_said(
     assert "answers of a have 8 tokens, of b 5" in said.err
 
 
-def test_tokens_that_were_not_as_many_as_wanted_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_actual_token_counts_are_shown_if_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
     met = run_of([1.0], prompt_tokens=16)
     bench_tables.print_tables(table(*met))
     said = capsys.readouterr()
@@ -291,7 +289,7 @@ def test_tokens_that_were_not_as_many_as_wanted_are_shown(capsys: pytest.Capture
         assert "in brackets" in said.err
 
 
-def test_how_late_the_client_was_is_shown_where_requests_were_due(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_delay_of_requests_is_shown_with_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
     late = [sample(at_s=at, request=at, late_ms=100.0 * at, e2e_ms=500.0, output_tokens=8) for at in range(3)]
     bench_tables.print_tables(table(*late))
     said = capsys.readouterr()
@@ -307,10 +305,10 @@ def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytes
     said = capsys.readouterr().err
     assert said.index("lab: 2 times z: most") < said.index("1 times e0")
     assert said.count("1 times e") == 4
-    assert "and 2 other errors, 2 times in all" in said
+    assert "and 2 other errors, 2 requests in total" in said
 
 
-# --- mistakes
+# --- invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -326,7 +324,7 @@ def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytes
         (["--url", "127.0.0.1:1", "--plot", "/no/such/bench.png"], "folder"),
     ],
 )
-def test_a_mistake_is_one_line_and_found_before_anything_is_measured(
+def test_an_invalid_argument_is_one_line_before_anything_is_measured(
     home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
 ) -> None:
     assert bench(*arguments) == 2
@@ -337,24 +335,24 @@ def test_a_mistake_is_one_line_and_found_before_anything_is_measured(
     assert not (home / "bench").exists()
 
 
-def test_a_place_where_no_run_can_be_kept_is_said_before_anything_is_measured(
+def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_measured(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / "bench").write_text("a file")
     assert bench("--url", server.url, *SMALL) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
-    assert "no run can be kept in" in said.err
+    assert "the run cannot be stored in" in said.err
     assert server.bodies == []
 
 
-def test_a_model_that_is_not_there_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_is_an_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--model", "no-such") == 1
     assert "model-not-found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("missing", "arguments"), [("pandas", []), ("matplotlib.figure", ["--plot", "bench.png"])])
-def test_what_is_not_installed_is_said_with_what_installs_it(
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(
     home: Path, capsys: pytest.CaptureFixture[str], missing: str, arguments: list[str]
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -365,7 +363,7 @@ def test_what_is_not_installed_is_said_with_what_installs_it(
     assert "pip install 'lmx-lab[lab]'" in capsys.readouterr().err
 
 
-def test_more_requests_at_once_than_slots_are_remarked(
+def test_more_concurrent_requests_than_slots_give_a_note(
     at_tiny: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMX_LAB_SLOTS", "2")

@@ -1,4 +1,4 @@
-"""Tokens per second as data: what to measure, rows of what was, medians with intervals, runs that are kept.
+"""Measure tokens per second: sweeps over cases, a row for each request, medians with intervals, stored runs.
 
 ::
 
@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmx_lab.bench.case import Arrival, Case, Closed, Poisson, Sweep
     from lmx_lab.bench.comparison import compare
-    from lmx_lab.bench.driving import drive
-    from lmx_lab.bench.keeping import Recorder, load, save
+    from lmx_lab.bench.load_generator import drive
     from lmx_lab.bench.plots import by_concurrency, by_prompt_length
-    from lmx_lab.bench.running import run, samples
+    from lmx_lab.bench.runner import run, samples
     from lmx_lab.bench.sample import Sample, frame
     from lmx_lab.bench.statistics import Interval, median_interval, ratio_interval, summary
+    from lmx_lab.bench.storage import Recorder, load, save
     from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts
 
-_HOME = {
+_MODULES = {
     "case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
     "comparison": ("compare",),
-    "driving": ("drive",),
-    "keeping": ("Recorder", "load", "save"),
+    "load_generator": ("drive",),
+    "storage": ("Recorder", "load", "save"),
     "plots": ("by_concurrency", "by_prompt_length"),
-    "running": ("run", "samples"),
+    "runner": ("run", "samples"),
     "sample": ("Sample", "frame"),
     "statistics": ("Interval", "median_interval", "ratio_interval", "summary"),
     "targets": ("ChatTarget", "EngineTarget", "Target", "TargetFacts"),
 }
-_PLACES = {name: f"{__name__}.{module}" for module, names in _HOME.items() for name in names}
+_PLACES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Arrival",
     "Case",
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: the engine, pandas and matplotlib take seconds to import.
+    # Lazy: the engine, pandas and matplotlib take seconds to import.
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)

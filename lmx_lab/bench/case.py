@@ -28,12 +28,12 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "repeats": (1, 1000),
 }
 SINGLE = ("requests", "warm_up", "repeats")
-"""Fields of a sweep that have one value: cases that differ in nothing else are one case."""
+"""Fields of a sweep with a single value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Closed:
-    """Each of ``concurrency`` users sends its next request when its last one has ended."""
+    """Each of ``concurrency`` users sends its next request when its previous one has ended."""
 
     def __str__(self) -> str:
         return "closed"
@@ -41,27 +41,26 @@ class Closed:
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson:
-    """Requests come at random times, however slow the answers are; at most ``concurrency`` are under way at once.
+    """Requests are sent at random times, independent of the answers; at most ``concurrency`` run at the same time.
 
     Raises:
-        InvalidRequestError: a rate that is no number above 0 and up to 10,000.
+        InvalidRequestError: the rate is not a number above 0 and up to 10,000.
     """
 
     per_second: float
-    """On average."""
+    """Mean rate of requests."""
 
     def __post_init__(self) -> None:
         rate = self.per_second
         number = isinstance(rate, int | float) and not isinstance(rate, bool)
         if not (number and 0 < rate <= PER_SECOND_LIMIT):
             raise InvalidRequestError(
-                f"per_second is {rate!r}; give how many requests come each second on average, above 0 and up to "
-                f"{PER_SECOND_LIMIT:g}",
+                f"per_second is {rate!r}; give a mean number of requests above 0 and up to {PER_SECOND_LIMIT:g}",
                 param="per_second",
             )
 
     def times_s(self, count: int, seed: int) -> tuple[float, ...]:
-        """When each request is due, in seconds from the first; the same for the same seed."""
+        """The time of each request in seconds after the first one. It depends only on the arguments."""
         draw = random.Random(f"arrivals {seed}")
         gaps = (draw.expovariate(self.per_second) for _ in range(count - 1))
         return tuple(itertools.accumulate(gaps, initial=0.0))
@@ -75,47 +74,48 @@ Arrival: TypeAlias = Closed | Poisson
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to measure: ``requests`` requests of one size, after ``warm_up`` that are not counted.
+    """One case: ``requests`` requests of the same size, after ``warm_up`` requests that are not counted.
 
     Raises:
-        InvalidRequestError: a value that is none, or values that do not go together.
+        InvalidRequestError: a value is invalid, or two values contradict each other.
     """
 
     prompt_tokens: int
-    """Of each prompt, the chat template's included; met within a few percent, where that leaves it four words."""
+    """Length of each prompt, chat template included. It is met within a few percent, but is at least four words."""
     output_tokens: int
-    """Of each answer; fewer where a server knows no ``ignore_eos`` and the model has said all."""
+    """Length of each answer. Servers without ``ignore_eos`` may end an answer earlier."""
     concurrency: int = 1
     requests: int = REQUESTS
     warm_up: int = 1
     arrival: Arrival = Closed()
     cache: Cache = "cold"
-    """``cold``: every prompt begins differently. ``warm``: they differ in their last words, and a warm-up request has
-    brought the rest into the server's cache."""
+    """``cold``: all prompts begin differently. ``warm``: they differ only in their last words, and a warm-up request
+    has put the rest into the server's cache."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.name in BOUNDS):
-            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+            object.__setattr__(self, name, _check_integer(name, getattr(self, name)))
         _check_arrival(self.arrival)
         _check_cache(self.cache)
-        self._check_together()
+        self._check_combination()
 
-    def _check_together(self) -> None:
+    def _check_combination(self) -> None:
         if isinstance(self.arrival, Closed) and self.requests < self.concurrency:
             raise InvalidRequestError(
-                f"requests is {self.requests} and concurrency {self.concurrency}: so many would never be under way at "
-                f"once; give requests={2 * self.concurrency} or more",
+                f"requests is {self.requests} and concurrency is {self.concurrency}, which would never be reached; "
+                f"give requests={2 * self.concurrency} or more",
                 param="requests",
             )
         if self.cache == "warm" and self.warm_up == 0:
             raise InvalidRequestError(
-                "cache is 'warm' and warm_up 0: nothing would warm the cache; give warm_up=1 or more", param="warm_up"
+                "cache is 'warm' and warm_up is 0, so nothing would fill the cache; give warm_up=1 or more",
+                param="warm_up",
             )
 
     @property
     def name(self) -> str:
-        """Short, for tables and file names; cases that differ in requests, warm-up or seed alone share it."""
+        """A short name for tables and file names. It does not contain ``requests``, ``warm_up`` and ``seed``."""
         sizes = f"p{self.prompt_tokens}-o{self.output_tokens}-c{self.concurrency}-{self.cache}"
         return f"{sizes}-poisson{self.arrival.per_second:g}" if isinstance(self.arrival, Poisson) else sizes
 
@@ -125,38 +125,38 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Every combination of what is given; but for ``requests``, ``warm_up`` and ``repeats``, one value or several each.
+    """All combinations of the given values. ``requests``, ``warm_up`` and ``repeats`` take a single value.
 
     Raises:
-        InvalidRequestError: a value that is none, none at all where one is needed, or too many cases.
+        InvalidRequestError: a value is invalid, a field is empty, or there are too many cases.
     """
 
     prompt_tokens: int | Sequence[int]
     output_tokens: int | Sequence[int]
     concurrency: int | Sequence[int] = 1
     requests: int | None = None
-    """Of each case; by default 8, and at least two for each user."""
+    """Requests of each case; by default 8, or twice its concurrency if that is more."""
     warm_up: int = 1
     arrival: Arrival | Sequence[Arrival] = Closed()
     cache: Cache | Sequence[Cache] = "cold"
     seed: int | Sequence[int] = 0
     repeats: int = 1
-    """How often each combination is measured, at different times: from 3 on intervals know of drift, and a comparison
-    can name a winner."""
+    """How often each combination is measured, at different times. With 3 or more, intervals include drift, and a
+    comparison can decide which side is better."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            read = _checked if field.name in SINGLE else _several
-            object.__setattr__(self, field.name, read(field.name, getattr(self, field.name)))
+            check = _check if field.name in SINGLE else _check_several
+            object.__setattr__(self, field.name, check(field.name, getattr(self, field.name)))
         count = self.repeats * math.prod(len(values) for values in self._axes().values())
         if count > CASE_LIMIT:
             raise InvalidRequestError(
-                f"the sweep has {count:,} cases; at most {CASE_LIMIT:,} fit, so give fewer values or repeats"
+                f"the sweep has {count:,} cases; the limit is {CASE_LIMIT:,}, so give fewer values or repeats"
             )
         self._combinations()
 
     def cases(self) -> tuple[Case, ...]:
-        """Every combination, then all of them again for the next repeat: what drifts meanwhile hits all alike."""
+        """All combinations, once for each repeat. Drift of the machine thus affects all combinations alike."""
         return self._combinations() * self.repeats
 
     def _axes(self) -> dict[str, tuple[Any, ...]]:
@@ -174,36 +174,36 @@ class Sweep:
         return max(REQUESTS, 2 * concurrency) if self.requests is None else self.requests
 
 
-def planned(cases: Iterable[Case]) -> Iterator[tuple[int, Case]]:
-    """Each case with its repeat: how often one of its name and seed was there before, from 0. So no prompt is twice."""
+def number_repeats(cases: Iterable[Case]) -> Iterator[tuple[int, Case]]:
+    """Yield each case with its repeat: the number of earlier cases with its name and seed. So no prompt is repeated."""
     seen: Counter[tuple[str, int]] = Counter()
     for case in cases:
         yield seen[case.name, case.seed], case
         seen[case.name, case.seed] += 1
 
 
-def _several(name: str, value: Any) -> tuple[Any, ...]:
-    """The values of one axis, each once and checked."""
+def _check_several(name: str, value: Any) -> tuple[Any, ...]:
+    """The distinct, checked values of one axis."""
     if isinstance(value, str | Closed | Poisson) or value is None or not isinstance(value, Iterable):
         value = (value,)
-    values = tuple(dict.fromkeys(_checked(name, one) for one in value))
+    values = tuple(dict.fromkeys(_check(name, one) for one in value))
     if not values:
         raise InvalidRequestError(f"{name} is empty; give one value or more", param=name)
     return values
 
 
-def _checked(name: str, value: Any) -> Any:
+def _check(name: str, value: Any) -> Any:
     if name == "arrival":
         _check_arrival(value)
     elif name == "cache":
         _check_cache(value)
     elif value is not None or name != "requests":
-        return _whole(name, value)
+        return _check_integer(name, value)
     return value
 
 
-def _whole(name: str, value: Any) -> int:
-    """numpy's whole numbers become Python's, which JSON can write."""
+def _check_integer(name: str, value: Any) -> int:
+    """Convert numpy integers to Python integers, which JSON can represent."""
     low, high = BOUNDS[name]
     try:
         number = None if isinstance(value, bool) else operator.index(value)

@@ -1,7 +1,7 @@
-"""Two measurements of the same cases, side by side: how many times as much, and how sure that is.
+"""Compares two measurements of the same cases: ratios with intervals.
 
-What a machine does drifts, and all requests of a repeat with it. So only repeats count as independent: each gives one
-ratio, and from three of them on there is an interval, however many requests they have.
+The speed of a machine drifts and affects all requests of a repeat. Therefore only repeats count as independent: each
+gives one ratio, and with three or more repeats there is an interval, independent of the number of requests.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lmx_lab.bench.statistics import (
     TOTAL,
     Interval,
     Samples,
-    apart,
     by_repeat,
     counts_pieces,
-    ended,
-    measured,
+    measured_rows,
     median,
     median_interval,
     numbers,
     ratio_interval,
     repeats,
+    successful,
+    token_counts_differ,
     total_interval,
 )
 from lmx_lab.errors import InvalidRequestError
@@ -37,47 +37,50 @@ if TYPE_CHECKING:
 
 Better = Literal["a", "b", "-"]
 COMPARED = (*CLIENT_METRICS, TOTAL)
-OF_WHOLE_ANSWERS = ("e2e_ms", TOTAL)
-"""What a longer answer changes, whoever gives it."""
-OF_TOKENS = ("itl_ms_p50", "itl_ms_p95", "itl_ms_p99", "decode_tok_s", TOTAL)
-"""What is of pieces, and not of tokens, where a server does not count its tokens."""
+LENGTH_DEPENDENT = ("e2e_ms", TOTAL)
+"""Metrics that depend on the length of the answers."""
+TOKEN_METRICS = ("itl_ms_p50", "itl_ms_p95", "itl_ms_p99", "decode_tok_s", TOTAL)
+"""Metrics that count pieces instead of tokens if the server does not report usage."""
 
 
 def compare(
     a: Samples, b: Samples, *, metrics: Sequence[str] = COMPARED, by: Sequence[str] = CASE, level: float = LEVEL
 ) -> pd.DataFrame:
-    """For each case that both sides have, and each figure: both medians, the ratio of a's to b's, its interval.
+    """Compare two sides: for each common case and each metric, both medians and the ratio a / b with an interval.
 
-    ``ratio`` is of the repeats' medians (of ``total_tok_s``, totals): their geometric mean, from ``low`` to ``high``.
-    These are missing below 3 repeats of each side, and then ``better`` names none: measure with ``repeats=3`` or more.
-    Repeats that both sides have of the same run are ``paired``, as they met the same minutes, and no others count then;
-    different runs are not paired. ``repeats`` counts the pairs, or the repeats of the side that has fewer.
+    ``ratio`` is the geometric mean of the ratios of the repeats' medians (totals for ``total_tok_s``), and ``low`` to
+    ``high`` is its interval. With fewer than 3 repeats on a side there is no interval and ``better`` is ``-``, so
+    measure with ``repeats=3`` or more. Repeats of the same run are ``paired``, because they ran at the same time, and
+    only these count then; repeats of different runs are not paired. ``repeats`` is the number of pairs, or of repeats
+    on the side with fewer.
 
-    ``better`` names the side of which the whole interval says so, by more tokens a second or less time; ``-`` means
-    that these repeats do not tell them apart. Of equal sides 95 % of such intervals name none, one figure at a time.
+    ``better`` is the side that has more tokens per second or takes less time according to the whole interval; ``-``
+    means that the difference is not significant. If both sides are equally fast, a metric has ``-`` in 95 %
+    of such comparisons.
 
-    Where the answers' lengths differ by more than 5 % (``output_tokens_a``, ``output_tokens_b``: medians), ``e2e_ms``
-    and ``total_tok_s`` have no ratio; nor has what is of single tokens where a side sends no usage, and pieces of its
-    stream stand for tokens. ``a`` and ``b`` have medians over all requests, with intervals as in ``summary``.
+    ``e2e_ms`` and ``total_tok_s`` have no ratio if the lengths of the answers (medians, ``output_tokens_a`` and
+    ``output_tokens_b``) differ by more than 5 %. Metrics of single tokens have no ratio if a side sends no usage, as
+    pieces of its stream are counted instead of tokens. ``a`` and ``b`` are medians over all requests, with intervals as
+    in ``summary``.
 
     Args:
-        a, b: Samples or tables, each of one target; several runs of it are taken together.
-        by: Columns that both sides of a case have in common.
+        a, b: Samples or tables of one target each; several runs are combined.
+        by: Columns that identify a case.
 
     Returns:
-        A row each; ``.attrs["only_a"]`` and ``["only_b"]`` name the cases that the other side has not.
+        A row for each case and metric. ``.attrs["only_a"]`` and ``["only_b"]`` are the cases that only one side has.
 
     Raises:
-        InvalidRequestError: a side with several targets, no case in common, or a column that is not there.
+        InvalidRequestError: a side has several targets, there is no common case, or a column does not exist.
         ImportError: pandas is not installed.
     """
     import pandas as pd
 
     sides = {}
     for name, samples in (("a", a), ("b", b)):
-        table = measured(samples)
+        table = measured_rows(samples)
         _check(name, table, [*metrics, *by])
-        # A missing value differs from itself and would find no partner.
+        # A missing value is not equal to itself, so it would not match.
         sides[name] = {
             tuple(None if pd.isna(value) else value for value in key): group
             for key, group in table.groupby(list(by), sort=False, dropna=False)
@@ -85,8 +88,8 @@ def compare(
     common = [key for key in sides["a"] if key in sides["b"]]
     if not common:
         raise InvalidRequestError(
-            f"a and b have no case in common: a has {_names(sides['a'])}, b {_names(sides['b'])}; measure both by the "
-            f"same sweep, or give fewer columns than by={tuple(by)}"
+            f"a and b have no case in common: a has {_names(sides['a'])}, b has {_names(sides['b'])}; use the same "
+            f"sweep for both, or give fewer columns than by={tuple(by)}"
         )
     rows = [
         dict(zip(by, key, strict=True))
@@ -103,23 +106,23 @@ def compare(
 
 def _check(side: str, table: pd.DataFrame, columns: Sequence[str]) -> None:
     if missing := [name for name in columns if name not in table and name != TOTAL]:
-        raise InvalidRequestError(f"no column {', '.join(missing)}; there are {', '.join(table.columns)}, {TOTAL}")
-    # A request that never reached its target knows no more than the target's name.
-    good = ended(table)
+        raise InvalidRequestError(f"no column {', '.join(missing)}; available are {', '.join(table.columns)}, {TOTAL}")
+    # A request that did not reach its target has no facts but the target's name.
+    good = successful(table)
     for name in MEASURED:
         if len(several := good[name].dropna().unique()) > 1:
             raise InvalidRequestError(
-                f"{side} has several of {name}: {', '.join(map(str, several))}; choose the rows of one, such as "
+                f"{side} has several values of {name}: {', '.join(map(str, several))}; choose the rows of one, such as "
                 f"{side}[{side}.{name} == {several[0]!r}]"
             )
 
 
 def _compared(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> dict[str, Any]:
     left, right = _figure(metric, a, level), _figure(metric, b, level)
-    answer_a, answer_b = median(ended(a)["output_tokens"]), median(ended(b)["output_tokens"])
+    answer_a, answer_b = median(successful(a)["output_tokens"]), median(successful(b)["output_tokens"])
     ratio, paired = _ratio(metric, a, b, level)
-    lengths_differ = metric in OF_WHOLE_ANSWERS and apart(answer_a, answer_b)
-    if lengths_differ or (metric in OF_TOKENS and (counts_pieces(a) or counts_pieces(b))):
+    lengths_differ = metric in LENGTH_DEPENDENT and token_counts_differ(answer_a, answer_b)
+    if lengths_differ or (metric in TOKEN_METRICS and (counts_pieces(a) or counts_pieces(b))):
         ratio = Interval(median=math.nan, low=math.nan, high=math.nan, n=ratio.n)
     return {
         "a": left.median,
@@ -144,12 +147,12 @@ def _compared(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> di
 def _figure(metric: str, side: pd.DataFrame, level: float) -> Interval:
     if metric == TOTAL:
         return total_interval(side, level=level)
-    good = ended(side)
+    good = successful(side)
     return median_interval(numbers(good[metric]), groups=repeats(good), level=level)
 
 
 def _ratio(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> tuple[Interval, bool]:
-    """And whether it is of pairs."""
+    """The ratio, and whether it is computed from pairs."""
     left, right = by_repeat(metric, a), by_repeat(metric, b)
     if common := [repeat for repeat in left if repeat in right]:
         pairs = [left[repeat] for repeat in common], [right[repeat] for repeat in common]

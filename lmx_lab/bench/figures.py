@@ -1,4 +1,4 @@
-"""The figures of one request out of the chunks that came of it. Pure."""
+"""Computes the metrics of one request from its chunks. Pure."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 from lmx_lab.bench.chunks import Chunk, ServerFigures, Usage
 
 COARSE = 2
-"""So many tokens in a piece, on average, and the first piece would no longer stand for one token."""
+"""Mean number of tokens in a piece up to which times of pieces count as times of tokens."""
 
 
 @dataclass(kw_only=True)
 class Trace:
-    """One request as it is read: moments and counts, and no text."""
+    """Times and token counts of one request, without text."""
 
     sent_at_s: float
-    """By ``time.perf_counter``, like all of these."""
+    """Like all times here by ``time.perf_counter``."""
     due_at_s: float | None = None
-    """When its user wanted it sent, where that is not when it was."""
+    """When the request was due, if arrivals are scheduled."""
     ended_at_s: float
-    """When the last of it came, or when it failed."""
+    """Time of the last chunk or of the failure."""
     finished_at_s: float | None = None
-    """When the reason of the end came, which is with the last token or right after it."""
+    """Time of the finish reason, which is sent with or right after the last token."""
     finish_reason: str | None = None
     usage: Usage | None = None
     server: ServerFigures = field(default_factory=ServerFigures)
     times_s: list[float] = field(default_factory=list)
-    """When tokens came."""
+    """Times of the chunks with tokens."""
     counts: list[int] = field(default_factory=list)
-    """How many, each time."""
+    """Number of tokens at each of these times."""
 
     def add(self, chunk: Chunk) -> None:
         self.ended_at_s = chunk.at_s
@@ -44,7 +44,7 @@ class Trace:
         self.server = chunk.server or self.server
 
     def figures(self) -> dict[str, Any]:
-        """The fields of a ``Sample`` that come from here."""
+        """The fields of a ``Sample`` that are computed here."""
         tokens, cached = self._output_tokens, self._cached
         prompt = self.usage.prompt if self.usage else None
         began_s = self.sent_at_s if self.due_at_s is None else self.due_at_s
@@ -73,7 +73,7 @@ class Trace:
 
     @property
     def _counted(self) -> int | None:
-        """By the server; one that counts nothing where there was something has not counted."""
+        """The server's token count; a count of 0 for an answer with tokens is ignored."""
         counted = self.usage.output if self.usage else None
         return counted if counted or not self.counts else None
 
@@ -83,23 +83,23 @@ class Trace:
 
     @property
     def _cached(self) -> int | None:
-        told = self.usage.cached if self.usage else None
-        return self.server.cached_tokens if told is None else told
+        reported = self.usage.cached if self.usage else None
+        return self.server.cached_tokens if reported is None else reported
 
     def _is_fine(self, tokens: int) -> bool:
-        """Whether what was seen came in pieces small enough to say when each token came."""
+        """Whether the pieces are small enough to know the time of each token."""
         return tokens <= COARSE * sum(self.counts)
 
     def _decode_rate(self, tokens: int) -> float | None:
-        """Tokens after those of the first chunk, over the time from there to the last one."""
+        """Number of tokens after the first chunk, divided by the time from there to the last token."""
         if not self.times_s or tokens <= self.counts[0]:
             return None
-        # The last tokens may have no text of their own, such as the one that ends it.
+        # The last tokens may have no text, such as the end-of-text token.
         elapsed_s = max(self.times_s[-1], self.finished_at_s or 0.0) - self.times_s[0]
         return (tokens - self.counts[0]) / elapsed_s if elapsed_s > 0 else None
 
     def _gaps_ms(self) -> dict[str, float]:
-        """Percentiles of the time between two pieces; tokens that came together share the time before them."""
+        """Percentiles of the time between two pieces. The tokens of a piece share the time before it."""
         if len(self.times_s) < 2:
             return {}
         counts = np.asarray(self.counts[1:])

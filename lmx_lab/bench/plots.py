@@ -1,4 +1,4 @@
-"""Figures with intervals, by matplotlib and without pyplot: nothing is global, and nobody has to close them."""
+"""Plots of medians with intervals. They do not use pyplot, so figures need not be closed."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LABELS = {
-    TOTAL: "all together, tokens/s",
-    "ttft_ms": "first token, ms",
-    "itl_ms_p50": "between pieces, ms (each answer's median)",
-    "itl_ms_p95": "between pieces, ms (each answer's 95 %)",
-    "itl_ms_p99": "between pieces, ms (each answer's 99 %)",
+    TOTAL: "all requests together, tokens/s",
+    "ttft_ms": "time to first token, ms",
+    "itl_ms_p50": "time between pieces, ms (median of each answer)",
+    "itl_ms_p95": "time between pieces, ms (95th percentile of each answer)",
+    "itl_ms_p99": "time between pieces, ms (99th percentile of each answer)",
     "prefill_tok_s": "prefill, tokens/s",
-    "decode_tok_s": "decode of each, tokens/s",
+    "decode_tok_s": "decode per request, tokens/s",
     "e2e_ms": "whole answer, ms",
-    "queue_ms": "waiting, ms",
-    "server_ttft_ms": "first token by the server, ms",
-    "server_prefill_tok_s": "prefill by the server, tokens/s",
-    "server_decode_tok_s": "decode by the server, tokens/s",
-    "late_ms": "sent later than due, ms",
-    "concurrency": "requests at once",
-    "prompt_tokens_wanted": "tokens of the prompt",
+    "queue_ms": "time in queue, ms",
+    "server_ttft_ms": "time to first token (server), ms",
+    "server_prefill_tok_s": "prefill (server), tokens/s",
+    "server_decode_tok_s": "decode (server), tokens/s",
+    "late_ms": "delay of sending, ms",
+    "concurrency": "concurrent requests",
+    "prompt_tokens_wanted": "prompt tokens",
 }
 BY_CONCURRENCY = (TOTAL, "decode_tok_s", "ttft_ms")
 BY_PROMPT_LENGTH = ("prefill_tok_s", "ttft_ms", "decode_tok_s")
@@ -43,13 +43,13 @@ PANEL_INCHES = (4.2, 3.6)
 LINE_LIMIT = 20
 NAME_CHARACTERS = 60
 LEGEND_CHARACTERS = 55
-"""Below each panel, side by side."""
+"""Total length of the names in a row of the legend below each panel."""
 LEGEND_ROW_INCHES = 0.22
 TITLE_CHARACTERS = 55
 
 
-class Chart(Figure):
-    """A matplotlib figure that a notebook shows by itself, whether or not pyplot was imported."""
+class NotebookFigure(Figure):
+    """A matplotlib figure that a notebook displays without pyplot."""
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -57,21 +57,26 @@ class Chart(Figure):
         return out.getvalue()
 
 
-def by_concurrency(samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY, level: float = LEVEL) -> Chart:
-    """Each figure over the number of requests at once: medians, and bars for their intervals, where they have one.
+def by_concurrency(
+    samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY, level: float = LEVEL
+) -> NotebookFigure:
+    """Plot each metric over the number of concurrent requests: medians, with bars for their intervals if known.
 
-    A line for everything else that differs, such as the target. Times between pieces of the stream, which may hold
-    several tokens, are of each answer first: of ``itl_ms_p99``, the median of the answers' 99th percentiles.
+    There is a line for each combination of the other values that differ, such as the target. Times between pieces of
+    the stream (of one or several tokens) are computed per answer first: ``itl_ms_p99`` is the median of the 99th
+    percentiles of the answers.
 
     Raises:
-        InvalidRequestError: an unknown figure, nothing that was measured, or more than 20 lines.
+        InvalidRequestError: a metric is unknown, there is no measured request, or there would be more than 20 lines.
         ImportError: matplotlib or pandas is not installed.
     """
     return _chart(samples, "concurrency", metrics, level)
 
 
-def by_prompt_length(samples: Samples, *, metrics: Sequence[str] = BY_PROMPT_LENGTH, level: float = LEVEL) -> Chart:
-    """The same over the length of the prompts.
+def by_prompt_length(
+    samples: Samples, *, metrics: Sequence[str] = BY_PROMPT_LENGTH, level: float = LEVEL
+) -> NotebookFigure:
+    """Plot each metric over the length of the prompts.
 
     Raises:
         InvalidRequestError, ImportError: as ``by_concurrency``.
@@ -79,57 +84,61 @@ def by_prompt_length(samples: Samples, *, metrics: Sequence[str] = BY_PROMPT_LEN
     return _chart(samples, "prompt_tokens_wanted", metrics, level)
 
 
-def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) -> Chart:
+def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) -> NotebookFigure:
     if unknown := [name for name in metrics if name not in (*METRICS, TOTAL)]:
         known = ", ".join((TOTAL, *METRICS))
-        raise InvalidRequestError(f"metrics: no figure {', '.join(unknown)}; there are {known}", param="metrics")
+        raise InvalidRequestError(
+            f"metrics: unknown metric {', '.join(unknown)}; available are {known}", param="metrics"
+        )
     if not metrics:
-        raise InvalidRequestError(f"metrics is empty; give some, such as {TOTAL!r}", param="metrics")
+        raise InvalidRequestError(f"metrics is empty; give at least one, such as {TOTAL!r}", param="metrics")
     table = summary(samples, level=level)
     if not len(table):
-        raise InvalidRequestError("there is nothing to plot: no request was measured, or all were warm-up")
+        raise InvalidRequestError("there is nothing to plot: there are no requests besides warm-up")
     lines = _lines(table, over)
-    beside = max(1, LEGEND_CHARACTERS * len(metrics) // max(len(name) + 8 for name in lines))
-    legend_rows = math.ceil(len(lines) / beside) if len(lines) > 1 else 0
+    per_row = max(1, LEGEND_CHARACTERS * len(metrics) // max(len(name) + 8 for name in lines))
+    legend_rows = math.ceil(len(lines) / per_row) if len(lines) > 1 else 0
     width, height = PANEL_INCHES
-    chart = Chart(figsize=(width * len(metrics), height + legend_rows * LEGEND_ROW_INCHES), layout="constrained")
+    chart = NotebookFigure(
+        figsize=(width * len(metrics), height + legend_rows * LEGEND_ROW_INCHES), layout="constrained"
+    )
     panels = chart.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):
         _draw(panel, lines, over, metric)
     chart.suptitle(textwrap.fill(_title(table, over), TITLE_CHARACTERS * len(metrics)), fontsize="medium")
     if legend_rows:
         handles, names = panels[0].get_legend_handles_labels()
-        chart.legend(handles, names, loc="outside lower center", ncols=min(beside, len(lines)), frameon=False)
+        chart.legend(handles, names, loc="outside lower center", ncols=min(per_row, len(lines)), frameon=False)
     return chart
 
 
 def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
-    """The rows of each line by its name, which says what differs between lines."""
-    differing = [name for name in _telling(table, over) if table[name].nunique(dropna=False) > 1]
+    """Map the name of each line to its rows. The name contains the values that differ between lines."""
+    differing = [name for name in _key_columns(table, over) if table[name].nunique(dropna=False) > 1]
     if not differing:
         return {"": table}
     groups = list(table.groupby(differing, sort=False, dropna=False))
     if len(groups) > LINE_LIMIT:
         raise InvalidRequestError(
-            f"that would be {len(groups)} lines, and at most {LINE_LIMIT} can be read; choose rows by "
+            f"the plot would have {len(groups)} lines; the limit is {LINE_LIMIT}, so choose rows by "
             f"{' or '.join(differing)}"
         )
     lines: dict[str, pd.DataFrame] = {}
     for key, group in groups:
         name = _name(differing, key)
-        # Names that were cut short may be the same.
+        # Shortened names may be equal.
         lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = group
     return lines
 
 
-def _telling(table: pd.DataFrame, over: str) -> list[str]:
-    """The columns that tell lines apart, or that all have in common."""
+def _key_columns(table: pd.DataFrame, over: str) -> list[str]:
+    """The columns that identify a line."""
     return [name for name in ("run", *MEASURED, *CASE) if name in table and name != over]
 
 
 def _title(table: pd.DataFrame, over: str) -> str:
-    """What all lines have in common."""
-    same = [name for name in _telling(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
+    """The values that all lines have in common."""
+    same = [name for name in _key_columns(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
     return " · ".join(_parts(same, table[same].iloc[0]))
 
 
@@ -141,23 +150,23 @@ def _name(columns: Sequence[str], key: tuple[Any, ...]) -> str:
 def _parts(columns: Sequence[str], values: Iterable[Any]) -> list[str]:
     import pandas as pd
 
-    return [_said(column, value) for column, value in zip(columns, values, strict=True) if not pd.isna(value)]
+    return [_describe(column, value) for column, value in zip(columns, values, strict=True) if not pd.isna(value)]
 
 
-def _said(column: str, value: Any) -> str:
+def _describe(column: str, value: Any) -> str:
     match column:
         case "prompt_tokens_wanted":
             return f"prompt {value}"
         case "output_tokens_wanted":
             return f"answer {value}"
         case "concurrency":
-            return f"{value} at once"
+            return f"{value} concurrent"
         case "cache":
             return f"{value} cache"
         case "threads":
             return f"{value} threads"
         case _:
-            # A dollar sign would begin a formula.
+            # matplotlib would read a dollar sign as the start of a formula.
             return str(value).replace("$", r"\$")
 
 
@@ -165,7 +174,7 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
     for name, rows in lines.items():
         ordered = rows.sort_values(over)
         middle = ordered[metric].to_numpy(dtype=float)
-        # A length that is NaN draws no bar.
+        # matplotlib draws no bar if its length is NaN.
         bars = [abs(ordered[f"{metric}_{end}"].to_numpy(dtype=float) - middle) for end in ("low", "high")]
         panel.errorbar(
             ordered[over].to_numpy(dtype=float), middle, yerr=bars, label=name, marker="o", markersize=4, capsize=3
@@ -178,7 +187,7 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
 
 
 def _scale(panel: Axes, places: list[int]) -> None:
-    """Doublings are as far apart from each other as they are in a sweep."""
+    """Use a logarithmic axis for a wide range, because sweeps usually double their values."""
     if len(places) > 1 and places[-1] >= 4 * places[0]:
         panel.set_xscale("log", base=2)
     panel.set_xticks(places[:: max(1, math.ceil(len(places) / 8))])

@@ -1,5 +1,7 @@
-"""Prompts made from seeds: the same on both sides of a comparison but for their first words, which no two share that
-one cache could serve.
+"""Makes prompts from seeds.
+
+Both sides of a comparison get the same prompts except for the first words, which differ so that no server can take a
+prompt from its cache.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import random
 
 from lmx_lab.bench.case import Case
 
-# Each is one token of most vocabularies when a space precedes it.
+# Each word is one token in most vocabularies if a space precedes it.
 _LINE = (
     "apple river stone cloud garden winter letter market bridge forest silver window morning shadow summer kitchen "
     "music ocean paper mountain bread circle island horse travel doctor picture engine school valley yellow camera "
@@ -17,19 +19,19 @@ _LINE = (
 )
 WORDS = tuple(_LINE.split())
 OWN_WORDS = 8
-"""So many random words make a prompt unlike any other: 48⁸."""
+"""Number of random words that make a prompt unique: 48⁸ combinations."""
 FEWEST_WORDS = 4
-"""Of a prompt, however short it is to be: still 48⁴, five million."""
+"""Minimum length of a prompt: 48⁴ combinations, five million."""
 TASK = "Write a very long story, in many chapters, about all of these words."
-"""So that models of servers without ``ignore_eos`` have much to say."""
+"""Makes models generate long answers on servers without ``ignore_eos``."""
 _TASK_WORDS = len(TASK.split())
 SHORTEST_WITH_TASK = 2 * _TASK_WORDS
 
 
 def words(seed: int, request: int, tokens: int, tokens_per_word: float = 1.0) -> str:
-    """Words of nothing in particular that are about ``tokens`` tokens, at least one; the same for the same numbers."""
+    """Random words that have about ``tokens`` tokens, at least one word. They depend only on the arguments."""
     count = max(1, round(tokens / tokens_per_word))
-    return " ".join(_drawn(f"body {seed} {request}", count))
+    return " ".join(_random_words(f"body {seed} {request}", count))
 
 
 def prompt(
@@ -42,36 +44,38 @@ def prompt(
     tokens: int | None = None,
     tokens_per_word: float = 1.0,
 ) -> str:
-    """What one request of a case asks.
+    """Make the prompt of one request.
 
-    Cold, its first words are of this request alone: of this ``run``, case, repeat and number, so that no earlier
-    request has left anything of it in a cache but the chat template's own beginning. Warm, all prompts of a run and
-    case are alike, but for their last words. What is behind the first eight words is the same in all runs.
+    If the case's cache is cold, the first words depend on the run, case, repeat and request, so that no cache contains
+    more of the prompt than the beginning of the chat template. If it is warm, all prompts of a run and case are equal
+    except for their last words. The words after the first eight are the same in all runs.
 
     Args:
-        run: Any text that no other run has, nor another target of this one.
-        tokens: To be made, where the chat template adds some of its own; by default ``case.prompt_tokens``.
+        run: A text that is unique for the run and the target.
+        tokens: Length without the tokens of the chat template; by default ``case.prompt_tokens``.
     """
     count = max(FEWEST_WORDS, round((case.prompt_tokens if tokens is None else tokens) / tokens_per_word))
     task = TASK.split() if count >= SHORTEST_WITH_TASK else []
     count -= len(task)
     if case.cache == "cold":
         own = min(OWN_WORDS, count)
-        first = _drawn(f"first {run} {case.name} {case.seed} {repeat} {request} {warm_up}", own)
-        return " ".join([*first, *_drawn(f"body {case.seed} {request}", count - own), *task])
-    last = _drawn(f"last {case.seed} {repeat} {request} {warm_up}", min(OWN_WORDS, count // 4))
+        first = _random_words(f"first {run} {case.name} {case.seed} {repeat} {request} {warm_up}", own)
+        return " ".join([*first, *_random_words(f"body {case.seed} {request}", count - own), *task])
+    last = _random_words(f"last {case.seed} {repeat} {request} {warm_up}", min(OWN_WORDS, count // 4))
     own = min(OWN_WORDS, count - len(last))
-    first = _drawn(f"first {run} {case.name} {case.seed}", own)
-    return " ".join([*first, *_drawn(f"body {case.seed}", count - own - len(last)), *last, *task])
+    first = _random_words(f"first {run} {case.name} {case.seed}", own)
+    return " ".join([*first, *_random_words(f"body {case.seed}", count - own - len(last)), *last, *task])
 
 
 def prompt_hash(text: str) -> str:
-    """Tells whether two targets were asked the same: the first 16 hexadecimal digits of SHA-256 of what is behind the
-    first eight words.
+    """A hash of the text after the first eight words, to check that two targets got the same prompt.
+
+    Returns:
+        The first 16 hexadecimal digits of the SHA-256 hash.
     """
     common = " ".join(text.split(" ")[OWN_WORDS:])
     return hashlib.sha256(common.encode()).hexdigest()[:16]
 
 
-def _drawn(seed: str, count: int) -> list[str]:
+def _random_words(seed: str, count: int) -> list[str]:
     return random.Random(seed).choices(WORDS, k=count)

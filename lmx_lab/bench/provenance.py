@@ -1,4 +1,4 @@
-"""What a result was measured with, without saying whose machine it was."""
+"""Describes the software and the machine of a measurement, without personal data."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ PACKAGES = (
     *("mlx", "mlx-lm", "scipy-openblas32", "numpy", "llguidance", "xllamacpp"),
     *("uvicorn", "fastapi", "starlette", "pydantic", "websockets", "httpx2", "pandas"),
 )
-"""scipy-openblas32 is the BLAS that the engine puts behind MLX on Linux; which one a target had is in its rows."""
+"""scipy-openblas32 is the BLAS that the engine uses on Linux. The BLAS of a target is in its rows."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LMX_LAB_THREADS", "LMX_LAB_BLAS")
 COMMAND_LIMIT_S = 10.0
 FOLDER = Path(__file__).parent.parent
 
 
 def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
-    """Versions, commit, machine and time, as JSON can write them; what cannot be found out is ``None``.
+    """Versions, commit, machine and time, valid in JSON. Unknown values are ``None``.
 
-    No name of a machine or user and no folder is in it. Runs ``git`` (and on macOS ``sysctl``) for some milliseconds.
+    It contains no host names, user names or folders. Runs ``git`` (and ``sysctl`` on macOS) for some milliseconds.
 
     Args:
-        seeds: Of the cases.
-        facts: Further ones, which win.
+        seeds: The seeds of the cases.
+        facts: Further values, which replace those of the same name.
     """
     commit = _commit()
     return {
@@ -48,7 +48,7 @@ def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """This machine, as far as it matters for speed."""
+    """Properties of this machine that affect its speed."""
     return {
         "system": platform.system(),
         "kernel": platform.release(),
@@ -62,7 +62,7 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the checkout that has this package's files; an environment may lie within somebody else's."""
+    """The commit of the checkout that contains this package; an installed package may be in an unrelated checkout."""
     if _output("git", "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return _output("git", "rev-parse", "HEAD")

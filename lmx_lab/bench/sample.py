@@ -1,4 +1,4 @@
-"""What was measured of one request: a row of the tidy table."""
+"""The measurement of one request, which is a row of the table."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ CountedBy = Literal["usage", "chunks"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One request. ``None`` is what nobody could say.
+    """The measurement of one request. Unknown values are ``None``.
 
-    ``server_*`` are the server's own words about this request, the other figures what this process saw.
+    The server reported ``server_*`` and ``queue_ms``; this process measured the other figures.
     """
 
     run: str = ""
-    """Its id, which names the file where it is kept."""
+    """Id of the run, which is the name of its file."""
     started_at: str
-    """When the request was sent: ISO 8601, UTC, microseconds; from ``RunClock``."""
+    """Time when the request was sent, from ``RunClock``: ISO 8601, UTC, microseconds."""
     target: str
     engine: str | None = None
     model: str | None = None
@@ -47,49 +47,49 @@ class Sample:
     cache: str
     seed: int
     repeat: int
-    """From 0."""
+    """Counted from 0."""
     request: int
-    """Within the repeat, from 0; warm-up requests are counted by themselves."""
+    """Number within the repeat, counted from 0; warm-up requests are counted separately."""
     warm_up: bool = False
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Tokens of the prompt that the server did not have to compute."""
+    """Prompt tokens that the server found in its cache."""
     output_tokens: int | None = None
     counted_by: CountedBy | None = None
-    """Where ``output_tokens`` is from: the server's usage, or chunks that had text, which may hold several tokens."""
+    """Source of ``output_tokens``: the server's usage, or the number of chunks with text, of several tokens each."""
 
     pieces: int | None = None
-    """In how many the answer came: chunks that had text, or the bare engine's steps."""
+    """Number of pieces of the answer: chunks with text, or steps of an engine without a server."""
     ttft_ms: float | None = None
-    """To the first token, from sending; of Poisson arrivals from when the request was due, as its user would wait."""
+    """Time to the first token since sending; with Poisson arrivals, since the time when the request was due."""
     itl_ms_p50: float | None = None
-    """Between two pieces, where they have two tokens at most on average; so with ``decode_tok_s``."""
+    """Time between two pieces. Like ``decode_tok_s``, only known if pieces have at most two tokens on average."""
     itl_ms_p95: float | None = None
     itl_ms_p99: float | None = None
     prefill_tok_s: float | None = None
-    """Tokens of the prompt that were not cached, over the time from sending to the first token, queue and all."""
+    """Prompt tokens that were not cached, divided by the time from sending to the first token (queueing included)."""
     decode_tok_s: float | None = None
-    """Tokens after the first, over the time from the first to the last."""
+    """Number of tokens after the first, divided by the time from the first to the last."""
     e2e_ms: float | None = None
-    """To the end of the answer, or of the failure; from where ``ttft_ms`` counts."""
+    """Time to the end of the answer or to the failure, since the same moment as ``ttft_ms``."""
     queue_ms: float | None = None
-    """Waiting in the server; by the server."""
+    """Time in the server's queue, as reported by the server."""
     late_ms: float | None = None
-    """Sent so much later than due: the client was at its limit, or busy."""
+    """Delay between due time and sending, because ``concurrency`` was reached or the client was busy."""
     server_ttft_ms: float | None = None
     server_prefill_tok_s: float | None = None
     server_decode_tok_s: float | None = None
     peak_memory_gb: float | None = None
     finish_reason: str | None = None
     error: str | None = None
-    """``code: message``; then nothing of the request counts but that it failed, and how long that took."""
+    """``code: message`` of a failed request. Only the failure and its duration count then."""
     prompt_hash: str | None = None
-    """Of the prompt without its first words, which are each request's own."""
+    """Hash of the prompt without its first words, which are unique for each request."""
 
 
 COLUMNS = tuple(field.name for field in fields(Sample))
-"""Of the tidy table, in their order."""
+"""Columns of the table, in order."""
 INTEGER_LIMIT = 2**63
 _TYPES = {str(field.name): str(field.type) for field in fields(Sample)}
 _OPTIONAL = frozenset(name for name in COLUMNS if hasattr(Sample, name))
@@ -102,43 +102,47 @@ _KINDS = {
     "str | None": "str",
     "CountedBy | None": "str",
 }
-"""What pandas calls the types of the fields."""
+"""pandas dtypes of the field types."""
 
 
 def new_run() -> str:
-    """An id for a run, which sorts by time, such as ``20260102T030405Z-1f2e3d``."""
+    """Make an id for a run, such as ``20260102T030405Z-1f2e3d``. Ids sort by time."""
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 class RunClock:
-    """Times of day in one run: the wall clock is read once and counted on, so that nobody who sets it moves a row."""
+    """Wall-clock times of a run. The wall clock is read once, so that changes to it do not affect later samples."""
 
     def __init__(self) -> None:
         self._day_s = time.time() - time.perf_counter()
 
     def stamp(self, at_s: float) -> str:
-        """The time of day at ``time.perf_counter()`` seconds ``at_s``, ISO 8601."""
+        """The wall-clock time, ISO 8601, when ``time.perf_counter()`` was ``at_s``."""
         moment = datetime.fromtimestamp(self._day_s + at_s, UTC)
         return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def row(sample: Sample) -> dict[str, Any]:
-    """The sample's fields in the table's order, as JSON can write them: a figure that is no number is ``None``."""
+    """The fields of a sample in column order, valid in JSON: NaN and infinity are ``None``."""
     return {name: _finite(getattr(sample, name)) for name in COLUMNS}
 
 
-def fitting(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A row from what was read: known fields alone, ``None`` for what is missing or of a wrong type; or no row at all,
-    if that is a field that every sample has.
+def read_row(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Make a row of stored values. Unknown fields are dropped; missing ones and those of a wrong type are ``None``.
+
+    Returns:
+        ``None`` if a required field is missing or has a wrong type.
     """
-    found = {name: values.get(name) if _fits(values.get(name), _TYPES[name]) else None for name in COLUMNS}
+    found = {name: values.get(name) if _has_type(values.get(name), _TYPES[name]) else None for name in COLUMNS}
     found["warm_up"] = bool(found["warm_up"])
-    whole = all(found[name] is not None for name in COLUMNS if name not in _OPTIONAL)
-    return {name: _finite(value) for name, value in found.items()} if whole and _is_time(found["started_at"]) else None
+    complete = all(found[name] is not None for name in COLUMNS if name not in _OPTIONAL)
+    return (
+        {name: _finite(value) for name, value in found.items()} if complete and _is_time(found["started_at"]) else None
+    )
 
 
 def frame(samples: Iterable[Sample], provenance: Mapping[str, Any] | None = None) -> pd.DataFrame:
-    """The tidy table: a row each, warm-up included; ``.attrs["provenance"]`` says what it was measured with.
+    """The table of samples, warm-up included, with a row for each. ``.attrs["provenance"]`` is the provenance.
 
     Raises:
         ImportError: pandas is not installed.
@@ -149,7 +153,7 @@ def frame(samples: Iterable[Sample], provenance: Mapping[str, Any] | None = None
 
 
 def table_of(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
-    """The rows as a data frame; what a row has not is missing. Columns have the same type whatever is in them.
+    """The rows as a data frame. Absent fields are missing values; the types of columns do not depend on the rows.
 
     Raises:
         ImportError: pandas is not installed.
@@ -161,14 +165,14 @@ def table_of(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame
     return table
 
 
-def _fits(value: Any, kind: str) -> bool:
+def _has_type(value: Any, kind: str) -> bool:
     match kind.removesuffix(" | None"):
         case "bool":
             return isinstance(value, bool)
         case "int":
             return isinstance(value, int) and not isinstance(value, bool) and abs(value) < INTEGER_LIMIT
         case "float":
-            return isinstance(value, float) or _fits(value, "int")
+            return isinstance(value, float) or _has_type(value, "int")
         case _:
             return isinstance(value, str)
 

@@ -1,4 +1,4 @@
-"""What can be measured: a chat-format server by its address, and the bare engine without HTTP."""
+"""Targets of a measurement: a chat-format server at an address, and an engine of this process without HTTP."""
 
 from __future__ import annotations
 
@@ -27,27 +27,25 @@ from lmx_lab.errors import (
     UnclearModelError,
 )
 
-# Whoever measures another server need not wait for MLX.
+# Measuring another server does not need MLX.
 if TYPE_CHECKING:
     from lmx_lab.engine import Engine, GenerationReport
 
 DONE = b"[DONE]"
 END_S = 2.0
-"""So long after the reason of its end, an answer whose connection stays open is taken to be whole."""
-TO_THE_END = {"temperature": 0, "ignore_eos": True}
-"""What the lab is asked besides: every answer as long as wanted, and the same each time."""
-
-
-FEW = 5
-"""Names in an error."""
+"""Time after the finish reason when an answer counts as complete, even if the connection stays open."""
+LAB_FIELDS = {"temperature": 0, "ignore_eos": True}
+"""Fields for a lab's server: all answers have the requested length and are deterministic."""
+NAMES_SHOWN = 5
+"""Number of model names in an error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFacts:
-    """What computes the answers. ``None`` is what nobody could say."""
+    """Facts about the target. Unknown values are ``None``."""
 
     engine: str | None = None
-    """Of a lab its version, and after it llama.cpp's where that computes: ``lmx-lab 1.0, llama.cpp-2026.10``."""
+    """Name and version of the server. A lab with llama.cpp adds its version: ``lmx-lab 1.0, llama.cpp-2026.10``."""
     model: str | None = None
     quantization: str | None = None
     device: str | None = None
@@ -56,43 +54,44 @@ class TargetFacts:
 
 
 class Target(Protocol):
-    """Something that answers chats, on any event loop and on several after each other."""
+    """Something that answers chats. It can be used on several event loops, one after the other."""
 
     @property
     def name(self) -> str: ...
 
     async def describe(self) -> TargetFacts:
-        """What answers now.
+        """The facts about the target and its current model.
 
         Raises:
-            LabError: nobody does, or without a model.
+            LabError: the target does not answer, or has no model.
         """
 
     def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """Ask for a chat: ``messages`` and ``max_tokens`` in the chat format; the target adds what is its own.
+        """Send a chat request with ``messages`` and ``max_tokens``; the target adds its own fields.
 
-        The first chunk is empty and says when the request was sent. Closing the generator ends the answer.
+        The first chunk is empty and has the time when the request was sent. Closing the generator cancels the request.
 
         Raises:
-            LabError: before the first chunk or after any. ``UnreachableError`` itself says that nobody is there.
+            LabError: before the first chunk or after any. ``UnreachableError``, but not its subclasses, means that
+                there was no reply.
         """
 
 
 class ChatTarget:
-    """A server that speaks the chat-completions format, of any make, over HTTP.
+    """Any server with the chat-completions format, over HTTP.
 
-    Each request has a connection of its own, which is there before the clock runs. Of a lab's server the answers are
-    as long as they were asked for; of others, where the model ends them.
+    Each request has its own connection, which is opened before its time is measured. Answers of a lab's server have the
+    requested length; those of other servers may be shorter.
 
     Args:
-        url: With or without ``/v1`` at its end.
-        model: By default the loaded one of a lab, and the only one that another server lists.
-        name: For tables; by default the address.
-        known: What the server does not say of itself, such as ``TargetFacts(engine="llama.cpp", device="cpu")``.
-        extra: Fields that are sent besides; ``{"ignore_eos": True}`` is known to llama.cpp and vLLM.
+        url: Address, with or without ``/v1`` at the end.
+        model: By default the loaded model of a lab, or the only model that another server lists.
+        name: Name in tables; by default the address.
+        known: Facts that the server does not report, such as ``TargetFacts(engine="llama.cpp", device="cpu")``.
+        extra: Additional fields of each request, such as ``{"ignore_eos": True}`` for llama.cpp and vLLM.
 
     Raises:
-        InvalidRequestError: an address or a key that could never do.
+        InvalidRequestError: the address or the key is invalid.
     """
 
     def __init__(
@@ -124,25 +123,26 @@ class ChatTarget:
                 names = await client.models()
                 self._is_lab = client.is_lab
             except LabError as exc:
-                # mlx_lm.server, for one, lists only what is in a hub's cache, and fails without one.
+                # For example, mlx_lm.server lists the hub cache only, and fails if there is none.
                 if self._model is None or isinstance(exc, UnauthorizedError) or not was_sent(exc):
                     raise
         if not self._is_lab and not self._model:
             self._model = self._only(names)
-        found = await self._of_lab() if self._is_lab else TargetFacts(model=self._model)
+        found = await self._lab_facts() if self._is_lab else TargetFacts(model=self._model)
         given = {name: value for name, value in vars(self._known).items() if value is not None}
         return replace(found, **given)
 
     def _only(self, names: list[str]) -> str:
-        """Some servers load what is asked for, and list all that could be: the first need not be what they serve."""
+        """The only listed model. The first of several is no default: some servers list all that they could load."""
         if not names:
-            raise ModelNotFoundError(f"{self.url} lists no model; give the name of one as model=")
+            raise ModelNotFoundError(f"{self.url} lists no models; give the name of one as model=")
         if len(names) > 1:
-            listed = ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
-            raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); name one as model=")
+            more = len(names) - NAMES_SHOWN
+            listed = ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+            raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); choose one with model=")
         return names[0]
 
-    async def _of_lab(self) -> TargetFacts:
+    async def _lab_facts(self) -> TargetFacts:
         async with AsyncLabClient(self.url, api_key=self._api_key) as client:
             version, listed = await client.version(), await client.models()
         if self._model is None:
@@ -154,27 +154,27 @@ class ChatTarget:
             raise NotLoadedError(f"{self.url} has no {missing}; load one first")
         record, compute = chosen[0], listed.compute
         versions = {engine.name: engine.version for engine in listed.engines}
-        computed = _computed(
+        facts = _engine_facts(
             f"lmx-lab {version}",
             llama=f"{record.engine}-{versions.get(record.engine)}" if record.engine == "llama.cpp" else None,
             blas=compute.blas if compute else None,
             threads=compute.threads if compute else None,
         )
-        return replace(computed, model=record.id, quantization=record.quantization)
+        return replace(facts, model=record.id, quantization=record.quantization)
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         if self._is_lab is None:
-            # Not every server lists its models. What else is amiss, the answer will tell.
+            # Not every server lists its models. Other errors occur again with the request.
             try:
                 await self.describe()
             except UnclearModelError:
                 raise
             except LabError:
                 pass
-        own = TO_THE_END if self._is_lab else {}
+        lab_fields = LAB_FIELDS if self._is_lab else {}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
-        asked = {"model": self._model or "default", **body, **stream, **own, **self._extra}
-        async with Exchange(self._address, _json(asked)) as exchange:
+        request = {"model": self._model or "default", **body, **stream, **lab_fields, **self._extra}
+        async with Exchange(self._address, _json(request)) as exchange:
             yield Chunk(at_s=exchange.send())
             async with aclosing(self._chunks(exchange)) as chunks:
                 async for chunk in chunks:
@@ -188,11 +188,11 @@ class ChatTarget:
                 if reader.finished and until_s is None:
                     until_s = asyncio.get_running_loop().time() + END_S
         if not reader.finished:
-            raise ConnectionLostError(f"{self.url} ended the stream before the answer's end; ask again")
+            raise ConnectionLostError(f"{self.url} ended the stream before the answer's end; send the request again")
 
 
 class EngineTarget:
-    """An engine of this process, asked without HTTP; what it has loaded answers."""
+    """An engine of this process with its loaded model, without HTTP."""
 
     def __init__(self, engine: Engine, *, name: str = "engine") -> None:
         self.name = name
@@ -205,13 +205,13 @@ class EngineTarget:
         now = self._engine.snapshot
         if now.entry is None:
             raise NotLoadedError("the engine has no model in memory; load one first")
-        computed = _computed(
+        facts = _engine_facts(
             "lmx-lab, bare",
             llama=self._engine.fingerprint if now.entry.format == "gguf" else None,
             blas=now.blas.name if now.blas else None,
             threads=now.blas.threads if now.blas else None,
         )
-        return replace(computed, model=now.entry.id, quantization=now.entry.quantization)
+        return replace(facts, model=now.entry.id, quantization=now.entry.quantization)
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         from lmx_lab.engine import ChatPrompt, GenerationRequest, Sampling
@@ -232,29 +232,29 @@ class EngineTarget:
 
 
 def as_target(target: Target | str | Engine) -> Target:
-    """An address as a ``ChatTarget``, an engine as an ``EngineTarget``.
+    """Convert an address to a ``ChatTarget``, and an engine to an ``EngineTarget``.
 
     Raises:
-        InvalidRequestError: it is none of these.
+        InvalidRequestError: it is neither of these nor a target.
     """
     if isinstance(target, str):
         return ChatTarget(target)
     if _is_engine(target):
         return EngineTarget(target)
     if not callable(getattr(target, "ask", None)):
-        said = f"{type(target).__name__} cannot be measured; give an address such as http://127.0.0.1:8400, or a target"
+        text = f"{type(target).__name__} cannot be measured; give an address such as http://127.0.0.1:8400, or a target"
         if hasattr(target, "bench"):
-            # Blocking for a lab of this process takes its own kind of waiting.
-            said = "a lab is measured by its own bench(...), which takes the fields of a Sweep and compare="
-        raise InvalidRequestError(said, param="target")
+            # A lab may serve on the loop that a blocking call would stop.
+            text = "a lab is measured by its own bench(...), which takes the fields of a Sweep and compare="
+        raise InvalidRequestError(text, param="target")
     return target
 
 
 async def _next(events: AsyncGenerator[Event, None], until_s: float | None) -> Event | None:
-    """The next event; None after the last, also if an answer that has its end is not followed by a proper one.
+    """The next event, or None after the last one. A complete answer may end without a proper end of the stream.
 
     Args:
-        until_s: By the loop's clock; None while the answer has no end, and a timer for each token would cost too much.
+        until_s: Deadline on the event loop's clock. None before the finish reason: a timer per token is too expensive.
     """
     if until_s is None:
         return await anext(events, None)
@@ -270,18 +270,18 @@ def _is_engine(target: object) -> TypeIs[Engine]:
     return known is not None and isinstance(target, known.Engine)
 
 
-def _computed(lab: str, *, llama: str | None, blas: str | None, threads: int | None) -> TargetFacts:
-    """What a lab computes with.
+def _engine_facts(lab: str, *, llama: str | None, blas: str | None, threads: int | None) -> TargetFacts:
+    """The facts about a lab's engine.
 
     Args:
-        llama: The version of llama.cpp, if it is that; None is MLX, whose version is in the provenance.
-        blas, threads: MLX's.
+        llama: Name and version of llama.cpp; None for MLX, whose version is in the provenance.
+        blas, threads: BLAS and threads of MLX.
     """
     on_gpu = blas == "unused"
     if llama is None:
         device = None if blas is None else "gpu" if on_gpu else "cpu"
         return TargetFacts(engine=lab, device=device, threads=threads, blas=blas)
-    # It takes as many threads as OpenBLAS does; where MLX has a GPU, its wheel need not know that GPU.
+    # llama.cpp uses as many threads as OpenBLAS. If MLX uses a GPU, it is unknown whether llama.cpp does.
     own_threads = threads if blas == "openblas" else None
     return TargetFacts(engine=f"{lab}, {llama}", device="cpu" if blas and not on_gpu else None, threads=own_threads)
 
@@ -305,4 +305,4 @@ def _json(body: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as exc:
-        raise InvalidRequestError(f"the request cannot be written as JSON: {exc!s:.200}; give plain values") from exc
+        raise InvalidRequestError(f"the request is not valid JSON: {exc!s:.200}; give plain values") from exc

@@ -1,4 +1,4 @@
-"""``lmx-lab bench``: tokens per second of a model here, or of a server of any make."""
+"""The command ``lmx-lab bench``: tokens per second of a model in this process or of any chat-format server."""
 
 from __future__ import annotations
 
@@ -25,23 +25,33 @@ if TYPE_CHECKING:
     from lmx_lab.bench import ChatTarget, Sweep, Target
 
 
-PICTURES = (".pdf", ".png", ".svg")
+PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 HELP = """Measure tokens per second, with intervals.
 
-Without --url the model is loaded in this process and measured without HTTP, as llama-bench and mlx_lm.benchmark do. \
-With --compare it is served from here on a free port, so that both sides go over HTTP. With --url a server that runs \
+Without --url, the model is loaded in this process and measured without HTTP, as llama-bench and mlx_lm.benchmark do. \
+With --compare, it is served on a free port, so that both sides are measured over HTTP. With --url, a running server \
 is measured as its clients see it.
 
-No prompt begins like another one, so that no cache helps, unless --warm is given. Ctrl-C prints what is there.
+All prompts begin differently, so that no cache is used, unless --warm is given. Ctrl-C stops the run and prints the \
+results so far.
 """
 Model = Annotated[
     str | None,
-    typer.Option(help="An id (fetched if needed) or a path; with --url, its name.", autocompletion=complete_model),
+    typer.Option(
+        help="Model id (downloaded if needed) or path; with --url, the model's name on the server.",
+        autocompletion=complete_model,
+    ),
 ]
-
-
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="API key of the --url server.")
+]
 CompareKey = Annotated[
-    str | None, typer.Option(envvar="LMX_LAB_COMPARE_API_KEY", show_envvar=True, help="Key of --compare.")
+    str | None,
+    typer.Option(envvar="LMX_LAB_COMPARE_API_KEY", show_envvar=True, help="API key of the --compare servers."),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(help="Send requests at random times with this mean rate per second, at most --concurrency at once."),
 ]
 
 
@@ -53,49 +63,50 @@ CompareKey = Annotated[
         "lmx-lab bench --url http://127.0.0.1:8400 -c 1,4,8 -r 3 --plot bench.png",
         "lmx-lab bench --url 127.0.0.1:8400 --compare 127.0.0.1:8080 -r 3 --json",
         needs="pip install 'lmx-lab[lab]' (for tables), and --model or --url",
-        status="0 if every request ended well, 1 if one failed (in warm-up, too), 2 if an argument cannot be, 130 "
+        status="0 if all requests succeeded, 1 if one failed (warm-up included), 2 if an argument is invalid, 130 "
         "after Ctrl-C",
     ),
 )
 def bench(
     *,
-    url: Annotated[str | None, typer.Option(help="A chat-format server that runs, of any make.")] = None,
+    url: Annotated[str | None, typer.Option(help="Address of a running chat-format server.")] = None,
     model: Model = None,
     prompt_tokens: Annotated[
-        str, typer.Option("--prompt-tokens", "-p", help="One number, or several: 128,512.")
+        str, typer.Option("--prompt-tokens", "-p", help="Prompt length; one number or several, such as 128,512.")
     ] = "512",
-    output_tokens: Annotated[str, typer.Option("--output-tokens", "-n", help="The same of the answers.")] = "128",
-    concurrency: Annotated[str, typer.Option("--concurrency", "-c", help="Requests at once, such as 1,4,8.")] = "1",
+    output_tokens: Annotated[
+        str, typer.Option("--output-tokens", "-n", help="Answer length; one number or several.")
+    ] = "128",
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", "-c", help="Concurrent requests; one number or several, such as 1,4,8.")
+    ] = "1",
     requests: Annotated[
-        int | None, typer.Option(help="Of each case. By default 8, and twice its concurrency at least.")
+        int | None, typer.Option(help="Requests of each case. By default 8, or twice its concurrency if that is more.")
     ] = None,
     repeats: Annotated[
         int,
-        typer.Option("--repeats", "-r", help="Of the whole; from 3 on there are intervals of ratios and total_tok_s."),
+        typer.Option("--repeats", "-r", help="Repeats of all cases. Intervals of ratios and total_tok_s need 3."),
     ] = 1,
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Requests come at random times, so many a second; --concurrency is the most at once."),
-    ] = None,
-    warm: Annotated[bool, typer.Option(help="Prompts share their beginning, which a warm-up has left cached.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the prompts and the times.")] = 0,
+    rate: Rate = None,
+    warm: Annotated[
+        bool, typer.Option(help="Let prompts share their beginning, which the warm-up puts into the cache.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the times for --rate.")] = 0,
     compare: Annotated[
-        list[str] | None, typer.Option(help="Another server, which takes turns with the first. Repeatable.")
+        list[str] | None, typer.Option(help="Address of another server, measured in turns with the first. Repeatable.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key of --url.")
+    api_key: ApiKey = None,
+    compare_model: Annotated[
+        str | None, typer.Option(help="Model of the --compare servers. By default the only one that a server lists.")
     ] = None,
-    compare_model: Annotated[str | None, typer.Option(help="By default the only one that --compare lists.")] = None,
     compare_api_key: CompareKey = None,
-    record: Annotated[bool, typer.Option(help="Keep the run in the lab's home, for lmx_lab.bench.load().")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document in the place of tables.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this file, such as bench.png.")] = None,
+    record: Annotated[bool, typer.Option(help="Store the run in the lab's home, for lmx_lab.bench.load().")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a plot into this file, such as bench.png.")] = None,
 ) -> None:
     """Measure tokens per second."""
     if url is None and model is None:
-        raise InvalidRequestError(
-            "there is nothing to measure; give --model for one to load here, or --url of a server"
-        )
+        raise InvalidRequestError("there is nothing to measure; give --model to load a model, or --url of a server")
     from lmx_lab.bench import ChatTarget, Closed, Poisson, Sweep, run
 
     plan = Sweep(
@@ -108,12 +119,12 @@ def bench(
         cache="warm" if warm else "cold",
         seed=seed,
     )
-    _check_extras(plot)
+    _check_output(plot)
     others = [ChatTarget(one, model=compare_model, api_key=compare_api_key) for one in compare or ()]
-    _check_there(others)
-    with _first(url, model, api_key, plan, served=bool(others)) as first:
+    _check_reachable(others)
+    with _first_target(url, model, api_key, plan, served=bool(others)) as first:
         rows = run([first, *others], plan, record=record)
-    _say_all(rows, as_json=as_json, plot=plot)
+    _report(rows, as_json=as_json, plot=plot)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -123,11 +134,11 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         raise InvalidRequestError(f"{option} is {text!r:.80}; give whole numbers, as in 1,4,8", param=option) from None
 
 
-def _check_extras(plot: Path | None) -> None:
-    """Before anything is measured for minutes.
+def _check_output(plot: Path | None) -> None:
+    """Check before the measurement that tables and the plot can be made.
 
     Raises:
-        InvalidRequestError: what tables or plots need is missing, or the plot could not be written.
+        InvalidRequestError: a package is not installed, or the plot cannot be written.
     """
     from lmx_lab.bench.sample import frame
 
@@ -137,17 +148,19 @@ def _check_extras(plot: Path | None) -> None:
             import_module("lmx_lab.bench.plots")
     except ImportError as exc:
         raise InvalidRequestError(str(exc)) from exc
-    if plot is not None and plot.suffix.lower() not in PICTURES:
-        raise InvalidRequestError(f"--plot is {str(plot)!r}; its end can be {', '.join(PICTURES)}", param="--plot")
+    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
+        raise InvalidRequestError(
+            f"--plot is {str(plot)!r}; its suffix can be {', '.join(PLOT_SUFFIXES)}", param="--plot"
+        )
     if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
-        raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in a folder that is there", param="--plot")
+        raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in an existing folder", param="--plot")
 
 
-def _check_there(targets: Iterable[ChatTarget]) -> None:
-    """A table in which every request has failed for one reason says it later, and less clearly.
+def _check_reachable(targets: Iterable[ChatTarget]) -> None:
+    """Check before the measurement that the targets can be used. Other errors are left to the requests.
 
     Raises:
-        LabError: nobody is there, wants another key, or has no such model. What else is amiss, the requests will tell.
+        LabError: a server does not answer, refuses the key, or does not have the model.
     """
     from lmx_lab.client.failures import was_sent
 
@@ -157,14 +170,14 @@ def _check_there(targets: Iterable[ChatTarget]) -> None:
         except UnauthorizedError:
             raise
         except NotLoadedError:
-            # A lab may bring one when it is asked, or know it by another name.
-            asyncio.run(_asked(target))
+            # A lab may load the model when it is requested, or know it by another name.
+            asyncio.run(_send_request(target))
         except LabError as exc:
             if not was_sent(exc):
                 raise
 
 
-async def _asked(target: ChatTarget) -> None:
+async def _send_request(target: ChatTarget) -> None:
     body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
     async with aclosing(target.ask(body)) as chunks:
         async for _ in chunks:
@@ -172,22 +185,27 @@ async def _asked(target: ChatTarget) -> None:
 
 
 @contextmanager
-def _first(url: str | None, model: str | None, api_key: str | None, plan: Sweep, *, served: bool) -> Iterator[Target]:
-    """What is measured; a model of this process is there as long as the block."""
+def _first_target(
+    url: str | None, model: str | None, api_key: str | None, plan: Sweep, *, served: bool
+) -> Iterator[Target]:
+    """The first target. A model of this process is loaded within the block."""
     from lmx_lab.bench import ChatTarget, EngineTarget
 
     if url is not None:
         first = ChatTarget(url, model=model, api_key=api_key)
-        _check_there([first])
+        _check_reachable([first])
         yield first
         return
     from lmx_lab.lab import Lab
 
     assert model is not None
     settings = settings_with_folders(host="127.0.0.1", port=0)
-    most = max(case.concurrency for case in plan.cases())
-    if most > settings.slots:
-        note(f"{most} at once are more than {settings.slots} slots: some will wait. LMX_LAB_SLOTS={most} makes room")
+    concurrency = max(case.concurrency for case in plan.cases())
+    if concurrency > settings.slots:
+        note(
+            f"concurrency {concurrency} is higher than the {settings.slots} slots, so some requests will wait; set "
+            f"LMX_LAB_SLOTS={concurrency} to avoid this"
+        )
     with Lab(settings, loop="thread") as lab:
         note(f"loading {model}")
         lab.load(model)
@@ -195,8 +213,8 @@ def _first(url: str | None, model: str | None, api_key: str | None, plan: Sweep,
         yield ChatTarget(lab.url, api_key=settings.api_key, name="lab") if served else EngineTarget(lab.engine)
 
 
-def _say_all(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
-    """Print it, draw it, and exit."""
+def _report(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
+    """Print and plot the results, then exit."""
     from lmx_lab.cli.bench_tables import print_document, print_tables
 
     if as_json:
@@ -204,19 +222,19 @@ def _say_all(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
     else:
         print_tables(rows)
     if rows.attrs["path"]:
-        note(f"kept in {rows.attrs['path']}")
+        note(f"stored in {rows.attrs['path']}")
     if plot is not None and (~rows["warm_up"]).any():
-        _chart(rows).savefig(plot)
-        note(f"drawn into {plot}")
+        _plot(rows).savefig(plot)
+        note(f"plot written to {plot}")
     if rows.attrs["interrupted"]:
-        note("interrupted: this is what was there")
+        note("interrupted: these are the results so far")
         sys.exit(INTERRUPTED)
     if rows["error"].notna().any():
         sys.exit(FAILED)
 
 
-def _chart(rows: pd.DataFrame) -> Figure:
+def _plot(rows: pd.DataFrame) -> Figure:
     from lmx_lab.bench import by_concurrency, by_prompt_length
 
-    lengths_alone = rows["concurrency"].nunique() == 1 and rows["prompt_tokens_wanted"].nunique() > 1
-    return by_prompt_length(rows) if lengths_alone else by_concurrency(rows)
+    only_lengths_vary = rows["concurrency"].nunique() == 1 and rows["prompt_tokens_wanted"].nunique() > 1
+    return by_prompt_length(rows) if only_lengths_vary else by_concurrency(rows)

@@ -1,4 +1,4 @@
-"""What ``lmx-lab bench`` prints: a table for each target, ratios, failures; or all of it as JSON."""
+"""The output of ``lmx-lab bench``: a table for each target, ratios and failures; or all of it as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmx_lab.bench.comparison import compare
-from lmx_lab.bench.statistics import CASE, MEASURED, TOTAL, apart, counts_pieces, summary
+from lmx_lab.bench.statistics import CASE, MEASURED, TOTAL, counts_pieces, summary, token_counts_differ
 from lmx_lab.cli.app import err, note, out, say
 from lmx_lab.cli.terminal import line
 from lmx_lab.errors import InvalidRequestError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FIGURES = ("ttft_ms", "itl_ms_p50", "decode_tok_s", TOTAL)
 SIZES = ("concurrency", "prompt_tokens_wanted", "output_tokens_wanted")
 TOKENS = {"prompt_tokens_wanted": "prompt_tokens", "output_tokens_wanted": "output_tokens"}
-"""What was wanted, and where it says what there was."""
+"""Columns of the requested and of the actual number of tokens."""
 COUNTS = ("requests", "errors")
 HEADS = {
     "concurrency": "at\nonce",
@@ -38,29 +38,29 @@ HEADS = {
     "ratio": "a / b",
 }
 FILE_WIDTH = 160
-"""Of what is no terminal."""
+"""Width of output that is not a terminal."""
 ERRORS_SHOWN = 5
 LEGEND = (
-    "medians of ttft_ms, itl_ms_p50 (between two pieces of the stream, which may hold several tokens) and "
-    "decode_tok_s, then total_tok_s; below each, where it may as well lie (95 %): of 6 requests or more, of "
-    "total_tok_s with --repeats 3 or more"
+    "medians of ttft_ms, itl_ms_p50 (time between two pieces of the stream, which may contain several tokens) and "
+    "decode_tok_s, then total_tok_s; below each, its 95 % interval, which needs 6 requests, or --repeats 3 for "
+    "total_tok_s"
 )
-MET_LEGEND = (
-    "in brackets: how many tokens there were (median), where that differs by more than 5 %; ? where the server has not "
-    "said"
+TOKENS_LEGEND = (
+    "in brackets: the actual number of tokens (median), if it differs by more than 5 %; ? if the server does not "
+    "report it"
 )
 LATE_LEGEND = (
-    "late: sent so much later than due (median, most), as --concurrency were under way or this client was busy; first "
-    "token counts it in"
+    "late: delay between due time and sending (median, maximum), because --concurrency requests were running or this "
+    "client was busy; it is included in the time to the first token"
 )
-PIECES = "has no usage in its answers: pieces of its stream, which may hold several tokens, are counted as tokens"
+PIECES = "reports no usage: pieces of its stream, which may contain several tokens, are counted as tokens"
 RATIO_LEGEND = (
-    "a / b is of the repeats' medians; how sure it is, and which side is better, can be said with --repeats 3 or more"
+    "a / b is the ratio of the medians of the repeats; its interval, and which side is better, need --repeats 3 or more"
 )
 
 
 def print_tables(rows: pd.DataFrame) -> None:
-    """To standard output; what failed, and how to read it, to standard error."""
+    """Print tables to standard output, and failures and legends to standard error."""
     table = summary(rows, by=("target", *CASE))
     if not len(table):
         note("no request was measured")
@@ -69,13 +69,13 @@ def print_tables(rows: pd.DataFrame) -> None:
         _print(_cases(table[table["target"] == target]))
     comparisons = _comparisons(rows)
     for a, b, ratios in comparisons:
-        say(f"{line(a)} (a) beside {line(b)} (b)", style="bold")
+        say(f"{line(a)} (a) compared with {line(b)} (b)", style="bold")
         _print(_ratios(ratios))
-        _print_unlike(ratios)
+        _print_length_differences(ratios)
     if len(table):
         note(LEGEND)
-    if any(_met(row, name) for _, row in table.iterrows() for name in TOKENS):
-        note(MET_LEGEND)
+    if any(_actual_tokens(row, name) for _, row in table.iterrows() for name in TOKENS):
+        note(TOKENS_LEGEND)
     if table["late_ms"].notna().any():
         note(LATE_LEGEND)
     for target in table["target"].unique():
@@ -87,7 +87,7 @@ def print_tables(rows: pd.DataFrame) -> None:
 
 
 def print_document(rows: pd.DataFrame) -> None:
-    """One JSON object on standard output."""
+    """Print one JSON object to standard output."""
     document = {
         "provenance": rows.attrs["provenance"],
         "interrupted": rows.attrs["interrupted"],
@@ -100,19 +100,19 @@ def print_document(rows: pd.DataFrame) -> None:
 
 
 def _plain(table: pd.DataFrame) -> Any:
-    """Rows as JSON has them: what is no number is null."""
+    """Rows as JSON values; NaN is null."""
     return json.loads(table.to_json(orient="records", date_format="iso", date_unit="us"))
 
 
 def _comparisons(rows: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
-    """The first target beside each of the others."""
+    """Compare the first target with each of the others."""
     found = []
     first, *others = rows["target"].unique() if len(rows) else [None]
     for other in others:
         try:
             ratios = compare(rows[rows["target"] == first], rows[rows["target"] == other], metrics=FIGURES)
         except InvalidRequestError as exc:
-            # An interrupted run may have no case of both; a server may have changed its model meanwhile.
+            # An interrupted run may have no common case, and a server may have changed its model during the run.
             note(f"{line(str(first))} and {line(str(other))} cannot be compared: {line(exc.message, 300)}")
         else:
             found.append((str(first), str(other), ratios))
@@ -120,7 +120,7 @@ def _comparisons(rows: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
 
 
 def _heading(rows: pd.DataFrame) -> str:
-    """Who was measured, by what is known of it."""
+    """The known facts about a target."""
     known = {name: rows[name].dropna() for name in MEASURED}
     facts = {name: line(str(values.iloc[0])) for name, values in known.items() if len(values)}
     if "threads" in facts:
@@ -132,21 +132,21 @@ def _cases(table: pd.DataFrame) -> Table:
     late = ["late_ms"] if table["late_ms"].notna().any() else []
     shown = _table(*SIZES, *COUNTS, *FIGURES, *late)
     for _, row in table.iterrows():
-        sizes = [Text(f"{row[name]}{_met(row, name)}") for name in SIZES]
+        sizes = [Text(f"{row[name]}{_actual_tokens(row, name)}") for name in SIZES]
         figures = [_cell(row[name], row[f"{name}_low"], row[f"{name}_high"]) for name in FIGURES]
         lateness = [f"{_number(row[name])}\nto {_number(row[f'{name}_max'])}" for name in late]
         shown.add_row(*sizes, *(str(row[name]) for name in COUNTS), *figures, *lateness)
     return shown
 
 
-def _met(row: pd.Series[Any], wanted: str) -> str:
-    """A second line of the cell, if there were other numbers of tokens than wanted, or nobody knows."""
+def _actual_tokens(row: pd.Series[Any], wanted: str) -> str:
+    """A second line of the cell, if the actual number of tokens is unknown or differs from the requested one."""
     if wanted not in TOKENS or row["requests"] == row["errors"]:
         return ""
-    met = row[TOKENS[wanted]]
-    if math.isnan(met):
+    actual = row[TOKENS[wanted]]
+    if math.isnan(actual):
         return "\n(?)"
-    return f"\n({met:.0f})" if apart(met, row[wanted]) else ""
+    return f"\n({actual:.0f})" if token_counts_differ(actual, row[wanted]) else ""
 
 
 def _ratios(table: pd.DataFrame) -> Table:
@@ -160,7 +160,7 @@ def _ratios(table: pd.DataFrame) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    """No wider than 80 characters with usual figures."""
+    """A table of at most 80 characters in width with usual figures."""
     shown = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for name in columns:
         shown.add_column(HEADS.get(name, name), justify="left" if name == "figure" else "right")
@@ -185,24 +185,24 @@ def _print(table: Table) -> None:
     console.print(table)
 
 
-def _print_unlike(ratios: pd.DataFrame) -> None:
+def _print_length_differences(ratios: pd.DataFrame) -> None:
     for _, row in ratios.drop_duplicates(list(CASE)).iterrows():
-        if apart(row["output_tokens_a"], row["output_tokens_b"]):
+        if token_counts_differ(row["output_tokens_a"], row["output_tokens_b"]):
             note(
-                f"{row['concurrency']} at once, prompts of {row['prompt_tokens_wanted']}: answers of a have "
-                f"{row['output_tokens_a']:g} tokens, of b {row['output_tokens_b']:g} (medians): more than 5 % "
-                f"apart, so {TOTAL} is not compared"
+                f"concurrency {row['concurrency']}, prompts of {row['prompt_tokens_wanted']}: answers of a have "
+                f"{row['output_tokens_a']:g} tokens, of b {row['output_tokens_b']:g} (medians); this is more than "
+                f"5 % apart, so {TOTAL} is not compared"
             )
 
 
 def _print_errors(rows: pd.DataFrame) -> None:
-    """The most frequent first."""
+    """Print the most frequent errors first."""
     failed = rows.groupby(["target", "error"])["warm_up"].agg(["size", "sum"]).sort_values("size", ascending=False)
     for (target, error), (count, warm_up) in failed.head(ERRORS_SHOWN).iterrows():
-        uncounted = f" ({warm_up} of them in warm-up, which the table does not count)" if warm_up else ""
+        uncounted = f" ({warm_up} of them in warm-up, which the table does not include)" if warm_up else ""
         _print_error(f"{line(str(target))}: {count} times {line(str(error), 300)}{uncounted}")
     if len(rest := failed.iloc[ERRORS_SHOWN:]):
-        _print_error(f"and {len(rest)} other errors, {rest['size'].sum()} times in all; --json has every one")
+        _print_error(f"and {len(rest)} other errors, {rest['size'].sum()} requests in total; --json prints all of them")
 
 
 def _print_error(text: str) -> None:

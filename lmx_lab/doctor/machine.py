@@ -73,9 +73,9 @@ def examine_memory(settings: Settings) -> Iterator[Finding]:
 
 
 def examine_blas(settings: Settings) -> Iterator[Finding]:
-    from lmx_lab.engine import blas
+    from lmx_lab.engine.cpu_blas import configure_blas
 
-    report = blas.bind(settings.blas, settings.threads)
+    report = configure_blas(settings.blas, settings.threads)
     parts = [report.detail]
     if report.threads is not None:
         parts.append(f"{report.threads} thread{'s' * (report.threads > 1)}")

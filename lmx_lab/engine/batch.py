@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine import memory
+from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.footprint import Footprint
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.kv import KvState
@@ -22,7 +23,6 @@ from lmx_lab.engine.prefix import MIN_TOKENS, PrefixCache, common_prefix
 from lmx_lab.engine.requests import PromptScores, TokenLogprob
 from lmx_lab.engine.sampling import ConstrainedSampler, Sampler, Samplers, processors
 from lmx_lab.engine.scoring import Scoring
-from lmx_lab.engine.threads import ThreadChoice
 
 NO_STOP = StopSequences()
 # Fewer tokens cost a GPU as much: it reads all weights for each step. For models with sliding windows 16 at least:

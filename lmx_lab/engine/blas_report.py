@@ -1,4 +1,4 @@
-"""What multiplies the matrices of an engine on a CPU."""
+"""The report on the BLAS behind MLX, which processes without MLX read too."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ BlasName = Literal["openblas", "reference", "system", "unused"]
 
 @dataclass(frozen=True, kw_only=True)
 class BlasReport:
-    """Who computes MLX's matrix products."""
+    """The BLAS that computes MLX's matrix products."""
 
     name: BlasName
-    """``reference``: the wheel's. ``system``: another one that was there before. ``unused``: a GPU computes."""
+    """``reference``: the one in MLX's wheel. ``system``: another BLAS that MLX already used. ``unused``: on a GPU."""
     detail: str
-    """For people: version and processor, or why it is not OpenBLAS."""
+    """For display: version and processor kernels, or the reason why OpenBLAS is not used."""
     threads: int | None = None
     gflops: float | None = None
-    """Measured with a float32 product of MLX."""
+    """Measured speed of a float32 matrix product in MLX."""
     gemv: bool = False
-    """Whether products of one row go to ``sgemv``."""
-    threads_chosen: bool = True
-    """Whether somebody chose the number of threads; if not, it may follow what other programs leave."""
+    """Whether products with a single row are computed by ``sgemv``."""
+    threads_fixed: bool = True
+    """Whether the number of threads was set explicitly. If not, ``ThreadChoice`` adapts it to the load."""

@@ -13,15 +13,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from lmx_lab.engine import blas, memory
+from lmx_lab.engine import memory
 from lmx_lab.engine.contract import NOTHING_LOADED
+from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.engine.encoding import EncodeJob, Encoding
 from lmx_lab.engine.generating import Generating
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.loaded import LoadedModel, load_chat
 from lmx_lab.engine.requests import EngineSnapshot, EngineState, LoadReport, PinnedModel, UnloadCause
-from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
@@ -63,8 +63,8 @@ class EngineCore:
         self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
         self._main: Loaded | None = None
         self._pinned: dict[Kind, LoadedEncoder] = {}
-        report = blas.bind(settings.blas, settings.threads)
-        threads = ThreadChoice(report.threads or 1, fixed=report.threads_chosen)
+        report = configure_blas(settings.blas, settings.threads)
+        threads = ThreadChoice(report)
         self.generating = Generating(settings, threads, limit_bytes=self._limit_bytes)
         self.encoding = Encoding(
             threads,

@@ -19,9 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from lmx_lab.engine import memory
+from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 from lmx_lab.engine.requests import EncodeReport, Vectors
-from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,9 @@ class Encoding:
     ) -> None:
         self._threads = threads
         # A core computes each lane alone: beside matrix products much is left that MLX does on one core only.
-        self._streams = [mx.new_stream(mx.cpu) for _ in range(threads.most)] if ON_CPU else [mx.default_stream(mx.gpu)]
+        self._streams = (
+            [mx.new_stream(mx.cpu) for _ in range(threads.max_threads)] if ON_CPU else [mx.default_stream(mx.gpu)]
+        )
         self._queue_limit = queue_limit
         self._limit_bytes = limit_bytes
         self._make_room = make_room

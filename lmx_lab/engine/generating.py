@@ -15,6 +15,7 @@ import mlx.core as mx
 from lmx_lab.engine import memory
 from lmx_lab.engine.admission import Admission
 from lmx_lab.engine.batch import Batch, Computed, Event, Scored, Token
+from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.generation import Generation
 from lmx_lab.engine.loaded import LoadedModel
 from lmx_lab.engine.requests import Delta, GenerationReport, PromptProgress, TokenLogprob
@@ -22,7 +23,6 @@ from lmx_lab.engine.sampling import Samplers
 from lmx_lab.engine.scheduler import Scheduler
 from lmx_lab.engine.stream import Outbox
 from lmx_lab.engine.text import Piece
-from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
 

@@ -7,17 +7,17 @@ import sys
 
 import psutil
 
-from lmx_lab.engine import container
+from lmx_lab.engine import container_limits
 
 
 def total_bytes() -> int:
     """Memory of the machine, or what a container leaves of it."""
-    return min(psutil.virtual_memory().total, container.memory_limit_bytes(os.environ) or sys.maxsize)
+    return min(psutil.virtual_memory().total, container_limits.memory_limit_bytes(os.environ) or sys.maxsize)
 
 
 def free_bytes() -> int:
     """What this machine, or the container, would still give without ending a process."""
-    free, inside = psutil.virtual_memory().available, container.free_bytes()
+    free, inside = psutil.virtual_memory().available, container_limits.free_bytes()
     return free if inside is None else min(free, inside)
 
 

@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.gguf.process import PACKAGE, installed
-from lmx_lab.engine.openblas import default_threads
 from lmx_lab.engine.registry import EngineName
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
-from lmx_lab.bench.driving import Run
-from lmx_lab.bench.keeping import Recorder
+from lmx_lab.bench.load_generator import Run
 from lmx_lab.bench.provenance import provenance
-from lmx_lab.bench.running import Measured, Progress, progress_text, samples
+from lmx_lab.bench.runner import Measured, RunProgress, progress_text, samples
 from lmx_lab.bench.sample import Sample, frame
+from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, Target, as_target
 from lmx_lab.lab.showing import Showing
 from lmx_lab.lab.verbs import Verbs
@@ -48,7 +48,7 @@ class Measurement:
         self._shared = Run()
         self._provenance: dict[str, Any] = {}
         self._taken: list[Sample] = []
-        self._steps: asyncio.Queue[Progress | None] = asyncio.Queue()
+        self._steps: asyncio.Queue[RunProgress | None] = asyncio.Queue()
         """At most one for each request of the run."""
         self._thread = LoopThread("lmx-lab-bench")
 
@@ -66,7 +66,7 @@ class Measurement:
         """No further step is waited for."""
         self.interrupted = True
 
-    async def step(self) -> Progress | None:
+    async def step(self) -> RunProgress | None:
         """The next request that has ended; None after the last. On any loop.
 
         Raises:
@@ -103,7 +103,7 @@ class Measurement:
         if self._recorder is not None:
             self._recorder.keep(sample)
         self._taken.append(sample)
-        self._steps.put_nowait(Progress(done=len(self._taken), total=self._total, sample=sample))
+        self._steps.put_nowait(RunProgress(done=len(self._taken), total=self._total, sample=sample))
 
 
 class Measuring(Verbs, Showing):
@@ -214,12 +214,12 @@ class Measuring(Verbs, Showing):
         return Measurement(targets, plan, Recorder(folder, provenance={}) if record else None)
 
     @contextmanager
-    def _progress(self) -> Iterator[Callable[[Progress], None]]:
+    def _progress(self) -> Iterator[Callable[[RunProgress], None]]:
         """Shows each step in a bar and in the metrics panel."""
         workbench = self.workbench
         with counter("bench") as bar:
 
-            def show(step: Progress) -> None:
+            def show(step: RunProgress) -> None:
                 text = progress_text(step)
                 bar.show(text, step.done, step.total)
                 workbench.job = f"Measuring, {step.done} of {step.total}: {text}"

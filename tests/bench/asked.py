@@ -1,4 +1,4 @@
-"""What a scripted server answers to the requests that calibrate, and to the others."""
+"""Scripts for a scripted server: answers to calibration requests and to measured requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = says("one ", "two ", "three ", "four", finish="length")
 
 
 def after_calibration(*scripts: Script) -> Callable[[dict[str, Any]], Script]:
-    """One for each request in its order, the last one again and again; what only calibrates gets an answer."""
+    """Answer calibration requests with ``WORDS``, the others with the scripts in order, then always the last one."""
     left: Iterator[Script] = iter(scripts)
 
     def script(body: dict[str, Any]) -> Script:

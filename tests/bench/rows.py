@@ -1,4 +1,4 @@
-"""Samples as a run would have them, with given times and no server."""
+"""Makes samples with given times, without a server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sample(*, at_s: float = 0.0, **fields: Any) -> Sample:
 def run_of(
     ttft_ms: list[float], *, per_repeat: int | None = None, e2e_ms: float = 1000.0, tokens: int = 8, **fields: Any
 ) -> list[Sample]:
-    """One request after the other, without a gap."""
+    """Samples of consecutive requests without gaps."""
     size = per_repeat or len(ttft_ms)
     return [
         sample(

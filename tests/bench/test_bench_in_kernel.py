@@ -1,4 +1,4 @@
-"""Measuring in a cell, as notebooks do."""
+"""Measuring in a cell of a notebook."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
 
 
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
-def test_the_stop_button_keeps_what_is_there(notebook: Notebook, first_line: str) -> None:
-    """Also in a cell with ``await``, where ipykernel's own handler raises nothing."""
+def test_the_stop_button_returns_the_finished_requests(notebook: Notebook, first_line: str) -> None:
+    """Also in a cell with ``await``, where ipykernel's own handler does not raise."""
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server:
         output = notebook.interrupt(
             f"""

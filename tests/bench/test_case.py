@@ -1,4 +1,4 @@
-"""Cases and sweeps: what they refuse, and in which order they are measured."""
+"""Cases and sweeps: invalid values, and the order of measurement."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from lmx_lab.bench import Case, Closed, Poisson, Sweep
-from lmx_lab.bench.case import BOUNDS, CASE_LIMIT, planned
+from lmx_lab.bench.case import BOUNDS, CASE_LIMIT, number_repeats
 from lmx_lab.errors import InvalidRequestError
 
 SIZES: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 8}
 
 
-def test_a_name_tells_what_is_measured() -> None:
+def test_a_name_contains_the_measured_sizes() -> None:
     assert Case(**SIZES).name == "p16-o8-c1-cold"
     assert (
         Case(**SIZES, concurrency=4, cache="warm", arrival=Poisson(per_second=2.5)).name == "p16-o8-c4-warm-poisson2.5"
@@ -26,7 +26,7 @@ def test_a_name_tells_what_is_measured() -> None:
 
 @pytest.mark.parametrize("name", [name for name in BOUNDS if name != "repeats"])
 @pytest.mark.parametrize("wrong", [-1, 2**64, 1.5, "8", None, True, float("nan")])
-def test_a_wrong_number_is_named_with_its_bounds(name: str, wrong: Any) -> None:
+def test_an_invalid_number_is_reported_with_its_bounds(name: str, wrong: Any) -> None:
     low, high = BOUNDS[name]
     with pytest.raises(InvalidRequestError) as caught:
         Case(**SIZES | {name: wrong})
@@ -35,7 +35,7 @@ def test_a_wrong_number_is_named_with_its_bounds(name: str, wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), 1e9, "2", True, None])
-def test_a_rate_that_is_none_is_refused(wrong: Any) -> None:
+def test_an_invalid_rate_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match="per_second"):
         Poisson(per_second=wrong)
 
@@ -57,17 +57,17 @@ def test_what_cannot_be_measured_is_refused(fields: dict[str, Any]) -> None:
         Sweep(**SIZES, **{"requests": 8} | fields)
 
 
-def test_an_open_loop_may_allow_more_at_once_than_there_are_requests() -> None:
+def test_with_poisson_arrivals_concurrency_may_exceed_the_number_of_requests() -> None:
     assert Case(**SIZES, concurrency=64, requests=8, arrival=Poisson(per_second=1)).concurrency == 64
 
 
-def test_numbers_of_numpy_become_ones_that_json_can_write() -> None:
+def test_numpy_integers_become_python_integers() -> None:
     case = Case(prompt_tokens=np.int64(16), output_tokens=np.uint8(8))
     assert case == Case(**SIZES)
     assert json.loads(json.dumps(asdict(case)))["prompt_tokens"] == 16
 
 
-def test_arrivals_come_at_the_rate_that_was_asked_for_and_are_the_same_again() -> None:
+def test_arrivals_have_the_requested_rate_and_are_reproducible() -> None:
     arrival = Poisson(per_second=20)
     times = arrival.times_s(4000, seed=1)
     gaps = np.diff(times)
@@ -75,25 +75,25 @@ def test_arrivals_come_at_the_rate_that_was_asked_for_and_are_the_same_again() -
     assert times[0] == 0
     assert len(times) == 4000
     assert 1 / statistics.mean(gaps) == pytest.approx(20, rel=0.1)
-    # Of exponential gaps the spread is as large as the mean; even ones would have none.
+    # The standard deviation of exponential gaps equals their mean.
     assert statistics.stdev(gaps) * 20 == pytest.approx(1, rel=0.1)
 
 
-def test_a_sweep_measures_every_combination_before_it_measures_one_again() -> None:
+def test_a_sweep_measures_all_combinations_before_it_repeats_one() -> None:
     sweep = Sweep(prompt_tokens=(16, 32), output_tokens=8, concurrency=range(1, 3), cache=("cold", "warm"), repeats=3)
     cases = sweep.cases()
     assert len(cases) == 24
     assert len(set(cases[:8])) == 8
     assert cases[:8] == cases[8:16] == cases[16:]
-    assert [repeat for repeat, _ in planned(cases)] == [0] * 8 + [1] * 8 + [2] * 8
+    assert [repeat for repeat, _ in number_repeats(cases)] == [0] * 8 + [1] * 8 + [2] * 8
 
 
-def test_several_arrivals_are_an_axis_too() -> None:
+def test_several_arrivals_are_an_axis() -> None:
     arrivals = (Closed(), Poisson(per_second=1))
     assert tuple(case.arrival for case in Sweep(**SIZES, arrival=arrivals).cases()) == arrivals
 
 
-def test_what_is_given_twice_is_measured_once() -> None:
+def test_duplicate_values_are_measured_once() -> None:
     assert len(Sweep(**SIZES, concurrency=[1, 4, 4, np.int64(1)]).cases()) == 2
 
 
@@ -102,11 +102,11 @@ def test_by_default_every_user_has_two_requests() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"prompt_tokens": ()}, {"repeats": 0}, {"repeats": 1.5}, {"concurrency": "4"}])
-def test_a_sweep_refuses_what_is_no_axis(fields: dict[str, Any]) -> None:
+def test_a_sweep_refuses_invalid_values(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(fields))):
         Sweep(**SIZES | fields)
 
 
-def test_a_sweep_that_never_ends_is_refused_at_once() -> None:
+def test_a_sweep_with_too_many_cases_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=f"{CASE_LIMIT:,}"):
         Sweep(prompt_tokens=range(1, 5000), output_tokens=range(1, 5000))

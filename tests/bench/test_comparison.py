@@ -1,4 +1,4 @@
-"""Two sides: which is better, and by how much, where the samples can say so."""
+"""Comparisons name the better side and the ratio if the samples allow it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def row(a: Iterable[Sample] | pd.DataFrame, b: Iterable[Sample] | pd.DataFrame, 
     return table.set_index("metric").loc[metric]
 
 
-def test_the_faster_side_is_named_for_time_and_for_tokens_a_second() -> None:
+def test_the_faster_side_is_better_in_time_and_in_tokens_per_second() -> None:
     quick, slow = side(1.0, target="quick"), side(1.1, target="slow", jitter=2)
     for metric in ("ttft_ms", "decode_tok_s", "total_tok_s"):
         assert row(quick, slow, metric)["better"] == "a"
@@ -40,29 +40,29 @@ def test_the_faster_side_is_named_for_time_and_for_tokens_a_second() -> None:
     assert row(quick, slow, "total_tok_s")["ratio"] == pytest.approx(1.1)
 
 
-def test_equal_sides_are_not_told_apart() -> None:
+def test_neither_of_two_equal_sides_is_better() -> None:
     table = compare(side(1.0), side(1.0, jitter=2))
     assert set(table["better"]) == {"-"}
 
 
 @pytest.mark.parametrize(("repeats", "other_run"), [(3, False), (5, True)])
-def test_of_equal_sides_that_drift_few_are_told_apart(repeats: int, other_run: bool) -> None:
+def test_few_comparisons_of_equal_sides_with_drift_are_significant(repeats: int, other_run: bool) -> None:
     a, b = (drifting(repeats, 500, seed).assign(run=seed if other_run else 0) for seed in (1, 2))
     table = compare(a, b, metrics=("total_tok_s",))
     assert set(table["paired"]) == {not other_run}
     assert set(table["repeats"]) == {repeats}
-    # 25 are expected of pairs, and fewer of as few that are not.
+    # 25 are expected with pairs, and fewer without.
     assert 0 < (table["better"] != "-").sum() <= 40
 
 
-def test_a_difference_beyond_the_drift_is_seen() -> None:
+def test_a_difference_larger_than_the_drift_is_significant() -> None:
     a, b = drifting(5, 100, 1), drifting(5, 100, 2)
     table = compare(a.assign(e2e_ms=0.8 * a["e2e_ms"]), b, metrics=("total_tok_s",))
     assert (table["better"] == "a").sum() >= 95
 
 
 def drifting(repeats: int, cases: int, seed: int) -> pd.DataFrame:
-    """As many cases as levels of concurrency, whose repeats differ by 3 % and requests by 1 %."""
+    """A case for each level of concurrency; repeats vary by 3 % and requests by 1 %."""
     generator, requests = np.random.default_rng(seed), 4
     shape = (cases, repeats, requests)
     case, repeat, request = (axis.ravel() for axis in np.indices(shape))
@@ -74,27 +74,27 @@ def drifting(repeats: int, cases: int, seed: int) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("per_repeat", [12, 6])
-def test_below_three_repeats_there_is_a_ratio_and_no_better_side_however_far_apart(per_repeat: int) -> None:
+def test_with_fewer_than_three_repeats_there_is_a_ratio_but_no_better_side(per_repeat: int) -> None:
     table = compare(side(1.0, per_repeat=per_repeat), side(9.0, per_repeat=per_repeat))
     assert set(table["better"]) == {"-"}
     assert table[["low", "high"]].isna().all(axis=None)
     assert table.set_index("metric").loc["ttft_ms", "ratio"] == pytest.approx(1 / 9, rel=0.02)
 
 
-def test_a_request_that_failed_on_one_side_leaves_its_repeat_a_pair() -> None:
+def test_a_failed_request_does_not_remove_its_repeat_from_the_pairs() -> None:
     failed = [sample(at_s=50, repeat=0, request=0, error="lmx-timeout: late", e2e_ms=1.0), *side(1.1)[1:]]
     first = row(side(1.0), failed, "ttft_ms")
     assert (first["paired"], first["repeats"], first["n_a"], first["n_b"]) == (True, 3, 12, 11)
 
 
-def test_a_repeat_that_failed_on_one_side_counts_on_neither() -> None:
+def test_a_repeat_that_failed_on_one_side_is_ignored_on_both() -> None:
     first = row(side(1.0, per_repeat=3), side(1.1, per_repeat=3)[3:], "ttft_ms")
     assert (first["paired"], first["repeats"]) == (True, 3)
     assert first["better"] == "a"
 
 
-def test_repeats_of_several_runs_of_both_sides_find_each_other() -> None:
-    # The machine is three times as slow on tuesday.
+def test_repeats_of_several_common_runs_are_paired() -> None:
+    # The machine is three times as slow in the second run.
     a, b = (
         pd.concat([frame(side(factor * slow, jitter=jitter)).assign(run=day) for day, slow in (("mon", 1), ("tue", 3))])
         for factor, jitter in ((1.0, 1), (1.1, 2))
@@ -104,13 +104,13 @@ def test_repeats_of_several_runs_of_both_sides_find_each_other() -> None:
     assert first["ratio"] == pytest.approx(1 / 1.1, rel=0.02)
 
 
-def test_tables_of_two_runs_are_not_paired_by_the_numbers_of_their_repeats() -> None:
+def test_repeats_of_different_runs_are_not_paired() -> None:
     before, after = (frame(side(factor)).assign(run=run) for factor, run in ((1.0, "one"), (1.1, "two")))
     assert not row(before, after, "ttft_ms")["paired"]
     assert row(before, before, "ttft_ms")["paired"]
 
 
-def test_what_takes_whole_answers_has_no_ratio_where_they_are_of_other_lengths() -> None:
+def test_times_of_whole_answers_have_no_ratio_if_their_lengths_differ() -> None:
     for tokens, compared in ((96, True), (90, False)):
         table = compare(side(1.0, tokens=100), side(1.1, tokens=tokens)).set_index("metric")
         assert set(table["output_tokens_b"]) == {tokens}
@@ -120,7 +120,7 @@ def test_what_takes_whole_answers_has_no_ratio_where_they_are_of_other_lengths()
         assert table.loc["ttft_ms", "better"] == "a"
 
 
-def test_pieces_of_a_stream_are_not_compared_as_if_they_were_tokens() -> None:
+def test_pieces_of_a_stream_are_not_compared_with_tokens() -> None:
     table = compare(side(1.0, counted_by="usage"), side(4.0, counted_by="chunks")).set_index("metric")
     for metric in ("decode_tok_s", "itl_ms_p50", "total_tok_s"):
         assert np.isnan(table.loc[metric, "ratio"])
@@ -128,14 +128,14 @@ def test_pieces_of_a_stream_are_not_compared_as_if_they_were_tokens() -> None:
     assert table.loc["ttft_ms", "better"] == "a"
 
 
-def test_several_runs_of_a_side_are_taken_together() -> None:
+def test_several_runs_of_a_side_are_combined() -> None:
     days = [frame(side(1.0, jitter=day)).assign(run=f"day {day}") for day in range(3)]
     first = row(pd.concat(days), side(1.1), "ttft_ms")
     assert (first["n_a"], first["n_b"], first["repeats"], first["paired"]) == (36, 12, 3, False)
     assert first["ratio"] == pytest.approx(1 / 1.1, rel=0.05)
 
 
-def test_cases_of_one_side_alone_are_named() -> None:
+def test_cases_that_only_one_side_has_are_listed() -> None:
     small, large = side(1.0), side(1.0, prompt_tokens_wanted=64)
     table = compare([*small, *large], small)
     assert set(table["prompt_tokens_wanted"]) == {16}
@@ -150,18 +150,18 @@ def test_cold_is_not_compared_with_warm() -> None:
         compare(side(1.0), side(1.0, cache="warm"))
 
 
-def test_a_side_of_two_targets_is_refused_by_their_names() -> None:
-    with pytest.raises(InvalidRequestError, match="b has several of target: one, two"):
+def test_a_side_with_two_targets_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="b has several values of target: one, two"):
         compare(side(1.0), [*side(1.0, target="one"), *side(1.0, target="two")])
 
 
-def test_models_are_compared_where_both_were_named() -> None:
+def test_models_can_be_compared() -> None:
     table = compare(side(1.0, model="small", threads=2), side(2.0, model="large"), by=("concurrency",))
     assert table.set_index("metric").loc["ttft_ms", "ratio"] == pytest.approx(0.5, rel=0.02)
 
 
 @pytest.mark.parametrize("wrong", [{"metrics": ("speed",)}, {"by": ("colour",)}])
-def test_columns_that_are_not_there_are_named(wrong: dict[str, tuple[str, ...]]) -> None:
+def test_unknown_columns_are_reported(wrong: dict[str, tuple[str, ...]]) -> None:
     with pytest.raises(InvalidRequestError, match=r"no column (speed|colour)"):
         compare(side(1.0), side(1.0), **wrong)
 
@@ -171,7 +171,7 @@ def test_a_side_without_samples_has_no_case() -> None:
         compare([], side(1.0))
 
 
-def test_a_side_where_everything_failed_has_no_ratio() -> None:
+def test_a_side_with_failed_requests_only_has_no_ratio() -> None:
     down = [sample(request=at, error="unreachable: nobody listens", e2e_ms=1.0) for at in range(12)]
     table = compare(side(1.0), down)
     assert table["ratio"].isna().all()

@@ -1,4 +1,4 @@
-"""Figures with intervals, and no pyplot behind them."""
+"""Plots show medians with intervals and do not use pyplot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def swept(**fields: Any) -> list[Sample]:
     ]
 
 
-def test_medians_are_where_the_summary_has_them_and_bars_are_their_intervals() -> None:
+def test_points_are_the_medians_and_bars_the_intervals_of_the_summary() -> None:
     samples = swept()
     chart = by_concurrency(samples, metrics=("ttft_ms",))
     (panel,) = chart.axes
@@ -48,21 +48,25 @@ def test_a_median_without_an_interval_has_no_bar() -> None:
     assert all(np.isnan(float(cap.get_ydata()[0])) for cap in caps)
 
 
-def test_a_line_is_named_by_what_differs_and_the_title_has_the_rest() -> None:
+def test_lines_are_named_by_differing_values_and_the_title_has_common_ones() -> None:
     chart = by_concurrency([*swept(model="small", cache="cold"), *swept(model="small", cache="warm")])
     assert [text.get_text() for text in chart.legends[0].get_texts()] == ["cold cache", "warm cache"]
     assert chart.get_suptitle() == "lab · small · prompt 16 · answer 8 · closed"
     assert len(chart.axes) == 3
 
 
-def test_over_the_prompts_length_concurrency_tells_lines_apart() -> None:
+def test_a_plot_over_prompt_lengths_has_a_line_for_each_concurrency() -> None:
     samples = [one for tokens in (16, 64, 1024) for one in swept(prompt_tokens_wanted=tokens)]
     chart = by_prompt_length(samples)
-    assert [text.get_text() for text in chart.legends[0].get_texts()] == ["1 at once", "4 at once", "8 at once"]
+    assert [text.get_text() for text in chart.legends[0].get_texts()] == [
+        "1 concurrent",
+        "4 concurrent",
+        "8 concurrent",
+    ]
     assert [axes.get_xscale() for axes in chart.axes] == ["log"] * 3
 
 
-def test_a_notebook_gets_a_picture_without_pyplot() -> None:
+def test_a_notebook_displays_the_figure_without_pyplot() -> None:
     code = (
         "import sys; from tests.bench.test_plots import swept; from lmx_lab.bench import by_concurrency;"
         "png = by_concurrency(swept())._repr_png_(); print(png[:4], 'matplotlib.pyplot' in sys.modules)"
@@ -73,7 +77,7 @@ def test_a_notebook_gets_a_picture_without_pyplot() -> None:
     assert done.stdout == "b'\\x89PNG' False\n"
 
 
-def test_strange_names_and_figures_that_are_missing_can_be_drawn() -> None:
+def test_unusual_names_and_missing_values_can_be_drawn() -> None:
     names = ["$x^{", "<b>", "long " * 40, "long " * 41, ""]
     samples = [one for name in names for one in swept(target=name)]
     assert by_concurrency(samples, metrics=("queue_ms", "total_tok_s"))._repr_png_().startswith(b"\x89PNG")
@@ -85,7 +89,7 @@ def test_what_cannot_be_plotted_is_refused(plot: Callable[..., Any]) -> None:
         plot([])
     with pytest.raises(InvalidRequestError, match="nothing to plot"):
         plot(swept(warm_up=True))
-    with pytest.raises(InvalidRequestError, match="no figure speed"):
+    with pytest.raises(InvalidRequestError, match="unknown metric speed"):
         plot(swept(), metrics=("speed",))
     with pytest.raises(InvalidRequestError, match="empty"):
         plot(swept(), metrics=())
@@ -94,7 +98,7 @@ def test_what_cannot_be_plotted_is_refused(plot: Callable[..., Any]) -> None:
         plot(many)
 
 
-def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import lmx_lab.bench
 
     monkeypatch.delitem(sys.modules, "lmx_lab.bench.plots")

@@ -1,4 +1,4 @@
-"""Prompts: the same again where they should be, unlike each other where a cache could help."""
+"""Prompts are reproducible, and differ where a cache could be used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WARM = Case(prompt_tokens=200, output_tokens=8, cache="warm")
 
 
 def shared_words(prompts: list[str]) -> int:
-    """How many all of them begin with."""
+    """The number of words that all prompts begin with."""
     places = zip(*(text.split() for text in prompts), strict=False)
     return sum(1 for _ in takewhile(lambda place: len(set(place)) == 1, places))
 
 
 @given(tokens=st.integers(1, 3000), per_word=st.floats(0.5, 4))
-def test_words_are_as_many_as_make_the_tokens(tokens: int, per_word: float) -> None:
+def test_the_number_of_words_follows_the_number_of_tokens(tokens: int, per_word: float) -> None:
     text = words(0, 3, tokens, per_word)
     assert len(text.split()) * per_word == pytest.approx(tokens, abs=per_word)
     assert text == words(0, 3, tokens, per_word)
@@ -30,7 +30,7 @@ def test_words_are_as_many_as_make_the_tokens(tokens: int, per_word: float) -> N
 
 @pytest.mark.parametrize("case", [COLD, WARM])
 @pytest.mark.parametrize("tokens", [1, 2, 9, 25, 26, 27, 1000])
-def test_a_prompt_has_its_length_and_a_long_one_a_task(case: Case, tokens: int) -> None:
+def test_a_prompt_has_its_length_and_a_long_one_contains_a_task(case: Case, tokens: int) -> None:
     text = prompt(case, repeat=0, request=0, tokens=tokens)
     assert len(text.split()) == max(FEWEST_WORDS, tokens)
     assert text.endswith(TASK) == (tokens >= 26)
@@ -49,31 +49,31 @@ def test_cold_prompts_have_no_beginning_in_common() -> None:
     assert len(beginnings) == len(prompts)
 
 
-def test_a_run_again_asks_the_same_but_for_the_beginning() -> None:
+def test_another_run_has_the_same_prompts_except_for_the_beginning() -> None:
     one, other = (prompt(COLD, repeat=0, request=5, run=run).split() for run in ("monday", "tuesday"))
     assert one[:OWN_WORDS] != other[:OWN_WORDS]
     assert one[OWN_WORDS:] == other[OWN_WORDS:]
 
 
-def test_warm_prompts_differ_in_their_last_words_alone() -> None:
+def test_warm_prompts_differ_only_in_their_last_words() -> None:
     prompts = [prompt(WARM, repeat=repeat, request=request) for repeat in range(2) for request in range(10)]
     warm_up = prompt(WARM, repeat=0, request=0, warm_up=True)
     assert len({*prompts, warm_up}) == 21
     assert 200 - len(TASK.split()) - OWN_WORDS <= shared_words([*prompts, warm_up]) < 200
 
 
-def test_warm_prompts_of_another_run_find_nothing_of_this_one() -> None:
+def test_warm_prompts_of_different_runs_begin_differently() -> None:
     assert shared_words([prompt(WARM, repeat=0, request=0, run=run) for run in ("monday", "tuesday")]) < OWN_WORDS
 
 
 @pytest.mark.parametrize("case", [COLD, WARM])
-def test_a_hash_tells_that_two_targets_were_asked_the_same(case: Case) -> None:
+def test_equal_hashes_mean_that_two_targets_got_the_same_prompt(case: Case) -> None:
     one, other = (prompt(case, repeat=0, request=5, run=run) for run in ("run a", "run b"))
     assert one != other
     assert prompt_hash(one) == prompt_hash(other) != prompt_hash(prompt(case, repeat=0, request=6, run="run a"))
     assert len(prompt_hash(one)) == 16
 
 
-def test_the_shortest_cold_prompts_are_unlike_each_other_too() -> None:
+def test_the_shortest_cold_prompts_differ() -> None:
     shortest = Case(prompt_tokens=1, output_tokens=8)
     assert len({prompt(shortest, repeat=0, request=request) for request in range(200)}) == 200

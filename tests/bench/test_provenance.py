@@ -1,4 +1,4 @@
-"""What a result was measured with, and not whose machine it was."""
+"""The provenance describes software and machine without personal data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmx_lab.bench.provenance import provenance
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_says_what_matters_for_speed_and_json_can_write_it() -> None:
+def test_it_contains_what_affects_speed_and_is_valid_json() -> None:
     facts = json.loads(json.dumps(provenance(seeds=[3, 1, 3], prompts="abc")))
     assert (facts["seeds"], facts["prompts"]) == ([1, 3], "abc")
     assert facts["python"] == platform.python_version()
@@ -26,14 +26,12 @@ def test_it_says_what_matters_for_speed_and_json_can_write_it() -> None:
     assert facts["machine"]["threads"] >= 1
 
 
-def test_the_commit_is_the_checkouts() -> None:
+def test_the_commit_is_that_of_the_checkout() -> None:
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert provenance()["commit"] == (asked.stdout.strip() or None)
 
 
-def test_a_commit_of_the_checkout_that_an_environment_lies_in_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_of_an_unrelated_checkout_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     somebody = ("-c", "user.name=somebody", "-c", "user.email=somebody@localhost")
     subprocess.run(["git", *somebody, "commit", "-q", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
@@ -43,12 +41,12 @@ def test_a_commit_of_the_checkout_that_an_environment_lies_in_is_not_taken(
     assert (facts["commit"], facts["dirty"]) == (None, None)
 
 
-def test_where_there_is_no_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert provenance()["commit"] is None
 
 
-def test_no_name_and_no_folder_is_in_it() -> None:
+def test_it_contains_no_names_and_no_folders() -> None:
     text = json.dumps(provenance())
     assert str(Path.home()) not in text
     assert str(ROOT) not in text

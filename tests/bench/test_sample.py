@@ -1,4 +1,4 @@
-"""The tidy table: columns in their order, types that do not depend on what is in them."""
+"""The table has ordered columns whose types do not depend on the values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmx_lab.bench.sample import COLUMNS, RunClock, row
 from tests.bench.rows import sample
 
 
-def test_every_sample_is_a_row_and_the_provenance_goes_with_the_table() -> None:
+def test_every_sample_is_a_row_and_the_table_has_the_provenance() -> None:
     table = frame([sample(request=1), sample(request=2, error="lmx-timeout: late")], {"commit": "abc"})
     assert tuple(table.columns) == COLUMNS
     assert table["request"].tolist() == [1, 2]
@@ -22,7 +22,7 @@ def test_every_sample_is_a_row_and_the_provenance_goes_with_the_table() -> None:
     assert table.attrs["provenance"] == {"commit": "abc"}
 
 
-def test_types_are_the_same_with_nothing_in_the_table_and_with_all() -> None:
+def test_column_types_do_not_depend_on_the_values() -> None:
     full = sample(
         engine="lmx", threads=2, output_tokens=8, ttft_ms=1.5, finish_reason="length", counted_by="usage", error="x: y"
     )
@@ -30,12 +30,12 @@ def test_types_are_the_same_with_nothing_in_the_table_and_with_all() -> None:
     assert (frame([sample()]).dtypes == frame([full]).dtypes).all()
 
 
-def test_a_figure_that_is_no_number_is_missing() -> None:
+def test_nan_and_infinity_are_missing_values() -> None:
     written = row(sample(ttft_ms=math.nan, decode_tok_s=math.inf, e2e_ms=2.5))
     assert (written["ttft_ms"], written["decode_tok_s"], written["e2e_ms"]) == (None, None, 2.5)
 
 
-def test_stamps_are_as_far_apart_as_the_moments_whoever_sets_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_stamps_do_not_follow_changes_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = RunClock()
     before = clock.stamp(100.0)
     monkeypatch.setattr(time, "time", lambda: 0.0)
@@ -44,7 +44,7 @@ def test_stamps_are_as_far_apart_as_the_moments_whoever_sets_the_clock(monkeypat
     assert one.year > 2000
 
 
-def test_without_pandas_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install"):
         frame([])

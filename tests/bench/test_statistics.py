@@ -1,4 +1,4 @@
-"""Intervals hold what they say, and a summary is of the requests that count."""
+"""Intervals have their level, and a summary includes the right requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.bench import frame, median_interval, ratio_interval, summary
-from lmx_lab.bench.statistics import CHUNK_NUMBERS, NOTHING, Interval, apart, busy_s, student
+from lmx_lab.bench.statistics import CHUNK_NUMBERS, NOTHING, Interval, busy_s, student, token_counts_differ
 from lmx_lab.errors import InvalidRequestError
 from tests.bench.rows import run_of, sample
 
@@ -25,7 +25,7 @@ def bounds(interval: Interval) -> list[float]:
 
 
 @given(values=st.lists(st.floats(1e-3, 1e6), min_size=6, max_size=40), exponent=st.integers(-8, 8))
-def test_an_interval_in_other_units_is_the_same_interval(values: list[float], exponent: int) -> None:
+def test_an_interval_scales_with_its_unit(values: list[float], exponent: int) -> None:
     of = [at % 3 for at in range(len(values))]
     interval = median_interval(values, groups=of, draws=DRAWS)
     scaled = median_interval([2.0**exponent * value for value in values], groups=of, draws=DRAWS)
@@ -33,7 +33,7 @@ def test_an_interval_in_other_units_is_the_same_interval(values: list[float], ex
 
 
 @pytest.mark.parametrize(("level", "enough"), [(0.95, 6), (0.9, 5), (0.99, 8)])
-def test_fewer_values_than_could_hold_the_median_have_no_bounds(level: float, enough: int) -> None:
+def test_with_too_few_values_there_is_no_interval(level: float, enough: int) -> None:
     values = [float(value) for value in range(enough)]
     few, many = (median_interval(values[:count], level=level) for count in (enough - 1, enough))
     assert (few.median, few.n, str(few)) == (values[enough - 1] / 2 - 0.5, enough - 1, f"{few.median:g} [-]")
@@ -56,12 +56,12 @@ def test_a_ratio_scales_with_a_side_and_inverts_when_they_are_swapped(
     assert bounds(ratio_interval(b, a, paired)) == pytest.approx([1 / end for end in reversed(bounds(ratio))], rel=1e-6)
 
 
-def test_the_ratio_of_pairs_that_agree_has_an_interval_without_length() -> None:
+def test_identical_ratios_have_an_interval_of_width_zero() -> None:
     ratio = ratio_interval([2.0, 6.0, 4.0], [1.0, 3.0, 2.0], True)
     assert (bounds(ratio), ratio.n) == (pytest.approx([2.0, 2.0, 2.0]), 3)
 
 
-def test_intervals_of_ratios_are_those_of_the_textbook() -> None:
+def test_intervals_of_ratios_agree_with_textbook_examples() -> None:
     logs = [0.1, 0.2, 0.6]
     # Mean 0.3; its standard error is 0.26458 / sqrt(3); t of 2 degrees is 4.3027.
     pairs = ratio_interval(np.exp(logs), [1.0] * 3, True)
@@ -74,7 +74,7 @@ def test_intervals_of_ratios_are_those_of_the_textbook() -> None:
 
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("repeats", "drift"), [(3, 0.03), (5, 0.03), (10, 0.3)])
-def test_intervals_of_equal_sides_hold_1_about_as_often_as_they_say(repeats: int, drift: float, paired: bool) -> None:
+def test_intervals_of_equal_sides_contain_1_as_often_as_their_level(repeats: int, drift: float, paired: bool) -> None:
     generator = np.random.default_rng(repeats)
     sides = np.exp(generator.normal(0, drift, (2000, 2, repeats)))
     held = sum(1 in ratio_interval(a, b, paired) for a, b in sides)
@@ -82,7 +82,7 @@ def test_intervals_of_equal_sides_hold_1_about_as_often_as_they_say(repeats: int
     assert 1880 <= held <= (1920 if paired else 1990)
 
 
-def test_two_repeats_give_a_ratio_and_no_interval() -> None:
+def test_two_repeats_give_a_ratio_without_interval() -> None:
     for paired in (True, False):
         ratio = ratio_interval([2.0, 2.0], [1.0, 1.0], paired)
         assert (ratio.median, ratio.n) == (pytest.approx(2), 2)
@@ -101,17 +101,17 @@ def test_two_repeats_give_a_ratio_and_no_interval() -> None:
         *[(0.95, 100_000, 1.960), (0.99, 99_999, 2.576)],
     ],
 )
-def test_students_t_is_that_of_the_tables(level: float, freedom: int, table: float) -> None:
+def test_students_t_agrees_with_published_tables(level: float, freedom: int, table: float) -> None:
     assert student(level, freedom) == pytest.approx(table, abs=6e-4)
 
 
-def test_intervals_hold_the_true_median_about_as_often_as_they_say() -> None:
+def test_intervals_contain_the_true_median_as_often_as_their_level() -> None:
     generator = np.random.default_rng(1)
     held = sum(1.0 in median_interval(generator.normal(1, 0.1, 30), draws=DRAWS) for _ in range(300))
     assert 270 <= held <= 298
 
 
-def test_repeats_that_differ_widen_the_interval_and_nothing_else_tells_of_them() -> None:
+def test_differences_between_repeats_widen_the_interval() -> None:
     generator = np.random.default_rng(2)
     drift = np.repeat([1.0, 1.3, 0.8, 1.1, 0.9], 20)
     values, repeats = drift + generator.normal(0, 0.01, 100), np.repeat(range(5), 20)
@@ -120,7 +120,7 @@ def test_repeats_that_differ_widen_the_interval_and_nothing_else_tells_of_them()
     assert knowing.high - knowing.low > 1.3 * (blind.high - blind.low)
 
 
-def test_pairs_see_a_difference_that_drift_hides() -> None:
+def test_pairing_reveals_a_difference_that_drift_hides() -> None:
     generator = np.random.default_rng(3)
     minutes = generator.uniform(1, 100, 5)
     slower = minutes * generator.normal(1.05, 0.005, 5)
@@ -128,13 +128,13 @@ def test_pairs_see_a_difference_that_drift_hides() -> None:
     assert 1 in ratio_interval(slower, minutes, False)
 
 
-def test_groups_of_different_sizes_count_for_what_they_have() -> None:
-    # A quarter of the draws has the small group alone. Filled up, it would be half of another half of them.
+def test_padding_of_shorter_groups_does_not_count() -> None:
+    # A quarter of the draws has the small group only. If padding counted, it would dominate other draws too.
     interval = median_interval([1.0] * 99 + [50.0], groups=[0] * 99 + [1], level=0.4)
     assert (interval.low, interval.high) == (1.0, 1.0)
 
 
-def test_what_is_missing_does_not_count() -> None:
+def test_missing_values_are_ignored() -> None:
     assert median_interval([None, 3.0, math.nan, 1.0, 2.0, math.inf]).n == 3
     assert median_interval([]) is NOTHING
     assert median_interval([None]) is NOTHING
@@ -144,17 +144,17 @@ def test_what_is_missing_does_not_count() -> None:
 
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("b", [[0.0, 0.0], [-1.0, -2.0], [None, None]])
-def test_there_is_no_ratio_to_nothing(b: list[float | None], paired: bool) -> None:
+def test_the_ratio_to_zero_is_unknown(b: list[float | None], paired: bool) -> None:
     assert math.isnan(ratio_interval([1.0, 2.0], b, paired).median)
 
 
-def test_the_same_seed_draws_the_same() -> None:
+def test_the_same_seed_gives_the_same_interval() -> None:
     values = np.random.default_rng(4).normal(1, 0.2, 25)
     assert median_interval(values) == median_interval(values)
     assert {median_interval(values, seed=seed).high for seed in range(5)} != {median_interval(values).high}
 
 
-def test_many_values_are_drawn_a_piece_at_a_time() -> None:
+def test_many_values_are_drawn_in_chunks() -> None:
     values = np.random.default_rng(5).normal(1, 0.2, CHUNK_NUMBERS // 100)
     interval = median_interval(values, draws=250)
     assert interval.low < 1 < interval.high
@@ -162,17 +162,17 @@ def test_many_values_are_drawn_a_piece_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"level": 0}, {"level": 1}, {"level": math.nan}, {"draws": 0}, {"groups": [1]}])
-def test_what_is_no_interval_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
         median_interval([1.0, 2.0], **wrong)
 
 
-def test_pairs_need_two_sides_of_a_size() -> None:
+def test_pairs_need_sides_of_equal_length() -> None:
     with pytest.raises(InvalidRequestError, match="paired=False"):
         ratio_interval([1.0], [1.0, 2.0], True)
 
 
-def test_intervals_overlap_where_they_share_a_value() -> None:
+def test_intervals_overlap_if_they_share_a_value() -> None:
     one, other = (Interval(median=at, low=at - 1, high=at + 1, n=9) for at in (1.0, 3.0))
     assert one.overlaps(other)
     assert not one.overlaps(Interval(median=4, low=2.5, high=5, n=9))
@@ -188,12 +188,12 @@ def test_intervals_overlap_where_they_share_a_value() -> None:
         ([(0, 4), (1, 6), (8, 9), (8.5, 8.6)], 7),
     ],
 )
-def test_time_that_several_share_counts_once_and_gaps_not_at_all(spans: list[tuple[float, float]], busy: float) -> None:
+def test_overlapping_time_counts_once_and_gaps_do_not_count(spans: list[tuple[float, float]], busy: float) -> None:
     starts, ends = (np.array([span[at] for span in spans], dtype=float) for at in (0, 1))
     assert busy_s(starts, ends) == pytest.approx(busy)
 
 
-def test_a_summary_leaves_out_warm_up_and_counts_errors() -> None:
+def test_a_summary_excludes_warm_up_and_counts_errors() -> None:
     rows = [
         sample(warm_up=True, ttft_ms=9999.0, output_tokens=8),
         *run_of([10.0, 30.0, 20.0, 60.0, 40.0, 50.0]),
@@ -210,12 +210,12 @@ def test_a_summary_leaves_out_warm_up_and_counts_errors() -> None:
     assert line["queue_ms_n"] == 0
 
 
-def test_requests_at_once_are_added_up_and_their_time_is_not() -> None:
+def test_tokens_of_concurrent_requests_are_added_but_their_time_counts_once() -> None:
     rows = [sample(at_s=0.1 * at, request=at, e2e_ms=1000.0, output_tokens=11, concurrency=2) for at in range(2)]
     assert summary(rows).iloc[0]["total_tok_s"] == pytest.approx(20)
 
 
-def test_the_time_of_another_target_between_the_requests_does_not_count() -> None:
+def test_time_between_requests_does_not_count() -> None:
     rows = [
         sample(at_s=at, request=at // 2, target=name, e2e_ms=1000.0, output_tokens=8)
         for at in range(8)
@@ -224,7 +224,7 @@ def test_the_time_of_another_target_between_the_requests_does_not_count() -> Non
     assert summary(rows).set_index("target")["total_tok_s"].to_dict() == pytest.approx({"one": 8, "two": 8})
 
 
-def test_the_total_is_no_mean_of_the_repeats_rates() -> None:
+def test_the_total_is_not_the_mean_of_the_rates_of_the_repeats() -> None:
     # 8 tokens in 1 s and 8 in 3 s are 16 in 4, whose mean of rates would be 5.33.
     rows = [
         sample(e2e_ms=1000.0, output_tokens=8),
@@ -233,7 +233,7 @@ def test_the_total_is_no_mean_of_the_repeats_rates() -> None:
     assert summary(rows).iloc[0]["total_tok_s"] == pytest.approx(4)
 
 
-def test_a_total_has_an_interval_from_three_repeats_on() -> None:
+def test_a_total_has_an_interval_with_three_or_more_repeats() -> None:
     took_ms = [900.0, 1000.0, 1100.0]
     rows = [sample(at_s=10 * at, repeat=at, e2e_ms=took, output_tokens=8) for at, took in enumerate(took_ms)]
     two, three = summary(rows[:2]).iloc[0], summary(rows).iloc[0]
@@ -246,7 +246,7 @@ def test_a_total_has_an_interval_from_three_repeats_on() -> None:
     )
 
 
-def test_how_late_the_client_was_is_said_and_not_counted_as_the_servers_time() -> None:
+def test_the_clients_delay_is_reported_and_does_not_count_as_the_servers_time() -> None:
     # Due each second, and answered within half of one; the client sent them late, and times count from when due.
     late_ms = [0.0, 100.0, 400.0]
     rows = [
@@ -262,13 +262,13 @@ def test_how_late_the_client_was_is_said_and_not_counted_as_the_servers_time() -
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "ns"])
-def test_times_of_any_resolution_are_understood(unit: str) -> None:
+def test_times_of_any_resolution_are_accepted(unit: str) -> None:
     table = frame(run_of([1.0, 2.0, 3.0]))
     table["started_at"] = table["started_at"].dt.as_unit(unit)
     assert summary(table).iloc[0]["total_tok_s"] == pytest.approx(8)
 
 
-def test_the_same_repeat_of_another_run_or_seed_is_another_one() -> None:
+def test_equal_repeats_of_different_runs_or_seeds_are_distinct() -> None:
     day = run_of([1.0, 2.0])
     table = pd.concat(
         [frame(day).assign(run="monday"), frame(day).assign(run="tuesday"), frame(day).assign(run="tuesday", seed=1)]
@@ -276,10 +276,10 @@ def test_the_same_repeat_of_another_run_or_seed_is_another_one() -> None:
     assert summary(table, by=("concurrency",)).iloc[0]["total_tok_s_n"] == 3
 
 
-def test_lengths_are_apart_from_more_than_a_twentieth_on() -> None:
-    assert [apart(100, other) for other in (95, 94, 105, 106, 0)] == [False, True, False, True, True]
-    assert not apart(math.nan, 5)
-    assert not apart(5, math.nan)
+def test_token_counts_differ_if_they_are_more_than_5_percent_apart() -> None:
+    assert [token_counts_differ(100, other) for other in (95, 94, 105, 106, 0)] == [False, True, False, True, True]
+    assert not token_counts_differ(math.nan, 5)
+    assert not token_counts_differ(5, math.nan)
 
 
 def test_cold_and_warm_are_two_cases() -> None:
@@ -287,20 +287,20 @@ def test_cold_and_warm_are_two_cases() -> None:
     assert table.set_index("cache")["ttft_ms"].to_dict() == {"cold": 10.5, "warm": 1.5}
 
 
-def test_a_case_where_everything_failed_is_a_row_without_figures() -> None:
+def test_a_case_with_failed_requests_only_is_a_row_without_metrics() -> None:
     rows = [sample(request=at, error="unreachable: nobody listens", e2e_ms=1.0) for at in range(3)]
     line = summary(rows).iloc[0]
     assert (line["requests"], line["errors"]) == (3, 3)
     assert line[["ttft_ms", "total_tok_s", "output_tokens", "peak_memory_gb"]].isna().all()
 
 
-def test_a_summary_of_nothing_has_all_columns_and_no_rows() -> None:
+def test_the_summary_of_an_empty_table_has_all_columns() -> None:
     empty, full = summary([]), summary(run_of([1.0, 2.0], peak_memory_gb=1.5))
     assert len(empty) == 0
     assert empty.dtypes.to_dict() == full.dtypes.to_dict()
 
 
-def test_a_table_can_be_summed_up_by_other_columns() -> None:
+def test_a_table_can_be_summarized_by_other_columns() -> None:
     table = frame([*run_of([10.0, 12.0], model="small"), *run_of([20.0, 22.0], model="large")], {"commit": "abc"})
     summed = summary(table, by=("model",))
     assert summed["ttft_ms"].tolist() == [11.0, 21.0]

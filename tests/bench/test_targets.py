@@ -1,4 +1,4 @@
-"""The bare engine, and a lab's server over HTTP, with the same tiny model; and what targets say of themselves."""
+"""An engine and a lab's server with the same tiny model, and servers of other makes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from lmx_lab.bench.case import Case
 from lmx_lab.bench.chunks import Chunk
-from lmx_lab.bench.driving import drive
+from lmx_lab.bench.load_generator import drive
 from lmx_lab.bench.sample import Sample
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
 from lmx_lab.engine import Engine
@@ -59,7 +59,7 @@ def ratio(samples: list[Sample], ours: str, theirs: str) -> float:
     return float(statistics.median(getattr(sample, ours) / getattr(sample, theirs) for sample in samples))
 
 
-async def test_a_target_of_the_lab_says_what_computes(target: Target, lab: Lab) -> None:
+async def test_a_lab_describes_what_computes(target: Target, lab: Lab) -> None:
     facts, blas = await target.describe(), lab.engine.snapshot.blas
     assert blas is not None
     assert (facts.model, facts.quantization) == ("tiny", "float32")
@@ -68,7 +68,7 @@ async def test_a_target_of_the_lab_says_what_computes(target: Target, lab: Lab) 
     assert (facts.engine or "").startswith("lmx-lab")
 
 
-async def test_a_target_on_llama_cpp_says_so_and_takes_no_credit_for_mlx(tiny_home: Path, tiny_gguf: Path) -> None:
+async def test_a_lab_with_llama_cpp_is_described_as_such(tiny_home: Path, tiny_gguf: Path) -> None:
     with serving(tiny_home, str(tiny_gguf), threads=1) as lab:
         for target in (EngineTarget(lab.engine), ChatTarget(lab.url)):
             facts = await target.describe()
@@ -85,7 +85,7 @@ async def test_a_target_on_llama_cpp_says_so_and_takes_no_credit_for_mlx(tiny_ho
             assert facts.blas
 
 
-async def test_an_answer_of_the_lab_is_as_long_as_asked_and_counted(target: Target) -> None:
+async def test_an_answer_of_the_lab_has_the_requested_length(target: Target) -> None:
     await target.describe()
     chunks = await asked(target, max_tokens=100)
     assert not any((chunks[0].tokens, chunks[0].usage, chunks[0].finish_reason))
@@ -99,7 +99,7 @@ async def test_an_answer_of_the_lab_is_as_long_as_asked_and_counted(target: Targ
 
 
 @pytest.mark.long
-async def test_figures_agree_with_the_engines_reports_within_two_percent(target: Target) -> None:
+async def test_metrics_agree_with_the_engines_reports_within_two_percent(target: Target) -> None:
     """Of the decode rate, which both sides measure; and the medians, tried again, since this machine has other things
     to do: figures that are defined otherwise never agree.
     """
@@ -114,7 +114,7 @@ async def test_figures_agree_with_the_engines_reports_within_two_percent(target:
     assert found[-1] == pytest.approx(1, abs=0.02), found
 
 
-async def test_the_engine_tells_what_http_does_not(lab: Lab) -> None:
+async def test_the_engine_reports_values_that_http_does_not(lab: Lab) -> None:
     samples = await collected(drive(EngineTarget(lab.engine), Case(prompt_tokens=64, output_tokens=64, requests=5)))
     for sample in samples:
         assert sample.ttft_ms is not None
@@ -129,12 +129,12 @@ async def test_a_warm_prompt_is_cached_and_a_cold_one_is_not(target: Target) -> 
     sizes: dict[str, Any] = {"prompt_tokens": 128, "output_tokens": 4, "requests": 3}
     cold = [s async for s in drive(target, Case(**sizes, cache="cold")) if not s.warm_up]
     warm = [s async for s in drive(target, Case(**sizes, cache="warm")) if not s.warm_up]
-    # The chat template's own beginning is in both.
+    # Both have the beginning of the chat template in common.
     assert max(sample.cached_tokens or 0 for sample in cold) < 40
     assert min(sample.cached_tokens or 0 for sample in warm) > 80
 
 
-async def test_more_users_than_slots_wait_or_are_refused_and_all_have_rows(target: Target) -> None:
+async def test_more_users_than_slots_wait_or_are_refused_and_all_have_samples(target: Target) -> None:
     users = 2 * (SLOTS + QUEUE)
     case = Case(prompt_tokens=64, output_tokens=32, concurrency=users, requests=users)
     samples = [sample async for sample in drive(target, case) if not sample.warm_up]
@@ -145,7 +145,7 @@ async def test_more_users_than_slots_wait_or_are_refused_and_all_have_rows(targe
     assert {sample.output_tokens for sample in samples if not sample.error} == {32}
 
 
-async def test_an_answer_that_is_left_ends(target: Target, lab: Lab) -> None:
+async def test_closing_an_answer_cancels_it(target: Target, lab: Lab) -> None:
     before = lab.engine.snapshot.output_tokens
     async with aclosing(target.ask({**BODY, "max_tokens": 400})) as chunks:
         async for piece in chunks:
@@ -155,7 +155,7 @@ async def test_an_answer_that_is_left_ends(target: Target, lab: Lab) -> None:
     assert lab.engine.snapshot.output_tokens - before < 400
 
 
-async def test_without_a_model_a_target_says_so(tiny_home: Path) -> None:
+async def test_without_a_model_a_target_raises(tiny_home: Path) -> None:
     async with Engine(Settings(home=tiny_home)) as engine:
         with pytest.raises(NotLoadedError):
             await EngineTarget(engine).describe()
@@ -178,44 +178,44 @@ async def test_without_a_model_a_target_says_so(tiny_home: Path) -> None:
         ("b", json_answer({"detail": "no such route"}, status=404), "b"),
     ],
 )
-async def test_the_model_that_is_asked(given: str | None, models: Any, sent: str) -> None:
+async def test_the_model_of_a_request(given: str | None, models: Any, sent: str) -> None:
     with Scripted(WORDS, models=models) as server:
         await asked(ChatTarget(server.url, model=given))
         assert [body["model"] for body in server.bodies] == [sent]
 
 
-async def test_a_server_of_several_models_wants_to_know_which() -> None:
+async def test_a_server_with_several_models_needs_a_model_name() -> None:
     with Scripted(WORDS, models=[f"m{number}" for number in range(8)]) as server:
         with pytest.raises(InvalidRequestError, match=r"lists 8 models \(m0, m1, m2, m3, m4 and 3 more\)"):
             await asked(ChatTarget(server.url))
         assert server.bodies == []
 
 
-async def test_a_server_that_lists_nothing_wants_a_name() -> None:
+async def test_a_server_that_lists_no_models_needs_a_model_name() -> None:
     with Scripted(WORDS, models=()) as server, pytest.raises(ModelNotFoundError, match="model="):
         await ChatTarget(server.url).describe()
 
 
-async def test_a_server_that_cannot_list_is_described_by_what_was_told() -> None:
+async def test_a_server_that_cannot_list_models_is_described_by_the_given_facts() -> None:
     with Scripted(WORDS, models=json_answer({"error": "no cache"}, status=500)) as server:
         assert await ChatTarget(server.url, model="b").describe() == TargetFacts(model="b")
         with pytest.raises(LabError):
             await ChatTarget(server.url).describe()
 
 
-async def test_a_wrong_key_is_said_whatever_was_told() -> None:
+async def test_a_wrong_key_is_always_an_error() -> None:
     refusal = json_answer({"error": {"message": "no such key"}}, status=401)
     with Scripted(WORDS, models=refusal) as server, pytest.raises(UnauthorizedError):
         await ChatTarget(server.url, model="b", api_key="wrong").describe()
 
 
-async def test_where_nobody_is_a_name_is_no_description() -> None:
+async def test_an_unreachable_server_is_an_error_even_with_a_model_name() -> None:
     for model in ("b", None):
         with pytest.raises(UnreachableError, match="nothing answers at"):
             await ChatTarget("127.0.0.1:1", model=model).describe()
 
 
-async def test_what_a_server_does_not_say_can_be_told() -> None:
+async def test_facts_that_a_server_does_not_report_can_be_given() -> None:
     known = TargetFacts(engine="other 1.0", device="gpu")
     with Scripted(WORDS) as server:
         target = ChatTarget(server.url, name="other", known=known, extra={"ignore_eos": True})
@@ -224,13 +224,13 @@ async def test_what_a_server_does_not_say_can_be_told() -> None:
     assert server.bodies[0]["ignore_eos"] is True
 
 
-async def test_a_lab_is_asked_for_the_whole_length_and_the_same_answer_each_time() -> None:
+async def test_a_lab_is_asked_for_full_length_and_deterministic_answers() -> None:
     with Scripted(WORDS, lab=True) as server:
         await asked(ChatTarget(server.url))
     assert (server.bodies[0]["ignore_eos"], server.bodies[0]["temperature"]) == (True, 0)
 
 
-async def test_a_stream_that_stays_open_after_its_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_stays_open_after_the_finish_reason_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmx_lab.bench.targets.END_S", 0.05)
     with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as server:
         chunks = await asked(ChatTarget(server.url))
@@ -238,12 +238,12 @@ async def test_a_stream_that_stays_open_after_its_end_is_over(monkeypatch: pytes
     assert [piece.finish_reason for piece in chunks] == [None, None, "stop"]
 
 
-async def test_a_stream_without_done_is_whole_if_its_reason_came() -> None:
+async def test_a_stream_without_done_is_complete_after_the_finish_reason() -> None:
     with Scripted([token("a"), chunk({}, finish="stop")]) as server:
         assert len(await asked(ChatTarget(server.url))) == 3
 
 
-async def test_a_stream_that_ends_without_a_reason_is_lost() -> None:
+async def test_a_stream_that_ends_without_a_finish_reason_is_an_error() -> None:
     with Scripted([token("a")]) as server, pytest.raises(ConnectionLostError, match="before the answer's end"):
         await asked(ChatTarget(server.url))
 
@@ -255,7 +255,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
     assert raised.value.code == "oom-unloaded"
 
 
-async def test_a_document_in_the_place_of_a_stream_counts_as_one_piece() -> None:
+async def test_a_json_document_instead_of_a_stream_is_one_piece() -> None:
     message = {"role": "assistant", "content": "hello"}
     document = {
         "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
@@ -267,12 +267,12 @@ async def test_a_document_in_the_place_of_a_stream_counts_as_one_piece() -> None
     assert (whole.tokens, whole.finish_reason, whole.usage.output) == (1, "stop", 5)
 
 
-def test_a_key_is_shown_nowhere() -> None:
+def test_a_key_is_never_shown() -> None:
     target = ChatTarget("http://127.0.0.1:1", api_key="secret")
     assert "secret" not in f"{target!r} {target.name}"
 
 
-def test_what_is_no_target_is_refused() -> None:
+def test_an_invalid_target_is_refused() -> None:
     given: Any = 3
     with pytest.raises(InvalidRequestError, match="address"):
         as_target(given)
@@ -281,19 +281,19 @@ def test_what_is_no_target_is_refused() -> None:
     assert as_target("127.0.0.1:8400").name == "127.0.0.1:8400"
 
 
-def test_a_lab_is_told_how_it_is_measured(lab: Lab) -> None:
+def test_for_a_lab_the_error_names_its_bench_method(lab: Lab) -> None:
     itself: Any = lab
     with pytest.raises(InvalidRequestError, match=r"its own bench\(\.\.\.\)"):
         as_target(itself)
 
 
-async def test_a_model_that_a_lab_has_not_is_not_taken_for_the_one_that_is_loaded(lab: Lab) -> None:
+async def test_an_unknown_model_of_a_lab_is_not_replaced_by_the_loaded_one(lab: Lab) -> None:
     with pytest.raises(NotLoadedError, match="nope"):
         await ChatTarget(lab.url, model="nope").describe()
 
 
-async def test_usage_that_comes_with_the_last_piece_is_read() -> None:
-    """As mlx_lm.server sends it, without a chunk of its own."""
+async def test_usage_in_the_last_piece_is_read() -> None:
+    """mlx_lm.server sends usage in this way."""
     last = chunk({"content": "b"}, finish="length", usage={"prompt_tokens": 7, "completion_tokens": 2})
     with Scripted([token("a"), last, *ending("length", usage=None)[1:]]) as server:
         chunks = await asked(ChatTarget(server.url))

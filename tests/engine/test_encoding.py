@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from lmx_lab.engine import memory
+from lmx_lab.engine.cpu_blas import BlasReport, ThreadChoice
 from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.encoding import BUCKET, BUSY_LANE_TOKENS, LANE_TOKENS, EncodeJob, Encoding
 from lmx_lab.engine.requests import Vectors
-from lmx_lab.engine.threads import ThreadChoice
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
 
 
@@ -71,7 +71,8 @@ class Telling(Encoding):
 
 def encoding(*, threads: int = 1, **changes: Any) -> Encoding:
     limits = {"queue_limit": 8, "limit_bytes": 2**40, "make_room": lambda _: None, "note_peak": lambda _: None}
-    return Telling(ThreadChoice(threads), **(limits | changes))
+    report = BlasReport(name="openblas", detail="", threads=threads, threads_fixed=False)
+    return Telling(ThreadChoice(report), **(limits | changes))
 
 
 def job(encoder: Watched, lengths: Sequence[int], *, first: int = 0, **changes: Any) -> EncodeJob:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.dialect import Dialect
 from lmx_lab.engine.gguf.budget import Plan, plan
 from lmx_lab.engine.gguf.connection import LlamaConnection, RefusedError
@@ -19,7 +20,6 @@ from lmx_lab.engine.gguf.process import LlamaProcess
 from lmx_lab.engine.gguf.words import words_of
 from lmx_lab.engine.grammar import Marker
 from lmx_lab.engine.grammar_trial import Words
-from lmx_lab.engine.openblas import default_threads
 from lmx_lab.engine.prompt_checks import AMPLE_CHARACTERS
 from lmx_lab.engine.templates import TemplateLimitError, TemplateRefusalError, shared
 from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError

@@ -1,4 +1,4 @@
-"""Cases against servers of every temper: each request is a sample, however it ends."""
+"""Every request of a case gives a sample, also with servers that fail in various ways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from lmx_lab.bench.case import Case, Poisson
 from lmx_lab.bench.chunks import Chunk
-from lmx_lab.bench.driving import DOWN, Run, Session, drive
+from lmx_lab.bench.load_generator import FAILURE_LIMIT, CaseRun, Run, drive
 from lmx_lab.bench.prompts import prompt_hash
 from lmx_lab.bench.sample import Sample
 from lmx_lab.bench.targets import ChatTarget
@@ -37,7 +37,7 @@ def codes(samples: list[Sample]) -> list[str | None]:
     return [sample.error.partition(":")[0] if sample.error else None for sample in samples]
 
 
-async def test_a_case_is_its_warm_up_and_then_its_requests() -> None:
+async def test_a_case_sends_its_warm_up_and_then_its_requests() -> None:
     with Scripted(WORDS) as server:
         samples = await driven(server, warm_up=2)
     assert [(sample.warm_up, sample.request) for sample in samples] == [
@@ -53,7 +53,7 @@ async def test_a_case_is_its_warm_up_and_then_its_requests() -> None:
     assert [sample.started_at for sample in samples] == sorted(sample.started_at for sample in samples)
 
 
-async def test_another_server_is_asked_for_nothing_that_it_may_not_know() -> None:
+async def test_other_servers_get_standard_fields_only() -> None:
     with Scripted(WORDS) as server:
         await driven(server)
     (body,) = {tuple(sorted(body)) for body in server.bodies}
@@ -61,7 +61,7 @@ async def test_another_server_is_asked_for_nothing_that_it_may_not_know() -> Non
     assert [body["max_tokens"] for body in server.bodies] == [1, 1, 4, 4, 4]
 
 
-async def test_cold_prompts_all_begin_differently_also_in_the_next_run() -> None:
+async def test_cold_prompts_begin_differently_in_all_runs() -> None:
     with Scripted(WORDS) as server:
         for _ in range(2):
             await driven(server, prompt_tokens=40, warm_up=1)
@@ -72,15 +72,15 @@ async def test_cold_prompts_all_begin_differently_also_in_the_next_run() -> None
 
 @pytest.mark.parametrize("tokens_per_word", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("wanted", [60, 300])
-async def test_prompts_are_as_long_as_asked_by_the_targets_own_count(tokens_per_word: float, wanted: int) -> None:
-    """A template of 30 tokens, and commas and full stops that count."""
+async def test_prompts_have_the_requested_length_as_counted_by_the_target(tokens_per_word: float, wanted: int) -> None:
+    """The server counts 30 tokens for the template, and a token for each comma and full stop."""
 
     def counting(body: dict[str, Any]) -> Script:
         text = body["messages"][0]["content"]
         count = 30 + round(tokens_per_word * len(text.split())) + text.count(",") + text.count(".")
         return [token("a"), *ending("length", usage=(count, body["max_tokens"]))]
 
-    # Whether it can list its models or not.
+    # With and without a list of models.
     models = ("scripted",) if wanted == 60 else json_answer({"error": "no cache"}, status=500)
     with Scripted(counting, models=models) as server:
         samples = await driven(server, prompt_tokens=wanted, warm_up=1)
@@ -88,17 +88,17 @@ async def test_prompts_are_as_long_as_asked_by_the_targets_own_count(tokens_per_
     assert all(count is not None and abs(count - wanted) <= 0.03 * wanted for count in found), found
 
 
-async def test_a_target_that_is_down_has_rows_and_soon_is_not_asked_any_more() -> None:
+async def test_an_unreachable_target_has_samples_and_gets_no_more_requests_after_some() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     samples = await collected(drive(ChatTarget(f"http://127.0.0.1:{port}"), case(requests=8, warm_up=1)))
     assert codes(samples) == ["unreachable"] * 9
-    told = Counter("not asked" in (sample.error or "") for sample in samples)
-    assert told == {False: DOWN, True: 9 - DOWN}
+    skipped = Counter("not sent" in (sample.error or "") for sample in samples)
+    assert skipped == {False: FAILURE_LIMIT, True: 9 - FAILURE_LIMIT}
     assert all(sample.ttft_ms is None and sample.output_tokens == 0 for sample in samples)
 
 
-async def test_failures_to_connect_end_a_case_only_in_a_row() -> None:
+async def test_only_consecutive_connection_failures_end_a_case() -> None:
     with Scripted(WORDS) as server:
         target = Flickering(server.url)
         samples = await collected(drive(target, case(requests=12)))
@@ -106,7 +106,7 @@ async def test_failures_to_connect_end_a_case_only_in_a_row() -> None:
 
 
 class Flickering(ChatTarget):
-    """Of three connections it takes the last."""
+    """Accepts every third connection."""
 
     asked = 0
 
@@ -118,7 +118,7 @@ class Flickering(ChatTarget):
             yield piece
 
 
-async def test_a_target_that_stops_in_the_middle_has_a_row_with_what_there_was() -> None:
+async def test_a_lost_connection_gives_a_sample_with_the_tokens_so_far() -> None:
     broken: Script = [token("a"), token("b"), DROP]
     with Scripted(after_calibration(WORDS, broken, WORDS)) as server:
         samples = await driven(server)
@@ -126,7 +126,7 @@ async def test_a_target_that_stops_in_the_middle_has_a_row_with_what_there_was()
     assert (samples[1].output_tokens, samples[1].counted_by, samples[1].finish_reason) == (2, "chunks", None)
 
 
-async def test_a_target_that_refuses_a_third_goes_on_with_the_rest() -> None:
+async def test_a_refused_request_does_not_affect_the_others() -> None:
     answers: list[Script] = [WORDS, refuses(500, "internal-error", "it broke"), WORDS] * 3
     with Scripted(after_calibration(*answers)) as server:
         samples = await driven(server, requests=9)
@@ -134,13 +134,13 @@ async def test_a_target_that_refuses_a_third_goes_on_with_the_rest() -> None:
     assert "it broke" in (samples[1].error or "")
 
 
-async def test_failures_that_are_none_to_connect_never_end_a_case() -> None:
+async def test_errors_of_the_server_do_not_end_a_case() -> None:
     with Scripted(after_calibration(refuses(500, "internal-error"))) as server:
         assert codes(await driven(server, requests=8)) == ["internal-error"] * 8
     assert [body["max_tokens"] for body in server.bodies].count(4) == 8
 
 
-async def test_a_target_without_usage_is_counted_by_its_chunks() -> None:
+async def test_without_usage_chunks_are_counted() -> None:
     answer = [chunk({"role": "assistant"}), token("a"), token("b"), token("c"), *ending("stop", usage=None)]
     with Scripted(answer) as server:
         samples = await driven(server, warm_up=1)
@@ -149,7 +149,7 @@ async def test_a_target_without_usage_is_counted_by_its_chunks() -> None:
 
 
 @pytest.mark.parametrize("begun", [[], [token("a")]])
-async def test_a_target_that_streams_nothing_has_failed_after_a_while(begun: list[Any]) -> None:
+async def test_a_request_fails_if_the_target_sends_nothing_for_a_while(begun: list[Any]) -> None:
     with Scripted(after_calibration([*begun, STALL], WORDS)) as server:
         samples = await driven(server, silence_s=2.0)
         await server.until(lambda: server.left == 1)
@@ -157,7 +157,7 @@ async def test_a_target_that_streams_nothing_has_failed_after_a_while(begun: lis
     assert samples[0].output_tokens == len(begun)
 
 
-async def test_a_target_that_says_for_ever_that_it_works_has_failed_in_the_end() -> None:
+async def test_a_request_with_keep_alives_only_fails_in_the_end() -> None:
     forever = [step for _ in range(600) for step in (b": prompt 1/2\n\n", 0.05)]
     with Scripted(after_calibration(forever)) as server:
         assert codes(await driven(server, requests=1, silence_s=0.3)) == ["silent"]
@@ -168,20 +168,20 @@ async def test_an_answer_without_a_token_is_a_failure() -> None:
         assert codes(await driven(server, requests=2)) == ["empty", "empty"]
 
 
-async def test_a_target_that_is_stuck_is_soon_not_asked_any_more() -> None:
+async def test_a_stuck_target_gets_no_more_requests_after_some() -> None:
     with Scripted(after_calibration([STALL])) as server:
         samples = await driven(server, requests=6, silence_s=0.3)
         assert codes(samples) == ["silent"] * 3 + ["unreachable"] * 3
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), 10**6, "1", True])
-async def test_a_limit_that_is_none_is_refused(seconds: Any) -> None:
+async def test_an_invalid_time_limit_is_refused(seconds: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"silence_s is .*up to 86,400"):
         Run(silence_s=seconds)
 
 
-async def test_a_target_that_only_says_that_it_works_is_not_silent() -> None:
-    """Comments of which no two are as far apart as the limit, and which together last longer than it."""
+async def test_keep_alives_prevent_the_time_limit() -> None:
+    """Comments arrive more often than the limit, for longer than the limit."""
     waits = [step for _ in range(25) for step in (b": prompt 1/2\n\n", 0.1)]
     with Scripted(after_calibration([*waits, *WORDS])) as server:
         samples = await driven(server, requests=1, silence_s=2.0)
@@ -190,12 +190,12 @@ async def test_a_target_that_only_says_that_it_works_is_not_silent() -> None:
     assert samples[0].ttft_ms > 2200
 
 
-async def test_a_server_that_never_answers_at_all_costs_one_limit_for_each_request() -> None:
+async def test_a_server_that_never_answers_costs_one_time_limit_per_request() -> None:
     with Scripted([STALL]) as server:
         assert codes(await driven(server, requests=2, silence_s=0.2)) == ["silent", "silent"]
 
 
-async def test_so_many_are_under_way_at_once_and_no_more() -> None:
+async def test_concurrency_is_the_number_of_running_requests() -> None:
     gates = [Gate() for _ in range(6)]
     answers: list[Script] = [[token("a"), gate, *ending("stop")] for gate in gates]
     with Scripted(after_calibration(*answers)) as server:
@@ -215,7 +215,7 @@ async def test_so_many_are_under_way_at_once_and_no_more() -> None:
     assert samples[0].prompt_hash == prompt_hash(first), "samples come as their requests end"
 
 
-async def test_arrivals_do_not_wait_for_answers_but_for_places_and_say_how_late_they_are() -> None:
+async def test_arrivals_wait_for_free_slots_only_and_report_their_delay() -> None:
     gate = Gate()
     held: Script = [token("a"), gate, *ending("stop")]
     with Scripted(after_calibration(held, held, WORDS)) as server:
@@ -233,7 +233,7 @@ async def test_arrivals_do_not_wait_for_answers_but_for_places_and_say_how_late_
     assert {sample.arrival for sample in samples} == {"poisson(1000/s)"}
 
 
-async def test_every_repeat_has_arrivals_of_its_own() -> None:
+async def test_repeats_have_different_arrivals() -> None:
     drawn: list[tuple[float, ...]] = []
 
     class Noted(Poisson):
@@ -248,7 +248,7 @@ async def test_every_repeat_has_arrivals_of_its_own() -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-async def test_of_a_warm_cache_whose_hits_nobody_counts_no_speed_of_prefill_is_made_up() -> None:
+async def test_with_a_warm_cache_and_unknown_hits_prefill_speed_is_unknown() -> None:
     with Scripted(WORDS) as server:
         warm = await driven(server, cache="warm", warm_up=1, prompt_tokens=40)
         cold = await driven(server, prompt_tokens=40)
@@ -256,12 +256,12 @@ async def test_of_a_warm_cache_whose_hits_nobody_counts_no_speed_of_prefill_is_m
     assert None not in {sample.prefill_tok_s for sample in cold}
 
 
-async def test_without_arrivals_nothing_is_late() -> None:
+async def test_without_arrivals_there_is_no_delay() -> None:
     with Scripted(WORDS) as server:
         assert {sample.late_ms for sample in await driven(server)} == {None}
 
 
-async def test_closing_the_generator_ends_what_is_under_way() -> None:
+async def test_closing_the_generator_cancels_running_requests() -> None:
     before = asyncio.all_tasks()
     with Scripted(after_calibration(WORDS, [token("a"), STALL])) as server:
         samples = drive(ChatTarget(server.url), case(requests=4, concurrency=2))
@@ -272,20 +272,20 @@ async def test_closing_the_generator_ends_what_is_under_way() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_a_user_who_is_refused_waits_as_the_server_advises(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_user_waits_as_the_server_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr("lmx_lab.bench.driving.asyncio.sleep", sleep)
+    monkeypatch.setattr("lmx_lab.bench.load_generator.asyncio.sleep", sleep)
     answers: list[Script] = [
         refuses(429, "queue-full", "full", retry_after="2"),
         refuses(429, "queue-full", retry_after="900"),
         WORDS,
     ]
     with Scripted(after_calibration(*answers)) as server:
-        session = Session(ChatTarget(server.url), case(), repeat=0, run=Run())
-        samples = await collected(session.measure(range(3)))
+        case_run = CaseRun(ChatTarget(server.url), case(), repeat=0, run=Run())
+        samples = await collected(case_run.measure(range(3)))
     assert codes(samples) == ["queue-full", "queue-full", None]
     assert slept == [0.0, 2.0, 5.0]

@@ -1,8 +1,9 @@
-"""What a container leaves of the machine: control groups of both versions as files, and one real group."""
+"""Memory and CPU limits: control groups of both versions as files, and one real group."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,8 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmx_lab.engine import memory
-from lmx_lab.engine.container import CGROUPS, MEMBERSHIP, cpu_limit, free_bytes, memory_limit_bytes
+from lmx_lab.engine import container_limits, memory
+from lmx_lab.engine.container_limits import (
+    CGROUPS,
+    MEMBERSHIP,
+    cpu_limit,
+    default_threads,
+    free_bytes,
+    memory_limit_bytes,
+)
 
 MIB = 2**20
 GIB = 2**30
@@ -23,13 +31,13 @@ OWN_V2 = "0::/user.slice/notebook.service\n"
 OWN_V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/pods/mine\n1:name=systemd:/pods/mine\n"
 ASK = """
 import json, os
-from lmx_lab.engine import container, machine, memory
+from lmx_lab.engine import machine, memory
 print(json.dumps([memory.total_bytes(), memory.limit_bytes(None), machine.free_bytes()]))
 """
 
 
 def tree(root: Path, files: dict[str, str], own: str) -> tuple[Path, Path]:
-    """The mount and the membership of a machine with these groups."""
+    """The mount folder and the membership file of a machine with these groups."""
     root.mkdir(exist_ok=True)
     for name, text in files.items():
         (root / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,16 +53,16 @@ def tree(root: Path, files: dict[str, str], own: str) -> tuple[Path, Path]:
         ({}, OWN_V2, None),
         ({"memory.max": "max\n"}, "0::/\n", None),
         ({"memory.max": f"{2 * GIB}\n"}, "0::/\n", 2 * GIB),
-        # The tightest of the groups around it counts.
+        # The lowest limit of all enclosing groups counts.
         ({"user.slice/notebook.service/memory.max": f"{GIB}\n", "user.slice/memory.max": "max\n"}, OWN_V2, GIB),
         ({"user.slice/notebook.service/memory.max": "max\n", "user.slice/memory.max": f"{GIB}\n"}, OWN_V2, GIB),
         ({"user.slice/notebook.service/memory.max": f"{4 * GIB}\n", "user.slice/memory.max": f"{GIB}"}, OWN_V2, GIB),
-        # Another's group is none of ours.
+        # Groups of other processes do not count.
         ({"user.slice/other.service/memory.max": f"{GIB}\n"}, OWN_V2, None),
-        # A container that sees its own group as the root, but reads the machine's path.
+        # A container that sees its own group as the root, but reads the path on the host.
         ({"memory.max": f"{GIB}\n"}, "0::/kubepods/burstable/pod1/abc\n", GIB),
         ({"memory.max": f"{GIB}\n"}, "0::/../../other\n", GIB),
-        # Both versions beside each other.
+        # Both versions together.
         ({"unified/user.slice/memory.max": f"{GIB}\n"}, OWN_V2, GIB),
         ({"memory/memory.limit_in_bytes": f"{V1_NONE}\n"}, OWN_V1, int(V1_NONE)),
         ({"memory/memory.limit_in_bytes": f"{2 * GIB}\n"}, OWN_V1, 2 * GIB),
@@ -63,7 +71,7 @@ def tree(root: Path, files: dict[str, str], own: str) -> tuple[Path, Path]:
         ({"memory.max": "nonsense\n"}, "nonsense", None),
     ],
 )
-def test_the_tightest_limit_of_all_groups_around_this_process_counts(
+def test_the_lowest_memory_limit_of_all_enclosing_groups_counts(
     files: dict[str, str], own: str, limit: int | None, tmp_path: Path
 ) -> None:
     assert memory_limit_bytes({}, *tree(tmp_path, files, own)) == limit
@@ -75,12 +83,12 @@ def test_the_tightest_limit_of_all_groups_around_this_process_counts(
         ({**HUB, "MEM_LIMIT": str(2 * GIB)}, 2 * GIB),
         ({**HUB, "MEM_LIMIT": f"{2.0 * GIB}"}, 2 * GIB),
         ({**HUB, "MEM_LIMIT": str(8 * GIB)}, 4 * GIB),
-        # Elsewhere the name may mean anything.
+        # Without JupyterHub the name may have another meaning.
         ({"MEM_LIMIT": "512"}, 4 * GIB),
         *[({**HUB, "MEM_LIMIT": text}, 4 * GIB) for text in ("", "None", "2G", "0", "-1", "nan", "inf")],
     ],
 )
-def test_what_a_hub_tells_of_memory_counts_if_it_is_less(environ: dict[str, str], limit: int, tmp_path: Path) -> None:
+def test_the_memory_limit_of_a_hub_counts_if_it_is_lower(environ: dict[str, str], limit: int, tmp_path: Path) -> None:
     assert memory_limit_bytes(environ, *tree(tmp_path, {"memory.max": str(4 * GIB)}, "0::/")) == limit
 
 
@@ -96,19 +104,48 @@ def test_what_a_hub_tells_of_memory_counts_if_it_is_less(environ: dict[str, str]
         ({}, HUB, None),
     ],
 )
-def test_the_smallest_share_of_the_cpus_counts(
+def test_the_lowest_cpu_limit_counts(
     files: dict[str, str], environ: dict[str, str], cpus: int | None, tmp_path: Path
 ) -> None:
     assert cpu_limit(environ, *tree(tmp_path, files, OWN_V2)) == cpus
 
 
-def test_shares_of_the_first_version_are_read_in_the_groups_of_their_own_controller(tmp_path: Path) -> None:
+def test_cpu_limits_of_version_1_are_read_in_the_groups_of_the_cpu_controller(tmp_path: Path) -> None:
     group = "cpu/pods/mine"
     files = {f"{group}/cpu.cfs_quota_us": "250000\n", f"{group}/cpu.cfs_period_us": "100000\n"}
     assert cpu_limit({}, *tree(tmp_path, {**files, "cpu/cpu.cfs_quota_us": "-1\n"}, OWN_V1)) == 3
 
 
-def test_file_pages_that_nobody_has_touched_for_long_count_as_free(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+@pytest.mark.parametrize(
+    ("files", "threads"),
+    [
+        ({}, 4),
+        ({"cpu.max": "max 100000\n"}, 4),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "nonsense"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+    ],
+)
+def test_there_is_a_thread_for_each_core_that_the_process_may_use(
+    files: dict[str, str], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container_limits.psutil, "cpu_count", lambda logical: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert default_threads({}, tmp_path) == threads
+
+
+def test_environment_variables_set_the_number_of_threads() -> None:
+    assert default_threads({"OMP_NUM_THREADS": "3,2", "OPENBLAS_NUM_THREADS": "0"}) == 3
+    assert default_threads({"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "5"}) == 5
+
+
+def test_inactive_file_pages_count_as_free(tmp_path: Path) -> None:
     stat = f"anon {600 * MIB}\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\n"
     files = {"memory.max": str(2 * GIB), "memory.current": str(GIB), "memory.stat": stat}
     assert free_bytes(*tree(tmp_path / "v2", files, "0::/")) == GIB + 300 * MIB
@@ -118,7 +155,7 @@ def test_file_pages_that_nobody_has_touched_for_long_count_as_free(tmp_path: Pat
     assert free_bytes(*tree(tmp_path / "v1", v1, OWN_V1)) == GIB + 300 * MIB
 
 
-def test_the_fullest_group_says_what_is_free(tmp_path: Path) -> None:
+def test_free_memory_is_that_of_the_group_with_the_least(tmp_path: Path) -> None:
     files = {
         "user.slice/memory.max": str(2 * GIB),
         "user.slice/memory.current": str(3 * GIB),
@@ -130,7 +167,7 @@ def test_the_fullest_group_says_what_is_free(tmp_path: Path) -> None:
     assert free_bytes(*tree(tmp_path / "none", {}, OWN_V2)) is None
 
 
-def test_models_get_four_fifths_of_what_a_hub_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_get_80_percent_of_the_limit_of_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {**HUB, "MEM_LIMIT": str(GIB // 2)}.items():
         monkeypatch.setenv(name, text)
     assert memory.total_bytes() == GIB // 2
@@ -140,13 +177,13 @@ def test_models_get_four_fifths_of_what_a_hub_allows(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def small_group() -> Iterator[tuple[Path, int]]:
-    """A real group within this process's own, and its limit."""
+    """A real group within the group of this process, and its limit."""
     paths = [line.split(":", 2) for line in MEMBERSHIP.read_text().splitlines()] if MEMBERSHIP.exists() else []
     own = next((path for _, controllers, path in paths if controllers == "memory"), None)
     parent = CGROUPS / "memory" / (own or "").lstrip("/")
     try:
         if own is None:
-            raise OSError("control groups of version 1 are not used here")
+            raise OSError("this machine does not use control groups of version 1")
         group = Path(tempfile.mkdtemp(prefix="lmx-lab-", dir=parent))
     except OSError as error:
         pytest.skip(f"no control group can be made: {error}")
@@ -159,7 +196,7 @@ def small_group() -> Iterator[tuple[Path, int]]:
 
 
 @pytest.mark.long
-def test_a_process_in_a_real_group_has_the_memory_of_the_group(small_group: tuple[Path, int]) -> None:
+def test_a_process_in_a_real_group_reads_the_limit_of_the_group(small_group: tuple[Path, int]) -> None:
     group, limit = small_group
     join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     asked = subprocess.run(

@@ -1,7 +1,8 @@
-"""The import slots of a shared library that is loaded: where they are and what is written there. Linux, 64 bits.
+"""Finds, reads and writes the import slots of a loaded shared library. 64-bit Linux only.
 
-A call out of a library goes through a slot of its own, which the dynamic linker fills in ("relocates") with the address
-of the function. See the System V gABI, chapter 5, and the processor supplements for the types of relocations.
+A library calls a function of another library through a slot in its own memory, which the dynamic linker fills
+("relocates") with the address of the function. See the System V gABI, chapter 5, and the processor supplements for the
+types of relocations.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-# R_*_GLOB_DAT, R_*_JUMP_SLOT: both hold the plain address of a symbol.
+# R_*_GLOB_DAT, R_*_JUMP_SLOT: both contain the plain address of a symbol.
 SLOT_TYPES: Mapping[str, tuple[int, int]] = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
-# R_*_RELATIVE: an address in the library itself.
+# R_*_RELATIVE: an address within the library itself.
 RELATIVE_TYPES: Mapping[str, int] = {"x86_64": 8, "aarch64": 1027}
 PT_DYNAMIC = 2
 DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_RELA, DT_RELASZ, DT_JMPREL = 2, 5, 6, 7, 8, 23
@@ -32,7 +33,7 @@ PROT = {"r": mmap.PROT_READ, "w": mmap.PROT_WRITE, "x": mmap.PROT_EXEC}
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """A loaded library: its file, where it was put, and its dynamic section."""
+    """A loaded library: its file, its load address, and the address of its dynamic section."""
 
     path: str
     base: int
@@ -68,10 +69,10 @@ class _AddressInfo(ctypes.Structure):
 
 
 def libraries() -> list[Library]:
-    """Every library that is loaded, as ``dl_iterate_phdr(3)`` tells."""
+    """List all loaded libraries, by ``dl_iterate_phdr(3)``."""
     found: list[Library] = []
 
-    def note(info: Any, _size: int, _data: object) -> int:
+    def add(info: Any, _size: int, _data: object) -> int:
         loaded = info.contents
         for header in loaded.headers[: loaded.header_count]:
             if header.type == PT_DYNAMIC and loaded.name:
@@ -80,37 +81,40 @@ def libraries() -> list[Library]:
         return 0
 
     callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadedInfo), ctypes.c_size_t, ctypes.c_void_p)
-    ctypes.CDLL(None).dl_iterate_phdr(callback(note), None)
+    ctypes.CDLL(None).dl_iterate_phdr(callback(add), None)
     return found
 
 
 def slots(library: Library, names: Collection[str], machine: str) -> dict[str, list[int]]:
-    """The addresses of the slots through which a library reaches each of the names; a name it does not import is left
-    out.
+    """The addresses of the slots through which a library calls each of the names.
+
+    Names that the library does not import are left out.
 
     Raises:
-        ValueError: a machine whose relocations are not known.
+        ValueError: the relocation types of ``machine`` are unknown.
     """
-    wanted = {name.encode() for name in names}
+    encoded = {name.encode() for name in names}
     tags = _tags(library)
     found: dict[str, list[int]] = {}
     for offset, info, _ in _relocations(tags):
-        if info & 0xFFFF_FFFF in _known(SLOT_TYPES, machine):
+        if info & 0xFFFF_FFFF in _types_of(machine, SLOT_TYPES):
             symbol = ctypes.string_at(tags[DT_SYMTAB] + (info >> 32) * SYMBOL_BYTES, 4)
             name = ctypes.string_at(tags[DT_STRTAB] + int.from_bytes(symbol, "little"))
-            if name in wanted:
+            if name in encoded:
                 found.setdefault(name.decode(), []).append(library.base + offset)
     return found
 
 
 def handle(library: Library, machine: str) -> int | None:
-    """The address that stands for the library in the C library (``__dso_handle``): the one pointer that points to
-    itself. ``None`` where there is not exactly one.
+    """The address by which the C library identifies this library (``__dso_handle``): a pointer that points to itself.
+
+    Returns:
+        ``None`` if there is not exactly one such pointer.
 
     Raises:
-        ValueError: a machine whose relocations are not known.
+        ValueError: the relocation types of ``machine`` are unknown.
     """
-    relative = _known(RELATIVE_TYPES, machine)
+    relative = _types_of(machine, RELATIVE_TYPES)
     found = [
         library.base + offset
         for offset, info, value in _relocations(_tags(library))
@@ -119,75 +123,78 @@ def handle(library: Library, machine: str) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-_Known = TypeVar("_Known")
+_Types = TypeVar("_Types")
 
 
-def _known(types: Mapping[str, _Known], machine: str) -> _Known:
+def _types_of(machine: str, types: Mapping[str, _Types]) -> _Types:
     if machine not in types:
-        raise ValueError(f"no relocation types known for {machine}; there are {', '.join(types)}")
+        raise ValueError(f"the relocation types of {machine} are unknown; known are those of {', '.join(types)}")
     return types[machine]
 
 
 def _tags(library: Library) -> dict[int, int]:
-    """The dynamic section, with addresses as they are in memory: glibc has added the base in place, musl has not."""
+    """The dynamic section, with absolute addresses: glibc has added the load address in place, musl has not."""
     tags: dict[int, int] = {}
-    at = library.dynamic
+    entry = library.dynamic
     while True:
-        tag, value = DYNAMIC_ENTRY.unpack(ctypes.string_at(at, DYNAMIC_ENTRY.size))
+        tag, value = DYNAMIC_ENTRY.unpack(ctypes.string_at(entry, DYNAMIC_ENTRY.size))
         if not tag:
             return tags
         tags[tag] = value + library.base if tag in ADDRESS_TAGS and value < library.base else value
-        at += DYNAMIC_ENTRY.size
+        entry += DYNAMIC_ENTRY.size
 
 
 def _relocations(tags: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Offset, type with symbol, addend."""
+    """Offset, symbol and type, and addend of each relocation."""
     for table, size in ((DT_RELA, DT_RELASZ), (DT_JMPREL, DT_PLTRELSZ)):
         if tags.get(size):
             yield from RELA_ENTRY.iter_unpack(ctypes.string_at(tags[table], tags[size]))
 
 
 def owner(address: int) -> str | None:
-    """The file of the library that has this address, by ``dladdr(3)``."""
+    """The file of the library that contains this address, by ``dladdr(3)``; ``None`` if there is none."""
     info = _AddressInfo()
     found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(info))
     return os.fsdecode(info.file) if found and info.file else None
 
 
 def read(address: int) -> int:
-    """The pointer in a slot."""
+    """Read the pointer in a slot."""
     return int(POINTER.unpack(ctypes.string_at(address, POINTER.size))[0])
 
 
 def write(values: Mapping[int, int]) -> None:
-    """Store pointers in slots: all or none. Pages that were read-only (RELRO) are so again afterwards.
+    """Write pointers to slots, all or none. Read-only pages (RELRO) are read-only again afterwards.
+
+    Args:
+        values: Slot address to pointer.
 
     Raises:
-        OSError: a page cannot be made writable; nothing was stored.
+        OSError: a page cannot be made writable; nothing was written.
     """
     pages = sorted({address - address % PAGE_BYTES for address in values})
-    opened: list[tuple[int, int]] = []
+    changed: list[tuple[int, int]] = []
     try:
         for page in pages:
             protection = _protection(page)
             if not protection & mmap.PROT_WRITE:
                 protect(page, PAGE_BYTES, protection | mmap.PROT_WRITE)
-                opened.append((page, protection))
+                changed.append((page, protection))
         for address, value in values.items():
-            # One aligned store: a thread that calls through the slot meanwhile sees the old or the new one.
+            # A single aligned store: a thread that calls through the slot now reads the old or the new pointer.
             ctypes.c_uint64.from_address(address).value = value
     finally:
-        for page, protection in opened:
-            # A page that stays writable does no harm.
+        for page, protection in changed:
+            # A page that remains writable is harmless.
             with suppress(OSError):
                 protect(page, PAGE_BYTES, protection)
 
 
 def protect(address: int, size: int, protection: int) -> None:
-    """``mprotect(2)``.
+    """Call ``mprotect(2)``.
 
     Raises:
-        OSError: refused.
+        OSError: the call failed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), protection):
@@ -202,4 +209,4 @@ def _protection(page: int) -> int:
             low, high = (int(part, 16) for part in span.split("-"))
             if low <= page < high:
                 return sum(bit for flag, bit in PROT.items() if flag in flags)
-    raise OSError(f"no page is mapped at {page:#x}")
+    raise OSError(f"no memory is mapped at {page:#x}")

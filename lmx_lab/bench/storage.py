@@ -1,6 +1,6 @@
-"""Runs on disk: JSON lines, the provenance first, then each sample as it ends.
+"""Stores runs as JSON lines: the provenance first, then each sample when its request ends.
 
-A run that was killed has all samples but perhaps its last one, whose line may be torn.
+The file of a killed run contains all samples, except perhaps the last one, whose line may be incomplete.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from lmx_lab.bench.provenance import provenance as present
-from lmx_lab.bench.sample import COLUMNS, Sample, fitting, new_run, row, table_of
+from lmx_lab.bench.provenance import provenance as current_provenance
+from lmx_lab.bench.sample import COLUMNS, Sample, new_run, read_row, row, table_of
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 
@@ -28,40 +28,40 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 SUFFIX = ".jsonl"
 LINE_LIMIT = 2**20
-"""Characters; a sample has some hundred."""
+"""In characters; a sample has some hundreds."""
 NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
-"""Of a run, as ``new_run`` makes it."""
+"""The name of a run, as made by ``new_run``."""
 
 
 def default_folder() -> Path:
-    """``bench`` in the lab's home."""
+    """The folder ``bench`` in the lab's home."""
     return Settings.read().home / "bench"
 
 
 class Recorder:
-    """One run's file, open for as long as it lasts::
+    """Writes the file of one run, as a context manager::
 
-        with Recorder() as kept:
-            kept.add(sample)
+        with Recorder() as recorder:
+            recorder.add(sample)
 
-    Each sample is on its way to the disk when ``add`` returns: a crash of this process loses none. A run that
-    fails before its first sample leaves no file.
+    ``add`` passes each sample to the operating system before it returns, so that a crash of this process loses none. If
+    the run fails before its first sample, the file is removed.
 
     Args:
-        folder: Made if need be, for its owner alone; by default ``bench`` in the lab's home.
-        provenance: Of the run; by default found out here.
+        folder: Created if missing, accessible by its owner only; by default ``bench`` in the lab's home.
+        provenance: Provenance of the run; by default determined now.
 
     Raises:
-        InvalidRequestError: a provenance that JSON cannot write, or a place where no file can be made.
+        InvalidRequestError: the provenance is not valid JSON, or the file cannot be created.
     """
 
     def __init__(self, folder: Path | str | None = None, *, provenance: Mapping[str, Any] | None = None) -> None:
         self.folder = default_folder() if folder is None else Path(folder)
-        self.provenance: dict[str, Any] = dict(present() if provenance is None else provenance)
+        self.provenance: dict[str, Any] = dict(current_provenance() if provenance is None else provenance)
         self.path: Path | None = None
-        """Once entered."""
+        """The file; set when the context is entered."""
         self.failure: OSError | None = None
-        """Why ``keep`` has given up."""
+        """The error after which ``keep`` has stopped writing."""
         self._file: IO[str] | None = None
         self._is_empty = True
 
@@ -78,39 +78,39 @@ class Recorder:
         except OSError as exc:
             self.__exit__(type(exc), exc, exc.__traceback__)
             raise InvalidRequestError(
-                f"no run can be kept in {self.folder} ({exc.strerror or exc}); give a folder that can be written, or "
-                "do not keep it",
+                f"the run cannot be stored in {self.folder} ({exc.strerror or exc}); give a writable folder, or do not "
+                "record the run",
                 param="record",
             ) from exc
         return self
 
     def add(self, sample: Sample) -> None:
-        """Write one more line.
+        """Write a sample.
 
         Raises:
-            RuntimeError: outside its ``with`` block.
-            OSError: the disk is full, or gone.
+            RuntimeError: the recorder is not open.
+            OSError: the file cannot be written, for example because the disk is full.
         """
         if self._file is None:
-            raise RuntimeError("this recorder is not open; use it as `with Recorder() as kept:`")
+            raise RuntimeError("this recorder is not open; use it as `with Recorder() as recorder:`")
         self._file.write(_line(row(sample)))
         self._is_empty = False
 
     def keep(self, sample: Sample) -> None:
-        """``add``, until the disk is full: that ends the keeping, and not what is measured for minutes."""
+        """Like ``add``, but an error is logged and stops the writing only, so that the measurement continues."""
         if self.failure is None:
             try:
                 self.add(sample)
             except OSError as exc:
                 self.failure = exc
-                log.warning("%s is not written any more, since %s; what is measured goes on", self.path, exc)
+                log.warning("The measurement continues, but %s is not written any more: %s", self.path, exc)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
             file, self._file = self._file, None
-            with suppress(OSError):  # a full disk, again
+            with suppress(OSError):  # The disk is still full.
                 file.close()
         if kind is not None and self._is_empty and self.path is not None:
             self.path.unlink(missing_ok=True)
@@ -120,62 +120,63 @@ class Recorder:
 def save(
     samples: Iterable[Sample], provenance: Mapping[str, Any] | None = None, folder: Path | str | None = None
 ) -> Path:
-    """Keep a run that has been measured; returns its file.
+    """Store the samples of a run and return the file.
 
     Raises:
         InvalidRequestError, OSError: as ``Recorder``.
     """
-    with Recorder(folder, provenance=provenance) as kept:
+    with Recorder(folder, provenance=provenance) as recorder:
         for sample in samples:
-            kept.add(sample)
-    assert kept.path is not None
-    return kept.path
+            recorder.add(sample)
+    assert recorder.path is not None
+    return recorder.path
 
 
 def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataFrame:
-    """The samples of one run, or of all that a folder has, the oldest run first; ``run`` is the file's name.
+    """Load the samples of one run, or of all runs in a folder, oldest first. The column ``run`` is the file's name.
 
-    What a newer version added is left out, what an older one had not is missing. Of a torn line nothing is taken.
-    ``.attrs["provenance"]`` has each run's, by its name; ``.attrs["skipped"]`` says why a file of the folder is no run.
+    Unknown columns of newer versions are dropped; columns that an older version did not have are missing values.
+    Incomplete lines are skipped. ``.attrs["provenance"]`` maps the name of each run to its provenance;
+    ``.attrs["skipped"]`` maps the name of each other file in the folder to the reason why it was not loaded.
 
     Args:
-        path: A file or a folder; by default the one in the lab's home.
-        last: Only so many of the folder's runs, the newest ones.
+        path: A file or a folder; by default ``bench`` in the lab's home.
+        last: Load only this many of the newest runs in the folder.
 
     Raises:
-        InvalidRequestError: nothing is there, or the file is no run.
+        InvalidRequestError: ``path`` does not exist, or the file is not a run.
         OSError: the file cannot be read.
         ImportError: pandas is not installed.
     """
-    place = default_folder() if path is None else Path(path)
+    source = default_folder() if path is None else Path(path)
     if last is not None and not (isinstance(last, int) and last >= 1):
-        raise InvalidRequestError(f"last is {last!r}; give 1 or more, or leave it out for all runs", param="last")
+        raise InvalidRequestError(f"last is {last!r}; give 1 or more, or omit it to load all runs", param="last")
     rows: list[dict[str, Any]] = []
-    known: dict[str, Any] = {}
+    provenances: dict[str, Any] = {}
     skipped: dict[str, str] = {}
-    for file in _files(place, last, named=path is not None):
+    for file in _files(source, last, explicit=path is not None):
         try:
-            known[file.stem], found = _read(file)
+            provenances[file.stem], found = _read(file)
         except (InvalidRequestError, OSError) as exc:
-            if file == place:
+            if file == source:
                 raise
             skipped[file.name] = str(exc)
             log.warning("%s", exc)
         else:
             rows += ({**one, "run": file.stem} for one in found)
     table = table_of(rows, COLUMNS)
-    table.attrs.update(provenance=known, skipped=skipped)
+    table.attrs.update(provenance=provenances, skipped=skipped)
     return table
 
 
-def _files(place: Path, last: int | None, *, named: bool) -> list[Path]:
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        found = sorted(place.glob(f"*{SUFFIX}"))
+def _files(source: Path, last: int | None, *, explicit: bool) -> list[Path]:
+    if source.is_file():
+        return [source]
+    if source.is_dir():
+        found = sorted(source.glob(f"*{SUFFIX}"))
         return found if last is None else found[-last:]
-    if named:
-        raise InvalidRequestError(f"{place} is not there; give a run's file, or a folder of them", param="path")
+    if explicit:
+        raise InvalidRequestError(f"{source} does not exist; give the file of a run, or a folder of runs", param="path")
     return []
 
 
@@ -184,19 +185,19 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         lines = _lines(file)
         head = _parsed(next(lines, ""))
         if head is None or not isinstance(head.get("provenance"), dict) or "lmx_lab_bench" not in head:
-            raise InvalidRequestError(f"{path} is no run: its first line does not say what it was measured with")
-        samples = (fitting(one) for one in map(_parsed, lines) if one is not None)
+            raise InvalidRequestError(f"{path} is not a run: its first line is not a provenance")
+        samples = (read_row(one) for one in map(_parsed, lines) if one is not None)
         return head["provenance"], [one for one in samples if one is not None]
 
 
 def _lines(file: IO[str]) -> Iterator[str]:
-    """Whole lines; what is longer than any sample comes in pieces, which are none."""
+    """The lines of the file. A line longer than any sample is split into pieces, which are not valid samples."""
     while line := file.readline(LINE_LIMIT):
         yield line
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    """An object that was torn has not its last brace."""
+    """The JSON object in a line; ``None`` if it is incomplete or not an object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -206,7 +207,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 def _line(value: dict[str, Any]) -> str:
     try:
-        # ASCII: whatever a server has put into its error can be written.
+        # ASCII, so that any text of a server's error can be written.
         return json.dumps(value, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidRequestError(f"the run cannot be kept as JSON: {exc!s:.200}; give plain values") from exc
+        raise InvalidRequestError(f"the run cannot be stored as JSON: {exc!s:.200}; give plain values") from exc

@@ -1,4 +1,4 @@
-"""Runs come back as they were, and what a crash left of one comes back too."""
+"""Runs are loaded as they were stored, also after a crash."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ kept_in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped
 
 @kept_in_one_folder
 @given(samples=SAMPLES)
-def test_what_is_saved_is_loaded(tmp_path: Path, samples: list[Sample]) -> None:
+def test_a_saved_run_can_be_loaded(tmp_path: Path, samples: list[Sample]) -> None:
     path = save(samples, FACTS, tmp_path)
     table = load(path)
     assert_frame_equal(table.drop(columns="run"), frame(samples, FACTS).drop(columns="run"), check_flags=False)
@@ -59,7 +59,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, samples: list[Sample]) -> None:
 
 @kept_in_one_folder
 @given(data=st.data())
-def test_a_file_that_was_torn_anywhere_has_its_whole_lines(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_truncated_file_is_loaded_up_to_its_last_complete_line(tmp_path: Path, data: st.DataObject) -> None:
     path = save(run_of([1.0, 2.0, 3.0]), FACTS, tmp_path)
     content = path.read_bytes()
     rows_at = content.index(b"\n") + 1
@@ -79,13 +79,13 @@ with Recorder(sys.argv[1], provenance={}) as kept:
 """
 
 
-def test_a_killed_run_has_every_sample_that_was_added(tmp_path: Path) -> None:
+def test_a_killed_run_has_all_added_samples(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == -signal.SIGKILL
     assert load(tmp_path)["ttft_ms"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_run_that_ends_by_an_exception_is_kept(tmp_path: Path) -> None:
+def test_a_run_that_ends_with_an_exception_is_stored(tmp_path: Path) -> None:
     def interrupted() -> None:
         with Recorder(tmp_path, provenance=FACTS) as kept:
             kept.add(sample())
@@ -103,7 +103,7 @@ def edited(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> pd.Dat
     return load(path)
 
 
-def test_fields_of_a_newer_version_are_left_out_and_older_files_have_gaps(tmp_path: Path) -> None:
+def test_unknown_fields_are_dropped_and_absent_ones_are_missing(tmp_path: Path) -> None:
     def change(lines: list[dict[str, Any]]) -> None:
         lines[0] |= {"lmx_lab_bench": 2, "more": 1}
         lines[1]["joules"] = 3.5
@@ -125,25 +125,25 @@ def test_fields_of_a_newer_version_are_left_out_and_older_files_have_gaps(tmp_pa
         *(("target", None), ("repeat", True), ("concurrency", 1.5)),
     ],
 )
-def test_a_line_whose_place_cannot_be_read_is_no_sample(tmp_path: Path, field: str, value: object) -> None:
+def test_a_line_with_an_invalid_required_field_is_skipped(tmp_path: Path, field: str, value: object) -> None:
     table = edited(save(run_of([1.0, 2.0]), FACTS, tmp_path), lambda lines: lines[1].update({field: value}))
     assert table["ttft_ms"].tolist() == [2.0]
 
 
 @pytest.mark.parametrize("value", ["fast", [1.0], {}, True, float("nan")])
-def test_a_figure_of_a_wrong_type_is_missing(tmp_path: Path, value: object) -> None:
+def test_a_metric_of_a_wrong_type_is_missing(tmp_path: Path, value: object) -> None:
     table = edited(save(run_of([1.0, 2.0]), FACTS, tmp_path), lambda lines: lines[1].update(ttft_ms=value))
     assert table["ttft_ms"].isna().tolist() == [True, False]
 
 
-def test_lines_that_are_no_objects_are_skipped(tmp_path: Path) -> None:
+def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
     path = save(run_of([1.0, 2.0]), FACTS, tmp_path)
     head, first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(head + b"[1]\n\xff\xfe\n\n" + first + b"x" * 3_000_000 + b"\n" + b"[" * 100_000 + b"\n" + second)
     assert load(path)["ttft_ms"].tolist() == [1.0, 2.0]
 
 
-def test_a_folder_is_loaded_from_its_oldest_run_to_its_newest(tmp_path: Path) -> None:
+def test_the_runs_of_a_folder_are_loaded_oldest_first(tmp_path: Path) -> None:
     for day, value in (("20260102", 2.0), ("20260101", 1.0), ("20260103", 3.0)):
         save(run_of([value]), {"day": day}, tmp_path).rename(tmp_path / f"{day}T000000Z-aaaaaa.jsonl")
     (tmp_path / "notes.txt").write_text("not one of them")
@@ -154,18 +154,18 @@ def test_a_folder_is_loaded_from_its_oldest_run_to_its_newest(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "hello\n", '{"provenance": {}}\n', '{"lmx_lab_bench": 1}\n'])
-def test_a_file_that_is_no_run_is_skipped_in_a_folder_and_refused_by_name(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_run_is_skipped_in_a_folder_but_refused_as_path(tmp_path: Path, content: str) -> None:
     save(run_of([1.0]), FACTS, tmp_path)
     other = tmp_path / "other.jsonl"
     other.write_text(content)
     table = load(tmp_path)
     assert len(table) == 1
     assert list(table.attrs["skipped"]) == ["other.jsonl"]
-    with pytest.raises(InvalidRequestError, match=r"other\.jsonl is no run"):
+    with pytest.raises(InvalidRequestError, match=r"other\.jsonl is not a run"):
         load(other)
 
 
-def test_without_a_folder_runs_are_in_the_labs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_runs_are_in_the_labs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path / "home"))
     assert len(load()) == 0
     path = save(run_of([1.0]), FACTS)
@@ -173,20 +173,20 @@ def test_without_a_folder_runs_are_in_the_labs_home(tmp_path: Path, monkeypatch:
     assert len(load()) == 1
 
 
-def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="not there"):
+def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="does not exist"):
         load(tmp_path / "nothing")
     with pytest.raises(InvalidRequestError, match="last is 0"):
         load(tmp_path, last=0)
 
 
-def test_a_run_is_its_owners_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_access_a_run(tmp_path: Path) -> None:
     path = save([sample()], FACTS, tmp_path / "runs")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
 
 
-def test_a_disk_that_is_full_from_the_start_is_said_and_no_file_is_left(
+def test_a_disk_that_is_full_from_the_start_is_an_error_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = os.open
@@ -196,23 +196,23 @@ def test_a_disk_that_is_full_from_the_start_is_said_and_no_file_is_left(
         return make("/dev/full", os.O_WRONLY)
 
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(InvalidRequestError, match=r"no run can be kept in .*No space left"), Recorder(tmp_path):
+    with pytest.raises(InvalidRequestError, match=r"the run cannot be stored in .*No space left"), Recorder(tmp_path):
         raise AssertionError("never entered")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_of_the_same_second_have_a_file_each(tmp_path: Path) -> None:
+def test_runs_of_the_same_second_have_different_files(tmp_path: Path) -> None:
     assert len({save([sample()], FACTS, tmp_path) for _ in range(20)}) == 20
     assert len(load(tmp_path)) == 20
 
 
-def test_a_provenance_that_json_cannot_write_is_refused_before_there_is_a_file(tmp_path: Path) -> None:
+def test_a_provenance_that_is_not_valid_json_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="plain values"):
         save([sample()], {"home": tmp_path}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recorder_that_is_not_open_says_so(tmp_path: Path) -> None:
+def test_a_closed_recorder_refuses_samples(tmp_path: Path) -> None:
     with Recorder(tmp_path, provenance={}) as kept:
         pass
     with pytest.raises(RuntimeError, match="with Recorder"):

@@ -1,4 +1,4 @@
-"""The one line that measures: turns, progress, keeping, interrupts."""
+"""Runs: turns of targets, progress, storage, interrupts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.bench import load, running
+from lmx_lab.bench import load, runner
 from lmx_lab.bench.case import Case, Poisson, Sweep
-from lmx_lab.bench.keeping import Recorder
-from lmx_lab.bench.running import Progress, progress_text, run, samples
+from lmx_lab.bench.runner import RunProgress, progress_text, run, samples
 from lmx_lab.bench.sample import COLUMNS, Sample
 from lmx_lab.bench.statistics import median_interval
+from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.lab import Lab
@@ -50,7 +50,7 @@ def test_a_sweep_is_a_table_with_a_row_for_each_request() -> None:
     assert table.attrs["provenance"]["seeds"] == [0]
 
 
-def test_targets_take_turns_and_who_begins_changes() -> None:
+def test_targets_take_turns_in_alternating_order() -> None:
     with Scripted(WORDS) as one, Scripted(WORDS) as two:
         table = run([ChatTarget(one.url, name="a"), ChatTarget(two.url, name="b")], CASE)
     assert "".join(table["target"]) == "ab" + "abbaabba"
@@ -58,28 +58,28 @@ def test_targets_take_turns_and_who_begins_changes() -> None:
     assert measured.groupby("target")["request"].apply(sorted).to_dict() == {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3]}
 
 
-def test_several_users_of_a_target_are_not_cut_into_turns_and_the_next_repeat_begins_with_another() -> None:
+def test_with_several_users_targets_take_turns_by_repeat_in_alternating_order() -> None:
     plan = Sweep(prompt_tokens=8, output_tokens=4, requests=6, concurrency=2, warm_up=0, repeats=2)
     with Scripted(WORDS) as one, Scripted(WORDS) as two:
         table = run([ChatTarget(one.url, name="a"), ChatTarget(two.url, name="b")], plan)
     assert "".join(table["target"]) == "aaaaaabbbbbb" + "bbbbbbaaaaaa"
 
 
-def test_arrivals_are_not_cut_into_turns() -> None:
+def test_with_arrivals_targets_do_not_take_turns() -> None:
     case = Case(prompt_tokens=8, output_tokens=4, requests=3, warm_up=0, arrival=Poisson(per_second=500))
     with Scripted(WORDS) as one, Scripted(WORDS) as two:
         table = run([ChatTarget(one.url, name="a"), ChatTarget(two.url, name="b")], [case])
     assert [name for name, _ in groupby(table["target"])] == ["a", "b"]
 
 
-def test_two_targets_that_are_one_server_have_no_gifts_for_each_other(lab: Lab) -> None:
+def test_two_targets_on_one_server_share_no_cached_prompts(lab: Lab) -> None:
     case = Case(prompt_tokens=100, output_tokens=4, requests=3)
     table = run([EngineTarget(lab.engine), lab.url], case)
-    # The chat template's own beginning is in all prompts.
+    # All prompts have the beginning of the chat template in common.
     assert table["cached_tokens"].max() < 40
 
 
-def test_a_target_that_is_down_does_not_keep_another_from_being_measured() -> None:
+def test_an_unreachable_target_does_not_prevent_measuring_another() -> None:
     with Scripted(WORDS) as alive:
         dead = Scripted(WORDS)
         dead.start().stop()
@@ -88,10 +88,10 @@ def test_a_target_that_is_down_does_not_keep_another_from_being_measured() -> No
     assert failed == {"dead": 5, "alive": 0}
 
 
-def test_progress_is_told_on_the_callers_thread_and_counts_to_the_end() -> None:
+def test_progress_is_reported_on_the_callers_thread_up_to_the_total() -> None:
     told: list[tuple[int, int, threading.Thread]] = []
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: RunProgress) -> None:
         told.append((progress.done, progress.total, threading.current_thread()))
 
     with Scripted(WORDS) as server:
@@ -105,7 +105,7 @@ def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
     with Scripted(WORDS) as server:
         run(server.url, CASE)
         assert capsys.readouterr().err == ""
-        # rich takes it for a terminal.
+        # rich treats the output as a terminal.
         monkeypatch.setenv("FORCE_COLOR", "1")
         run(server.url, CASE)
         said = capsys.readouterr().err
@@ -114,12 +114,12 @@ def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
     assert "5/5" in said
 
 
-def test_a_line_of_progress_says_what_failed() -> None:
-    text = progress_text(Progress(done=3, total=12, sample=sample(error="queue-full: no place")))
+def test_a_line_of_progress_contains_the_error() -> None:
+    text = progress_text(RunProgress(done=3, total=12, sample=sample(error="queue-full: no place")))
     assert text.endswith("failed: queue-full: no place")
 
 
-def test_a_disk_that_is_full_ends_the_keeping_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_the_writing_but_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(recorder: Recorder, taken: Sample) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -136,7 +136,7 @@ def test_a_run_that_is_refused_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_can_be_kept_and_read_again(tmp_path: Path) -> None:
+def test_a_run_can_be_stored_and_loaded(tmp_path: Path) -> None:
     with Scripted(WORDS) as server:
         table = run(server.url, CASE, record=tmp_path)
     kept = load(table.attrs["path"])
@@ -145,15 +145,15 @@ def test_a_run_can_be_kept_and_read_again(tmp_path: Path) -> None:
     assert next(iter(kept.attrs["provenance"].values())) == table.attrs["provenance"]
 
 
-def interrupting(after: int) -> Callable[[Progress], None]:
-    def watch(progress: Progress) -> None:
+def interrupting(after: int) -> Callable[[RunProgress], None]:
+    def watch(progress: RunProgress) -> None:
         if progress.done == after:
             signal.raise_signal(signal.SIGINT)
 
     return watch
 
 
-def test_an_interrupt_keeps_what_is_there_and_ends_what_is_under_way(tmp_path: Path) -> None:
+def test_an_interrupt_returns_finished_requests_and_cancels_running_ones(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT), threading.active_count()
     with Scripted(after_calibration(WORDS, WORDS, WORDS, [token("a"), STALL])) as server:
         table = run(server.url, CASE, progress=interrupting(after=3), record=tmp_path)
@@ -188,8 +188,8 @@ def _until(true: Callable[[], bool]) -> None:
         pause.wait(0.005)
 
 
-def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(progress: Progress) -> None:
+def test_a_second_interrupt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(progress: RunProgress) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
@@ -197,7 +197,7 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
         run(server.url, CASE, progress=twice)
 
 
-def test_a_defect_in_a_target_is_raised_where_it_was_asked() -> None:
+def test_an_exception_in_a_target_is_raised_to_the_caller() -> None:
     class Broken(ChatTarget):
         async def describe(self) -> TargetFacts:
             return TargetFacts()
@@ -214,7 +214,7 @@ async def _inside_a_loop(url: str) -> int:
 
 
 @pytest.mark.anyio
-async def test_it_blocks_also_where_a_loop_runs() -> None:
+async def test_it_also_blocks_while_an_event_loop_runs() -> None:
     with Scripted(WORDS) as server:
         assert await _inside_a_loop(server.url) == 5
         assert len(await collected(samples(server.url, CASE))) == 5
@@ -232,14 +232,14 @@ async def test_it_blocks_also_where_a_loop_runs() -> None:
         (7, CASE),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is(target: Any, plan: Any) -> None:
+def test_invalid_targets_and_plans_are_refused_before_anything_is_measured(target: Any, plan: Any) -> None:
     with pytest.raises(InvalidRequestError):
         run(target, plan)
 
 
 @pytest.mark.long
-def test_a_rerun_of_a_sweep_gives_intervals_that_overlap(lab: Lab) -> None:
-    """Of the bare engine; what else the machine does may drive one pair of runs apart, but hardly three."""
+def test_intervals_of_two_runs_of_a_sweep_overlap(lab: Lab) -> None:
+    """Other load on the machine may separate two runs, but hardly three pairs."""
     case = Case(prompt_tokens=32, output_tokens=48, requests=8)
     target = EngineTarget(lab.engine)
 
@@ -258,7 +258,7 @@ def test_a_rerun_of_a_sweep_gives_intervals_that_overlap(lab: Lab) -> None:
 
 
 @pytest.mark.long
-def test_one_target_twice_is_as_fast_as_itself(lab: Lab) -> None:
+def test_the_same_target_given_twice_is_equally_fast(lab: Lab) -> None:
     one, two = EngineTarget(lab.engine, name="one"), EngineTarget(lab.engine, name="two")
     found: list[float] = []
     while len(found) < 3 and not (found and abs(found[-1] - 1) < 0.25):
@@ -268,9 +268,9 @@ def test_one_target_twice_is_as_fast_as_itself(lab: Lab) -> None:
     assert found[-1] == pytest.approx(1, abs=0.25), found
 
 
-def test_the_worker_of_an_interrupt_before_its_start_asks_nothing() -> None:
+def test_a_worker_cancelled_before_its_start_sends_nothing() -> None:
     with Scripted(WORDS) as server:
-        worker = running._Worker(lambda: samples(server.url, CASE))
+        worker = runner._Worker(lambda: samples(server.url, CASE))
         worker.cancel()
         assert list(worker) == []
         assert server.bodies == []

@@ -1,4 +1,4 @@
-"""One line that measures: cases over targets, blocking or as they end, with progress, and kept if wanted."""
+"""Runs cases against targets, blocking or as an async iterator, with progress and optional storage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lmx_lab.bench.case import Case, Closed, Sweep, planned
-from lmx_lab.bench.driving import SILENCE_S, Run, Session
-from lmx_lab.bench.keeping import Recorder
+from lmx_lab.bench.case import Case, Closed, Sweep, number_repeats
+from lmx_lab.bench.load_generator import SILENCE_S, CaseRun, Run
 from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.sample import Sample, frame
+from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import Target, as_target
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.progress import counter
@@ -28,52 +28,55 @@ if TYPE_CHECKING:
 
 Measured: TypeAlias = "Target | str | Engine"
 Plan: TypeAlias = Sweep | Case | Sequence[Case]
-LOOK_S = 0.25
-"""How often one who waits looks up: an interrupt that comes at the very moment a wait begins does not wake it."""
+POLL_S = 0.25
+"""Upper limit of one wait: a signal that arrives just before a wait begins does not interrupt it."""
 END_S = 5.0
-"""How long requests that were cancelled may take to end."""
+"""Time limit for cancelled requests to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a run is, in requests, warm-up included."""
+class RunProgress:
+    """Progress of a run, in requests; warm-up requests are included."""
 
     done: int
     total: int
     sample: Sample
-    """The latest."""
+    """The latest sample."""
 
 
-Watch: TypeAlias = Callable[[Progress], None]
+ProgressCallback: TypeAlias = Callable[[RunProgress], None]
 
 
 def run(
     target: Measured | Sequence[Measured],
     plan: Plan,
     *,
-    progress: bool | Watch = True,
+    progress: bool | ProgressCallback = True,
     record: bool | Path | str = False,
     silence_s: float = SILENCE_S,
 ) -> pd.DataFrame:
-    """Measure, and return a table with a row for each request, failed ones too; see ``summary``.
+    """Run the plan and return a table with a row for each request, including failed ones; see ``summary``.
 
-    Blocks: the requests are sent from a thread of its own. A lab that serves on the kernel's own loop cannot answer
-    meanwhile; for that one, ``async for sample in samples(...)``, its engine as the target, or
-    ``launch(loop="thread")``.
+    The call blocks; the requests are sent from a separate thread. A lab that serves on the kernel's own event loop
+    cannot answer in the meantime. To measure such a lab, use ``async for sample in samples(...)``, its engine as the
+    target, or ``launch(loop="thread")``.
 
     Args:
-        target: An address, an engine or a ``Target``; or several, which take turns, so that what drifts hits all alike.
-        plan: A sweep, a case or several.
-        progress: A bar, in a terminal (on standard error) or a notebook; or a function, called on this thread.
-        record: Keep the run: in ``bench`` in the lab's home, or in a folder.
-        silence_s: A target that says nothing for so long has failed that request.
+        target: An address, an engine or a ``Target``; or several of them, which are measured in turns so that drift of
+            the machine affects all alike.
+        plan: A sweep, a case or a sequence of cases.
+        progress: True for a progress bar in a terminal (on standard error) or a notebook; or a function, which is
+            called on this thread.
+        record: Store the run in ``bench`` in the lab's home, or in the given folder.
+        silence_s: A request fails if the target sends nothing for this time.
 
     Returns:
-        Ctrl-C ends what is under way, and what is there is returned, with ``.attrs["interrupted"]`` true; a second one
-        does not wait. ``.attrs["provenance"]`` says what was measured with, ``.attrs["path"]`` where it is kept.
+        The first Ctrl-C cancels running requests; the finished ones are returned with ``.attrs["interrupted"]`` true. A
+        second Ctrl-C raises immediately. ``.attrs["provenance"]`` describes the software and the machine,
+        ``.attrs["path"]`` is the stored file.
 
     Raises:
-        InvalidRequestError: a target or a plan that is none, or a place where no run can be kept.
+        InvalidRequestError: a target or the plan is invalid, or the run cannot be stored.
         ImportError: pandas is not installed.
     """
     frame(())
@@ -84,12 +87,12 @@ def run(
     taken: list[Sample] = []
     recorder = Recorder(record if isinstance(record, Path | str) else None, provenance=known) if record else None
     worker = _Worker(lambda: _samples(targets, cases, shared))
-    with recorder or nullcontext(), _watching(progress) as watch, _interruptible(worker):
+    with recorder or nullcontext(), _progress_callback(progress) as report, _interruptible(worker):
         for sample in worker:
             taken.append(sample)
             if recorder is not None:
                 recorder.keep(sample)
-            watch(Progress(done=len(taken), total=total, sample=sample))
+            report(RunProgress(done=len(taken), total=total, sample=sample))
     table = frame(taken, known)
     table.attrs["interrupted"] = worker.cancelled
     table.attrs["path"] = str(recorder.path) if recorder is not None and recorder.path is not None else None
@@ -103,13 +106,13 @@ async def samples(
     silence_s: float = SILENCE_S,
     shared: Run | None = None,
 ) -> AsyncGenerator[Sample, None]:
-    """What ``run`` measures, sample by sample as they end, on this loop. Closing it ends what is under way.
+    """Like ``run``, but on this event loop: yield each sample when its request ends. Closing it cancels all requests.
 
     Args:
-        shared: For those who keep the samples: its ``id`` belongs into their provenance. ``silence_s`` is then its own.
+        shared: Its ``id`` should be in the provenance of a stored run. Its ``silence_s`` replaces the argument.
 
     Raises:
-        InvalidRequestError: a target or a plan that is none.
+        InvalidRequestError: a target or the plan is invalid.
     """
     measured = _samples(_targets(target), _cases(plan), shared or Run(silence_s=silence_s))
     async with aclosing(measured) as ended:
@@ -118,29 +121,29 @@ async def samples(
 
 
 async def _samples(targets: list[Target], cases: tuple[Case, ...], shared: Run) -> AsyncGenerator[Sample, None]:
-    for repeat, case in planned(cases):
-        sessions = [Session(target, case, repeat=repeat, run=shared) for target in targets]
-        for session in sessions:
-            await session.prepare()
-        for part in _parts(sessions, case, repeat):
+    for repeat, case in number_repeats(cases):
+        case_runs = [CaseRun(target, case, repeat=repeat, run=shared) for target in targets]
+        for case_run in case_runs:
+            await case_run.prepare()
+        for part in _parts(case_runs, case, repeat):
             async with aclosing(part) as ended:
                 async for sample in ended:
                     yield sample
 
 
-def _parts(sessions: list[Session], case: Case, repeat: int) -> Iterator[AsyncGenerator[Sample, None]]:
-    """All warm-ups, then the requests, target by target; who begins changes with each repeat and turn.
+def _parts(case_runs: list[CaseRun], case: Case, repeat: int) -> Iterator[AsyncGenerator[Sample, None]]:
+    """Yield the warm-up of each target, then the requests. The order of targets changes with each repeat and turn.
 
-    A single user's targets take turns request by request. Several users would wait for each other at each turn.
+    With a single user, targets take turns after each request. Several users would have to wait for each other then.
     """
-    for session in sessions:
-        yield session.warm_up()
-    alone = case.concurrency == 1 and isinstance(case.arrival, Closed)
-    step = 1 if alone and len(sessions) > 1 else case.requests
+    for case_run in case_runs:
+        yield case_run.warm_up()
+    single_user = case.concurrency == 1 and isinstance(case.arrival, Closed)
+    step = 1 if single_user and len(case_runs) > 1 else case.requests
     for turn, first in enumerate(range(0, case.requests, step), repeat):
         numbers = range(first, min(first + step, case.requests))
-        for session in sessions if turn % 2 == 0 else reversed(sessions):
-            yield session.measure(numbers)
+        for case_run in case_runs if turn % 2 == 0 else reversed(case_runs):
+            yield case_run.measure(numbers)
 
 
 def _targets(given: Measured | Sequence[Measured]) -> list[Target]:
@@ -151,7 +154,7 @@ def _targets(given: Measured | Sequence[Measured]) -> list[Target]:
         raise InvalidRequestError("there is no target; give an address such as http://127.0.0.1:8400", param="target")
     if len(set(names)) < len(names):
         raise InvalidRequestError(
-            f"two targets have one name ({', '.join(names):.200}); give names, as in ChatTarget(url, name='before')",
+            f"two targets have the same name ({', '.join(names):.200}); use ChatTarget(url, name='before')",
             param="target",
         )
     return targets
@@ -162,7 +165,7 @@ def _cases(plan: Plan) -> tuple[Case, ...]:
     cases = tuple(given) if isinstance(given, Iterable) else ()
     if not cases or not all(isinstance(case, Case) for case in cases):
         raise InvalidRequestError(
-            f"{plan!r:.80} is no plan; give a Sweep, a Case or a list of cases, such as "
+            f"{plan!r:.80} is not a plan; give a Sweep, a Case or a list of cases, such as "
             "Case(prompt_tokens=256, output_tokens=64)",
             param="plan",
         )
@@ -170,9 +173,9 @@ def _cases(plan: Plan) -> tuple[Case, ...]:
 
 
 class _Worker:
-    """A thread whose event loop measures, and hands over what has ended. Iterating starts it.
+    """A thread with an event loop that measures. Iterating starts it and yields the samples.
 
-    At most the samples of the run wait to be taken.
+    Its queue is bounded by the number of samples of the run.
     """
 
     def __init__(self, measure: Callable[[], AsyncGenerator[Sample, None]]) -> None:
@@ -182,7 +185,7 @@ class _Worker:
         self._thread = threading.Thread(target=self._main, name="lmx-lab-bench", daemon=True)
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # A signal handler may come while this very thread holds it.
+        # Reentrant: a signal handler may run while its own thread holds the lock.
         self._lock = threading.RLock()
 
     def __iter__(self) -> Iterator[Sample]:
@@ -193,12 +196,12 @@ class _Worker:
                     raise item
                 yield item
         finally:
-            self.cancel(asked=False)
+            self.cancel(requested=False)
             self._thread.join(END_S)
 
-    def cancel(self, *, asked: bool = True) -> None:
-        """End what is under way; from any thread and from signal handlers. Idempotent."""
-        self.cancelled = self.cancelled or asked
+    def cancel(self, *, requested: bool = True) -> None:
+        """Cancel all requests. Idempotent; can be called from any thread and from signal handlers."""
+        self.cancelled = self.cancelled or requested
         with self._lock:
             if self._loop is not None and self._task is not None:
                 self._loop.call_soon_threadsafe(self._task.cancel)
@@ -206,7 +209,7 @@ class _Worker:
     def _next(self) -> Sample | BaseException | None:
         while True:
             try:
-                return self._ended.get(timeout=LOOK_S)
+                return self._ended.get(timeout=POLL_S)
             except queue.Empty:
                 continue
 
@@ -216,7 +219,7 @@ class _Worker:
             asyncio.run(self._work())
         except asyncio.CancelledError:
             pass
-        except BaseException as exc:  # The caller's thread raises it.
+        except BaseException as exc:  # Raised on the caller's thread.
             failure = exc
         self._ended.put(failure)
 
@@ -236,10 +239,10 @@ class _Worker:
 
 @contextmanager
 def _interruptible(worker: _Worker) -> Iterator[None]:
-    """Within the block the first Ctrl-C ends the work, and a second one is raised.
+    """Within the block, the first Ctrl-C cancels the worker and the second one raises ``KeyboardInterrupt``.
 
-    A raised interrupt could land between a sample's end and its row; and in cells with ``await`` ipykernel's own
-    handler raises nothing at all.
+    An exception could be raised after a request has ended but before its sample is stored. In cells with ``await``,
+    ipykernel's own handler does not raise at all.
     """
     previous: Any = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -259,7 +262,7 @@ def _interruptible(worker: _Worker) -> Iterator[None]:
 
 
 @contextmanager
-def _watching(progress: bool | Watch) -> Iterator[Watch]:
+def _progress_callback(progress: bool | ProgressCallback) -> Iterator[ProgressCallback]:
     if callable(progress):
         yield progress
     elif progress:
@@ -269,10 +272,10 @@ def _watching(progress: bool | Watch) -> Iterator[Watch]:
         yield lambda step: None
 
 
-def progress_text(step: Progress) -> str:
-    """What was measured last, on one line and without control characters: some of it is a server's."""
+def progress_text(step: RunProgress) -> str:
+    """The latest sample in one line. Control characters are replaced, because parts of it come from a server."""
     sample = step.sample
     rate = f"{sample.decode_tok_s:.1f} tok/s" if sample.decode_tok_s else ""
-    said = f"failed: {sample.error:.40}" if sample.error else rate
-    text = " · ".join(part for part in (f"{sample.target} {sample.case}", said) if part)
+    result = f"failed: {sample.error:.40}" if sample.error else rate
+    text = " · ".join(part for part in (f"{sample.target} {sample.case}", result) if part)
     return "".join(char if char.isprintable() else "?" for char in text)

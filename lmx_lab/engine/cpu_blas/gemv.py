@@ -1,10 +1,10 @@
-"""A ``cblas_sgemm`` that hands products of one row to ``cblas_sgemv``: a few instructions of x86-64.
+"""A ``cblas_sgemm`` that calls ``cblas_sgemv`` for products with a single row, in x86-64 machine code.
 
-One token of one request is a row times each weight matrix, which is most of what decoding computes. OpenBLAS' gemm
-packs the matrix first, which a single row does not repay. On arm64 OpenBLAS forwards by itself (its pull request 4814),
-on x86-64 it does not. Measured on two cores (Zen 4), weights kept as (N, K), sgemm against sgemv in microseconds:
-K 576, N 1,536: 231, 127; K 1,536, N 576: 170, 96; K 576, N 49,152: 7,991, 3,929. From two rows on gemm is at least as
-good over all the layers of a model.
+Decoding one token of one request multiplies a single row by each weight matrix. OpenBLAS' gemm packs the matrix first,
+which costs more than it gains for a single row. On arm64 OpenBLAS calls gemv itself (its pull request 4814), on x86-64
+it does not. sgemm against sgemv in microseconds on two cores (Zen 4), weights stored as (N, K): K 576, N 1,536: 231
+and 127; K 1,536, N 576: 170 and 96; K 576, N 49,152: 7,991 and 3,929. With two rows or more, gemm is at least as fast
+over all layers of a model.
 """
 
 from __future__ import annotations
@@ -13,41 +13,43 @@ import ctypes
 import mmap
 import platform
 
-from lmx_lab.engine import elf
+from lmx_lab.engine.cpu_blas import elf
 
 MACHINE = "x86_64"
 
 
 def code(sgemm: int, sgemv: int) -> bytes:
-    """The instructions. Both functions take ints in registers first and the rest in the caller's argument area, which
-    the System V ABI gives to the callee: sgemv needs less of it, so it is rewritten in place, and the jump is a tail
-    call with the stack as the caller aligned it. alpha and beta stay in xmm0 and xmm1.
+    """The instructions of the function, for the given addresses of sgemm and sgemv.
+
+    Both functions take their first integers in registers and the rest in the caller's argument area on the stack. The
+    System V ABI lets the callee overwrite this area; sgemv needs less of it, so it is rewritten in place and the jump
+    is a tail call, with the stack aligned by the caller. alpha and beta stay in xmm0 and xmm1.
 
     sgemm(edi order, esi transA, edx transB, ecx M, r8d N, r9d K, [8] A, [16] lda, [24] B, [32] ldb, [40] C, [48] ldc)
     sgemv(edi order, esi trans,  edx rows,   ecx columns, r8 A, r9d lda, [8] x, [16] incx, [24] y, [32] incy)
     """
     forward = (
-        b"\xb8\xdf\x00\x00\x00"  # mov  eax, 223             NoTrans is 111, Trans 112: the one of B makes
-        b"\x29\xd0"  # sub  eax, edx             the other one of sgemv's matrix
+        b"\xb8\xdf\x00\x00\x00"  # mov  eax, 223             NoTrans is 111, Trans 112: the one of B gives
+        b"\x29\xd0"  # sub  eax, edx             the opposite one of sgemv's matrix
         b"\x89\xc6"  # mov  esi, eax
         b"\x44\x89\xc9"  # mov  ecx, r9d             columns = K
         b"\x83\xfa\x70"  # cmp  edx, 112
         b"\x44\x89\xc2"  # mov  edx, r8d             rows = N
-        b"\x74\x02"  # je   +2                   B lies as (N, K)
-        b"\x87\xca"  # xchg edx, ecx             B lies as (K, N)
+        b"\x74\x02"  # je   +2                   B is stored as (N, K)
+        b"\x87\xca"  # xchg edx, ecx             B is stored as (K, N)
         b"\x4c\x8b\x44\x24\x18"  # mov  r8, [rsp+24]         the matrix = B
         b"\x44\x8b\x4c\x24\x20"  # mov  r9d, [rsp+32]        its row length = ldb
-        b"\x48\x8b\x44\x24\x28"  # mov  rax, [rsp+40]        y = C; x = A is where it should be
+        b"\x48\x8b\x44\x24\x28"  # mov  rax, [rsp+40]        y = C; x = A is in place
         b"\x48\x89\x44\x24\x18"  # mov  [rsp+24], rax
         b"\xc7\x44\x24\x20\x01\x00\x00\x00" + _jump(sgemv)  # mov  dword [rsp+32], 1    incy
     )
-    row = (  # Reached with eax = transA - 111; a transposed A of one row is a column, with steps of lda.
+    row = (  # Reached with eax = transA - 111. A transposed A with one row is a column with stride lda.
         b"\x85\xc0"  # test eax, eax
         b"\x75\x08"  # jne  +8
         b"\xc7\x44\x24\x10\x01\x00\x00\x00"  # mov  dword [rsp+16], 1    incx
     )
     body = row + forward
-    conditions = (  # Each is followed by a jump to sgemm, which also reports what is wrong with the arguments.
+    conditions = (  # Each is followed by a jump to sgemm, which also reports invalid arguments.
         (b"\x83\xff\x65", b"\x0f\x85"),  # cmp  edi, 101 (RowMajor);  jne
         (b"\x83\xf9\x01", b"\x0f\x85"),  # cmp  ecx, 1;               jne
         (b"\x45\x85\xc0", b"\x0f\x8e"),  # test r8d, r8d;             jle
@@ -65,13 +67,15 @@ def _jump(target: int) -> bytes:
 
 
 def build(sgemm: int, sgemv: int) -> int:
-    """The address of the instructions, in a page that is never given back: a call may come as late as at exit.
+    """Write the instructions to a new executable page and return their address.
+
+    The page is never freed, because MLX may call the function until the process exits.
 
     Raises:
-        OSError: the system refuses to make a page executable (SELinux), or another processor.
+        OSError: the system does not allow executable pages (SELinux), or the processor is not x86-64.
     """
     if platform.machine() != MACHINE:
-        raise OSError(f"written for {MACHINE} only")
+        raise OSError(f"the instructions are for {MACHINE} only")
     instructions = code(sgemm, sgemv)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -79,7 +83,7 @@ def build(sgemm: int, sgemv: int) -> int:
     writable, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     page = libc.mmap(None, elf.PAGE_BYTES, writable, private, -1, 0)
     if page == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "mmap refused")
+        raise OSError(ctypes.get_errno(), "mmap failed")
     ctypes.memmove(page, instructions, len(instructions))
     elf.protect(page, elf.PAGE_BYTES, mmap.PROT_READ | mmap.PROT_EXEC)
     return int(page)

@@ -1,0 +1,346 @@
+"""Sends the requests of a case to a target and returns a sample for each of them, including failed ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lmx_lab.bench.case import Case, Closed, Poisson
+from lmx_lab.bench.figures import Trace
+from lmx_lab.bench.prompts import prompt, prompt_hash, words
+from lmx_lab.bench.sample import RunClock, Sample, new_run
+from lmx_lab.bench.targets import Target, TargetFacts
+from lmx_lab.errors import InvalidRequestError, LabError, UnclearModelError, UnreachableError
+
+log = logging.getLogger(__name__)
+SILENCE_S = 60.0
+DAY_S = 86400
+KEEPALIVE_FACTOR = 10
+"""A server that only sends keep-alives has this many times ``silence_s`` to send a token."""
+FAILURE_LIMIT = 3
+"""After this many consecutive requests without any reply, no further request of the case is sent."""
+RETRY_LIMIT_S = 5.0
+"""Upper limit for the time that a refused user waits as advised by the server."""
+FEW_WORDS = 8
+MANY_WORDS = (64, 512)
+"""Minimum and maximum."""
+SampleCallback = Callable[[Sample], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How many words a prompt needs for a given number of tokens: its length is linear in the number of words."""
+
+    tokens_per_word: float = 1.0
+    template_tokens: float = 0.0
+    """Tokens that are added to each prompt, such as those of the chat template."""
+    confirmed: bool = False
+    """Whether a prompt of the final length has been counted."""
+
+    def word_tokens(self, prompt_tokens: int) -> int:
+        """The tokens of a prompt that its words must provide."""
+        return max(1, round(prompt_tokens - self.template_tokens))
+
+    def corrected(self, wanted_tokens: int, counted_tokens: int) -> Calibration:
+        """Correct the calibration by a prompt that was made for ``wanted_tokens`` and had ``counted_tokens``."""
+        difference = counted_tokens - max(wanted_tokens, self.template_tokens + 1)
+        return replace(self, template_tokens=self.template_tokens + difference, confirmed=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """State that all cases of a run share."""
+
+    id: str = field(default_factory=new_run)
+    """Part of the prompts, so that they differ from those of other runs, which the server may have cached."""
+    silence_s: float = SILENCE_S
+    """A request fails if the target sends nothing for this time. Above 0, up to one day."""
+    clock: RunClock = field(default_factory=RunClock)
+    calibrations: dict[tuple[int, int], Calibration] = field(default_factory=dict)
+    """By target and prompt length."""
+
+    def __post_init__(self) -> None:
+        seconds = self.silence_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= DAY_S:
+            raise InvalidRequestError(
+                f"silence_s is {seconds!r:.40}; give seconds above 0 and up to {DAY_S:,}", param="silence_s"
+            )
+
+
+async def drive(
+    target: Target, case: Case, *, repeat: int = 0, silence_s: float = SILENCE_S
+) -> AsyncGenerator[Sample, None]:
+    """Measure one case: its warm-up, then its requests. Yields each sample when its request ends.
+
+    A failed request yields a sample with its error. After three consecutive requests without any reply, the rest of the
+    case is not sent and yields samples with a corresponding error. Closing the generator cancels running requests.
+    """
+    case_run = CaseRun(target, case, repeat=repeat, run=Run(silence_s=silence_s))
+    await case_run.prepare()
+    for part in (case_run.warm_up(), case_run.measure(range(case.requests))):
+        async with aclosing(part) as ended:
+            async for sample in ended:
+                yield sample
+
+
+class CaseRun:
+    """One repeat of a case on a target. Call ``prepare``, ``warm_up``, then ``measure`` for parts of the requests."""
+
+    def __init__(self, target: Target, case: Case, *, repeat: int, run: Run) -> None:
+        self._target = target
+        self._case = case
+        self._repeat = repeat
+        self._run = run
+        self._facts = TargetFacts()
+        self._calibration = Calibration()
+        self._failures = 0
+        """Consecutive requests without any reply."""
+
+    async def prepare(self) -> None:
+        """Get the facts about the target and calibrate the prompt length. Other errors are left to the requests.
+
+        Raises:
+            UnclearModelError: the model to be measured is not specified.
+        """
+        known, key = self._run.calibrations, (id(self._target), self._case.prompt_tokens)
+        try:
+            async with asyncio.timeout(self._run.silence_s):
+                await self._describe()
+                if key not in known:
+                    known[key] = await calibrate(self._target, self._case.prompt_tokens)
+        except UnclearModelError:
+            raise
+        except (LabError, OSError, TimeoutError) as exc:
+            log.info("%s could not be queried before the measurement: %r", self._target.name, exc)
+        self._calibration = known.get(key, self._calibration)
+
+    async def _describe(self) -> None:
+        try:
+            self._facts = await self._target.describe()
+        except UnclearModelError:
+            raise
+        except (LabError, OSError) as exc:
+            log.info("%s does not describe itself: %s", self._target.name, exc)
+
+    async def warm_up(self) -> AsyncGenerator[Sample, None]:
+        """Send requests that are not counted. Their prompt tokens correct the length of the following prompts."""
+        numbers = range(self._case.warm_up)
+        async with aclosing(_samples_of(lambda on_sample: self._users(numbers, on_sample, warm_up=True))) as ended:
+            async for sample in ended:
+                if sample.prompt_tokens and sample.error is None:
+                    self._correct_length(sample.prompt_tokens)
+                yield sample
+
+    def _correct_length(self, counted_tokens: int) -> None:
+        known, key = self._run.calibrations, (id(self._target), self._case.prompt_tokens)
+        if not self._calibration.confirmed:
+            self._calibration = known[key] = self._calibration.corrected(self._case.prompt_tokens, counted_tokens)
+
+    def measure(self, numbers: Sequence[int]) -> AsyncGenerator[Sample, None]:
+        """Send the requests with these numbers, at the times that the case's arrival determines."""
+        arrival = self._case.arrival
+        if isinstance(arrival, Closed):
+            return _samples_of(lambda on_sample: self._users(numbers, on_sample))
+        return _samples_of(lambda on_sample: self._arrivals(arrival, numbers, on_sample))
+
+    async def _users(self, numbers: Iterable[int], on_sample: SampleCallback, *, warm_up: bool = False) -> None:
+        """Each of the users sends the next request when its previous one has ended."""
+        remaining = iter(numbers)
+
+        async def user() -> None:
+            advised_s: float | None = None
+            for number in remaining:
+                await asyncio.sleep(min(advised_s or 0.0, RETRY_LIMIT_S))
+                sample, advised_s = await self._request(number, warm_up=warm_up)
+                on_sample(sample)
+
+        async with asyncio.TaskGroup() as users:
+            for _ in range(self._case.concurrency):
+                users.create_task(user())
+
+    async def _arrivals(self, arrival: Poisson, numbers: Sequence[int], on_sample: SampleCallback) -> None:
+        """Send each request when it is due, or later if ``concurrency`` requests are still running."""
+        slots = asyncio.Semaphore(self._case.concurrency)
+        began_s = time.perf_counter()
+
+        async def one(number: int, due_s: float) -> None:
+            try:
+                on_sample((await self._request(number, due_s=due_s))[0])
+            finally:
+                slots.release()
+
+        times_s = arrival.times_s(len(numbers), self._case.seed + self._repeat)
+        async with asyncio.TaskGroup() as requests:
+            for number, offset_s in zip(numbers, times_s, strict=True):
+                due_s = began_s + offset_s
+                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+                await slots.acquire()
+                requests.create_task(one(number, due_s))
+
+    async def _request(
+        self, number: int, *, warm_up: bool = False, due_s: float | None = None
+    ) -> tuple[Sample, float | None]:
+        """Send a request; return its sample, and the time that the server advises a refused user to wait."""
+        text = self._prompt(number, warm_up=warm_up)
+        now_s = time.perf_counter()
+        trace = Trace(sent_at_s=now_s, due_at_s=due_s, ended_at_s=now_s)
+        error, advised_s = self._skip_reason, None
+        if error is None:
+            try:
+                await self._read(text, trace)
+                self._failures = 0
+                if not trace.counts:
+                    error = f"empty: {self._target.name} ended its answer without a token"
+            except (LabError, OSError, TimeoutError) as exc:
+                trace.ended_at_s = time.perf_counter()
+                error, advised_s = self._note_failure(exc)
+        fields = {
+            **self._fields,
+            **trace.figures(),
+            "started_at": self._run.clock.stamp(trace.sent_at_s),
+            "request": number,
+            "warm_up": warm_up,
+            "late_ms": None if due_s is None else max(0.0, trace.sent_at_s - due_s) * 1e3,
+            "error": error,
+            "prompt_hash": prompt_hash(text),
+        }
+        if self._case.cache == "warm" and fields["cached_tokens"] is None:
+            # Most of the prompt was cached, but the server does not report how much.
+            fields["prefill_tok_s"] = None
+        return Sample(**fields), advised_s
+
+    async def _read(self, text: str, trace: Trace) -> None:
+        """Send a prompt and add the answer's chunks to the trace.
+
+        Raises:
+            LabError: raised by the target.
+            TimeoutError: the target sent nothing for ``silence_s``.
+        """
+        loop, silence_s = asyncio.get_running_loop(), self._run.silence_s
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": self._case.output_tokens}
+        sent = False
+        # The deadline is moved ten times per silence_s, because moving it for each token is too expensive.
+        moved_s, step_s = loop.time(), silence_s / 10
+        last_s = moved_s
+        async with (
+            asyncio.timeout_at(moved_s + silence_s + step_s) as limit,
+            aclosing(self._target.ask(body)) as chunks,
+        ):
+            async for chunk in chunks:
+                if not sent:
+                    trace.sent_at_s, sent = chunk.at_s, True
+                trace.add(chunk)
+                now_s = loop.time()
+                last_s = now_s if chunk.tokens else last_s
+                if now_s > moved_s + step_s:
+                    moved_s = now_s
+                    limit.reschedule(min(now_s + silence_s + step_s, last_s + KEEPALIVE_FACTOR * silence_s))
+
+    def _note_failure(self, exc: Exception) -> tuple[str, float | None]:
+        """The error of the sample, and the advised time to wait."""
+        # Subclasses of UnreachableError mean that the server did reply.
+        no_reply = type(exc) is UnreachableError or isinstance(exc, TimeoutError)
+        self._failures = self._failures + 1 if no_reply else 0
+        if isinstance(exc, LabError):
+            return f"{exc.code}: {exc.message}", exc.retry_after_s
+        if isinstance(exc, TimeoutError):
+            return (
+                f"silent: {self._target.name} sent nothing for {self._run.silence_s:g} s; check whether it is stuck",
+                None,
+            )
+        return f"connection-lost: {exc!s:.200}", None
+
+    @property
+    def _skip_reason(self) -> str | None:
+        """The error of requests that are not sent, because the target does not reply."""
+        if self._failures < FAILURE_LIMIT:
+            return None
+        return f"unreachable: not sent, because {self._target.name} did not reply to {FAILURE_LIMIT} requests in a row"
+
+    def _prompt(self, number: int, *, warm_up: bool) -> str:
+        return prompt(
+            self._case,
+            repeat=self._repeat,
+            request=number,
+            warm_up=warm_up,
+            # Different for each target: two targets may be the same server, which would have the prompts cached.
+            run=f"{self._run.id} {self._target.name}",
+            tokens=self._calibration.word_tokens(self._case.prompt_tokens),
+            tokens_per_word=self._calibration.tokens_per_word,
+        )
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        """The fields that all samples of this case run have in common."""
+        case = self._case
+        return {
+            "run": self._run.id,
+            "target": self._target.name,
+            **vars(self._facts),
+            "case": case.name,
+            "prompt_tokens_wanted": case.prompt_tokens,
+            "output_tokens_wanted": case.output_tokens,
+            "concurrency": case.concurrency,
+            "arrival": str(case.arrival),
+            "cache": case.cache,
+            "seed": case.seed,
+            "repeat": self._repeat,
+        }
+
+
+async def calibrate(target: Target, tokens: int) -> Calibration:
+    """Measure how long prompts are, with two short requests.
+
+    Returns:
+        A calibration for prompts of about ``tokens`` tokens; the default one if the target does not count tokens.
+
+    Raises:
+        LabError: raised by the target.
+    """
+    least, most = MANY_WORDS
+    many = max(least, min(tokens, most))
+    few_tokens, many_tokens = await _prompt_tokens(target, FEW_WORDS), await _prompt_tokens(target, many)
+    if few_tokens is None or many_tokens is None or many_tokens <= few_tokens:
+        return Calibration()
+    tokens_per_word = (many_tokens - few_tokens) / (many - FEW_WORDS)
+    return Calibration(tokens_per_word=tokens_per_word, template_tokens=few_tokens - FEW_WORDS * tokens_per_word)
+
+
+async def _prompt_tokens(target: Target, count: int) -> int | None:
+    """The number of tokens of a prompt of ``count`` words, as counted by the target."""
+    text = words(secrets.randbits(32), 0, count)
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    found = None
+    async with aclosing(target.ask(body)) as chunks:
+        async for chunk in chunks:
+            found = chunk.usage.prompt if chunk.usage else found
+    return found
+
+
+async def _samples_of(work: Callable[[SampleCallback], Awaitable[None]]) -> AsyncGenerator[Sample, None]:
+    """Yield the samples that ``work`` passes to its callback. Closing the generator cancels ``work``.
+
+    The queue is bounded by the number of requests of the case.
+    """
+    ended: asyncio.Queue[Sample | None] = asyncio.Queue()
+
+    async def run_work() -> None:
+        try:
+            await work(ended.put_nowait)
+        finally:
+            ended.put_nowait(None)
+
+    task = asyncio.create_task(run_work())
+    try:
+        while (sample := await ended.get()) is not None:
+            yield sample
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,12 @@
+"""OpenBLAS for MLX on Linux CPUs.
+
+MLX's wheel for Linux contains the slow reference BLAS. ``configure_blas`` makes the running process use OpenBLAS
+instead, or the reference BLAS again, and returns a report. ``ThreadChoice`` sets the number of threads before each step
+of the engine. The modules of this package are private.
+"""
+
+from lmx_lab.engine.blas_report import BlasReport
+from lmx_lab.engine.cpu_blas.binding import configure_blas
+from lmx_lab.engine.cpu_blas.thread_choice import ThreadChoice
+
+__all__ = ["BlasReport", "ThreadChoice", "configure_blas"]
