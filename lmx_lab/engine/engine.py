@@ -33,6 +33,7 @@ from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, Kind, ModelEntry
+from lmx_lab.weights.threads import in_thread
 
 
 class Engine:
@@ -116,7 +117,11 @@ class Engine:
             UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
             NotLoadedError: it was given up, on llama.cpp: an unload, or the load of another model, came meanwhile.
         """
-        self.check_fits(entry)
+        if entry.format == "gguf":
+            # It reads the file's header.
+            await in_thread(lambda: self.check_fits(entry))
+        else:
+            self.check_fits(entry)
         if entry.format == self._main and not self._swapping:
             return await self._by_format[entry.format].load(entry, finish_queued=finish_queued)
         return await self._gguf.owned(entry, functools.partial(self._exchange, entry, finish_queued=finish_queued))

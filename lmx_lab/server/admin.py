@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -23,7 +22,8 @@ from lmx_lab.server.connections import EventStream
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.server.naming import ANY, check_unloads, unknown_model
 from lmx_lab.server.openapi import EVENTS, SWAPPED
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.weights import Catalog, Listing, ModelEntry
+from lmx_lab.weights.threads import in_thread
 from lmx_lab.wire.admin import (
     Compute,
     EngineRecord,
@@ -67,7 +67,7 @@ def admin_routes(
     @router.get("/models", responses={200: {"links": {"load": FIRST_RECORD}}})
     async def models() -> ModelRecords:
         """Every model on this disk that can be loaded, and which one is, and which engines run them."""
-        return await asyncio.to_thread(listing, catalog, engine)
+        return await alisting(catalog, engine)
 
     @router.post("/models/load", responses={200: {"links": LOADED}, **SWAPPED})
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
@@ -105,20 +105,19 @@ def admin_routes(
 def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["inference"])
 
-    def cards() -> list[ModelCard]:
-        return [_card(record) for record in records(catalog.scan(), engine.snapshot)]
-
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models() -> ModelCards:
         """The models on this disk, as the chat format lists them."""
-        return ModelCards(data=await asyncio.to_thread(cards))
+        listing = await catalog.alisting()
+        cards = [_card(entry) for entry in _shown(listing.entries, engine.snapshot)]
+        return ModelCards(data=cards, problem=listing.problem)
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str) -> ModelCard:
         """One model on this disk, by its id."""
-        for card in await asyncio.to_thread(cards):
-            if card.id == model:
-                return card
+        for entry in _shown((await catalog.alisting()).entries, engine.snapshot):
+            if entry.id == model:
+                return _card(entry)
         raise unknown_model(model, engine.snapshot, ANY)
 
     return router
@@ -137,18 +136,30 @@ def is_local(request: HTTPConnection) -> bool:
 
 
 def listing(catalog: Catalog, engine: Engine) -> ModelRecords:
-    """What the admin routes and a notebook show of models and engines. Reads files."""
-    entries, now = catalog.scan(), engine.snapshot
-    speeds = kept_speeds(engine.settings)
+    """What the admin routes and a notebook show of models and engines. Reads files; bounded in time."""
+    return _records(catalog.listing(), engine)
+
+
+async def alisting(catalog: Catalog, engine: Engine) -> ModelRecords:
+    """As ``listing``, on an event loop."""
+    found = await catalog.alisting()
+    return await in_thread(lambda: _records(found, engine))
+
+
+def _records(found: Listing, engine: Engine) -> ModelRecords:
+    now = engine.snapshot
+    # The figures lie on the same disk, in general.
+    speeds = kept_speeds(engine.settings) if found.problem is None else None
     rates = speeds.tokens_per_second if speeds is not None else {}
     return ModelRecords(
-        models=records(entries, now),
+        models=records(found.entries, now),
         compute=compute(now),
         engines=[
             EngineRecord(name=name, version=version, tokens_per_second=rates.get(name))
             for name, version in versions().items()
         ],
         preference=_preference(speeds),
+        problem=found.problem,
     )
 
 
@@ -161,15 +172,12 @@ def _preference(speeds: Speeds | None) -> Preference | None:
     )
 
 
-def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
+def records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
     """The catalog as the admin routes and the notebook show it; what is in memory is in it, wherever it lies."""
     in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
     pins = set(in_memory)
     if now.entry is not None:
         in_memory[now.entry.path] = now.model_memory_bytes
-    known = {entry.path for entry in entries}
-    held = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry else [])]
-    shown = [*entries, *{entry.path: entry for entry in held if entry.path not in known}.values()]
     problems = {format: problem(format) for format in ENGINES}
     return [
         ModelRecord(
@@ -186,8 +194,15 @@ def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]
             context_length=entry.context_length,
             pinned=entry.path in pins,
         )
-        for entry in shown
+        for entry in _shown(entries, now)
     ]
+
+
+def _shown(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelEntry]:
+    """What is on the disk, and what is in memory from elsewhere."""
+    known = {entry.path for entry in entries}
+    held = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry else [])]
+    return [*entries, *{entry.path: entry for entry in held if entry.path not in known}.values()]
 
 
 def compute(now: EngineSnapshot) -> Compute | None:
@@ -198,13 +213,8 @@ def compute(now: EngineSnapshot) -> Compute | None:
     return Compute(blas=blas.name, detail=blas.detail, threads=blas.threads, gflops=blas.gflops)
 
 
-def _card(record: ModelRecord) -> ModelCard:
-    try:
-        created = int(Path(record.path).stat().st_mtime)
-    except OSError:
-        # Deleted while loaded, or since the scan.
-        created = 0
-    return ModelCard(id=record.id, created=created)
+def _card(entry: ModelEntry) -> ModelCard:
+    return ModelCard(id=entry.id, created=entry.modified_at)
 
 
 def _extra(name: str) -> str:

@@ -2,12 +2,14 @@
 
 from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.entry import KINDS_IN_WORDS, Format, Kind, ModelEntry, Progress, ProgressCallback, Source, Stage
+from lmx_lab.weights.scanner import Listing
 
 __all__ = [
     "KINDS_IN_WORDS",
     "Catalog",
     "Format",
     "Kind",
+    "Listing",
     "ModelEntry",
     "Progress",
     "ProgressCallback",

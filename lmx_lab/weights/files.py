@@ -1,8 +1,8 @@
 """Open a model's files: regular files only, without blocking, and no larger than files of their kind are.
 
-Opening a FIFO blocks until it has a writer, and reading a link to ``/dev/zero`` never ends. MLX and tokenizers open files
-with Python's lock held, so that one such file stops the whole process. What they open is therefore checked first, with
-``check_files``.
+Opening a FIFO blocks until it has a writer, and reading a link to ``/dev/zero`` never ends. MLX and tokenizers open
+files with Python's lock held, so that one such file stops the whole process. What they open is therefore checked first,
+with ``check_files``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLO
 
 
 def size_limit(name: str) -> int | None:
-    """The most bytes that a model's file of this name may have; ``None`` for weights, and for files that are not read."""
+    """The most bytes that a model's file of this name may have; ``None`` for weights and files that are not read."""
     return next((limit for pattern, limit in LIMITS if fnmatchcase(name, pattern)), None)
 
 
