@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import inspect
 import socket
+import time
 from collections.abc import Coroutine, Generator, Iterator
 from dataclasses import replace
 from types import TracebackType
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from lmx_lab.lab.daemon import LabDaemon
 
 T = TypeVar("T")
+LAST_WORDS_S = 1.0
+"""How long clients have at least to take the end of their answers."""
+LATE_S = 0.2
 
 
 class Serving:
@@ -132,11 +136,15 @@ class Serving:
         # Then the watchers, who would never leave by themselves.
         self._server.feed.close()
         # And the loads and the generations, so that each request gets its answer before its connection goes.
-        await self._server.loader.close()
-        with contextlib.suppress(EngineError):
-            await self.engine.quiesce(GRACE_S)
+        began = time.monotonic()
+        await asyncio.gather(self._server.loader.close(), self._quiesce())
         assert self._host is not None
-        await self._host.stop()
+        await self._host.stop(max(LAST_WORDS_S, GRACE_S - (time.monotonic() - began)))
+
+    async def _quiesce(self) -> None:
+        """Let running requests end, within a time that a load or a step that hangs does not extend."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            await asyncio.wait_for(self.engine.quiesce(GRACE_S), GRACE_S + LATE_S)
 
     def _close(self) -> None:
         self._stopped = True
