@@ -38,7 +38,8 @@ DRAIN_S = 1.5
         "lmx-lab daemon --upstream http://127.0.0.1:8080   before another server",
         "lmx-lab daemon --mcp-config .mcp.json             with a project's tools",
         needs="a chat-format server for its turns, such as lmx-lab serve; it may come later",
-        status="0 after Ctrl-C or SIGTERM (the first lets turns end, the second does not) or POST /v3/daemon/shutdown; "
+        status="0 after Ctrl-C or SIGTERM (turns have 1.5 s to end; a second one cuts them), or POST "
+        "/v3/daemon/shutdown; "
         "1 if it could not start; 2 if an argument cannot be",
     ),
 )
@@ -178,7 +179,7 @@ def _add_servers(running: Daemon, servers: list[McpServerConfig]) -> None:
 
 
 def _end_on_signals(running: Daemon) -> threading.Event:
-    """The first signal lets turns end, the second one ends them, the third is as in any process."""
+    """Set by the first signal, which gives turns ``DRAIN_S`` to end. The second cuts them, the third ends the process."""
     stopping = threading.Event()
 
     def end(signals: int) -> None:
