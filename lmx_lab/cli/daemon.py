@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lmx_lab.daemon.daemon import Daemon
     from lmx_lab.wire.mcp import McpServerConfig
 
-DRAIN_S = 1.5
+DRAIN_S = 1.0
 """How long turns may continue after a signal: all that the daemon does has to end within ``STOP_S``."""
 
 
@@ -38,7 +38,7 @@ DRAIN_S = 1.5
         "lmx-lab daemon --upstream http://127.0.0.1:8080   before another server",
         "lmx-lab daemon --mcp-config .mcp.json             with a project's tools",
         needs="a chat-format server for its turns, such as lmx-lab serve; it may come later",
-        status="0 after Ctrl-C or SIGTERM (turns have 1.5 s to end; a second one cuts them), or POST "
+        status="0 after Ctrl-C or SIGTERM (turns have 1 s to end; a second one cuts them), or POST "
         "/v3/daemon/shutdown; "
         "1 if it could not start; 2 if an argument cannot be",
     ),
@@ -179,7 +179,7 @@ def _add_servers(running: Daemon, servers: list[McpServerConfig]) -> None:
 
 
 def _end_on_signals(running: Daemon) -> threading.Event:
-    """Set by the first signal, which gives turns ``DRAIN_S`` to end. The second cuts them, the third ends the process."""
+    """Set by the first signal, which gives turns ``DRAIN_S``. The second cuts them, the third ends the process."""
     stopping = threading.Event()
 
     def end(signals: int) -> None:
