@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LAST_WORDS_S = 1.0
 """How long clients have at least to take the end of their answers."""
-LATE_S = 0.2
+REQUESTS_S = 2.5
+"""How long running requests may continue before they end with an error."""
+LATE_S = 0.7
+"""How much longer the engine may take to end them: a step may be under way."""
 
 
 class Serving:
@@ -115,7 +118,7 @@ class Serving:
             await self._host.wait()
 
     def stop(self) -> None:
-        """Stop serving, unload, free the port. Running requests have 3 s to end. Idempotent."""
+        """Stop serving, unload, free the port. Running requests have 2.5 s to end. Idempotent."""
         try:
             if self.running:
                 self._block(self._end())
@@ -144,7 +147,7 @@ class Serving:
     async def _quiesce(self) -> None:
         """Let running requests end, within a time that a load or a step that hangs does not extend."""
         with contextlib.suppress(EngineError, TimeoutError):
-            await asyncio.wait_for(self.engine.quiesce(GRACE_S), GRACE_S + LATE_S)
+            await asyncio.wait_for(self.engine.quiesce(REQUESTS_S), REQUESTS_S + LATE_S)
 
     def _close(self) -> None:
         self._stopped = True
