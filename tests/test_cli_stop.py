@@ -17,7 +17,7 @@ from tests.test_cli import WAIT_S, Serving, serving
 
 END_S = 20.0
 """5 s are promised; this machine may be busy."""
-LATE = "something did not end in time"
+LATE = "did not end in time"
 PROGRAM = "\ndel sys.argv[1]\nfrom lmx_lab.cli import main\nmain()\n"
 HANG = """
 import os, sys, threading
@@ -172,10 +172,11 @@ def test_clients_that_read_and_one_that_never_does_and_an_unload_that_waits(tiny
         refused.until(b"being unloaded")
         server.process.send_signal(signal.SIGTERM)
         rest = reader.rest()
-        assert rest.endswith((b"data: [DONE]\n\n\r\n0\r\n\r\n", b"0\r\n\r\n"))
+        # The model may come to its end in time.
+        assert b"data: [DONE]" in rest or b'data: {"error"' in rest
         status, said = finished(server)
         assert (status, "Traceback" in said) == (0, False)
-        assert waits.rest()
+        assert b"no-model-loaded" in waits.rest()
         del other, unload
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 STOP_S = 4.7
 """From the first signal to the end of the process at the latest. A service manager or a user waits 5 to 10 s."""
-LATE = b"something did not end in time, such as a disk that does not answer; it is left alone\n"
+LATE = b"a load, a step or a disk that hangs did not end in time; the process ends without it\n"
 
 
 def stop_on_signals(
@@ -47,7 +47,7 @@ def stop_on_signals(
 def _end_late() -> None:
     threading.Event().wait(STOP_S)
     with contextlib.suppress(OSError, ValueError):
-        # A reader that takes nothing is not waited for.
+        # Not to a pipe that is full: writing would block.
         if select.select([], [2], [], 0)[1]:
             os.write(2, LATE)
     os._exit(0)

@@ -179,7 +179,7 @@ class EngineCore:
 
     def load(self, entry: ModelEntry) -> LoadReport:
         """Put ``entry`` in the place of what is loaded; on failure, load that again and say so in the error."""
-        # What would hang, or never end, is refused while the present model still serves.
+        # Files that would block a load or never end are refused while the current model still serves.
         check_files(entry.path)
         previous = self._main.entry if self._main else None
         started = time.perf_counter()

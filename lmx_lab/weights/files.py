@@ -50,7 +50,7 @@ FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLO
 
 
 def size_limit(name: str) -> int | None:
-    """The most bytes that a model's file of this name may have; ``None`` for weights and files that are not read."""
+    """The largest size in bytes of a model's file of this name; ``None`` for weights and files that are not read."""
     return next((limit for pattern, limit in LIMITS if fnmatchcase(name, pattern)), None)
 
 
@@ -98,10 +98,10 @@ def check_files(folder: Path) -> None:
         UnusableModelError: a file is not; the message names it and the rule.
     """
     for path in _files(folder):
-        # Those that are not there or cannot be opened are the reader's to report.
+        # The reader reports files that are missing or cannot be opened.
         with suppress(OSError):
             if is_read(path.name):
-                # Where the disk does not answer, it is Python that waits here, and nothing else is held up.
+                # Opened as well: a disk that hangs is waited for here, without Python's lock, and not by MLX with it.
                 open_regular(path).close()
             else:
                 _check(path, os.stat(path))

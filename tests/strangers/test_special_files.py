@@ -189,7 +189,7 @@ async def test_the_engine_refuses_it_before_it_unloads_anything(catalog: Catalog
         assert (await run(engine))[1].output_tokens == 8
 
 
-def test_a_server_lists_and_refuses_at_once_and_goes_on_serving(lab: Lab, models: Path) -> None:
+def test_a_server_lists_and_refuses_at_once_and_continues_to_serve(lab: Lab, models: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.copytree(models / "good", models / f"bad-{name}")
         put(models / f"bad-{name}", name, os.mkfifo)

@@ -93,7 +93,7 @@ def test_a_first_scan_that_is_not_at_its_end_gives_what_it_has_found(disk: Disk)
     assert (ids(listing), "may be incomplete" in str(listing.problem)) == (["one"], True)
 
 
-def test_what_goes_wrong_is_raised_to_everybody_and_the_next_scan_is_another(disk: Disk) -> None:
+def test_a_failure_is_raised_in_every_caller_and_the_next_call_scans_again(disk: Disk) -> None:
     scanner = Scanner(disk.roots, limit_s=WAIT_S)
     disk.failure = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
@@ -105,7 +105,7 @@ def test_what_goes_wrong_is_raised_to_everybody_and_the_next_scan_is_another(dis
 
 
 @pytest.mark.anyio
-async def test_a_caller_who_leaves_takes_nothing_from_the_others(disk: Disk) -> None:
+async def test_a_cancelled_caller_does_not_cancel_the_scan_of_the_others(disk: Disk) -> None:
     scanner = Scanner(disk.roots, limit_s=WAIT_S)
     disk.answers.clear()
     asking = [asyncio.create_task(scanner.alisting()) for _ in range(4)]
