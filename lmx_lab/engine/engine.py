@@ -33,6 +33,7 @@ from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, Kind, ModelEntry
+from lmx_lab.weights.files import check_files
 from lmx_lab.weights.threads import in_thread
 
 
@@ -130,6 +131,9 @@ class Engine:
         if entry.format == self._main:
             # Another exchange has been faster.
             return await self._load_of(asked, finish_queued=finish_queued)
+        if entry.format == "mlx":
+            # Before the other engine's model is unloaded for it.
+            await in_thread(lambda: check_files(entry.path))
         before = self._by_format[self._main]
         previous, format_before = before.snapshot.entry, self._main
         self._swapping = True

@@ -177,15 +177,19 @@ def test_files_that_no_load_reads_may_be_large_but_not_special(models: Path) -> 
 
 
 @pytest.mark.anyio
-async def test_the_engine_refuses_it_before_it_unloads_anything(catalog: Catalog, models: Path) -> None:
+@pytest.mark.parametrize("loaded", ["mlx", "gguf"])
+async def test_the_engine_refuses_it_before_it_unloads_anything(
+    catalog: Catalog, models: Path, tiny_gguf: Path, *, loaded: str
+) -> None:
     """Also where it was replaced after the catalog had looked."""
-    good, bad = catalog.resolve("good"), catalog.resolve("bad")
+    good, bad = catalog.resolve("good" if loaded == "mlx" else str(tiny_gguf)), catalog.resolve("bad")
     put(models / "bad", "tokenizer.json", os.mkfifo)
     async with Engine(Settings(slots=2, threads=1)) as engine:
         await engine.load(good)
         with pytest.raises(UnusableModelError, match=r"tokenizer\.json is a FIFO"):
             await asyncio.wait_for(engine.load(bad), WAIT_S)
         assert engine.snapshot.entry == good
+        assert engine.snapshot.state == "ready"
         assert (await run(engine))[1].output_tokens == 8
 
 
