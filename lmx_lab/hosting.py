@@ -231,7 +231,7 @@ class Host:
         """Return when the server has ended, whoever ended it."""
         await asyncio.wait({self._task})
 
-    async def stop(self, grace_s: int = GRACE_S) -> None:
+    async def stop(self, grace_s: float = GRACE_S) -> None:
         """Stop accepting, let running requests end for ``grace_s``, then cancel them; the port is free afterwards.
 
         Idempotent, and bounded whatever the application does.
@@ -241,7 +241,8 @@ class Host:
         """
         if asyncio.get_running_loop() is not self.loop:
             raise HostingError("this server runs on another loop; stop it there: thread.run(host.stop())")
-        self._server.config.timeout_graceful_shutdown = grace_s
+        # uvicorn counts whole seconds by its types, and waits for fractions all the same.
+        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         self._server.should_exit = True
         await asyncio.wait({self._task}, timeout=grace_s + CANCEL_S)
         await self._lifespan.end()

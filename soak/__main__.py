@@ -15,6 +15,7 @@ A line of the table is zero from ``lost`` to ``processes`` where all is well; th
 | connections | idle streams and sockets by the hundred, slow readers, peers that vanish                          |
 | cycles      | 1,000 loads and unloads, 200 on llama.cpp                                                         |
 | kills       | signals under load, SIGKILL at any moment, and the start after it                                 |
+| files       | FIFOs, devices and folders where a model's files should be, and a disk that does not answer       |
 
 The columns: requests begun; faults injected; work that was accepted and lost, or done twice; what was not answered or
 ended in its time; by how much memory, descriptors, threads and child processes grew beyond what the part allows (its
@@ -43,7 +44,7 @@ from soak import report
 from soak.row import Row
 from soak.soak import Soak
 
-PARTS = ("fuzz", "load", "connections", "cycles", "kills")
+PARTS = ("fuzz", "load", "connections", "cycles", "kills", "files")
 """Modules of this package with a ``run``."""
 Run = Callable[[Soak], list[Row]]
 INTERRUPTED = 130

@@ -16,6 +16,7 @@ import typer
 from lmx_lab.cli.app import app, epilog, keep_what_is_made, say, start_logging
 from lmx_lab.cli.listening import check_host
 from lmx_lab.cli.parsing import Command
+from lmx_lab.cli.stopping import stop_on_signals
 from lmx_lab.cli.terminal import asked, can_be_asked
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, McpServerExistsError
 from lmx_lab.links import LOOPBACK_NAMES
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from lmx_lab.daemon.daemon import Daemon
     from lmx_lab.wire.mcp import McpServerConfig
 
-DRAIN_S = 30.0
-"""How long turns may go on after the daemon was told to end."""
+DRAIN_S = 1.0
+"""How long turns may continue after a signal: all that the daemon does has to end within ``STOP_S``."""
 
 
 @app.command(
@@ -36,7 +37,8 @@ DRAIN_S = 30.0
         "lmx-lab daemon --upstream http://127.0.0.1:8080   before another server",
         "lmx-lab daemon --mcp-config .mcp.json             with a project's tools",
         needs="a chat-format server for its turns, such as lmx-lab serve; it may come later",
-        status="0 after Ctrl-C or SIGTERM (the first lets turns end, the second does not) or POST /v3/daemon/shutdown; "
+        status="0 after Ctrl-C or SIGTERM (turns have 1 s to end; a second one cuts them), or POST "
+        "/v3/daemon/shutdown; "
         "1 if it could not start; 2 if an argument cannot be",
     ),
 )
@@ -177,20 +179,13 @@ def _add_servers(running: Daemon, servers: list[McpServerConfig]) -> None:
 
 
 def _end_on_signals(running: Daemon) -> threading.Event:
-    """The first signal lets turns end, the second one ends them, the third is as in any process."""
-    received: list[int] = []
+    """Set by the first signal, which gives turns ``DRAIN_S``. The second cuts them, the third ends the process."""
     stopping = threading.Event()
-    # A terminal that is closed sends SIGHUP; under nohup it is ignored, and stays so.
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
 
-    def end(number: int, frame: object) -> None:
-        received.append(number)
+    def end(signals: int) -> None:
         stopping.set()
-        if len(received) > 1:
-            for each in numbers:
-                signal.signal(each, signal.SIG_DFL)
-        running.begin_stop(mode="drain" if len(received) == 1 else "now", grace_s=DRAIN_S)
+        running.begin_stop(mode="drain" if signals == 1 else "now", grace_s=DRAIN_S)
 
-    for number in numbers:
-        signal.signal(number, end)
+    # A terminal that is closed sends SIGHUP; under nohup it is ignored, and stays so.
+    stop_on_signals(end, numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), most=2)
     return stopping

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +17,7 @@ from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.folders import settings_with_folders
 from lmx_lab.cli.listening import check_host
 from lmx_lab.cli.parsing import Command
+from lmx_lab.cli.stopping import stop_on_signals
 from lmx_lab.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -173,13 +173,11 @@ def _stop_signal() -> asyncio.Event:
     """Set by the first SIGINT or SIGTERM; a second one ends the process as it would any."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def received() -> None:
-        stop.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+    def begin(_: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            loop.call_soon_threadsafe(stop.set)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, received)
+    stop_on_signals(begin)
     return stop
 
 

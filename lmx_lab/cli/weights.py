@@ -68,7 +68,10 @@ def models() -> None:
     from lmx_lab.weights.starters import STARTERS
 
     settings = settings_with_folders()
-    entries = Catalog(settings).scan()
+    listing = Catalog(settings).listing()
+    entries = listing.entries
+    if listing.problem is not None:
+        note(listing.problem)
     table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     for entry in entries:
         size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")

@@ -25,6 +25,7 @@ from lmx_lab.engine.requests import EngineSnapshot, EngineState, LoadReport, Pin
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.weights.files import check_files
 from lmx_lab.weights.stamp import is_loaded, require_unchanged, stamped
 
 T = TypeVar("T")
@@ -178,6 +179,8 @@ class EngineCore:
 
     def load(self, entry: ModelEntry) -> LoadReport:
         """Put ``entry`` in the place of what is loaded; on failure, load that again and say so in the error."""
+        # Files that would block a load or never end are refused while the current model still serves.
+        check_files(entry.path)
         previous = self._main.entry if self._main else None
         started = time.perf_counter()
         self.unload()
@@ -268,6 +271,7 @@ class EngineCore:
 
     def _read(self, entry: ModelEntry, *, limit_bytes: int) -> Loaded:
         entry, load = stamped(entry), load_chat if entry.kind == "chat" else load_encoder
+        check_files(entry.path)
         model: Loaded = load(entry, limit_bytes=limit_bytes, dtype=self._settings.dtype)
         require_unchanged(entry)
         return model

@@ -36,6 +36,8 @@ from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, Kind, ModelEntry
+from lmx_lab.weights.files import check_files
+from lmx_lab.weights.threads import in_thread
 
 if TYPE_CHECKING:
     from lmx_lab.engine.gguf.engine import GgufEngine
@@ -160,7 +162,11 @@ class Engine:
         if entry.format not in self._engines:
             # Imports it; later, loads and unloads reach the engine in the order of the calls.
             await asyncio.to_thread(self.on, entry.format)
-        self.check_fits(entry)
+        if entry.format == "gguf":
+            # It reads the file's header.
+            await in_thread(lambda: self.check_fits(entry))
+        else:
+            self.check_fits(entry)
         if entry.format == self._main and not self._swapping:
             return await self.on(entry.format).load(entry, finish_queued=finish_queued)
         exchanges = await asyncio.to_thread(self._exchanging)
@@ -180,6 +186,9 @@ class Engine:
         if entry.format == self._main:
             # Another exchange has been faster.
             return await self._load_of(asked, finish_queued=finish_queued)
+        if entry.format == "mlx":
+            # Before the other engine's model is unloaded for it.
+            await in_thread(lambda: check_files(entry.path))
         before, format_before = self._engines.get(self._main), self._main
         previous = before.snapshot.entry if before is not None else None
         self._swapping = True

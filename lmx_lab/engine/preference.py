@@ -21,8 +21,10 @@ from typing import Any
 from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.gguf.process import PACKAGE, installed
 from lmx_lab.engine.registry import EngineName
+from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format
+from lmx_lab.weights.files import open_regular
 
 TITLES: Mapping[EngineName, str] = {"mlx": "MLX", "llama.cpp": "llama.cpp"}
 FILES: Mapping[EngineName, str] = {"mlx": "MLX folders", "llama.cpp": "GGUF files"}
@@ -102,7 +104,7 @@ def conditions(settings: Settings) -> dict[str, Any]:
 def kept_speeds(settings: Settings) -> Speeds | None:
     """What was measured last, if it still holds. Reads a small file."""
     try:
-        with (settings.home / FILE).open("rb") as file:
+        with open_regular(settings.home / FILE) as file:
             found = json.loads(file.read(FILE_BYTES))
         speeds = Speeds(
             model=str(found["model"]),
@@ -111,7 +113,7 @@ def kept_speeds(settings: Settings) -> Speeds | None:
             busy_percent=float(found["busy_percent"]),
             made_with=dict(found["made_with"]),
         )
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, UnusableModelError):
         # There is none, or somebody has been at it: then it is measured anew.
         return None
     return speeds if speeds.made_with == conditions(settings) else None

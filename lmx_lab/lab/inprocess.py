@@ -14,7 +14,7 @@ from lmx_lab.lab.prompt import chat_request, rerank_body
 from lmx_lab.lab.returning import bring_back
 from lmx_lab.panels.source import ChatPiece, ChatStats, Ranked, ServerState
 from lmx_lab.server import InferenceServer
-from lmx_lab.server.admin import listing, sample
+from lmx_lab.server.admin import alisting, sample
 from lmx_lab.server.generations import Generation
 from lmx_lab.server.naming import CHAT, RERANK
 from lmx_lab.server.rerank import rerank_request
@@ -78,7 +78,7 @@ class InProcess:
         return sample(before, snapshot, max(now - then, 1e-3))
 
     async def models(self) -> ModelRecords:
-        return await asyncio.to_thread(listing, self._lab.catalog, self._lab.engine)
+        return await alisting(self._lab.catalog, self._lab.engine)
 
     async def load(self, model: str) -> LoadAnswer:
         report = await self._server.loader.load(model, local=True)

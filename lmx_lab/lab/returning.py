@@ -6,12 +6,13 @@ own.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 from typing import TYPE_CHECKING
 
 from lmx_lab.errors import ModelBusyError, ModelNotFoundError
 from lmx_lab.server.naming import Kinds, rests_by_path
+from lmx_lab.weights.threads import in_thread
 
 if TYPE_CHECKING:
     from lmx_lab.lab.running import Lab
@@ -39,7 +40,7 @@ async def bring_back(lab: Lab, kinds: Kinds) -> None:
             return
         local = rests_by_path(name, now)
         try:
-            entry = await asyncio.to_thread(lab.catalog.resolve, name, local=local)
+            entry = await in_thread(functools.partial(lab.catalog.resolve, name, local=local))
         except ModelNotFoundError:
             return  # its files were deleted meanwhile; the engine says what is missing
         if not entry.answers(kinds):

@@ -5,7 +5,6 @@ Every blocking verb has an ``a…`` twin; both do the same work on the server's 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.serving import Serving
 from lmx_lab.rankings import RerankResult
 from lmx_lab.replies import ModelList, Reply, ReplyStream
-from lmx_lab.server.admin import listing
+from lmx_lab.server.admin import alisting, listing
 from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.generations import Generation
 from lmx_lab.server.rerank import rerank_request
@@ -199,7 +198,8 @@ class Lab(Serving, Measuring):
         return ModelList.of(listing(self.catalog, self.engine))
 
     async def amodels(self) -> ModelList:
-        return await asyncio.to_thread(self.models)
+        self._check_running()
+        return ModelList.of(await alisting(self.catalog, self.engine))
 
     # What the verbs do
 

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import inspect
 import socket
+import time
 from collections.abc import Coroutine, Generator, Iterator
 from dataclasses import replace
 from types import TracebackType
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
     from lmx_lab.lab.daemon import LabDaemon
 
 T = TypeVar("T")
+LAST_WORDS_S = 1.0
+"""How long clients have at least to take the end of their answers."""
+REQUESTS_S = 2.5
+"""How long running requests may continue before they end with an error."""
+LATE_S = 0.7
+"""How much longer the engine may take to end them: a step may be under way."""
 
 
 class Serving:
@@ -115,7 +122,7 @@ class Serving:
             await self._host.wait()
 
     def stop(self) -> None:
-        """Stop serving, unload, free the port. Running requests have 3 s to end. Idempotent."""
+        """Stop serving, unload, free the port. Running requests have 2.5 s to end. Idempotent."""
         try:
             if self.running:
                 self._block(self._end())
@@ -136,11 +143,15 @@ class Serving:
         # Then the watchers, who would never leave by themselves.
         self._server.feed.close()
         # And the loads and the generations, so that each request gets its answer before its connection goes.
-        await self._server.loader.close()
-        with contextlib.suppress(EngineError):
-            await self.engine.quiesce(GRACE_S)
+        began = time.monotonic()
+        await asyncio.gather(self._server.loader.close(), self._quiesce())
         assert self._host is not None
-        await self._host.stop()
+        await self._host.stop(max(LAST_WORDS_S, GRACE_S - (time.monotonic() - began)))
+
+    async def _quiesce(self) -> None:
+        """Let running requests end, within a time that a load or a step that hangs does not extend."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            await asyncio.wait_for(self.engine.quiesce(REQUESTS_S), REQUESTS_S + LATE_S)
 
     def _close(self) -> None:
         self._stopped = True

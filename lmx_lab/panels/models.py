@@ -97,6 +97,8 @@ class ModelsPanel(Panel):
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
         self._records: tuple[ModelRecord, ...] = ()
         self._preference: Preference | None = None
+        self._problem: str | None = None
+        """Why the list may be incomplete."""
         self._jobs: dict[str, Job] = {}
         self._own: Job | None = None
         self._work: asyncio.Task[None] | None = None
@@ -154,7 +156,7 @@ class ModelsPanel(Panel):
         if self._work is not None:
             self._work.cancel()
         self._work, self._own, self._given_up, self._records = None, None, False, ()
-        self._preference = None
+        self._preference = self._problem = None
         self._jobs.clear()
         self.show(error="")
         self._show_jobs()
@@ -248,6 +250,7 @@ class ModelsPanel(Panel):
             found = await source.models()
             if source is self.workbench.source:
                 self._records, self._preference = tuple(found.models), found.preference
+                self._problem = found.problem
                 self._show_rows()
 
     def _show_rows(self) -> None:
@@ -265,7 +268,8 @@ class ModelsPanel(Panel):
 
     def _engines(self) -> str:
         problems = dict.fromkeys(record.problem for record in self._records if record.problem)
-        return ". ".join([*([self._preference.detail] if self._preference else []), *problems])
+        said = [self._preference.detail if self._preference else None, *problems, self._problem]
+        return ". ".join(filter(None, said))
 
     def _show_jobs(self) -> None:
         jobs = [*([self._own] if self._own else []), *self._jobs.values()]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -24,7 +23,8 @@ from lmx_lab.server.connections import EventStream
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.server.naming import ANY, check_unloads, shown_id, unknown_model
 from lmx_lab.server.openapi import EVENTS, SWAPPED
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.weights import Catalog, Listing, ModelEntry
+from lmx_lab.weights.threads import in_thread
 from lmx_lab.wire.admin import (
     Compute,
     EngineRecord,
@@ -70,12 +70,17 @@ def admin_routes(
         """Every model on this disk that can be loaded, and which one is, and which engines run them. Only local callers
         see paths; for others the `path` of a model is its id.
         """
-        found = await asyncio.to_thread(listing, catalog, engine)
+        found = await alisting(catalog, engine)
         if is_local(request):
             return found
         hide: Callable[[str], str] = request.app.state.without_paths
-        shown = found.compute and found.compute.model_copy(update={"detail": hide(found.compute.detail)})
-        return found.model_copy(update={"models": [_without_path(it) for it in found.models], "compute": shown})
+        return found.model_copy(
+            update={
+                "models": [_without_path(it) for it in found.models],
+                "compute": found.compute and found.compute.model_copy(update={"detail": hide(found.compute.detail)}),
+                "problem": found.problem and hide(found.problem),
+            }
+        )
 
     @router.post("/models/load", responses={200: {"links": LOADED}, **SWAPPED})
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
@@ -116,18 +121,22 @@ def admin_routes(
 def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["inference"])
 
-    def cards(*, local: bool) -> list[ModelCard]:
-        return [_card(record, local=local) for record in records(catalog.scan(), engine.snapshot)]
+    async def shown(request: Request) -> tuple[list[ModelCard], str | None]:
+        local = is_local(request)
+        found = await catalog.alisting()
+        cards = [_card(entry, local=local) for entry in _with_loaded(found.entries, engine.snapshot)]
+        return cards, found.problem if local or not found.problem else request.app.state.without_paths(found.problem)
 
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
         """The models on this disk, as the chat format lists them."""
-        return ModelCards(data=await asyncio.to_thread(cards, local=is_local(request)))
+        cards, problem = await shown(request)
+        return ModelCards(data=cards, problem=problem)
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str, request: Request) -> ModelCard:
         """One model on this disk, by its id."""
-        for card in await asyncio.to_thread(cards, local=is_local(request)):
+        for card in (await shown(request))[0]:
             if card.id == model:
                 return card
         raise unknown_model(model, engine.snapshot, ANY)
@@ -141,18 +150,30 @@ def is_local(request: HTTPConnection) -> bool:
 
 
 def listing(catalog: Catalog, engine: Engine) -> ModelRecords:
-    """What the admin routes and a notebook show of models and engines. Reads files."""
-    entries, now = catalog.scan(), engine.snapshot
-    speeds = kept_speeds(engine.settings)
+    """What the admin routes and a notebook show of models and engines. Reads files; bounded in time."""
+    return _records(catalog.listing(), engine)
+
+
+async def alisting(catalog: Catalog, engine: Engine) -> ModelRecords:
+    """As ``listing``, on an event loop."""
+    found = await catalog.alisting()
+    return await in_thread(lambda: _records(found, engine))
+
+
+def _records(found: Listing, engine: Engine) -> ModelRecords:
+    now = engine.snapshot
+    # The figures lie on the same disk, in general.
+    speeds = kept_speeds(engine.settings) if found.problem is None else None
     rates = speeds.tokens_per_second if speeds is not None else {}
     return ModelRecords(
-        models=records(entries, now),
+        models=records(found.entries, now),
         compute=compute(now),
         engines=[
             EngineRecord(name=name, version=version, tokens_per_second=rates.get(name))
             for name, version in versions().items()
         ],
         preference=_preference(speeds),
+        problem=found.problem,
     )
 
 
@@ -165,15 +186,12 @@ def _preference(speeds: Speeds | None) -> Preference | None:
     )
 
 
-def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
+def records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
     """The catalog as the admin routes and the notebook show it; what is in memory is in it, wherever it lies."""
     in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
     pins = set(in_memory)
     if now.entry is not None:
         in_memory[now.entry.path] = now.model_memory_bytes
-    known = {entry.path for entry in entries}
-    held = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry else [])]
-    shown = [*entries, *{entry.path: entry for entry in held if entry.path not in known}.values()]
     problems = {format: row.problem() for format, row in ENGINES.items()}
     return [
         ModelRecord(
@@ -190,8 +208,15 @@ def records(entries: list[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]
             context_length=entry.context_length,
             pinned=entry.path in pins,
         )
-        for entry in shown
+        for entry in _with_loaded(entries, now)
     ]
+
+
+def _with_loaded(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelEntry]:
+    """What is on the disk, and what is in memory from elsewhere."""
+    known = {entry.path for entry in entries}
+    held = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry else [])]
+    return [*entries, *{entry.path: entry for entry in held if entry.path not in known}.values()]
 
 
 def compute(now: EngineSnapshot) -> Compute | None:
@@ -203,18 +228,13 @@ def compute(now: EngineSnapshot) -> Compute | None:
 
 
 def _without_path(record: ModelRecord) -> ModelRecord:
-    """As callers see it that are not local."""
+    """The record for callers that are not local."""
     model = shown_id(record.id, local=False)
     return record.model_copy(update={"id": model, "path": model})
 
 
-def _card(record: ModelRecord, *, local: bool) -> ModelCard:
-    try:
-        created = int(Path(record.path).stat().st_mtime)
-    except OSError:
-        # Deleted while loaded, or since the scan.
-        created = 0
-    return ModelCard(id=shown_id(record.id, local=local), created=created)
+def _card(entry: ModelEntry, *, local: bool) -> ModelCard:
+    return ModelCard(id=shown_id(entry.id, local=local), created=entry.modified_at)
 
 
 def _extra(name: str) -> str:

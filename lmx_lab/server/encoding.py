@@ -158,8 +158,8 @@ class EncodingService:
             else:
                 pending = await self._swap.submit(request, submit, kinds=kinds)
         except NotLoadedError as exc:
-            entries = await asyncio.to_thread(self._catalog.scan)
-            raise not_loaded(exc, request.model, entries, self._engine.snapshot, kinds=kinds) from exc
+            found = await self._catalog.alisting()
+            raise not_loaded(exc, request.model, found.entries, self._engine.snapshot, kinds=kinds) from exc
         return await pending.result()
 
     def _pinned(self, name: str | None, kinds: Kinds) -> bool:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import TypeVar
 
 from lmx_lab.engine import Engine, LoadReport
@@ -24,12 +23,15 @@ from lmx_lab.errors import (
 from lmx_lab.feed import Feed
 from lmx_lab.weights import KINDS_IN_WORDS, Catalog, Kind, ModelEntry, Progress
 from lmx_lab.weights.stamp import is_loaded
+from lmx_lab.weights.threads import in_thread
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 
 T = TypeVar("T")
 Event = ModelEvent | RequestEvent
 LOOK_AGAIN_S = 0.02
 CLOSE_S = 2.0
+DISK_S = 30.0
+"""How long the files of a model may take to be found and checked."""
 
 
 class ModelLoader:
@@ -110,7 +112,7 @@ class ModelLoader:
                     f"{name} is {KINDS_IN_WORDS[entry.kind]}; this place is for {KINDS_IN_WORDS[kind]}; "
                     "load the other kind as the model"
                 )
-            await asyncio.to_thread(self._catalog.check, entry)
+            await _from_disk(lambda: self._catalog.check(entry), entry.id)
             self._feed.publish(ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes))
             report = await self._engine.pin(entry)
         except LabError as exc:
@@ -168,7 +170,7 @@ class ModelLoader:
         try:
             entry = await self._find(name, local=local)
             self._inside.add(name)
-            report = await asyncio.to_thread(self._loaded, entry) or await self._enter(
+            report = await in_thread(lambda: self._loaded(entry)) or await self._enter(
                 entry, finish_queued=finish_queued
             )
         except LabError as exc:
@@ -190,7 +192,7 @@ class ModelLoader:
 
     async def _enter(self, entry: ModelEntry, *, finish_queued: bool) -> LoadReport:
         with self._entrance(f"{entry.id} is being loaded"):
-            await asyncio.to_thread(self._catalog.check, entry)
+            await _from_disk(lambda: self._catalog.check(entry), entry.id)
             self._feed.publish(ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes))
             self._entering = entry
             try:
@@ -217,7 +219,7 @@ class ModelLoader:
 
     async def _find(self, name: str, *, local: bool) -> ModelEntry:
         try:
-            return await asyncio.to_thread(self._catalog.resolve, name, local=local)
+            return await _from_disk(lambda: self._catalog.resolve(name, local=local), name)
         except (ModelNotFoundError, UnusableModelError) as exc:
             # A fetch that was cut off, by a full disk or the end of its process, leaves a part: the rest is to be had.
             if isinstance(exc, UnusableModelError) and not self._catalog.can_fetch(name):
@@ -248,26 +250,24 @@ class ModelLoader:
                 )
             )
 
-        return await _in_daemon_thread(lambda: self._catalog.fetch(name, tell))
+        return await in_thread(lambda: self._catalog.fetch(name, tell), name="lmx-lab-fetch")
+
+
+async def _from_disk(work: Callable[[], T], name: str) -> T:
+    """
+    Raises:
+        NotLoadedError: the disk does not answer in time.
+    """
+    try:
+        return await asyncio.wait_for(in_thread(work), DISK_S)
+    except TimeoutError:
+        raise NotLoadedError(
+            f"{name} was not loaded: the folders with models have not been read within {DISK_S:g} s; check their disks"
+        ) from None
 
 
 async def _shielded(task: asyncio.Task[T]) -> T:
     return await asyncio.shield(task)
-
-
-async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """For downloads: unlike an executor's, such a thread does not keep the process from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except BaseException as exc:
-                future.set_exception(exc)
-
-    threading.Thread(target=run, name="lmx-lab-fetch", daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def check_admin(*, local: bool, lan_admin: bool) -> None:

@@ -115,8 +115,8 @@ class ChatService:
         except NotLoadedError as exc:
             if request.model is None:
                 raise
-            entries = await asyncio.to_thread(self._catalog.scan)
-            raise not_loaded(exc, request.model, entries, self._engine.snapshot) from exc
+            found = await self._catalog.alisting()
+            raise not_loaded(exc, request.model, found.entries, self._engine.snapshot) from exc
 
     def _refused(self, request_id: str | None, first: int, outcome: Outcome, code: str | None = None) -> None:
         # The name as it was asked for may be anything; a label of a metric must not.

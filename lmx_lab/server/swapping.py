@@ -22,6 +22,7 @@ from lmx_lab.server.naming import CHAT, Kinds, rests_by_path, unknown_model, wro
 from lmx_lab.server.turns import Line, Ticket
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.weights.threads import in_thread
 
 R = TypeVar("R", GenerationRequest, EmbeddingRequest, RerankRequest)
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class ModelSwap:
 
     async def _resolve(self, name: str, kinds: Kinds, *, local: bool) -> ModelEntry:
         try:
-            entry = await asyncio.to_thread(self._catalog.resolve, name, local=local)
+            entry = await in_thread(lambda: self._catalog.resolve(name, local=local))
         except ModelNotFoundError as exc:
             raise unknown_model(name, self._engine.snapshot, kinds) from exc
         if not entry.answers(kinds):

@@ -12,6 +12,7 @@ from lmx_lab.weights.entry import (
     Source,
     Stage,
 )
+from lmx_lab.weights.scanner import Listing
 
 __all__ = [
     "ECHO",
@@ -19,6 +20,7 @@ __all__ = [
     "Catalog",
     "Format",
     "Kind",
+    "Listing",
     "ModelEntry",
     "Progress",
     "ProgressCallback",

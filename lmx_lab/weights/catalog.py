@@ -24,6 +24,7 @@ from lmx_lab.weights.places import (
     read_entry,
     read_facts,
 )
+from lmx_lab.weights.scanner import Listing, Root, Scanner
 from lmx_lab.weights.starters import STARTERS, Starter
 from lmx_lab.weights.store import exclusive, publish, require_disk, workspace
 
@@ -33,25 +34,27 @@ NAMED_IN_ERRORS = 12
 
 
 class Catalog:
-    """What the store, the hub cache and the extra folders hold. All methods block; they may be called on any thread."""
+    """What the store, the hub cache and the extra folders hold; for any thread. All methods but ``alisting`` block."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._models = settings.models_folder
+        self._scanner = Scanner(self._roots)
 
     def scan(self) -> list[ModelEntry]:
-        """Every usable model, by id; of the same id the store's wins, then the hub's.
+        """As ``listing``, without its problem."""
+        return list(self.listing().entries)
+
+    def listing(self) -> Listing:
+        """Every usable model, by id; of the same id the store's wins, then the hub's. Bounded in time, see ``Scanner``.
 
         Damaged folders and files that cannot be used are left out; ``resolve`` says why.
         """
-        entries: dict[str, ModelEntry] = {}
-        for place in self._places():
-            if place.id not in entries:
-                try:
-                    entries[place.id] = read_entry(place)
-                except UnusableModelError:
-                    continue
-        return sorted(entries.values(), key=lambda entry: entry.id)
+        return self._scanner.listing()
+
+    async def alisting(self) -> Listing:
+        """As ``listing``, on an event loop."""
+        return await self._scanner.alisting()
 
     def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
         """The model of that id; for a local caller also the one at that path of the file system.
@@ -207,14 +210,20 @@ class Catalog:
         return Place(id=model_id, path=model_path(self._models / model_id), source="store")
 
     def _places(self) -> Iterator[Place]:
-        """Where models are. One called ``echo`` has to be named by its path: that id is reserved."""
-        return (place for place in self._all_places() if place.id != ECHO.id)
+        for _, places in self._roots():
+            yield from places
 
-    def _all_places(self) -> Iterator[Place]:
-        yield from folder_places(self._models, "store")
-        yield from hub_places(hub_cache.cache_folder())
+    def _roots(self) -> Iterator[Root]:
+        """Folders and the models in them. One called ``echo`` has to be named by its path: that id is reserved."""
+        for folder, places in self._all_roots():
+            yield folder, (place for place in places if place.id != ECHO.id)
+
+    def _all_roots(self) -> Iterator[Root]:
+        yield self._models, folder_places(self._models, "store")
+        cache = hub_cache.cache_folder()
+        yield cache, hub_places(cache)
         for folder in self._settings.model_folders:
-            yield from folder_places(folder, "folder")
+            yield folder, folder_places(folder, "folder")
 
     def _ambiguous(self, name: str) -> ModelNotFoundError | None:
         """What to say of a repository of which several quantizations are here."""

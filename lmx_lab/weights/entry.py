@@ -64,6 +64,8 @@ class ModelEntry(Facts):
     path: Path
     """A folder with ``config.json`` and safetensors, or a ``.gguf`` file: of a split model the first part."""
     source: Source
+    modified_at: int = field(default=0, compare=False)
+    """Seconds since 1970."""
     marks: tuple[FileMark, ...] = field(default=(), compare=False, repr=False)
     """Of a loaded model: its files as they were when it was read."""
 

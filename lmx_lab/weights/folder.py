@@ -9,10 +9,10 @@ from typing import Any
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.entry import Facts, Kind
+from lmx_lab.weights.files import check_files, open_regular, read_regular
 from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
 
 INDEX_NAME = "model.safetensors.index.json"
-MAX_JSON_BYTES = 64 * 2**20
 MAX_CARD_BYTES = 64 * 2**10
 CARD_HEAD = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 TASK = re.compile(r"^pipeline_tag:\s*['\"]?([\w-]+)", re.MULTILINE)
@@ -48,8 +48,10 @@ def read_folder(path: Path) -> Facts:
 
     Raises:
         UnusableModelError: no or unreadable ``config.json``, no, missing or damaged weights, no tokenizer, or a
-            model that only code of its own could load, or with more layers than any has. The message names the file.
+            model that only code of its own could load, or with more layers than any has; or a file that is no regular
+            file, or too large. The message names the file.
     """
+    check_files(path)
     config = read_json(path / "config.json")
     architecture = config.get("model_type")
     _refuse_remote_code(path, config)
@@ -75,9 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UnusableModelError: the file is not there, too large, or holds no JSON object.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-        value = json.loads(data) if len(data) <= MAX_JSON_BYTES else None
+        value = json.loads(read_regular(path))
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise UnusableModelError(f"{path.parent} holds no model: there is no {path.name}") from exc
     except (OSError, ValueError, RecursionError) as exc:
@@ -143,9 +143,9 @@ def _require_tokenizer(path: Path) -> None:
 def read_card(path: Path) -> str:
     """The metadata at the head of the model card ``README.md``, as text; empty if there are none."""
     try:
-        with (path / "README.md").open("rb") as file:
+        with open_regular(path / "README.md") as file:
             head = CARD_HEAD.match(file.read(MAX_CARD_BYTES).decode(errors="replace"))
-    except OSError:
+    except (OSError, UnusableModelError):
         return ""
     return head[1] if head else ""
 
@@ -172,7 +172,7 @@ def _is_cross_encoder(path: Path) -> bool:
     if (path / name).exists() and read_json(path / name).get("model_type") == "CrossEncoder":
         return True
     modules = path / "modules.json"
-    return modules.exists() and LOGIT_SCORE in modules.read_bytes()[:MAX_JSON_BYTES]
+    return modules.exists() and LOGIT_SCORE in read_regular(modules)
 
 
 def _quantization(config: dict[str, Any]) -> str | None:

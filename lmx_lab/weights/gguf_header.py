@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.files import open_regular
 
 Scalar: TypeAlias = int | float | bool | str
 Value: TypeAlias = Scalar | list[Scalar]
@@ -111,8 +112,6 @@ def read_header(path: Path, *, arrays: bool = False) -> GgufHeader:
     """
     try:
         stat = path.stat()
-        if not path.is_file():
-            raise UnusableModelError(f"{path} is no file; name a .gguf file")
         return _read(path, arrays) if arrays else _read_cached(path, stat.st_size, stat.st_mtime_ns)
     except OSError as exc:
         raise UnusableModelError(_unreadable(path, exc)) from exc
@@ -131,7 +130,7 @@ def _read_cached(path: Path, size: int, mtime_ns: int) -> GgufHeader:
 
 
 def _read(path: Path, arrays: bool) -> GgufHeader:
-    with path.open("rb", buffering=BUFFER_BYTES) as file:
+    with open_regular(path, buffer_bytes=BUFFER_BYTES) as file:
         return _Reader(file, path, arrays).header()
 
 

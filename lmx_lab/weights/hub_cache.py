@@ -12,8 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.files import open_regular
+
 PREFIX = "models--"
 COMMIT = re.compile(r"[0-9a-f]{7,64}")
+COMMIT_BYTES = 1024
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
@@ -62,8 +66,9 @@ def repositories(cache: Path) -> Iterator[CachedRepo]:
 
 def _current(folder: Path, snapshots: list[Path]) -> Path | None:
     try:
-        commit = (folder / "refs" / "main").read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
+        with open_regular(folder / "refs" / "main") as file:
+            commit = file.read(COMMIT_BYTES).decode("ascii", errors="replace").strip()
+    except (OSError, UnusableModelError):
         return snapshots[0] if len(snapshots) == 1 else None
     snapshot = folder / "snapshots" / commit
     return snapshot if COMMIT.fullmatch(commit) and snapshot.is_dir() else None

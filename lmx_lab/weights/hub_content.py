@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmx_lab.errors import DownloadError
+from lmx_lab.weights.files import open_regular
 from lmx_lab.weights.hub_unverified import forget
 
 PIECE_BYTES = 2**20
@@ -72,7 +73,7 @@ def _described(path: Path, expected: Announced, done: int, told: Callable[[int],
         digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     else:
         digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for at, piece in enumerate(iter(lambda: file.read(PIECE_BYTES), b"")):
             digest.update(piece)
             done += len(piece)

@@ -13,6 +13,7 @@ from typing import Any
 
 from lmx_lab.errors import StorageFullError, UnusableModelError
 from lmx_lab.settings import without_secrets
+from lmx_lab.weights.files import open_regular
 from lmx_lab.weights.store import free_in_words
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def import_gguf(source: Path, folder: Path) -> None:
 
 def import_id(path: Path) -> str:
     """The id under which a GGUF file is stored: its name and a little of its content's hash, so it is imported once."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-")[:80] or "model"
     return f"{stem}-{digest[:8]}".lower()

@@ -151,9 +151,10 @@ def read_entry(place: Place) -> ModelEntry:
     """
     try:
         facts = read_facts(place.path)
+        modified_at = int(os.stat(place.path).st_mtime)
     except OSError as exc:
         raise UnusableModelError(f"{place.path} cannot be read: {exc.strerror}") from exc
-    return ModelEntry(id=place.id, path=place.path, source=place.source, **asdict(facts))
+    return ModelEntry(id=place.id, path=place.path, source=place.source, modified_at=modified_at, **asdict(facts))
 
 
 def read_facts(path: Path) -> Facts:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.files import open_regular
 
 # The format's own limit; a larger length means the file is something else.
 MAX_HEADER_BYTES = 100_000_000
@@ -85,7 +86,7 @@ def _check_spans(path: Path, header: dict[str, Any]) -> None:
 
 
 def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise UnusableModelError(f"{path} is cut short or no safetensors file: {size} bytes, header of {length}")

@@ -66,6 +66,8 @@ class ModelRecords(BaseModel):
     engines: list[EngineRecord] = []
     preference: Preference | None = None
     """Null as long as nobody has measured it: ``lmx-lab doctor --measure`` does."""
+    problem: str | None = None
+    """Why ``models`` may be incomplete or out of date, such as a disk that does not answer."""
 
 
 class LoadRequest(BaseModel):
@@ -204,3 +206,5 @@ class ModelCard(BaseModel):
 class ModelCards(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    problem: str | None = None
+    """As in ``ModelRecords``."""

@@ -405,7 +405,10 @@ def test_the_command_says_where_and_ends_on_ctrl_c(tmp_path: Path, program: Prog
     check_nothing_left(tmp_path)
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_turn_does_not_delay_the_end_for_long_and_a_second_signal_ends_it_at_once(
+    tmp_path: Path, signals: int
+) -> None:
     first, *_ = says("one ", "two")
     with Scripted([first, STALL]) as upstream:
         program = Program(tmp_path, "--upstream", upstream.url)
@@ -422,7 +425,8 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
             program.process.send_signal(signal.SIGTERM)
             while http.get("/v3/health").json()["status"] != "stopping":
                 pass
-        program.process.send_signal(signal.SIGTERM)
+        if signals == 2:
+            program.process.send_signal(signal.SIGTERM)
         code, _, err = program.finish()
     assert code == 0, err
     assert ends(tmp_path) == ["turn.error"]

@@ -16,7 +16,7 @@ from lmx_lab.errors import LabError
 from lmx_lab.guard import GuardPolicy
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.weights import Catalog, Listing, ModelEntry
 from tests.server.conftest import ENTRY
 
 EMBEDDER = replace(ENTRY, id="minilm", kind="embedding")
@@ -29,8 +29,8 @@ class Shelf:
 
     entries: tuple[ModelEntry, ...] = (EMBEDDER, ENTRY)
 
-    def scan(self) -> list[ModelEntry]:
-        return list(self.entries)
+    async def alisting(self) -> Listing:
+        return Listing(entries=self.entries)
 
 
 @dataclass

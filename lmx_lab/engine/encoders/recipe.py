@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from lmx_lab.engine.requests import InputType
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.files import read_regular
 from lmx_lab.weights.folder import read_json
 
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
@@ -164,7 +165,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     if not path.exists():
         return [(found.name.split("_", 1)[1], found) for found in sorted(folder.glob("[1-9]_*/")) if found.is_dir()]
     try:
-        listed = json.loads(path.read_bytes())
+        listed = json.loads(read_regular(path))
         modules = [(str(module["type"]), str(module["path"])) for module in listed]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as exc:
         raise UnusableModelError(f"{path} is no list of modules with a type and a path: {exc!r}") from exc

@@ -33,6 +33,7 @@ from lmx_lab.loops import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
 from lmx_lab.weights.gguf_model import read_gguf
+from lmx_lab.weights.threads import in_thread
 
 T = TypeVar("T")
 STOP_S = 15.0
@@ -119,7 +120,7 @@ class GgufEngine:
 
     async def load(self, entry: ModelEntry, *, finish_queued: bool = False, part_of: Load | None = None) -> LoadReport:
         """See ``InferenceEngine.load``; ``part_of`` is the exchange that it belongs to."""
-        self.check_fits(entry)
+        await in_thread(functools.partial(self.check_fits, entry))
         await asyncio.to_thread(self.start)
         # Whoever asked may leave; the load goes on.
         return await asyncio.shield(
@@ -130,7 +131,7 @@ class GgufEngine:
         """See ``InferenceEngine.pin``."""
         if entry.kind == "chat":
             raise UnusableModelError(f"{entry.id} is a chat model; only embedding models and rerankers stay beside one")
-        self.check_fits(entry)
+        await in_thread(functools.partial(self.check_fits, entry))
         await asyncio.to_thread(self.start)
         return await asyncio.shield(self._on_loop(lambda core: core.pin(entry)))
 

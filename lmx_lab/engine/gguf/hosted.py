@@ -28,6 +28,7 @@ from lmx_lab.weights import ModelEntry
 from lmx_lab.weights.gguf_header import GgufHeader, read_header
 from lmx_lab.weights.gguf_model import read_gguf
 from lmx_lab.weights.stamp import overwritten, require_unchanged, stamped
+from lmx_lab.weights.threads import in_thread
 
 SPINS = "3000"
 """See ``_environ``."""
@@ -122,8 +123,8 @@ async def host(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> Ho
     Raises:
         UnusableModelError, OutOfMemoryError: with llama.cpp's reason.
     """
-    entry = await asyncio.to_thread(stamped, entry)
-    header = await asyncio.to_thread(read_gguf, entry.path)
+    entry = await in_thread(functools.partial(stamped, entry))
+    header = await in_thread(functools.partial(read_gguf, entry.path))
     if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
         await asyncio.to_thread(_try_out, template, entry)
     planned = plan(entry, header, slots=settings.slots, limit_bytes=limit_bytes)

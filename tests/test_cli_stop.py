@@ -1,0 +1,189 @@
+"""SIGINT and SIGTERM end ``lmx-lab serve`` and ``lmx-lab daemon`` in a few seconds, whatever they are doing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.test_cli import WAIT_S, Serving, serving
+
+END_S = 20.0
+"""5 s are promised; this machine may be busy."""
+LATE = "did not end in time"
+PROGRAM = "\ndel sys.argv[1]\nfrom lmx_lab.cli import main\nmain()\n"
+HANG = """
+import os, sys, threading
+def hang(what):
+    def hanging(*args, **options):
+        print("hangs:", what, flush=True)
+        threading.Event().wait()
+    return hanging
+"""
+NOTHING_ANSWERS = """
+import lmx_lab.weights.catalog, lmx_lab.weights.scanner
+lmx_lab.weights.scanner.read_entry = hang("scan")
+lmx_lab.weights.catalog.fetch_starter = hang("download")
+"""
+MLX_HANGS = """
+import lmx_lab.engine.core
+lmx_lab.engine.core.load_chat = hang("load")
+"""
+STEP_HANGS = """
+import lmx_lab.engine.generating as generating
+step = generating.Generating.step
+def stepping(self):
+    if self.idle:
+        step(self)
+    else:
+        hang("prefill")()
+generating.Generating.step = stepping
+"""
+GGUF_HANGS = """
+import pathlib
+import lmx_lab.engine.gguf.process as process
+process.SCRIPT = pathlib.Path(os.environ["STILL"])
+"""
+STILL = "import sys; sys.stdin.readline(); open(__file__ + '.begun', 'w').close(); sys.stdin.read()"
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
+LONG = CHAT | {"max_tokens": 1_500, "stream": True}
+
+
+@contextlib.contextmanager
+def hanging(home: Path, code: str, *arguments: str) -> Iterator[Serving]:
+    """``lmx-lab serve`` in which something hangs."""
+    with serving(home, "--port", "0", *arguments, before=[sys.executable, "-c", f"{HANG}{code}{PROGRAM}"]) as server:
+        yield server
+
+
+class Asked:
+    """A request whose answer is not read until it is asked for."""
+
+    def __init__(self, port: int, method: str, path: str, body: object = None) -> None:
+        data = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        self._socket = socket.create_connection(("127.0.0.1", port), WAIT_S)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+
+    def until(self, text: bytes) -> None:
+        seen = b""
+        while text not in seen:
+            piece = self._socket.recv(1024)
+            assert piece, seen
+            seen += piece
+
+    def rest(self) -> bytes:
+        pieces = []
+        with contextlib.suppress(ConnectionError):
+            while piece := self._socket.recv(65536):
+                pieces.append(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def ask() -> Iterator[type[Asked]]:
+    asked: list[Asked] = []
+
+    class Kept(Asked):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)  # type: ignore[arg-type]
+            asked.append(self)
+
+    yield Kept
+    for each in asked:
+        each.close()
+
+
+def ended(server: Serving, number: int) -> tuple[int, str]:
+    """Its exit status after the signal, and what it has said on stderr."""
+    server.process.send_signal(number)
+    return finished(server)
+
+
+def finished(server: Serving) -> tuple[int, str]:
+    assert server.process.stderr is not None
+    return server.process.wait(END_S), server.process.stderr.read()
+
+
+def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_path: Path, ask: type[Asked]) -> None:
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    (tmp_path / "models" / "m" / "config.json").write_text("{}")
+    with hanging(tmp_path, NOTHING_ANSWERS) as server:
+        port = server.port
+        ask(port, "GET", "/admin/events").until(b"data:")
+        lists = [ask(port, "GET", route) for route in ("/v1/models", "/admin/models") * 20]
+        load = ask(port, "POST", "/admin/models/load", {"model": "smollm2-135m"})
+        for each in lists:
+            each.until(b"has not been read within")
+        server.wait_for("hangs: scan")
+        server.wait_for("hangs: download")
+        ask(port, "POST", "/v1/chat/completions", CHAT).until(b"no-model-loaded")
+        status, said = ended(server, signal.SIGTERM)
+        assert (status, "Traceback" in said) == (0, False)
+        assert b"was given up" in load.rest()
+
+
+def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: type[Asked]) -> None:
+    with hanging(tiny_home, MLX_HANGS) as server:
+        load = ask(server.port, "POST", "/admin/models/load", {"model": "tiny"})
+        server.wait_for("hangs: load")
+        status, said = ended(server, signal.SIGTERM)
+        assert (status, LATE in said, "Traceback" in said) == (0, True, False)
+        assert b"was given up" in load.rest()
+
+
+def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
+    tiny_home: Path, tiny_gguf: Path, tmp_path: Path, *, ask: type[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    still = tmp_path / "still.py"
+    still.write_text(STILL)
+    monkeypatch.setenv("STILL", str(still))
+    with hanging(tiny_home, GGUF_HANGS) as server:
+        load = ask(server.port, "POST", "/admin/models/load", {"model": str(tiny_gguf)})
+        begun = Path(f"{still}.begun")
+        while not begun.exists():
+            assert server.process.poll() is None
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        status, said = ended(server, signal.SIGINT)
+        assert (status, "Traceback" in said) == (0, False)
+        assert b"given up" in load.rest()
+        assert psutil.wait_procs(children, timeout=END_S)[1] == []
+
+
+def test_clients_that_read_and_one_that_never_does_and_an_unload_that_waits(tiny_home: Path, ask: type[Asked]) -> None:
+    with serving(tiny_home, "--port", "0", "--model", "tiny", "--slots", "2") as server:
+        port = server.port
+        reader, other = ask(port, "POST", "/v1/chat/completions", LONG), ask(port, "POST", "/v1/chat/completions", LONG)
+        reader.until(b"data:")
+        waits = ask(port, "POST", "/v1/chat/completions", LONG)
+        unload = ask(port, "POST", "/admin/models/unload")
+        refused = ask(port, "POST", "/v1/chat/completions", CHAT)
+        refused.until(b"being unloaded")
+        server.process.send_signal(signal.SIGTERM)
+        rest = reader.rest()
+        # The model may come to its end in time.
+        assert b"data: [DONE]" in rest or b'data: {"error"' in rest
+        status, said = finished(server)
+        assert (status, "Traceback" in said) == (0, False)
+        assert b"no-model-loaded" in waits.rest()
+        del other, unload
+
+
+def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path, ask: type[Asked]) -> None:
+    with hanging(tiny_home, STEP_HANGS, "--model", "tiny") as server:
+        ask(server.port, "POST", "/v1/chat/completions", LONG)
+        server.wait_for("hangs: prefill")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("stopping")
+        assert ended(server, signal.SIGINT) == (-signal.SIGINT, "")
