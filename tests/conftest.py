@@ -32,6 +32,7 @@ LONGEST = {
     )
 }
 """The folders whose tests take longest."""
+SLOW_FIXTURES = frozenset({"browser", "fresh_notebook", "starter_home"})
 NOT_FAST = frozenset({"browser", "faults", "gguf", "kernel", "notebooks", "other_clients", "package", "soak"})
 """The folders whose tests start browsers, kernels or other programs."""
 # Beside other processes an example may take any time, and no test is about that. In CI hypothesis' own profile, which
@@ -43,9 +44,8 @@ settings.load_profile("lab")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what ``make test-fast`` leaves out, and run the longest tests first, so that two workers end together."""
     for item in items:
-        # Every model of the tests has the tokenizer or the weights of a starter model, which is read from this fixture.
-        needs_model = "starter_home" in getattr(item, "fixturenames", ())
-        if needs_model or not NOT_FAST.isdisjoint(item.path.parts):
+        # Every model of the tests has the tokenizer or the weights of a starter model, which is read from starter_home.
+        if not (NOT_FAST.isdisjoint(item.path.parts) and SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))):
             item.add_marker("slow")
     items.sort(key=lambda item: LONGEST.get(item.path.parent.name, len(LONGEST)))
 
