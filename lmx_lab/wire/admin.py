@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
 from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.generation import RequestShape
 
 EngineName = Literal["mlx", "llama.cpp"]
 
@@ -68,9 +69,7 @@ class ModelRecords(BaseModel):
     """Null as long as nobody has measured it: ``lmx-lab doctor --measure`` does."""
 
 
-class LoadRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+class LoadRequest(RequestShape):
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
@@ -81,10 +80,8 @@ class LoadAnswer(BaseModel):
     vram_gb: float
 
 
-class UnloadRequest(BaseModel):
+class UnloadRequest(RequestShape):
     """May be left out, or be empty."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
     """The loaded model, if it is named at all; another one is refused."""

@@ -27,6 +27,8 @@ PARAMETERS_CHARACTERS = 262_144
 """Of the parameters of all tools together, as JSON without spaces."""
 CALL_LIMIT = 4096
 """Calls in one history, which would take as many messages to answer; reading 100,000 takes seconds."""
+PART_LIMIT = 4096
+"""Parts of content in one history."""
 SHOWN = 5
 """Names in a message that lists what there is."""
 
@@ -200,21 +202,22 @@ def _check_ids(calls: list[MessageToolCall]) -> list[MessageToolCall]:
 
 MessageToolCalls = TypeAliasType(
     "MessageToolCalls",
-    Annotated[list[MessageToolCall], FailFast(), AfterValidator(_check_ids)],
+    Annotated[list[MessageToolCall], FailFast(), Field(max_length=CALL_LIMIT), AfterValidator(_check_ids)],
 )
 
 
-def check_call_count(messages: Any) -> Any:
-    """Before the messages are read, since that is what would take long.
+def check_counts(messages: Any) -> Any:
+    """Count what all messages hold together, before they are validated, since that is what takes long.
 
     Raises:
-        ValueError: too many calls.
+        ValueError: too many tool calls, or too many parts of content.
     """
-    given = messages if isinstance(messages, list) else []
-    calls = [message.get("tool_calls") for message in given if isinstance(message, dict)]
-    count = sum(len(found) for found in calls if isinstance(found, list))
-    if count > CALL_LIMIT:
-        raise ValueError(f"have {count:,} tool calls together, the limit is {CALL_LIMIT:,}; leave the oldest out")
+    given = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    for field, what, limit in (("tool_calls", "tool calls", CALL_LIMIT), ("content", "parts of content", PART_LIMIT)):
+        lists = [message.get(field) for message in given]
+        count = sum(len(found) for found in lists if isinstance(found, list))
+        if count > limit:
+            raise ValueError(f"have {count:,} {what} together, the limit is {limit:,}; leave the oldest out")
     return messages
 
 
