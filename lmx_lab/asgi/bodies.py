@@ -1,11 +1,15 @@
 """Reading JSON from strangers: size, depth, content type and strictness are checked before anything else runs. How
-slowly a body may come is ``lmx_lab.transport``'s."""
+slowly a body may come is ``lmx_lab.transport``'s.
+
+The JSON parser and the validation each are one call that holds the interpreter's lock, in a thread too. What bounds
+their time is how many items, members, lists and objects a body has; these are counted first, a piece at a time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,16 +18,21 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, LabError, QueueFullError
+from lmx_lab.wire.limits import ITEM_LIMIT, STRUCTURE_LIMIT
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
 # A refused body is still read up to this many times the limit: closing at once would lose the answer on its way.
 DRAIN_FACTOR = 8
-LARGE_BODY_BYTES = 1_000_000
 ROOM_BYTES = 256 * 2**20
 """For the bodies of all requests under way."""
 SMALL_BODY_BYTES = 64 * 1024
-"""So much of each body does not count: large ones, however slowly they come, keep no chat out."""
+"""So much of each body does not count: large ones, however slowly they come, keep no chat out. Larger bodies are
+counted before they are parsed, a piece of this size at a time; smaller ones cannot hold too much."""
+TURN_S = 0.005
+"""Between two steps of large bodies, which take up to some 50 ms each: all that waits on the loop runs meanwhile."""
+WALK_ITEMS = 10_000
+"""Walked through in about 3 ms."""
 ROOM_RETRY_S = 2
 WITH_BODY = {"POST", "PATCH"}
 LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is no character"
@@ -34,22 +43,99 @@ PLAIN_WORDS = {
 }
 
 
+class Structure:
+    """Counts what a body holds, from its text, piece by piece. Exact as far as the text is valid JSON."""
+
+    def __init__(self) -> None:
+        self.items = 0
+        """Commas: one for each item or member beyond the first of its list or object."""
+        self.structure = 0
+        """Lists, objects, and members of objects."""
+        self._in_string = False
+
+    def add(self, text: bytes | str, start: int) -> int:
+        """Count the piece that begins at ``start``; where the next one begins.
+
+        Raises:
+            BodyTooLargeError: more than what is parsed.
+        """
+        piece = text[start : start + SMALL_BODY_BYTES]
+        data = piece.encode() if isinstance(piece, str) else piece
+        if (len(data) - len(data.rstrip(b"\\"))) % 2 and len(data) > 1:
+            # It ends within an escape, which is left to the next piece.
+            piece, data = piece[:-1], data[:-1]
+        parts = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        self.items += outside.count(b",")
+        self.structure += outside.count(b"[") + outside.count(b"{") + outside.count(b":")
+        self._check()
+        return start + len(piece)
+
+    def _check(self) -> None:
+        for count, limit, what in (
+            (self.structure, STRUCTURE_LIMIT, "lists, objects and members of objects"),
+            (self.items, ITEM_LIMIT, "items and members"),
+        ):
+            if count > limit:
+                raise BodyTooLargeError(f"the body has more than {limit:,} {what}, the limit of this server; send less")
+
+
+class Turns:
+    """Large bodies take turns, one step of one body at a time, with a pause after each."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def wait(self) -> None:
+        """Return when the caller may take a step, which it does before it awaits anything."""
+        async with self._lock:
+            await asyncio.sleep(TURN_S)
+
+
 def parse_json(text: bytes | str) -> Any:
     """JSON as its standard has it: no NaN, no lone surrogates, nested at most 64 levels.
 
     Raises:
         InvalidRequestError: says where it went wrong.
     """
+    value = _parse(text)
+    for _ in _walk(value):
+        pass
+    return value
+
+
+async def read_json(text: bytes | str, turns: Turns) -> Any:
+    """``parse_json`` without holding up the loop. A large body is counted first, and leaves the caller its turn to
+    validate the value.
+
+    Raises:
+        InvalidRequestError: as ``parse_json``.
+        BodyTooLargeError: it holds more than ``Structure`` allows.
+    """
+    if len(text) <= SMALL_BODY_BYTES:
+        return parse_json(text)
+    structure, start = Structure(), 0
+    while start < len(text):
+        start = structure.add(text, start)
+        await asyncio.sleep(0)
+    await turns.wait()
+    value = _parse(text)
+    for _ in _walk(value):
+        await asyncio.sleep(0)
+    await turns.wait()
+    return value
+
+
+def _parse(text: bytes | str) -> Any:
     if text[:1] == "\ufeff" or text[:3] == b"\xef\xbb\xbf":
         raise InvalidRequestError("the body begins with a byte order mark (U+FEFF); send UTF-8 without one")
     try:
-        value = pydantic_core.from_json(text, allow_inf_nan=False)
+        return pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as exc:
         if "recursion limit" in str(exc):
             raise InvalidRequestError(TOO_DEEP) from exc
         raise InvalidRequestError(f"the body is not valid JSON: {_in_plain_words(str(exc))}") from exc
-    _check_nesting(value)
-    return value
 
 
 def _in_plain_words(said: str) -> str:
@@ -58,21 +144,24 @@ def _in_plain_words(said: str) -> str:
     return f"{PLAIN_WORDS.get(what, what)}{at}{place}"
 
 
-async def parse_json_aside(text: bytes | str) -> Any:
-    """``parse_json``, in a thread if the text is large: walking through 8 MB of token ids takes a quarter of a second.
+def _walk(value: Any) -> Iterator[None]:
+    """Check the depth and the numbers, with a pause after every few items.
 
-    The validation afterwards stays on the loop: it is one call that holds the interpreter's lock, and would hold up
-    everybody from a thread too.
+    Raises:
+        InvalidRequestError: nested too deeply, or a number that is too large.
     """
-    return await asyncio.to_thread(parse_json, text) if len(text) > LARGE_BODY_BYTES else parse_json(text)
-
-
-def _check_nesting(value: Any) -> None:
-    level = [value]
+    level, walked = [value], 0
     for _ in range(NESTING_LIMIT + 1):
-        level = [child for item in level for child in _children(item)]
-        if not level:
+        below: list[Any] = []
+        for item in level:
+            below += _children(item)
+            walked += 1 + (len(item) if isinstance(item, dict | list) else 0)
+            if walked > WALK_ITEMS:
+                walked = 0
+                yield
+        if not below:
             return
+        level = below
     raise InvalidRequestError(TOO_DEEP)
 
 
@@ -172,7 +261,7 @@ class StrictRoute(APIRoute):
                 value = None
                 if body or (self.body_field is not None and self.body_field.field_info.is_required()):
                     _check_content_type(request)
-                    value = await parse_json_aside(body)
+                    value = await read_json(body, state.body_turns)
                 return await handle(ParsedRequest(request, body, value))
 
         return strict if WITH_BODY & set(self.methods or ()) else handle

@@ -11,7 +11,7 @@ from fastapi import APIRouter, WebSocket
 from pydantic import BaseModel, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
-from lmx_lab.asgi.bodies import parse_json_aside
+from lmx_lab.asgi.bodies import Turns, read_json
 from lmx_lab.asgi.errors import detail, invalid, request_id_of
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.server.admin import is_local
@@ -38,7 +38,8 @@ def socket_routes(service: ChatService, *, max_body_bytes: int) -> APIRouter:
         await socket.accept()
         with suppress(WebSocketDisconnect):
             try:
-                request = await _parse(await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes)
+                message = await _receive(socket, FIRST_MESSAGE_WAIT_S)
+                request = await _parse(message, max_body_bytes, socket.app.state.body_turns)
                 await _answer(socket, service, request)
             except LabError as exc:
                 log.warning("%s: socket ended by %s", request_id_of(socket), exc)
@@ -104,13 +105,13 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
     return text if text is not None else message["bytes"]
 
 
-async def _parse(text: str | bytes, limit_bytes: int) -> ChatRequest:
+async def _parse(text: str | bytes, limit_bytes: int, turns: Turns) -> ChatRequest:
     if isinstance(text, bytes):
         raise InvalidRequestError("the request came as a binary message; send it as text")
     if len(text) > limit_bytes:
         raise InvalidRequestError(f"the message has more than {limit_bytes} characters, the limit of this server")
     try:
-        request = ChatRequest.model_validate(await parse_json_aside(text))
+        request = ChatRequest.model_validate(await read_json(text, turns))
     except ValidationError as exc:
         raise invalid(exc) from exc
     if request.choices > 1:

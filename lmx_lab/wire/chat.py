@@ -43,8 +43,8 @@ from lmx_lab.wire.tools import (
     ToolCallChunk,
     ToolChoice,
     Tools,
-    check_counts,
     check_choice,
+    check_counts,
 )
 
 MESSAGE_LIMIT = 4096

@@ -33,7 +33,9 @@ ToolNames = TypeAliasType(
         Field(max_length=TOOL_NAMES),
     ],
 )
-Values = TypeAliasType("Values", Annotated[dict[str, JsonValue], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES])
+Values = TypeAliasType(
+    "Values", Annotated[dict[str, JsonValue], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES]
+)
 """Of the caller's own shape."""
 SessionStatus = Literal["idle", "queued", "running", "waiting"]
 """``waiting``: its turn waits for a permission."""
