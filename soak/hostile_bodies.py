@@ -76,7 +76,7 @@ CHATS = (
     _chat("a member a million times", lambda: repeated(ASK + HELLO + b",", b'"k":1', b"}")),
     _chat("a key of 8 MB", lambda: ASK + HELLO + b',"' + b"k" * BODY_BYTES + b'":1}'),
     _chat("lists 60 deep", lambda: _field(b"chat_template_kwargs", b'"a%d":' + b"[" * 58 + b"]" * 58)),
-    _chat("lists 60 deep, as many as may be", lambda: _field(b"metadata", b"[" * 58 + b"]" * 58, b"[]", 270_000)),
+    _chat("lists 60 deep, as many as may be", lambda: _field(b"metadata", b"[" * 58 + b"]" * 58, b"[]", 95_000)),
     _chat("objects 60 deep", lambda: _field(b"metadata", b'"a%d":' + b'{"a":' * 58 + b"1" + b"}" * 58)),
     _chat("8 million [", lambda: b"[" * BODY_BYTES),
     _chat("8 million quotes", lambda: b'"' * BODY_BYTES),
@@ -175,7 +175,7 @@ DAEMON = (
     HostileBody(
         name="metadata 60 deep",
         path=SESSIONS,
-        make=lambda: repeated(b'{"metadata":{"a":[', b"[" * 58 + b"]" * 58, b"]}}", 270_000),
+        make=lambda: repeated(b'{"metadata":{"a":[', b"[" * 58 + b"]" * 58, b"]}}", 95_000),
     ),
     HostileBody(
         name="tools of a million names", path=SESSIONS, make=lambda: repeated(b'{"tools":[', b"1", b"]}", 600_000)

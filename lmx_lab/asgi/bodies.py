@@ -18,7 +18,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, LabError, QueueFullError
-from lmx_lab.wire.limits import ITEM_LIMIT, STRUCTURE_LIMIT
+from lmx_lab.wire.limits import CONTAINER_LIMIT, ITEM_LIMIT, MEMBERS_LIMIT
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
@@ -34,6 +34,7 @@ TURN_S = 0.005
 WALK_ITEMS = 10_000
 """Walked through in about 3 ms."""
 ROOM_RETRY_S = 2
+CONTAINERS = (dict, list)
 WITH_BODY = {"POST", "PATCH"}
 LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is no character"
 PLAIN_WORDS = {
@@ -49,8 +50,9 @@ class Structure:
     def __init__(self) -> None:
         self.items = 0
         """Commas: one for each item or member beyond the first of its list or object."""
-        self.structure = 0
-        """Lists, objects, and members of objects."""
+        self.containers = 0
+        """Lists and objects."""
+        self.members = 0
         self._in_string = False
 
     def add(self, text: bytes | str, start: int) -> int:
@@ -68,14 +70,16 @@ class Structure:
         outside = b"".join(parts[self._in_string :: 2])
         self._in_string ^= len(parts) % 2 == 0
         self.items += outside.count(b",")
-        self.structure += outside.count(b"[") + outside.count(b"{") + outside.count(b":")
+        self.containers += outside.count(b"[") + outside.count(b"{")
+        self.members += outside.count(b":")
         self._check()
         return start + len(piece)
 
     def _check(self) -> None:
         for count, limit, what in (
-            (self.structure, STRUCTURE_LIMIT, "lists, objects and members of objects"),
-            (self.items, ITEM_LIMIT, "items and members"),
+            (self.containers, CONTAINER_LIMIT, "lists and objects"),
+            (self.members, MEMBERS_LIMIT, "members of objects"),
+            (self.items, ITEM_LIMIT, "items"),
         ):
             if count > limit:
                 raise BodyTooLargeError(f"the body has more than {limit:,} {what}, the limit of this server; send less")
@@ -153,9 +157,12 @@ def _walk(value: Any) -> Iterator[None]:
     level, walked = [value], 0
     for _ in range(NESTING_LIMIT + 1):
         below: list[Any] = []
-        for item in level:
-            below += _children(item)
-            walked += 1 + (len(item) if isinstance(item, dict | list) else 0)
+        for values in _pieces(level):
+            # 1e400 is read as infinity, which no answer could repeat.
+            if math.inf in values or -math.inf in values:
+                raise InvalidRequestError("a number is beyond what is read, 1.8e308; send a smaller one")
+            below += [child for child in values if isinstance(child, CONTAINERS)]
+            walked += 1 + len(values)
             if walked > WALK_ITEMS:
                 walked = 0
                 yield
@@ -165,12 +172,14 @@ def _walk(value: Any) -> Iterator[None]:
     raise InvalidRequestError(TOO_DEEP)
 
 
-def _children(item: Any) -> list[Any]:
-    values = item.values() if isinstance(item, dict) else item if isinstance(item, list) else (item,)
-    # 1e400 is read as infinity, which no answer could repeat.
-    if math.inf in values or -math.inf in values:
-        raise InvalidRequestError("a number is beyond what is read, 1.8e308; send a smaller one")
-    return [child for child in values if isinstance(child, dict | list)]
+def _pieces(level: list[Any]) -> Iterator[list[Any]]:
+    """The values in each of the level's lists and objects, some at a time."""
+    for item in level:
+        values = item if isinstance(item, list) else list(item.values()) if isinstance(item, dict) else [item]
+        if len(values) <= WALK_ITEMS:
+            yield values
+        else:
+            yield from (values[start : start + WALK_ITEMS] for start in range(0, len(values), WALK_ITEMS))
 
 
 class BodyRoom:

@@ -8,9 +8,11 @@ from typing import Any
 from pydantic import BeforeValidator
 
 ITEM_LIMIT = 400_000
-"""Items and members in one body, such as token ids."""
-STRUCTURE_LIMIT = 150_000
-"""Lists, objects and members of objects in one body: enough for 16,384 documents of eight fields."""
+"""Items of lists and members of objects in one body: token ids, above all."""
+MEMBERS_LIMIT = 150_000
+"""Members of objects in one body: enough for 16,384 documents of nine fields."""
+CONTAINER_LIMIT = 50_000
+"""Lists and objects in one body. Each costs the parser, and Python's collector of garbage, as much as ten numbers."""
 MEMBER_LIMIT = 256
 """Members of one object, unless its field has a limit of its own."""
 VALUE_LIMIT = 10_000
