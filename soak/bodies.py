@@ -5,35 +5,38 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import subprocess
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from soak.hostile_bodies import CHATS, DAEMON, OTHERS, REPORTED, HostileBody, few
+from soak.hostile_bodies import CHATS, DAEMON, OTHERS, REPORTED, TOO_LONG, HostileBody, few
 from soak.models import write_models
+from soak.probe import GIVE_UP_S, PROBE_S
 from soak.row import Row
 from soak.served import SMALL_CACHE, Command, Daemon, Home, Server, end_well, until
-from soak.soak import Soak
+from soak.soak import Soak, SoakError
 from soak.watch import Watch
 
 AT_ONCE = 6
+ROUNDS_S = 2.0
+"""Sent again and again for so long, so that health is asked for some hundred times meanwhile."""
 ANSWER_S = 2.0
 """In which each has to be answered."""
-GIVE_UP_S = 120.0
 HEALTH_S = 0.05
-"""What 99 of 100 requests for health may take beyond what they take when nothing else happens."""
-PROBE_S = 0.005
-"""Between two of them."""
-BASELINE_S = 1.0
+"""What 99 of 100 requests for health may take beyond what they take beside as many
+bytes that are refused unread."""
+PROBE = Path(__file__).parent / "probe.py"
 GROWTH = 1.2
 SETTLED_S = 60.0
 LAUNCHED = """
@@ -56,17 +59,21 @@ def run(soak: Soak) -> list[Row]:
         write_models(homes[0].folder / "models", soak, "MLX")
         options = ["--no-downloads", "--embedder", "tiny-embedder", "--reranker", "tiny-reranker", *SMALL_CACHE]
         with Server(homes[0], "tiny", *options) as server, Daemon(homes[1], server.url) as daemon:
-            place = _Place("server", server, server.url)
-            rows = [attack(place, place.post, body) for body in chosen(soak, (*CHATS, *OTHERS))]
-            rows += [
-                attack(_Place("socket", server, server.url), place.on_socket, body) for body in chosen(soak, CHATS)
-            ]
-            state = daemon.state
-            place = _Place("daemon", daemon, state.url, health="/v3/health", token=state.token)
-            rows += [attack(place, place.post, body) for body in chosen(soak, DAEMON)]
+            rows = beside_the_server(soak, server)
+            with Probe(daemon.state.url, "/v3/health") as probe:
+                place = _Place("daemon", daemon, daemon.state.url, probe, daemon.state.token)
+                rows += [attack(place, place.post, body) for body in chosen(soak, DAEMON)]
             for command in (daemon, server):
                 end_well(command, rows[-1])
     return rows + launched(soak, "thread") + launched(soak, "kernel")
+
+
+def beside_the_server(soak: Soak, server: Server) -> list[Row]:
+    with Probe(server.url, "/healthz") as probe:
+        place = _Place("server", server, server.url, probe)
+        rows = [attack(place, place.post, body) for body in chosen(soak, (*CHATS, *OTHERS))]
+        place = _Place("socket", server, server.url, probe)
+        return rows + [attack(place, place.on_socket, body) for body in chosen(soak, CHATS)]
 
 
 def launched(soak: Soak, loop: Literal["thread", "kernel"]) -> list[Row]:
@@ -74,14 +81,15 @@ def launched(soak: Soak, loop: Literal["thread", "kernel"]) -> list[Row]:
     with (
         tempfile.TemporaryDirectory(prefix="lmx-soak-") as name,
         _Launched(Home(Path(name)), soak.folder, loop) as server,
+        Probe(server.url, "/healthz") as probe,
     ):
-        place = _Place(f"launch, {loop}", server, server.url)
+        place = _Place(f"launch, {loop}", server, server.url, probe)
         bodies = list(chosen(soak, REPORTED))
         return [attack(place, exchange, body) for exchange in (place.post, place.on_socket) for body in bodies]
 
 
 def chosen(soak: Soak, bodies: tuple[HostileBody, ...]) -> Sequence[HostileBody]:
-    return list(few(bodies)) if soak.quick else bodies
+    return few(bodies) if soak.quick else bodies
 
 
 class _Launched(Server):
@@ -92,45 +100,49 @@ class _Launched(Server):
         self._url = ""
 
 
-@dataclass(kw_only=True)
 class Probe:
-    """Asks for health again and again, on one connection, as a context."""
+    """Health as another client has it all the time, as a context."""
 
-    url: str
-    path: str = "/healthz"
-    seconds: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    def __init__(self, url: str, path: str) -> None:
+        self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it is closed where the process has ended)
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROBE), url, path], stdin=subprocess.PIPE, stdout=self._printed, stderr=self._printed
+        )
 
-    def __enter__(self) -> Probe:
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._ask)
-        self._thread.start()
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *how: object) -> None:
-        self._ended.set()
-        self._thread.join()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._printed.close()
 
-    def _ask(self) -> None:
-        place = urlsplit(self.url)
-        line = http.client.HTTPConnection(place.hostname or "", place.port, timeout=GIVE_UP_S)
-        with contextlib.closing(line):
-            while not self._ended.wait(PROBE_S):
-                began = time.perf_counter()
-                try:
-                    line.request("GET", self.path)
-                    answer = line.getresponse()
-                    answer.read()
-                except OSError as exc:
-                    self.failures.append(f"health was not answered: {exc!r}")
-                    return
-                self.seconds.append(time.perf_counter() - began)
-                if answer.status != 200:
-                    self.failures.append(f"health was answered with {answer.status}")
+    def seconds(self, since: float) -> list[float]:
+        """What each answer took that was asked for since then, the slowest last.
 
-    @property
-    def p99_s(self) -> float:
-        return sorted(self.seconds)[int(len(self.seconds) * 0.99)]
+        Raises:
+            SoakError: there is none any more.
+        """
+        if not until(lambda: self._read()[-1:] > [(since + 10 * PROBE_S, 0.0)], GIVE_UP_S):
+            raise SoakError(f"health is not answered: {self._text()[-500:]}")
+        return sorted(took_s for began, took_s in self._read() if began >= since)
+
+    def _read(self) -> list[tuple[float, float]]:
+        lines = [line.split() for line in self._text().splitlines()[:-1]]
+        return [(float(line[0]), float(line[1])) for line in lines if len(line) == 2]
+
+    def _text(self) -> str:
+        self._printed.seek(0)
+        return self._printed.read()
+
+
+def p99(seconds: Sequence[float]) -> float:
+    return seconds[int(len(seconds) * 0.99)]
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    return f"{p99(seconds) * 1e3:.0f}, {seconds[-1] * 1e3:.0f} ms"
 
 
 @dataclass(frozen=True)
@@ -138,8 +150,16 @@ class _Place:
     name: str
     command: Command
     url: str
-    health: str = "/healthz"
+    probe: Probe
     token: str = ""
+
+    @cached_property
+    def otherwise(self) -> list[float]:
+        """Health beside as many bytes, which are refused unread."""
+        began = time.monotonic()
+        while time.monotonic() < began + ROUNDS_S:
+            _sent(self, self.post, TOO_LONG, AT_ONCE, Row(part="baseline"))
+        return self.probe.seconds(began)
 
     def post(self, body: HostileBody) -> tuple[int, str]:
         place = urlsplit(self.url)
@@ -164,37 +184,30 @@ class _Place:
                 return exc.rcvd.code if exc.rcvd else 0, said
         return 1000, said
 
-    @contextlib.contextmanager
-    def probed(self) -> Iterator[Probe]:
-        with Probe(url=self.url, path=self.health) as probe:
-            yield probe
-
 
 def attack(place: _Place, exchange: Exchange, body: HostileBody) -> Row:
     """A row: the answers, the time until the last, what health took meanwhile, and the memory before and after."""
-    row = Row(part=f"bodies: {body.name}, {place.name}", requests=1 + AT_ONCE, faults=1 + AT_ONCE)
+    row = Row(part=f"bodies: {body.name}, {place.name}")
     size = len(body.content)
     watch = Watch(place.command.pid)
     before = watch.read().rss_bytes
-    with place.probed() as quiet:
-        time.sleep(BASELINE_S)
-    with place.probed() as probe:
-        alone_s = _sent(place, exchange, body, 1, row)
-        together_s = _sent(place, exchange, body, AT_ONCE, row)
-        # At least a few times, where the answers come at once.
-        time.sleep(10 * PROBE_S)
+    began = time.monotonic()
+    alone_s = _sent(place, exchange, body, 1, row)
+    together_s = 0.0
+    while time.monotonic() < began + ROUNDS_S:
+        together_s = max(together_s, _sent(place, exchange, body, AT_ONCE, row))
+    health = place.probe.seconds(began)
     row.slowest_s = max(alone_s, together_s)
-    row.wrong += probe.failures
-    if probe.p99_s > quiet.p99_s + HEALTH_S:
+    if p99(health) > HEALTH_S + p99(place.otherwise):
         row.hung += 1
-        row.wrong.append(f"health took {probe.p99_s * 1e3:.0f} ms (p99), otherwise {quiet.p99_s * 1e3:.0f} ms")
+        row.wrong.append(f"health took {_ms(health)} (p99, worst), otherwise {_ms(place.otherwise)}")
     until(lambda: watch.read().rss_bytes <= GROWTH * before, SETTLED_S, every_s=0.1)
     after = watch.read().rss_bytes
     row.leaked_mb = round(max(0.0, after - GROWTH * before) / 1e6, 1)
     row.notes = (
         f"{size / 1e6:.1f} MB; answered after {alone_s:.2f} s alone, {together_s:.2f} s {AT_ONCE} at once; "
-        f"{row.notes}; health p99 {probe.p99_s * 1e3:.0f} ms, worst {max(probe.seconds) * 1e3:.0f} ms, "
-        f"otherwise {quiet.p99_s * 1e3:.0f} and {max(quiet.seconds) * 1e3:.0f}; RSS {before / 1e6:.0f} to {after / 1e6:.0f} MB"
+        f"{row.notes}; health {_ms(health)} (p99, worst), otherwise {_ms(place.otherwise)}; "
+        f"RSS {before / 1e6:.0f} to {after / 1e6:.0f} MB"
     )
     # The next one has to be made again; all of them together are hundreds of MB.
     body.__dict__.pop("content", None)
@@ -203,6 +216,8 @@ def attack(place: _Place, exchange: Exchange, body: HostileBody) -> Row:
 
 def _sent(place: _Place, exchange: Exchange, body: HostileBody, count: int, row: Row) -> float:
     """Send so many at once; the seconds until the last answer."""
+    row.requests += count
+    row.faults += count
     began = time.perf_counter()
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(exchange, body) for _ in range(count)]
