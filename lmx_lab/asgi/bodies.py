@@ -19,7 +19,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, LabError, QueueFullError
-from lmx_lab.wire.limits import CONTAINER_LIMIT, ITEM_LIMIT, MEMBERS_LIMIT
+from lmx_lab.wire.limits import Structure
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
@@ -43,47 +43,6 @@ PLAIN_WORDS = {
     "lone leading surrogate in hex escape": LONE_SURROGATE,
     "number out of range": "a number has more than 4,300 digits, the most that are read",
 }
-
-
-class Structure:
-    """Counts what a body holds, from its text, piece by piece. Exact as far as the text is valid JSON."""
-
-    def __init__(self) -> None:
-        self.items = 0
-        """Commas: one for each item or member beyond the first of its list or object."""
-        self.containers = 0
-        """Lists and objects."""
-        self.members = 0
-        self._in_string = False
-
-    def add(self, text: bytes | str, start: int) -> int:
-        """Count the piece that begins at ``start``; where the next one begins.
-
-        Raises:
-            BodyTooLargeError: more than what is parsed.
-        """
-        piece = text[start : start + SMALL_BODY_BYTES]
-        data = piece.encode() if isinstance(piece, str) else piece
-        if (len(data) - len(data.rstrip(b"\\"))) % 2 and len(data) > 1:
-            # It ends within an escape, which is left to the next piece.
-            piece, data = piece[:-1], data[:-1]
-        parts = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(parts[self._in_string :: 2])
-        self._in_string ^= len(parts) % 2 == 0
-        self.items += outside.count(b",")
-        self.containers += outside.count(b"[") + outside.count(b"{")
-        self.members += outside.count(b":")
-        self._check()
-        return start + len(piece)
-
-    def _check(self) -> None:
-        for count, limit, what in (
-            (self.containers, CONTAINER_LIMIT, "lists and objects"),
-            (self.members, MEMBERS_LIMIT, "members of objects"),
-            (self.items, ITEM_LIMIT, "items"),
-        ):
-            if count > limit:
-                raise BodyTooLargeError(f"the body has more than {limit:,} {what}, the limit of this server; send less")
 
 
 class Turns:
@@ -122,7 +81,9 @@ async def read_json(text: bytes | str, turns: Turns) -> Any:
         return parse_json(text)
     structure, start = Structure(), 0
     while start < len(text):
-        start = structure.add(text, start)
+        start = structure.add(text, start, SMALL_BODY_BYTES)
+        if structure.excess is not None:
+            raise BodyTooLargeError(f"the body has more than {structure.excess}, the limit of this server; send less")
         await asyncio.sleep(0)
     await turns.wait()
     value = _parse(text)
@@ -146,7 +107,7 @@ def _parse(text: bytes | str) -> Any:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """What is being parsed is no garbage, and looking through 50,000 lists again and again takes longer than parsing."""
+    """What is parsed is not garbage, and tracing 50,000 lists again and again takes longer than parsing them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

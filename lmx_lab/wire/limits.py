@@ -15,8 +15,57 @@ CONTAINER_LIMIT = 50_000
 """Lists and objects in one body. Each costs the parser, and Python's collector of garbage, as much as ten numbers."""
 MEMBER_LIMIT = 256
 """Members of one object, unless its field has a limit of its own."""
+PIECE_CHARACTERS = 65_536
+"""Counted at a time: most of a text that is refused need not be looked at."""
 VALUE_LIMIT = 10_000
 """Values at all depths of an object whose shape is the caller's own, such as metadata."""
+
+
+class Structure:
+    """Counts what JSON holds without parsing it. Exact as far as the text is valid JSON."""
+
+    def __init__(self) -> None:
+        self.items = 0
+        """Commas: one for each item or member beyond the first of its list or object."""
+        self.members = 0
+        self.containers = 0
+        """Lists and objects."""
+        self._in_string = False
+
+    @property
+    def excess(self) -> str | None:
+        """The limit that is exceeded, if any."""
+        for count, limit, what in (
+            (self.containers, CONTAINER_LIMIT, "lists and objects"),
+            (self.members, MEMBERS_LIMIT, "members of objects"),
+            (self.items, ITEM_LIMIT, "items"),
+        ):
+            if count > limit:
+                return f"{limit:,} {what}"
+        return None
+
+    def add(self, text: bytes | str, start: int, size: int) -> int:
+        """Count the piece of about ``size`` that begins at ``start``; returns where the next one begins."""
+        piece = text[start : start + size]
+        data = piece.encode() if isinstance(piece, str) else piece
+        if (len(data) - len(data.rstrip(b"\\"))) % 2:
+            # It ends within an escape, whose second character belongs to it.
+            piece = text[start : start + size + 1]
+            data = piece.encode() if isinstance(piece, str) else piece
+        parts = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        self.items += outside.count(b",")
+        self.members += outside.count(b":")
+        self.containers += outside.count(b"[") + outside.count(b"{")
+        return start + len(piece)
+
+    def add_whole(self, text: str) -> None:
+        """Count another text, beginning outside of a string."""
+        self._in_string = False
+        start = 0
+        while start < len(text) and self.excess is None:
+            start = self.add(text, start, PIECE_CHARACTERS)
 
 
 def check_members(value: Any) -> Any:

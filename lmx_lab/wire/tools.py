@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,6 +21,7 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
 from lmx_lab.wire.generation import NonEmpty, RequestShape
+from lmx_lab.wire.limits import VALUE_LIMIT, Structure
 
 TOOL_LIMIT = 128
 PARAMETERS_CHARACTERS = 262_144
@@ -173,6 +174,8 @@ class CalledFunction(RequestShape):
     name: NonEmpty
     arguments: Annotated[
         dict[str, Any],
+        FailFast(),
+        Field(max_length=VALUE_LIMIT),
         BeforeValidator(_read_arguments),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
     ]
@@ -214,11 +217,33 @@ def check_counts(messages: Any) -> Any:
     """
     given = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     for field, what, limit in (("tool_calls", "tool calls", CALL_LIMIT), ("content", "parts of content", PART_LIMIT)):
-        lists = [message.get(field) for message in given]
-        count = sum(len(found) for found in lists if isinstance(found, list))
+        count = sum(len(_listed(message.get(field))) for message in given)
         if count > limit:
             raise ValueError(f"have {count:,} {what} together, the limit is {limit:,}; leave the oldest out")
+    _check_arguments(given)
     return messages
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """
+    Raises:
+        ValueError: the arguments of all calls, which are JSON within texts, hold more than a body may.
+    """
+    structure = Structure()
+    for call in (call for message in messages for call in _listed(message.get("tool_calls"))):
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            structure.add_whole(arguments)
+        if structure.excess is not None:
+            raise ValueError(
+                f"have tool calls whose arguments have more than {structure.excess} together, the limit; "
+                "leave the oldest out"
+            )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 # In answers and chunks
