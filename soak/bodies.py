@@ -61,7 +61,7 @@ def run(soak: Soak) -> list[Row]:
         with Server(homes[0], "tiny", *options) as server, Daemon(homes[1], server.url) as daemon:
             rows = beside_the_server(soak, server)
             with Probe(daemon.state.url, "/v3/health") as probe:
-                place = _Place("daemon", daemon, daemon.state.url, probe, daemon.state.token)
+                place = Place("daemon", daemon, daemon.state.url, probe, daemon.state.token)
                 rows += [attack(place, place.post, body) for body in chosen(soak, DAEMON)]
             for command in (daemon, server):
                 end_well(command, rows[-1])
@@ -70,9 +70,9 @@ def run(soak: Soak) -> list[Row]:
 
 def beside_the_server(soak: Soak, server: Server) -> list[Row]:
     with Probe(server.url, "/healthz") as probe:
-        place = _Place("server", server, server.url, probe)
+        place = Place("server", server, server.url, probe)
         rows = [attack(place, place.post, body) for body in chosen(soak, (*CHATS, *OTHERS))]
-        place = _Place("socket", server, server.url, probe)
+        place = Place("socket", server, server.url, probe)
         return rows + [attack(place, place.on_socket, body) for body in chosen(soak, CHATS)]
 
 
@@ -83,7 +83,7 @@ def launched(soak: Soak, loop: Literal["thread", "kernel"]) -> list[Row]:
         _Launched(Home(Path(name)), soak.folder, loop) as server,
         Probe(server.url, "/healthz") as probe,
     ):
-        place = _Place(f"launch, {loop}", server, server.url, probe)
+        place = Place(f"launch, {loop}", server, server.url, probe)
         bodies = list(chosen(soak, REPORTED))
         return [attack(place, exchange, body) for exchange in (place.post, place.on_socket) for body in bodies]
 
@@ -146,7 +146,7 @@ def _ms(seconds: Sequence[float]) -> str:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     name: str
     command: Command
     url: str
@@ -185,7 +185,7 @@ class _Place:
         return 1000, said
 
 
-def attack(place: _Place, exchange: Exchange, body: HostileBody) -> Row:
+def attack(place: Place, exchange: Exchange, body: HostileBody) -> Row:
     """A row: the answers, the time until the last, what health took meanwhile, and the memory before and after."""
     row = Row(part=f"bodies: {body.name}, {place.name}")
     size = len(body.content)
@@ -214,7 +214,7 @@ def attack(place: _Place, exchange: Exchange, body: HostileBody) -> Row:
     return row
 
 
-def _sent(place: _Place, exchange: Exchange, body: HostileBody, count: int, row: Row) -> float:
+def _sent(place: Place, exchange: Exchange, body: HostileBody, count: int, row: Row) -> float:
     """Send so many at once; the seconds until the last answer."""
     row.requests += count
     row.faults += count

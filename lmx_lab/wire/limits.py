@@ -13,6 +13,8 @@ MEMBERS_LIMIT = 150_000
 """Members of objects in one body: enough for 16,384 documents of nine fields."""
 CONTAINER_LIMIT = 50_000
 """Lists and objects in one body. Each costs the parser, and Python's collector of garbage, as much as ten numbers."""
+TEXT_LIMIT = ITEM_LIMIT + MEMBERS_LIMIT + CONTAINER_LIMIT
+"""Texts and names of members in one body: more are not valid JSON within the limits above."""
 MEMBER_LIMIT = 256
 """Members of one object, unless its field has a limit of its own."""
 PIECE_CHARACTERS = 65_536
@@ -30,6 +32,7 @@ class Structure:
         self.members = 0
         self.containers = 0
         """Lists and objects."""
+        self.quotes = 0
         self._in_string = False
 
     @property
@@ -39,6 +42,7 @@ class Structure:
             (self.containers, CONTAINER_LIMIT, "lists and objects"),
             (self.members, MEMBERS_LIMIT, "members of objects"),
             (self.items, ITEM_LIMIT, "items"),
+            (self.quotes // 2, TEXT_LIMIT, "texts"),
         ):
             if count > limit:
                 return f"{limit:,} {what}"
@@ -55,6 +59,7 @@ class Structure:
         parts = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
         self._in_string ^= len(parts) % 2 == 0
+        self.quotes += len(parts) - 1
         self.items += outside.count(b",")
         self.members += outside.count(b":")
         self.containers += outside.count(b"[") + outside.count(b"{")
