@@ -16,6 +16,7 @@ import typer
 
 from lmx_lab.cli.app import app, epilog, keep_what_is_made, say, start_logging
 from lmx_lab.cli.listening import check_host
+from lmx_lab.cli.memory import give_back_large_blocks
 from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.terminal import asked, can_be_asked
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, McpServerExistsError
@@ -147,6 +148,7 @@ def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_
         from lmx_lab.lab.addresses import lan_addresses
 
         settings = replace(settings, allowed_hosts=(*settings.allowed_hosts, *lan_addresses()))
+    give_back_large_blocks()
     running = Daemon(settings=settings, explicit_port=explicit_port)
     # First: a signal during the start ends it in good order, too.
     stopping = _end_on_signals(running)

@@ -48,7 +48,7 @@ class Structure:
                 return f"{limit:,} {what}"
         return None
 
-    def add(self, text: bytes | str, start: int, size: int) -> int:
+    def add(self, text: bytes | bytearray | str, start: int, size: int) -> int:
         """Count the piece of about ``size`` that begins at ``start``; returns where the next one begins."""
         piece = text[start : start + size]
         data = piece.encode() if isinstance(piece, str) else piece
