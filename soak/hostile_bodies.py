@@ -98,7 +98,7 @@ CHATS = (
     ),
     _chat(
         "an enum of 500,000 values",
-        lambda: repeated(ASK + HELLO + b"," + SCHEMA % (b"enum", b"["), b"%d", b"]}}}}", 4_000_000),
+        lambda: repeated(ASK + HELLO + b"," + SCHEMA % (b"enum", b"["), b"1%d", b"]}}}}", 4_000_000),
     ),
     _chat("8 MB as a role", lambda: ASK + b'"messages":[{"role":"' + b"a" * BODY_BYTES + b'","content":"a"}]}'),
     _chat("4,096 messages", lambda: ASK + b'"messages":[' + b",".join([HELLO[12:-1]] * 4096) + b"]}", refused=False),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ WALK_ITEMS = 10_000
 ROOM_RETRY_S = 2
 CONTAINERS = (dict, list)
 Text = bytes | bytearray | str
+_PAUSED = threading.Lock()
 WITH_BODY = {"POST", "PATCH"}
 LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is no character"
 PLAIN_WORDS = {
@@ -109,13 +111,15 @@ def _parse(text: Text) -> Any:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """What is parsed is not garbage, and tracing 50,000 lists again and again takes longer than parsing them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    # One thread at a time, so that none takes another's pause for the state to return to.
+    with _PAUSED:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 def _in_plain_words(said: str) -> str:

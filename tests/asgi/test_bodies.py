@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 from typing import Any
 
@@ -131,3 +133,15 @@ async def test_large_bodies_take_their_steps_one_at_a_time(monkeypatch: pytest.M
 def test_a_number_that_would_be_read_as_infinity_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="beyond"):
         bodies.parse_json(text)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_of_garbage_is_left_as_it_was(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    try:
+        for text in (b"[1]", b"[1"):
+            with contextlib.suppress(InvalidRequestError):
+                bodies.parse_json(text)
+            assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
