@@ -11,6 +11,8 @@ A line of the table is zero from ``lost`` to ``processes`` where all is well; th
 |-------------|---------------------------------------------------------------------------------------------------|
 | fuzz        | 20,000 mutated requests and WebSockets at the inference server and the daemon, 3,750 of them once |
 |             | more on llama.cpp; after each batch of 250 a good request of every kind is answered as before     |
+| bodies      | bodies of up to 8 MB made to take long, one and then six at once, at every route that takes one:  |
+|             | refused within 2 s, with health answered as ever and the memory given back                        |
 | load        | 200 long requests whose clients give up, and the one after them                                   |
 | connections | idle streams and sockets by the hundred, slow readers, peers that vanish                          |
 | cycles      | 1,000 loads and unloads, 200 on llama.cpp                                                         |
@@ -44,7 +46,7 @@ from soak import report
 from soak.row import Row
 from soak.soak import Soak
 
-PARTS = ("fuzz", "load", "connections", "cycles", "kills", "files")
+PARTS = ("fuzz", "bodies", "load", "connections", "cycles", "kills", "files")
 """Modules of this package with a ``run``."""
 Run = Callable[[Soak], list[Row]]
 INTERRUPTED = 130

@@ -11,7 +11,7 @@ import pytest
 
 CODE = """
 import ctypes, sys
-from lmx_lab.cli.serve import _give_back_large_blocks
+from lmx_lab.cli.memory import give_back_large_blocks
 
 class Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (
@@ -21,7 +21,7 @@ class Mallinfo2(ctypes.Structure):
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Mallinfo2
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-_give_back_large_blocks()
+give_back_large_blocks()
 libc.free(libc.malloc(20 * 2**20))
 before = libc.mallinfo2().hblks
 libc.malloc(int(sys.argv[1]))

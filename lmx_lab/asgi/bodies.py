@@ -1,12 +1,18 @@
 """Reading JSON from strangers: size, depth, content type and strictness are checked before anything else runs. How
-slowly a body may come is ``lmx_lab.transport``'s."""
+slowly a body may come is ``lmx_lab.transport``'s.
+
+The JSON parser and the validation each are one call that holds the interpreter's lock, in a thread too. What bounds
+their time is how many items, members, lists and objects a body has; these are counted first, a piece at a time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pydantic_core
@@ -14,17 +20,25 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, LabError, QueueFullError
+from lmx_lab.wire.limits import Structure
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
 # A refused body is still read up to this many times the limit: closing at once would lose the answer on its way.
 DRAIN_FACTOR = 8
-LARGE_BODY_BYTES = 1_000_000
 ROOM_BYTES = 256 * 2**20
 """For the bodies of all requests under way."""
 SMALL_BODY_BYTES = 64 * 1024
-"""So much of each body does not count: large ones, however slowly they come, keep no chat out."""
+"""So much of each body does not count: large ones, however slowly they come, keep no chat out. Larger bodies are
+counted before they are parsed, a piece of this size at a time; smaller ones cannot hold too much."""
+TURN_S = 0.005
+"""Between two steps of large bodies, which take up to some 50 ms each: all that waits on the loop runs meanwhile."""
+WALK_ITEMS = 10_000
+"""Walked through in about 3 ms."""
 ROOM_RETRY_S = 2
+CONTAINERS = (dict, list)
+Text = bytes | bytearray | str
+_PAUSED = threading.Lock()
 WITH_BODY = {"POST", "PATCH"}
 LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is no character"
 PLAIN_WORDS = {
@@ -34,22 +48,78 @@ PLAIN_WORDS = {
 }
 
 
-def parse_json(text: bytes | str) -> Any:
+class Turns:
+    """Large bodies take turns, one step of one body at a time, with a pause after each."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def wait(self) -> None:
+        """Return when the caller may take a step, which it does before it awaits anything."""
+        async with self._lock:
+            await asyncio.sleep(TURN_S)
+
+
+def parse_json(text: Text) -> Any:
     """JSON as its standard has it: no NaN, no lone surrogates, nested at most 64 levels.
 
     Raises:
         InvalidRequestError: says where it went wrong.
     """
+    value = _parse(text)
+    for _ in _walk(value):
+        pass
+    return value
+
+
+async def read_json(text: Text, turns: Turns) -> Any:
+    """``parse_json`` without holding up the loop. A large body is counted first, and leaves the caller its turn to
+    validate the value.
+
+    Raises:
+        InvalidRequestError: as ``parse_json``.
+        BodyTooLargeError: it holds more than ``Structure`` allows.
+    """
+    if len(text) <= SMALL_BODY_BYTES:
+        return parse_json(text)
+    structure, start = Structure(), 0
+    while start < len(text):
+        start = structure.add(text, start, SMALL_BODY_BYTES)
+        if structure.excess is not None:
+            raise BodyTooLargeError(f"the body has more than {structure.excess}, the limit of this server; send less")
+        await asyncio.sleep(0)
+    await turns.wait()
+    value = _parse(text)
+    for _ in _walk(value):
+        await asyncio.sleep(0)
+    await turns.wait()
+    return value
+
+
+def _parse(text: Text) -> Any:
     if text[:1] == "\ufeff" or text[:3] == b"\xef\xbb\xbf":
         raise InvalidRequestError("the body begins with a byte order mark (U+FEFF); send UTF-8 without one")
     try:
-        value = pydantic_core.from_json(text, allow_inf_nan=False)
+        with _no_collection():
+            return pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as exc:
         if "recursion limit" in str(exc):
             raise InvalidRequestError(TOO_DEEP) from exc
         raise InvalidRequestError(f"the body is not valid JSON: {_in_plain_words(str(exc))}") from exc
-    _check_nesting(value)
-    return value
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What is parsed is not garbage, and tracing 50,000 lists again and again takes longer than parsing them."""
+    # One thread at a time, so that none takes another's pause for the state to return to.
+    with _PAUSED:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 def _in_plain_words(said: str) -> str:
@@ -58,30 +128,38 @@ def _in_plain_words(said: str) -> str:
     return f"{PLAIN_WORDS.get(what, what)}{at}{place}"
 
 
-async def parse_json_aside(text: bytes | str) -> Any:
-    """``parse_json``, in a thread if the text is large: walking through 8 MB of token ids takes a quarter of a second.
+def _walk(value: Any) -> Iterator[None]:
+    """Check the depth and the numbers, with a pause after every few items.
 
-    The validation afterwards stays on the loop: it is one call that holds the interpreter's lock, and would hold up
-    everybody from a thread too.
+    Raises:
+        InvalidRequestError: nested too deeply, or a number that is too large.
     """
-    return await asyncio.to_thread(parse_json, text) if len(text) > LARGE_BODY_BYTES else parse_json(text)
-
-
-def _check_nesting(value: Any) -> None:
-    level = [value]
+    level, walked = [value], 0
     for _ in range(NESTING_LIMIT + 1):
-        level = [child for item in level for child in _children(item)]
-        if not level:
+        below: list[Any] = []
+        for values in _pieces(level):
+            # 1e400 is read as infinity, which no answer could repeat.
+            if math.inf in values or -math.inf in values:
+                raise InvalidRequestError("a number is beyond what is read, 1.8e308; send a smaller one")
+            below += [child for child in values if isinstance(child, CONTAINERS)]
+            walked += 1 + len(values)
+            if walked > WALK_ITEMS:
+                walked = 0
+                yield
+        if not below:
             return
+        level = below
     raise InvalidRequestError(TOO_DEEP)
 
 
-def _children(item: Any) -> list[Any]:
-    values = item.values() if isinstance(item, dict) else item if isinstance(item, list) else (item,)
-    # 1e400 is read as infinity, which no answer could repeat.
-    if math.inf in values or -math.inf in values:
-        raise InvalidRequestError("a number is beyond what is read, 1.8e308; send a smaller one")
-    return [child for child in values if isinstance(child, dict | list)]
+def _pieces(level: list[Any]) -> Iterator[list[Any]]:
+    """The values in each of the level's lists and objects, some at a time."""
+    for item in level:
+        values = item if isinstance(item, list) else list(item.values()) if isinstance(item, dict) else [item]
+        if len(values) <= WALK_ITEMS:
+            yield values
+        else:
+            yield from (values[start : start + WALK_ITEMS] for start in range(0, len(values), WALK_ITEMS))
 
 
 class BodyRoom:
@@ -109,14 +187,15 @@ class BodyRoom:
 
 
 @asynccontextmanager
-async def read_body(request: Request, limit_bytes: int, room: BodyRoom) -> AsyncIterator[bytes]:
+async def read_body(request: Request, limit_bytes: int, room: BodyRoom) -> AsyncIterator[bytearray]:
     """The whole body, which has its room until the block ends.
 
     Raises:
         BodyTooLargeError: more than ``limit_bytes``.
         QueueFullError: no room beside the others. Of either, the rest was read and thrown away, up to a bound.
     """
-    chunks: list[bytes] = []
+    # One block, which the allocator gives back whole; 128 pieces would stay in its heap.
+    body = bytearray()
     size = held = 0
     refusal: LabError | None = None
     try:
@@ -128,16 +207,14 @@ async def read_body(request: Request, limit_bytes: int, room: BodyRoom) -> Async
                 try:
                     _check_size(size, limit_bytes)
                     held = room.resize(held, size)
-                    chunks.append(chunk)
+                    body += chunk
                 except LabError as exc:
                     refusal = exc
-                    chunks.clear()
+                    body.clear()
                     held = room.resize(held, 0)
         _check_size(size, limit_bytes)
         if refusal is not None:
             raise refusal
-        body = b"".join(chunks)
-        chunks.clear()
         yield body
     finally:
         room.resize(held, 0)
@@ -151,9 +228,9 @@ def _check_size(size: int, limit_bytes: int) -> None:
 class ParsedRequest(Request):
     """A request whose JSON was read strictly."""
 
-    def __init__(self, request: Request, body: bytes, value: Any) -> None:
+    def __init__(self, request: Request, body: bytearray, value: Any) -> None:
         super().__init__(request.scope, request.receive)
-        self._body = body
+        self._body = body  # type: ignore[assignment]
         self._value = value
 
     async def json(self) -> Any:
@@ -172,7 +249,7 @@ class StrictRoute(APIRoute):
                 value = None
                 if body or (self.body_field is not None and self.body_field.field_info.is_required()):
                     _check_content_type(request)
-                    value = await parse_json_aside(body)
+                    value = await read_json(body, state.body_turns)
                 return await handle(ParsedRequest(request, body, value))
 
         return strict if WITH_BODY & set(self.methods or ()) else handle

@@ -165,7 +165,9 @@ def _given(value: Any) -> str:
     # From the notebook an integer may be longer than Python writes out.
     if not isinstance(value, str | int | float) or (isinstance(value, int) and value.bit_length() > 1000):
         return ""
-    return f" (given: {value!r:.80})"
+    # Cut first: the repr of a text of 8 MB takes tens of milliseconds.
+    shown = value[:80] if isinstance(value, str) else value
+    return f" (given: {shown!r:.80})"
 
 
 def _first(problems: list[Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from lmx_lab.asgi import errors
-from lmx_lab.asgi.bodies import ROOM_BYTES, BodyRoom
+from lmx_lab.asgi.bodies import ROOM_BYTES, BodyRoom, Turns
 from lmx_lab.errors import LabError
 from lmx_lab.guard import (
     ANSWER_HEADERS,
@@ -48,6 +48,7 @@ def wrapped(api: FastAPI, policy: Callable[[], GuardPolicy], *, methods: Sequenc
     """
     # A body that is not too large has room where it is the only one.
     api.state.body_room = BodyRoom(max(ROOM_BYTES, api.state.max_body_bytes))
+    api.state.body_turns = Turns()
     api.add_exception_handler(LabError, errors.on_lab_error)
     api.add_exception_handler(RequestValidationError, errors.on_invalid)
     api.add_exception_handler(HTTPException, errors.on_http_error)

@@ -15,6 +15,7 @@ import typer
 
 from lmx_lab.cli.app import app, epilog, keep_what_is_made, say, start_logging
 from lmx_lab.cli.listening import check_host
+from lmx_lab.cli.memory import give_back_large_blocks
 from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.stopping import stop_on_signals
 from lmx_lab.cli.terminal import asked, can_be_asked
@@ -144,6 +145,7 @@ def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_
     from lmx_lab.daemon.daemon import Daemon
 
     exposed = not settings.daemon_host.startswith("127.") and settings.daemon_host not in LOOPBACK_NAMES
+    give_back_large_blocks()
     if exposed:
         from lmx_lab.lab.addresses import lan_addresses
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +14,7 @@ from lmx_lab.cli.app import app, epilog, keep_what_is_made, say, start_logging
 from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.folders import settings_with_folders
 from lmx_lab.cli.listening import check_host
+from lmx_lab.cli.memory import give_back_large_blocks
 from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.stopping import stop_on_signals
 from lmx_lab.errors import InvalidRequestError
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 
 
 MOST_GB = 1_000_000
-M_MMAP_THRESHOLD = -3
-"""glibc's ``malloc.h``."""
-LARGE_BLOCK_BYTES = 2**20
 HELP = """Run the inference server until Ctrl-C or SIGTERM.
 
 It speaks the chat-completions format at /v1, so that any client of it can be pointed there. Most options are also \
@@ -114,24 +110,8 @@ def serve(
         log_level=log_level,
     )
     start_logging(settings.log_level)
-    _give_back_large_blocks()
+    give_back_large_blocks()
     asyncio.run(_serve(settings, model, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
-
-
-def _give_back_large_blocks() -> None:
-    """Have freed blocks of a mebibyte and more go back to the system, for the life of this process.
-
-    Once glibc has freed a large block it takes blocks up to that size from its heaps, where small ones that stay soon
-    lie between them: after 12,000 mixed requests 98 MB of freed memory were held, and still more later; with this 44,
-    and it stayed so. With a bound of 128 KiB MLX reads prompts a third slower. Other systems, and what the environment
-    chooses, are left alone.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    # Glibc takes a choice of either threshold as one of both.
-    chosen = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys()
-    chosen |= {name for name in ("mmap_threshold", "trim_threshold") if name in os.environ.get("GLIBC_TUNABLES", "")}
-    if mallopt is not None and not chosen:
-        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
 from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.generation import RequestShape
 
 EngineName = Literal["mlx", "llama.cpp", "echo"]
 
@@ -70,9 +71,7 @@ class ModelRecords(BaseModel):
     """Why ``models`` may be incomplete or out of date, such as a disk that does not answer."""
 
 
-class LoadRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+class LoadRequest(RequestShape):
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
@@ -83,10 +82,8 @@ class LoadAnswer(BaseModel):
     vram_gb: float
 
 
-class UnloadRequest(BaseModel):
+class UnloadRequest(RequestShape):
     """May be left out, or be empty."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
     """The loaded model, if it is named at all; another one is refused."""

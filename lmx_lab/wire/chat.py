@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.config import JsonDict
+from typing_extensions import TypeAliasType
 
 from lmx_lab.wire import neutral
 from lmx_lab.wire.errors import ErrorDetail
@@ -34,14 +35,16 @@ from lmx_lab.wire.generation import (
     Timings,
     Usage,
 )
+from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.tools import (
+    PART_LIMIT,
     AnswerToolCall,
     MessageToolCalls,
     ToolCallChunk,
     ToolChoice,
     Tools,
-    check_call_count,
     check_choice,
+    check_counts,
 )
 
 MESSAGE_LIMIT = 4096
@@ -70,6 +73,8 @@ class TextPart(RequestShape):
     text: str
 
 
+# As a named type, since a union needs members with a hash, and FailFast has none.
+TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast(), Field(max_length=PART_LIMIT)])
 # An assistant that calls tools may have nothing to say beside that.
 CONTENT_OR_CALLS: JsonDict = {
     "anyOf": [
@@ -83,7 +88,7 @@ class ChatMessage(RequestShape):
     model_config = ConfigDict(json_schema_extra=CONTENT_OR_CALLS)
 
     role: Role
-    content: str | list[TextPart] | None = None
+    content: str | TextParts | None = None
     name: str | None = None
     tool_calls: MessageToolCalls | None = None
     """Of an assistant."""
@@ -133,6 +138,12 @@ def _check_template_key(key: str) -> str:
 
 
 TemplateKey = Annotated[str, AfterValidator(_check_template_key)]
+# As a named type, for the reason given where TextParts is defined.
+TemplateVariables = TypeAliasType(
+    "TemplateVariables",
+    Annotated[dict[TemplateKey, JsonValue], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES],
+)
+Metadata = TypeAliasType("Metadata", Annotated[dict[str, Any], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES])
 
 
 class ChatRequest(GenerationFields):
@@ -146,7 +157,7 @@ class ChatRequest(GenerationFields):
         list[ChatMessage],
         FailFast(),
         Field(min_length=1, max_length=MESSAGE_LIMIT),
-        BeforeValidator(check_call_count),
+        BeforeValidator(check_counts),
     ]
     temperature: Temperature | None = 0.7
     max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = 4096
@@ -163,13 +174,13 @@ class ChatRequest(GenerationFields):
     """For the chat template; ``none`` also turns the thinking off in templates that have ``enable_thinking``."""
 
     # Extensions.
-    chat_template_kwargs: dict[TemplateKey, JsonValue] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     """Variables for the chat template; they win over ``reasoning_effort``."""
     thinking_token_budget: Annotated[int, Field(ge=0), WHOLE] | None = None
     """After so many tokens of thoughts the model is made to answer."""
 
     # Known to the format, changing nothing here.
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

@@ -9,10 +9,14 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire import neutral
 from lmx_lab.wire.generation import WHOLE, Alternatives, Choices, FinishReason, GenerationFields, Timings, Usage
+from lmx_lab.wire.limits import ITEM_LIMIT
 
 PROMPT_LIMIT = 1024
 # As named types, since a union needs members with a hash, and FailFast has none.
-TokenIds = TypeAliasType("TokenIds", Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1)])
+TokenIds = TypeAliasType(
+    "TokenIds",
+    Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1, max_length=ITEM_LIMIT)],
+)
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast(), Field(min_length=1, max_length=PROMPT_LIMIT)])
 TokenLists = TypeAliasType(
     "TokenLists", Annotated[list[TokenIds], FailFast(), Field(min_length=1, max_length=PROMPT_LIMIT)]

@@ -6,9 +6,21 @@ format knows and this server cannot honour is refused unless it has its neutral 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    StringConstraints,
+    model_validator,
+)
+from typing_extensions import TypeAliasType
+
+from lmx_lab.wire.limits import check_members
 
 STOP_LIMIT = 16
 STOP_CHARACTERS = 1000
@@ -21,6 +33,8 @@ LOWEST_LOGPROB = -9999.0
 FinishReason = Literal["stop", "length", "tool_calls"]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS)]
+# As a named type, since a union needs members with a hash, and FailFast has none.
+Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_length=STOP_LIMIT)])
 # JSON has one kind of number: 5.0 counts five.
 WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """Behind the bounds of a field, which then are in its JSON schema too."""
@@ -42,12 +56,18 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenKey = Annotated[str, AfterValidator(_check_token_id)]
+Biases = TypeAliasType("Biases", Annotated[dict[TokenKey, Bias], FailFast(), Field(max_length=BIAS_LIMIT)])
 Choices = Annotated[int, Field(ge=1, le=CHOICE_LIMIT), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
 
 
 class RequestShape(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _members_are_few(cls, value: Any) -> Any:
+        return check_members(value)
 
 
 class StreamOptions(RequestShape):
@@ -69,10 +89,10 @@ class GenerationFields(RequestShape):
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=BIAS_LIMIT)] | None = None
+    logit_bias: Biases | None = None
     seed: Annotated[int, WHOLE] | None = None
     n: Choices | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=STOP_LIMIT)] | None = None
+    stop: Stop | Stops | None = None
     ignore_eos: bool | None = None
 
     # Known to the format, changing nothing here.

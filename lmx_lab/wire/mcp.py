@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, model_validator
 from pydantic.config import JsonDict
+from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.generation import LISTED, NonEmpty, RequestShape
+from lmx_lab.wire.limits import MEMBER_LIMIT
 
 REDACTED = "***"
 """In the place of every value of ``env`` and ``headers``; sent back, it leaves the value as it is."""
 # No double underscore: ``server__tool`` names a tool.
 ServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*$", max_length=32)]
+# As named types, since a union needs members with a hash, and FailFast has none.
+Arguments = TypeAliasType("Arguments", Annotated[tuple[str, ...], FailFast(), Field(max_length=256), LISTED])
+Variables = TypeAliasType("Variables", Annotated[dict[str, str], FailFast(), Field(max_length=MEMBER_LIMIT)])
 Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 Permission = Literal["ask", "allow", "deny"]
 """For tools that are not marked read-only; those need none unless it is ``deny``."""
@@ -47,12 +52,12 @@ class McpServerConfig(RequestShape):
     transport: Literal["stdio", "http"] = "stdio"
     command: NonEmpty | None = None
     """A program, by name or path; no shell reads it."""
-    args: Annotated[tuple[str, ...], Field(max_length=256), LISTED] = ()
-    env: dict[str, str] = Field(default={}, repr=False)
+    args: Arguments = ()
+    env: Variables = Field(default={}, repr=False)
     """Beside the few variables that every server gets (PATH, HOME, LANG and the like)."""
     cwd: str | None = None
     url: NonEmpty | None = None
-    headers: dict[str, str] = Field(default={}, repr=False)
+    headers: Variables = Field(default={}, repr=False)
     enabled: bool = True
     start_timeout_s: Seconds = 20.0
     tool_timeout_s: Seconds = 60.0
@@ -72,11 +77,11 @@ class ChangeMcpServer(RequestShape):
     """What is left out stays as it is."""
 
     command: NonEmpty | None = None
-    args: Annotated[tuple[str, ...], Field(max_length=256), LISTED] | None = None
-    env: dict[str, str] | None = Field(default=None, repr=False)
+    args: Arguments | None = None
+    env: Variables | None = Field(default=None, repr=False)
     cwd: str | None = None
     url: NonEmpty | None = None
-    headers: dict[str, str] | None = Field(default=None, repr=False)
+    headers: Variables | None = Field(default=None, repr=False)
     enabled: bool | None = None
     start_timeout_s: Seconds | None = None
     tool_timeout_s: Seconds | None = None

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, JsonValue, StringConstraints
 from pydantic.config import JsonDict
+from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.generation import LISTED, WHOLE, NonEmpty, Penalty, Probability, RequestShape, Temperature
 from lmx_lab.wire.identifiers import Identifier
+from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
+from lmx_lab.wire.tools import check_counts
 
 CONTENT_CHARACTERS = 1_000_000
 TOOL_NAMES = 256
@@ -21,9 +24,19 @@ METADATA_CHARACTERS = 65_536
 Title = Annotated[str, StringConstraints(max_length=500)]
 Content = Annotated[str, StringConstraints(min_length=1, max_length=CONTENT_CHARACTERS)]
 Prompt = Annotated[str, StringConstraints(max_length=CONTENT_CHARACTERS)]
-ToolNames = Annotated[
-    list[Annotated[str, StringConstraints(min_length=1, max_length=200)]], Field(max_length=TOOL_NAMES)
-]
+# As named types, since a union needs members with a hash, and FailFast has none.
+ToolNames = TypeAliasType(
+    "ToolNames",
+    Annotated[
+        list[Annotated[str, StringConstraints(min_length=1, max_length=200)]],
+        FailFast(),
+        Field(max_length=TOOL_NAMES),
+    ],
+)
+Values = TypeAliasType(
+    "Values", Annotated[dict[str, JsonValue], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES]
+)
+"""Of the caller's own shape."""
 SessionStatus = Literal["idle", "queued", "running", "waiting"]
 """``waiting``: its turn waits for a permission."""
 TurnStatus = Literal["queued", "running", "waiting", "done", "error"]
@@ -52,7 +65,7 @@ class SessionMessage(RequestShape):
     content: Prompt = ""
     reasoning_content: Prompt | None = None
     """Of an assistant: its thoughts, which are shown and not sent to the model again."""
-    tool_calls: Annotated[tuple[ToolCall, ...], Field(max_length=128), LISTED] = ()
+    tool_calls: Annotated[tuple[ToolCall, ...], FailFast(), Field(max_length=128), LISTED] = ()
     """Of an assistant."""
     call_id: str | None = None
     """Of a tool: which call it answers."""
@@ -71,9 +84,11 @@ class CreateSession(RequestShape):
     system_prompt: Prompt | None = None
     tools: ToolNames | None = None
     """Which tools its turns may use: names, or a server's with an asterisk, ``time__*``. Null is all, [] none."""
-    messages: Annotated[tuple[SessionMessage, ...], Field(max_length=4096), LISTED] = ()
+    messages: Annotated[
+        tuple[SessionMessage, ...], FailFast(), Field(max_length=4096), LISTED, BeforeValidator(check_counts)
+    ] = ()
     """A history to begin with."""
-    metadata: dict[str, JsonValue] | None = None
+    metadata: Values | None = None
 
 
 class ChangeSession(RequestShape):
@@ -83,7 +98,7 @@ class ChangeSession(RequestShape):
     model: NonEmpty | None = None
     system_prompt: Prompt | None = None
     tools: ToolNames | None = None
-    metadata: dict[str, JsonValue] | None = None
+    metadata: Values | None = None
     archived: bool = False
     revision: Annotated[int, Field(ge=1), WHOLE] | None = None
     """The one that was read; another now is refused with ``revision-conflict``."""
@@ -156,7 +171,7 @@ class TurnOverrides(RequestShape):
     """Of one step."""
     max_steps: Annotated[int, Field(ge=1, le=1000), WHOLE] | None = None
     timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
-    extra: dict[str, JsonValue] | None = None
+    extra: Values | None = None
     """Further fields of the upstream's chat request, sent as they are."""
 
 

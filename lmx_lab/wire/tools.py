@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,12 +21,15 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
 from lmx_lab.wire.generation import NonEmpty, RequestShape
+from lmx_lab.wire.limits import VALUE_LIMIT, Structure
 
 TOOL_LIMIT = 128
 PARAMETERS_CHARACTERS = 262_144
 """Of the parameters of all tools together, as JSON without spaces."""
 CALL_LIMIT = 4096
 """Calls in one history, which would take as many messages to answer; reading 100,000 takes seconds."""
+PART_LIMIT = 4096
+"""Parts of content in one history."""
 SHOWN = 5
 """Names in a message that lists what there is."""
 
@@ -171,6 +174,8 @@ class CalledFunction(RequestShape):
     name: NonEmpty
     arguments: Annotated[
         dict[str, Any],
+        FailFast(),
+        Field(max_length=VALUE_LIMIT),
         BeforeValidator(_read_arguments),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
     ]
@@ -200,22 +205,45 @@ def _check_ids(calls: list[MessageToolCall]) -> list[MessageToolCall]:
 
 MessageToolCalls = TypeAliasType(
     "MessageToolCalls",
-    Annotated[list[MessageToolCall], FailFast(), AfterValidator(_check_ids)],
+    Annotated[list[MessageToolCall], FailFast(), Field(max_length=CALL_LIMIT), AfterValidator(_check_ids)],
 )
 
 
-def check_call_count(messages: Any) -> Any:
-    """Before the messages are read, since that is what would take long.
+def check_counts(messages: Any) -> Any:
+    """Count what all messages hold together, before they are validated, since that is what takes long.
 
     Raises:
-        ValueError: too many calls.
+        ValueError: too many tool calls, or too many parts of content.
     """
-    given = messages if isinstance(messages, list) else []
-    calls = [message.get("tool_calls") for message in given if isinstance(message, dict)]
-    count = sum(len(found) for found in calls if isinstance(found, list))
-    if count > CALL_LIMIT:
-        raise ValueError(f"have {count:,} tool calls together, the limit is {CALL_LIMIT:,}; leave the oldest out")
+    given = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    for field, what, limit in (("tool_calls", "tool calls", CALL_LIMIT), ("content", "parts of content", PART_LIMIT)):
+        count = sum(len(_listed(message.get(field))) for message in given)
+        if count > limit:
+            raise ValueError(f"have {count:,} {what} together, the limit is {limit:,}; leave the oldest out")
+    _check_arguments(given)
     return messages
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """
+    Raises:
+        ValueError: the arguments of all calls, which are JSON within texts, hold more than a body may.
+    """
+    structure = Structure()
+    for call in (call for message in messages for call in _listed(message.get("tool_calls"))):
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            structure.add_whole(arguments)
+        if structure.excess is not None:
+            raise ValueError(
+                f"have tool calls whose arguments have more than {structure.excess} together, the limit; "
+                "leave the oldest out"
+            )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 # In answers and chunks

@@ -186,6 +186,13 @@ def test_a_wrong_or_unknown_parameter_is_named(http: httpx2.Client, path: str, q
         (b'{"metadata": {"a": ' + b"[" * 100 + b"]" * 100 + b"}}", "application/json", 400, "invalid-request"),
         (b'{"title": "x"}', "text/plain", 400, "invalid-request"),
         (b'{"title": "' + b"x" * 100_000 + b'"}', "application/json", 413, "body-too-large"),
+        (b"[" * 70_000, "application/json", 413, "body-too-large"),
+        (
+            b"{" + b",".join(b'"a%d": 1' % number for number in range(300)) + b"}",
+            "application/json",
+            400,
+            "invalid-request",
+        ),
         (b'{"session_id": "a b"}', "application/json", 400, "invalid-request"),
     ],
 )

@@ -45,7 +45,7 @@ def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any
         b'{"model": Infinity}',
         b'{"model": "x", "messages": [{"role": "user", "content": "\\ud800"}]}',
         b"[" * 100 + b"]" * 100,
-        b"[" * 100_000,
+        b"[" * 40_000,
         b'{"a":' * 65 + b"1" + b"}" * 65,
         b"null",
         b"[]",
@@ -83,8 +83,10 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
         ({"stop": ""}, "stop"),
         ({"stop": "a" * 1001}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
-        ({"messages": [{"role": "u", "content": 5}] * 100_000}, "messages.0.role"),
+        ({"messages": [{"role": "u", "content": 5}] * 40_000}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
+        ({"messages": [{"role": "user", "content": [{}] * 4097}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{}] * 4000}]}, "messages.0.content.0.type"),
         ({"stop": ["a", ""]}, "stop.1"),
         ({"n": 0}, "n"),
         ({"n": 9}, "n"),
@@ -110,6 +112,8 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"logit_bias": {"five": 1}}, "logit_bias.five"),
         ({"logit_bias": {"49152": 1}}, "logit_bias"),
+        ({"metadata": {"a": [1] * 20_000}}, "metadata"),
+        ({"chat_template_kwargs": {f"a{number}": 1 for number in range(300)}}, "chat_template_kwargs"),
         ({"seed": 1.5}, "seed"),
         ({"colour": "blue"}, "colour"),
         ({"colour[red]": "blue"}, "colour[red]"),
@@ -149,6 +153,9 @@ def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None)
         ({"messages": HELLO * 5000}, ["5000", "4096"]),
         ({"logit_bias": {str(token): 1 for token in range(3000)}}, ["3000", "1024"]),
         ({"messages": []}, ["0 items", "at least 1"]),
+        ({f"a{number}": 1 for number in range(300)}, ["members", "256"]),
+        ({"messages": [{"role": "user", "content": [{}] * 5000}]}, ["5,000 parts", "4,096"]),
+        ({"metadata": {"a": [1] * 20_000}}, ["10,000 values"]),
         ({"max_tokens": -1}, ["-1", "no limit"]),
         ({"max_completion_tokens": -1}, ["-1", "no limit"]),
         ({"functions": [{"name": "f"}]}, ["tools", "are not supported", "leave the field out"]),
@@ -199,6 +206,22 @@ def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http: httpx2.Client) -> N
 def test_a_body_without_a_length_is_bounded_too(http: httpx2.Client) -> None:
     pieces = (b"a" * 100_000 for _ in range(100))
     error_of(http.post(PATH, content=pieces, headers=JSON), 413, "body-too-large")
+
+
+@pytest.mark.parametrize(
+    ("content", "limit"),
+    [
+        (b"[" + b"{}," * 100_000 + b"{}]", "50,000 lists and objects"),
+        (b"{" + b'"a":1,' * 200_000 + b'"a":1}', "150,000 members"),
+        (b"[" + b"1," * 500_000 + b"1]", "400,000 items"),
+        (b'"' * 2_000_000, "600,000 texts"),
+    ],
+)
+def test_a_body_that_holds_too_much_is_413_and_the_limit_is_named(
+    http: httpx2.Client, content: bytes, limit: str
+) -> None:
+    for path in (PATH, "/v1/embeddings", "/v1/rerank", "/v1/completions", "/admin/models/load"):
+        assert limit in error_of(http.post(path, content=content, headers=JSON), 413, "body-too-large")["message"]
 
 
 def test_a_prompt_longer_than_the_context_is_400_with_both_numbers(http: httpx2.Client) -> None:

@@ -65,6 +65,16 @@ def test_tokens_come_then_statistics_then_the_client_closes(socket: ClientConnec
     assert socket.close_code == 1000
 
 
+def test_a_message_that_holds_too_much_is_refused_and_the_limit_named(socket: ClientConnection) -> None:
+    socket.send('{"messages": [' + "{}," * 300_000 + "{}]}")
+    error = receive(socket)["error"]
+    assert error["code"] == "body-too-large"
+    assert "50,000 lists and objects" in error["message"]
+    with pytest.raises(ConnectionClosed):
+        socket.recv(timeout=30)
+    assert socket.close_code == 1011
+
+
 @pytest.mark.parametrize("message", ["{", "[]", '{"model": NaN}', json.dumps({"model": "tiny"}), b"\x00\x01"])
 def test_a_bad_message_is_answered_and_the_socket_closed(socket: ClientConnection, message: str | bytes) -> None:
     socket.send(message)

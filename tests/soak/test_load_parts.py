@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmx_lab.weights import ModelEntry
-from soak import connections, cycles, killed_daemons, killed_pulls, killed_servers, load, vanishing
+from soak import bodies, connections, cycles, killed_daemons, killed_pulls, killed_servers, load, vanishing
 from soak.chats import CUT, HUNG, End, Good, ask, good_body, note_good
+from soak.hostile_bodies import REPORTED, HostileBody
 from soak.row import Row
 from soak.served import SMALL_CACHE, Command, Home, Server, end_well, note_left
 from soak.slow_hub import SlowHub
@@ -55,6 +57,21 @@ def test_clients_that_leave_and_clients_that_hardly_read(
     rows = [load.flood(soak, server, good), load.slow_readers(soak, server, good)]
     check(*rows)
     assert all(row.faults > 0 for row in rows)
+
+
+def test_hostile_bodies_are_refused_and_one_that_is_not_is_seen(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "ROUNDS_S", 0.1)
+    good = HostileBody(name="good", path="/v1/chat/completions", make=lambda: json.dumps(good_body()).encode())
+    with bodies.Probe(server.url, "/healthz") as probe:
+        place = bodies.Place("server", server, server.url, probe)
+        for exchange in (place.post, place.on_socket):
+            refused, accepted = (bodies.attack(place, exchange, body) for body in (REPORTED[1], good))
+            # How long health takes is this machine's affair.
+            assert (refused.lost, refused.requests) == (0, 1 + bodies.AT_ONCE), refused
+            assert "50,000 lists and objects" in refused.notes
+            assert accepted.lost == accepted.requests > 0, accepted
 
 
 def test_peers_that_vanish_are_noticed_and_their_slots_are_free(soak: Soak) -> None:

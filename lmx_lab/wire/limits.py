@@ -1,0 +1,102 @@
+"""How much a request may hold. Counts are checked before validation, which is what takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BeforeValidator
+
+ITEM_LIMIT = 400_000
+"""Items of lists and members of objects in one body: token ids, above all."""
+MEMBERS_LIMIT = 150_000
+"""Members of objects in one body: enough for 16,384 documents of nine fields."""
+CONTAINER_LIMIT = 50_000
+"""Lists and objects in one body. Each costs the parser, and Python's collector of garbage, as much as ten numbers."""
+TEXT_LIMIT = ITEM_LIMIT + MEMBERS_LIMIT + CONTAINER_LIMIT
+"""Texts and names of members in one body: more are not valid JSON within the limits above."""
+MEMBER_LIMIT = 256
+"""Members of one object, unless its field has a limit of its own."""
+PIECE_CHARACTERS = 65_536
+"""Counted at a time: most of a text that is refused need not be looked at."""
+VALUE_LIMIT = 10_000
+"""Values at all depths of an object whose shape is the caller's own, such as metadata."""
+
+
+class Structure:
+    """Counts what JSON holds without parsing it. Exact as far as the text is valid JSON."""
+
+    def __init__(self) -> None:
+        self.items = 0
+        """Commas: one for each item or member beyond the first of its list or object."""
+        self.members = 0
+        self.containers = 0
+        """Lists and objects."""
+        self.quotes = 0
+        self._in_string = False
+
+    @property
+    def excess(self) -> str | None:
+        """The limit that is exceeded, if any."""
+        for count, limit, what in (
+            (self.containers, CONTAINER_LIMIT, "lists and objects"),
+            (self.members, MEMBERS_LIMIT, "members of objects"),
+            (self.items, ITEM_LIMIT, "items"),
+            (self.quotes // 2, TEXT_LIMIT, "texts"),
+        ):
+            if count > limit:
+                return f"{limit:,} {what}"
+        return None
+
+    def add(self, text: bytes | bytearray | str, start: int, size: int) -> int:
+        """Count the piece of about ``size`` that begins at ``start``; returns where the next one begins."""
+        piece = text[start : start + size]
+        data = piece.encode() if isinstance(piece, str) else piece
+        if (len(data) - len(data.rstrip(b"\\"))) % 2:
+            # It ends within an escape, whose second character belongs to it.
+            piece = text[start : start + size + 1]
+            data = piece.encode() if isinstance(piece, str) else piece
+        parts = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        self.quotes += len(parts) - 1
+        self.items += outside.count(b",")
+        self.members += outside.count(b":")
+        self.containers += outside.count(b"[") + outside.count(b"{")
+        return start + len(piece)
+
+    def add_whole(self, text: str) -> None:
+        """Count another text, beginning outside of a string."""
+        self._in_string = False
+        start = 0
+        while start < len(text) and self.excess is None:
+            start = self.add(text, start, PIECE_CHARACTERS)
+
+
+def check_members(value: Any) -> Any:
+    """
+    Raises:
+        ValueError: an object with more members than any request has fields. Each unknown one would be an error.
+    """
+    if isinstance(value, dict) and len(value) > MEMBER_LIMIT:
+        raise ValueError(f"has {len(value):,} members, the limit is {MEMBER_LIMIT}; send only fields that exist")
+    return value
+
+
+def check_values(value: Any) -> Any:
+    """
+    Raises:
+        ValueError: more than ``VALUE_LIMIT`` values. Stops counting there, so that a cycle of Python objects ends too.
+    """
+    count, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        children = item.values() if isinstance(item, Mapping) else item if isinstance(item, list | tuple) else ()
+        count += len(children)
+        if count > VALUE_LIMIT:
+            raise ValueError(f"has more than {VALUE_LIMIT:,} values, the limit; send fewer")
+        waiting.extend(child for child in children if isinstance(child, Mapping | list | tuple))
+    return value
+
+
+FEW_VALUES = BeforeValidator(check_values)

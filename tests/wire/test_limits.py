@@ -1,0 +1,185 @@
+"""No body of a request can hold more than a bounded number of items and members, whichever model reads it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, FailFast, Field, JsonValue, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from lmx_lab import wire
+from lmx_lab.daemon.app import create_daemon_app
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.engine import Engine
+from lmx_lab.guard import GuardPolicy
+from lmx_lab.server import create_server
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+from lmx_lab.wire.generation import RequestShape
+from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, check_values
+
+LISTS = {"list", "set", "frozenset", "tuple", "dict", "generator"}
+NO_PARTS = {"fields", "metadata", "serialization", "config", "function"}
+
+
+def server_api() -> FastAPI:
+    settings, policy = Settings(), GuardPolicy(hosts=frozenset())
+    engine, catalog = Engine(settings), Catalog(settings)
+    return create_server(engine=engine, catalog=catalog, settings=settings, policy=lambda: policy).api
+
+
+def daemon_api() -> FastAPI:
+    services: Any = SimpleNamespace(limits=Limits(), servers=None, store=None, turns=None)
+    return create_daemon_app(services, policy=lambda: GuardPolicy(hosts=frozenset()), max_body_bytes=1024)[1]
+
+
+def routes(router: Any) -> Iterator[APIRoute]:
+    for route in router.routes:
+        if (included := getattr(route, "original_router", None)) is not None:
+            yield from routes(included)
+        elif isinstance(route, APIRoute):
+            yield route
+
+
+def bodies(api: FastAPI) -> dict[str, Any]:
+    """What each route's body is read as."""
+    found = [(route, route.body_field) for route in routes(api) if route.body_field is not None]
+    return {f"{sorted(route.methods)} {route.path}": body.field_info.annotation for route, body in found}
+
+
+def request_shapes() -> dict[str, Any]:
+    """Every model that is made to read requests: the message of the WebSocket is one."""
+    for module in pkgutil.iter_modules(wire.__path__, f"{wire.__name__}."):
+        importlib.import_module(module.name)
+    waiting, found = [RequestShape], {}
+    while waiting:
+        shape = waiting.pop()
+        waiting += shape.__subclasses__()
+        found |= {shape.__qualname__: shape} if shape.__module__.startswith(wire.__name__) else {}
+    return found
+
+
+def nodes(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every part of a core schema, and the names of the fields on the way to it; nothing below a count of values."""
+    waiting: list[tuple[str, Any]] = [("", schema)]
+    definitions: dict[str, Any] = {}
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, list | tuple):
+            waiting += [(path, item) for item in node]
+        elif not isinstance(node, Mapping) or counts_values(node):
+            continue
+        elif node.get("type") == "definitions":
+            definitions |= {each["ref"]: each for each in node["definitions"]}
+            waiting.append((path, node["schema"]))
+        elif node.get("type") == "definition-ref":
+            waiting.append((path, definitions.pop(node["schema_ref"], None)))
+        else:
+            if isinstance(node.get("type"), str):
+                yield path, node
+            fields = node.get("fields")
+            waiting += (
+                [(f"{path}.{name}", part) for name, part in fields.items()] if isinstance(fields, Mapping) else []
+            )
+            waiting += [(path, part) for name, part in node.items() if name not in NO_PARTS]
+
+
+def counts_values(node: Mapping[str, Any]) -> bool:
+    function = node.get("function")
+    return node.get("type") == "function-before" and isinstance(function, dict) and function["function"] is check_values
+
+
+def endless(shape: Any) -> list[str]:
+    """Lists and objects of a shape that have no limit, or whose every item is validated whatever is wrong."""
+    return [
+        f"{path}: {node['type']}"
+        for path, node in nodes(TypeAdapter(shape).core_schema)
+        if (node["type"] in LISTS and not is_bounded(node)) or node.get("extra_behavior") == "allow"
+    ]
+
+
+def is_bounded(node: Mapping[str, Any]) -> bool:
+    fixed = node["type"] == "tuple" and node.get("variadic_item_index") is None
+    return fixed or (node.get("max_length") is not None and node.get("fail_fast") is True)
+
+
+APIS = (server_api(), daemon_api())
+BODIES = bodies(APIS[0]) | bodies(APIS[1])
+SHAPES = request_shapes()
+
+
+def test_all_bodies_of_all_routes_are_found() -> None:
+    for api in APIS:
+        operations = [operation for path in api.openapi()["paths"].values() for operation in path.values()]
+        assert len(bodies(api)) == sum("requestBody" in operation for operation in operations)
+    assert {"ChatRequest", "EmbeddingsBody", "RerankBody", "CreateSession", "McpServerConfig", "LoadRequest"} <= {
+        *SHAPES
+    }
+
+
+@pytest.mark.parametrize("name", [*BODIES, *SHAPES])
+def test_every_list_and_object_of_a_request_has_a_limit(name: str) -> None:
+    assert endless((BODIES | SHAPES)[name]) == []
+
+
+class Inner(BaseModel):
+    texts: list[str]
+
+
+class Keys(TypedDict):
+    values: dict[str, Any]
+
+
+Bounded = Annotated[list[str], FailFast(), Field(max_length=5)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        list[int],
+        dict[str, Any],
+        set[str] | None,
+        tuple[int, ...],
+        Inner,
+        Inner | None,
+        Keys,
+        JsonValue,
+        Annotated[list[str], Field(max_length=5)],
+        Annotated[list[str], FailFast()],
+        Annotated[list[list[str]], FailFast(), Field(max_length=5)],
+        Annotated[dict[str, list[str]], FailFast(), Field(max_length=5)],
+    ],
+)
+def test_a_list_or_an_object_without_a_limit_is_seen(shape: Any) -> None:
+    assert endless(shape) != []
+
+
+@pytest.mark.parametrize(
+    "shape", [int, Bounded, tuple[int, int], Annotated[JsonValue, FEW_VALUES], Annotated[Any, FEW_VALUES]]
+)
+def test_what_has_a_limit_is_not(shape: Any) -> None:
+    assert endless(shape) == []
+
+
+@pytest.mark.parametrize("name", [*BODIES, *SHAPES])
+def test_unknown_members_are_counted_and_not_listed(name: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter((BODIES | SHAPES)[name]).validate_python({f"member-{number}": 1 for number in range(10_000)})
+    assert caught.value.error_count() < 20
+
+
+def test_values_are_counted_at_all_depths() -> None:
+    check_values({"a": [[1] * 10, {"b": "c"}] * 100})
+    wide, deep = [1] * (VALUE_LIMIT + 1), [[[1, {"a": 1}]]] * VALUE_LIMIT
+    endless_list: list[Any] = []
+    endless_list.append(endless_list)
+    for value in (wide, {"a": wide}, [(wide,)], deep, endless_list):
+        with pytest.raises(ValueError, match="10,000"):
+            check_values(value)
