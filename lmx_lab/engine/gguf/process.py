@@ -141,6 +141,10 @@ class LlamaProcess:
             ready = await asyncio.wait_for(_is_ready(self._process.stdout), LOAD_S)
         except TimeoutError as exc:
             raise UnusableModelError(f"{path} was not loaded by llama.cpp within {LOAD_S:g} s", param="model") from exc
+        # A short load may end between two looks at its memory.
+        if ready and self.own_bytes > self._most_bytes:
+            await self._end_for_memory()
+            ready = False
         if not ready:
             await self._process.wait()
             await self._reading
@@ -148,8 +152,11 @@ class LlamaProcess:
 
     async def _weigh(self) -> None:
         """A file's chat template is a program, which llama.cpp runs while it loads and for each answer."""
-        while self.own_bytes <= self._most_bytes:  # noqa: ASYNC110 - the system tells nobody
+        while self.own_bytes <= self._most_bytes:  # noqa: ASYNC110 - the system sends no notification
             await asyncio.sleep(WEIGH_S)
+        await self._end_for_memory()
+
+    async def _end_for_memory(self) -> None:
         await self.end_for(f"it took more than {self._most_bytes / 1e9:.1f} GB of memory")
 
     def _failure(self, path: Path) -> LabError:
