@@ -33,12 +33,20 @@ LONGEST = {
 }
 """The folders whose tests take longest."""
 SLOW_FIXTURES = frozenset({"browser", "fresh_notebook", "starter_home"})
-NOT_FAST = frozenset({"browser", "faults", "gguf", "kernel", "notebooks", "other_clients", "package", "soak"})
-"""The folders whose tests start browsers, kernels or other programs."""
+NOT_FAST = frozenset(
+    {"browser", "contract", "faults", "gguf", "kernel", "notebooks", "other_clients", "package", "parity", "soak"}
+)
+"""The folders whose tests start browsers, kernels or other programs, or need long to be imported."""
 # Beside other processes an example may take any time, and no test is about that. In CI hypothesis' own profile, which
 # this adds to, draws the same examples in every run.
 settings.register_profile("lab", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lab")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what ``make test-fast`` leaves out."""
+    skipped = "not slow" in config.option.markexpr and collection_path.name in NOT_FAST and collection_path.is_dir()
+    return True if skipped else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
