@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.doctor import examine_engines, import_failure
-from lmx_lab.engine import preference, speed
+from lmx_lab.engine import preference, registry, speed
 from lmx_lab.engine.preference import Speeds, conditions
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, ModelEntry
@@ -128,6 +128,7 @@ def test_bindings_that_lack_a_library_of_the_system_are_bad_and_the_remedy_is_na
 
 def test_an_engine_that_is_not_installed_is_no_fault(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preference, "installed", lambda: False)
+    monkeypatch.setattr(registry, "installed", lambda: False)
     (found,) = examine_engines(Settings(home=home), measure=True)
     assert (found.topic, found.verdict) == ("llama.cpp", "note")
     assert "pip install 'lmx-lab[gguf]'" in found.text

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lmx_lab
-from lmx_lab.engine import preference
+from lmx_lab.engine import preference, registry
 from lmx_lab.engine.preference import Speeds, conditions, keep_speeds
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
@@ -78,6 +78,7 @@ def test_where_llama_cpp_is_missing_its_models_say_so_and_nothing_is_preferred(
     lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preference, "installed", lambda: False)
+    monkeypatch.setattr(registry, "installed", lambda: False)
     found = lab.workbench.submit(lab.workbench.source.models()).result(60)
     assert {engine.name: engine.version for engine in found.engines}["llama.cpp"] is None
     assert found.preference is None

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
-from lmx_lab.engine import Engine, memory
+from lmx_lab.engine import Engine, machine
 from lmx_lab.engine.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
@@ -84,7 +84,7 @@ def test_what_others_have_is_no_room(
 ) -> None:
     needed = expanded_bytes(fitted("keep"), mx.float32)
     for free, expanded in ((needed / EXPANDED_SHARE + 1e3, True), (needed / EXPANDED_SHARE - 1e3, False)):
-        monkeypatch.setattr(memory, "free_bytes", lambda free=free: round(free))
+        monkeypatch.setattr(machine, "free_bytes", lambda free=free: round(free))
         assert (weights_bytes(fitted("auto")) >= needed) is expanded
 
 
