@@ -13,8 +13,8 @@ import pytest
 from lmx_lab.cli.completion import complete_model, complete_pull, complete_session
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
+from tests.cli.test_serve import WAIT_S, environment
 from tests.daemon.face import serving
-from tests.test_cli import WAIT_S, environment
 
 SCRIPT = Path(sys.executable).with_name("lmx-lab")
 

@@ -32,9 +32,9 @@ from lmx_lab.hosting import bind
 from lmx_lab.lab import Lab
 from lmx_lab.settings import Settings
 from tests.browser.jupyterlab import free_port
+from tests.cli.test_serve import WAIT_S, environment, lmx_lab
 from tests.daemon.face import serving as daemon_serving
 from tests.flows.conftest import serving as lab_serving
-from tests.test_cli import WAIT_S, environment, lmx_lab
 
 KILLED = """import http.server, sys
 print("listening", flush=True)

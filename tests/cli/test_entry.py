@@ -14,7 +14,7 @@ import typer
 
 from lmx_lab.cli import commands
 from lmx_lab.cli.entry import run
-from tests.test_cli import WAIT_S, environment
+from tests.cli.test_serve import WAIT_S, environment
 
 COMMANDS = ("serve", "daemon", "chat", "events", "bench", "pull", "models", "doctor")
 PROGRAM = [sys.executable, "-m", "lmx_lab"]

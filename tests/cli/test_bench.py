@@ -19,9 +19,9 @@ from lmx_lab.cli import bench_tables
 from lmx_lab.cli.entry import run
 from tests.bench.asked import WORDS, after_calibration
 from tests.bench.rows import run_of, sample
+from tests.cli.test_serve import lmx_lab, serving
 from tests.daemon.scripted import STALL, Scripted, refuses, token
 from tests.flows.conftest import wait_until
-from tests.test_cli import lmx_lab, serving
 
 SMALL = ("-p", "48", "-n", "8", "--requests", "3")
 

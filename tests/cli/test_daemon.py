@@ -9,8 +9,8 @@ import pytest
 
 from lmx_lab.cli import daemon
 from lmx_lab.cli.entry import run
-from tests.test_cli import MCP
-from tests.test_cli_chat import Terminal
+from tests.cli.test_chat import Terminal
+from tests.cli.test_serve import MCP
 
 QUESTION = "Add them?"
 

@@ -23,9 +23,9 @@ from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import LabError
 from lmx_lab.wire.events import Envelope
+from tests.cli.test_serve import WAIT_S, Serving, environment, lmx_lab
 from tests.daemon.face import serving
 from tests.daemon.scripted import STALL, Gate, Scripted, calls, refuses, says, token
-from tests.test_cli import WAIT_S, Serving, environment, lmx_lab
 
 
 @pytest.fixture
