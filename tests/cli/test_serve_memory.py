@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import subprocess
@@ -9,9 +10,13 @@ import sys
 
 import pytest
 
-CODE = """
-import ctypes, sys
-from lmx_lab.cli.serve import _give_back_large_blocks
+from lmx_lab.cli import serve
+
+# The function alone: a process for each case would import the command line, which takes longer than everything else.
+CODE = f"""
+import ctypes, os, sys
+M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = {serve.M_MMAP_THRESHOLD}, {serve.LARGE_BLOCK_BYTES}
+{inspect.getsource(serve._give_back_large_blocks)}
 
 class Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (

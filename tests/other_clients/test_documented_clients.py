@@ -21,7 +21,7 @@ from playwright.sync_api import Page
 from lmx_lab.weights import ModelEntry
 from tests.browser.chromium import chromium
 from tests.browser.jupyterlab import WAIT_MS
-from tests.cli.test_serve import Serving, request, serving
+from tests.command_process import Serving, request, serving
 from tests.docs.pages import ROOT, rows
 from tests.other_clients.documented import PAGE, done, server_of
 

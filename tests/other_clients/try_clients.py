@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.cli.test_serve import serving
+from tests.command_process import serving
 from tests.docs.pages import ROOT
 from tests.other_clients.documented import done, server_of
 

@@ -30,7 +30,7 @@ from lmx_lab.plaintext import LogFormatter, shown
 from lmx_lab.settings import SECRETS as VARIABLES
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.cli.test_serve import Serving, serving
+from tests.command_process import Serving, serving
 from tests.flows.conftest import wait_until
 from tests.strangers.conftest import KEY
 from tests.strangers.raw import HANDSHAKE, post, send
