@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from lmx_lab.engine import preference, registry
 from lmx_lab.engine.preference import Speeds, conditions, keep_speeds
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
+from tests.command_line import run_command
 
 DETAIL = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files (of "
 
@@ -50,15 +49,15 @@ def test_the_list_of_models_says_what_runs_each_and_what_is_faster(lab: lmx_lab.
             assert f"<div>{DETAIL}" in listed._repr_html_()
 
 
-def test_the_command_lists_the_engines_and_says_what_is_missing(lab: lmx_lab.Lab, tmp_path: Path) -> None:
-    # As where it is not installed: Python finds no such package.
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['xllamacpp'] = None")
-    home = {"LMX_LAB_HOME": str(lab.settings.home), "HF_HOME": str(tmp_path)}
-    for environ, missing in (({}, False), ({"PYTHONPATH": str(tmp_path)}, True)):
-        command = [sys.executable, "-m", "lmx_lab", "models"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, env={**os.environ, **home, **environ}, timeout=60
-        )
+def test_the_command_lists_the_engines_and_says_what_is_missing(
+    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for missing in (False, True):
+        if missing:
+            # As where it is not installed: Python finds no such package.
+            monkeypatch.setitem(sys.modules, "xllamacpp", None)
+        done = run_command(lab.settings.home, "models")
+        assert done.status == 0
         rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
         assert [rows[name][3] for name in ("id", "small", "small-gguf")] == ["engine", "mlx", "llama.cpp"]
         assert ("is not installed: pip install 'lmx-lab[gguf]'" in done.stderr) is missing

@@ -14,10 +14,10 @@ import httpx2
 import pytest
 
 from lmx_lab.weights import ModelEntry
+from tests.command_process import Serving
 from tests.faults.asking import CHAT, WAIT_S
 from tests.faults.hub import REPO, Hub, hub_with, instead
 from tests.flows.conftest import chat_body
-from tests.test_cli import Serving
 
 pytestmark = pytest.mark.long
 

@@ -21,9 +21,9 @@ from playwright.sync_api import Page
 from lmx_lab.weights import ModelEntry
 from tests.browser.chromium import chromium
 from tests.browser.jupyterlab import WAIT_MS
+from tests.command_process import Serving, request, serving
 from tests.docs.pages import ROOT, rows
 from tests.other_clients.documented import PAGE, done, server_of
-from tests.test_cli import Serving, request, serving
 
 pytestmark = pytest.mark.long
 

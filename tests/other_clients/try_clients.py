@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.command_process import serving
 from tests.docs.pages import ROOT
 from tests.other_clients.documented import done, server_of
-from tests.test_cli import serving
 
 EXPECTED: Mapping[str, Sequence[str]] = {
     "LangChain": ("Paris", "name='", "City ['inhabitants', 'name']", "384 numbers"),

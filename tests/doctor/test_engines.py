@@ -1,11 +1,8 @@
-"""What ``lmx-lab doctor`` says of the engines, as a shell sees it."""
+"""What ``lmx-lab doctor`` says of the engines."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,22 +14,9 @@ from lmx_lab.engine import preference, registry, speed
 from lmx_lab.engine.preference import Speeds, conditions
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, ModelEntry
+from tests.command_line import run_command
 
-WAIT_S = 120
-
-
-def doctor(home: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    named = {
-        "LMX_LAB_HOME": str(home),
-        "HF_HOME": str(home / "hub"),
-        "HF_HUB_OFFLINE": "1",
-        "LMX_LAB_THREADS": "1",
-        "LMX_LAB_PORT": "0",
-    }
-    command = [sys.executable, "-m", "lmx_lab", "doctor", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=WAIT_S, env={**os.environ, **named, **environ}, check=False
-    )
+ENVIRON = {"HF_HUB_OFFLINE": "1", "LMX_LAB_THREADS": "1", "LMX_LAB_PORT": "0"}
 
 
 def finding(said: str, topic: str) -> str:
@@ -52,8 +36,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny: ModelEntry, tiny_gguf: 
 
 @pytest.mark.long
 def test_each_engine_is_measured_once_and_shown_from_then_on(home: Path) -> None:
-    result = doctor(home, "--measure")
-    assert (result.returncode, result.stderr) == (0, "")
+    result = run_command(home, "doctor", "--measure", environ=ENVIRON)
+    assert (result.status, result.stderr) == (0, "")
     assert finding(result.stdout, "llama.cpp").startswith("ok   llama.cpp: 20")
     first = finding(result.stdout, "engines")
     assert "on this machine, for smollm2-135m: MLX " in first
@@ -118,8 +102,8 @@ def test_bindings_that_lack_a_library_of_the_system_are_bad_and_the_remedy_is_na
     (tmp_path / "xllamacpp.py").write_text(
         "raise ImportError('libgomp.so.1: cannot open shared object file: No such file or directory')"
     )
-    result = doctor(home, PYTHONPATH=str(tmp_path))
-    assert result.returncode == 1
+    result = run_command(home, "doctor", environ={**ENVIRON, "PYTHONPATH": str(tmp_path)})
+    assert result.status == 1
     said = finding(result.stdout, "llama.cpp")
     assert said.startswith("bad ")
     assert "has no libgomp.so.1; on Debian or Ubuntu: apt-get install libgomp1 libstdc++6" in said

@@ -13,8 +13,8 @@ import pytest
 from lmx_lab.cli.completion import complete_model, complete_pull, complete_session
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
+from tests.command_line import WAIT_S, environment, run_command
 from tests.daemon.face import serving
-from tests.test_cli import WAIT_S, environment
 
 SCRIPT = Path(sys.executable).with_name("lmx-lab")
 
@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def completed(home: Path, line: str) -> list[str]:
+def completed_in_bash(home: Path, line: str) -> list[str]:
     """What bash is offered at the end of the line."""
     words = line.split(" ")
     # The script itself, sourced; then what Tab does.
@@ -55,10 +55,20 @@ def completed(home: Path, line: str) -> list[str]:
     return done.stdout.split()
 
 
+def completed(home: Path, line: str) -> list[str]:
+    """The same, asked as the script for bash asks."""
+    words = line.split(" ")
+    asked = {"_LMX_LAB_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
+    ended = run_command(home, environ=asked)
+    assert (ended.status, ended.stderr) == (0, "")
+    return ended.stdout.split()
+
+
 def test_commands_options_and_models_are_completed_in_bash(home: Path) -> None:
+    assert completed_in_bash(home, "lmx-lab serve --model o") == ["org/below", "own"]
+    assert completed(home, "lmx-lab serve --model o") == ["org/below", "own"]
     assert completed(home, "lmx-lab mod") == ["models"]
     assert completed(home, "lmx-lab serve --mod") == ["--model", "--models"]
-    assert completed(home, "lmx-lab serve --model o") == ["org/below", "own"]
 
 
 @pytest.mark.usefixtures("home")

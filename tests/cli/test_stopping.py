@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.test_cli import WAIT_S, Serving, serving
+from tests.command_process import WAIT_S, Serving, serving
 
 END_S = 20.0
 """5 s are promised; this machine may be busy."""

@@ -17,6 +17,7 @@ import venv
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub.constants
 import psutil
 import pytest
 
@@ -32,9 +33,9 @@ from lmx_lab.hosting import bind
 from lmx_lab.lab import Lab
 from lmx_lab.settings import Settings
 from tests.browser.jupyterlab import free_port
+from tests.command_line import WAIT_S, environment, run_command
 from tests.daemon.face import serving as daemon_serving
 from tests.flows.conftest import serving as lab_serving
-from tests.test_cli import WAIT_S, environment, lmx_lab
 
 KILLED = """import http.server, sys
 print("listening", flush=True)
@@ -60,17 +61,19 @@ def parts(finding: Finding) -> tuple[Verdict, bool, bool]:
     return finding.verdict, bool(finding.means), bool(finding.remedy)
 
 
-def test_what_is_broken_is_one_line_with_its_remedy_and_exit_status_one(tmp_path: Path) -> None:
-    """All of it, as a shell sees it: no model, a port that is taken, an address of a hub that is none, a slow BLAS."""
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.MonkeyPatch.context() as patch:
-        for name, value in {
+def test_what_is_broken_is_one_line_with_its_remedy_and_exit_status_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it: no model, a port that is taken, a hub that does not answer, a slow BLAS."""
+    # Made of HF_ENDPOINT when it is imported.
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        environ = {
             "LMX_LAB_PORT": str(taken.getsockname()[1]),
             "LMX_LAB_BLAS": "off",
-            "HF_ENDPOINT": "http://127.0.0.1:9",
-        }.items():
-            patch.setenv(name, value)
-        plain = lmx_lab(tmp_path, "doctor")
-    assert (plain.returncode, plain.stderr) == (1, "")
+        }
+        plain = run_command(tmp_path, "doctor", environ=environ)
+    assert (plain.status, plain.stderr) == (1, "")
     lines = {line[5:].partition(":")[0]: line for line in plain.stdout.splitlines()}
     assert lines["port"].startswith("bad  port: 127.0.0.1:")
     assert f"process {os.getpid()}" in lines["port"]

@@ -1,4 +1,4 @@
-"""How a command ends: exit statuses, interrupts, output that nobody takes; never with a traceback."""
+"""Exit statuses, mistakes in arguments, interrupts, output that cannot be written; never a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from lmx_lab.cli import commands
 from lmx_lab.cli.entry import run
-from tests.test_cli import WAIT_S, environment
+from tests.command_line import CLOSED, WAIT_S, Running, environment, run_command
 
 COMMANDS = ("serve", "daemon", "chat", "events", "bench", "pull", "models", "doctor")
 PROGRAM = [sys.executable, "-m", "lmx_lab"]
@@ -146,17 +146,66 @@ def test_a_token_of_the_environment_that_is_not_used_is_told(
     assert failed.startswith("unreachable: no daemon of this user runs")
 
 
+def started(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
+    return subprocess.run(
+        [*PROGRAM, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=environment(home), check=False
+    )
+
+
+def test_the_help_names_every_command(tmp_path: Path) -> None:
+    done = started(tmp_path, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_neither_the_package_nor_the_arguments_need_what_is_slow_to_import() -> None:
+    source = """
+import sys
+import lmx_lab
+dir(lmx_lab)
+print({'mlx', 'mlx.core', 'fastapi', 'pydantic', 'rich', 'asyncio'} & set(sys.modules))
+import lmx_lab.cli.commands
+print({'mlx.core', 'fastapi', 'mlx_lm'} & set(sys.modules))
+"""
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\nset()\n"
+
+
 @pytest.mark.parametrize(
-    ("module", "arguments"),
-    [("typer", ["--help"]), ("psutil", ["doctor"])],
-    ids=lambda each: each if isinstance(each, str) else None,
+    ("arguments", "code"),
+    [
+        (["serve", "--port", "0", "--model", "no-such"], "model-not-found"),
+        (["serve", "--port", "0", "--log-level", "loud"], "invalid-request"),
+        (["serve", "--port", "0", "--cors-origin", "*"], "invalid-request"),
+        (["serve", "--port", "70000"], "invalid-request"),
+        (["serve", "--port", "0", "--model", "tiny", "--memory-limit", "0.001"], "oom-unloaded"),
+        (["serve", "--slots", "0"], "invalid-request"),
+        (["serve", "--queue-limit", "-1"], "invalid-request"),
+        (["serve", "--idle-unload", "0"], "invalid-request"),
+        (["serve", "--request-timeout", "nan"], "invalid-request"),
+        (["serve", "--memory-limit", "inf"], "invalid-request"),
+        (["serve", "--prefix-cache", "nan"], "invalid-request"),
+        (["serve", "--prefix-cache", "-1"], "invalid-request"),
+        (["pull", "no-such"], "model-not-found"),
+        (["daemon", "--port", "70000"], "invalid-request"),
+        (["daemon", "--port", "0", "--cors-origin", "*"], "invalid-request"),
+        (["daemon", "--port", "0", "--upstream", "ftp://nowhere"], "invalid-request"),
+        (["daemon", "--port", "0", "--mcp-config", "/no/such/file"], "invalid-request"),
+    ],
 )
-def test_ctrl_c_while_something_is_imported_has_no_traceback(tmp_path: Path, module: str, arguments: list[str]) -> None:
-    """A module that takes for ever to import stands for the seconds that real ones take."""
-    (tmp_path / f"{module}.py").write_text(BLOCKS)
+def test_a_mistake_is_one_line_and_an_exit_status(tiny_home: Path, arguments: list[str], code: str) -> None:
+    ended = run_command(tiny_home, *arguments)
+    assert (ended.status, ended.stderr.count("\n")) == (2 if code == "invalid-request" else 1, 1), ended.stderr
+    assert ended.stderr.startswith(f"{code}: ")
+
+
+def test_ctrl_c_while_python_imports_what_reads_the_arguments_has_no_traceback(tmp_path: Path) -> None:
+    """A module that is imported for ever stands for the quarter of a second that the real one takes."""
+    (tmp_path / "typer.py").write_text(BLOCKS)
     named = {**environment(tmp_path), "PYTHONPATH": str(tmp_path)}
     pipe = subprocess.PIPE
-    with subprocess.Popen([*PROGRAM, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, env=named) as process:
+    with subprocess.Popen([*PROGRAM, "--help"], stdin=pipe, stdout=pipe, stderr=pipe, env=named) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == b"importing\n"
@@ -165,27 +214,56 @@ def test_ctrl_c_while_something_is_imported_has_no_traceback(tmp_path: Path, mod
         assert process.stderr.read() == b""
 
 
+def test_ctrl_c_while_a_command_imports_what_it_needs_has_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "psutil.py").write_text(BLOCKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "psutil" or in_doctor(name)]:
+        monkeypatch.delitem(sys.modules, module)
+    reading, writing = os.pipe()
+
+    def interrupt(running: Running) -> None:
+        running.wait_for("importing")
+        running.send_signal(signal.SIGINT)
+
+    try:
+        ended = run_command(tmp_path, "doctor", stdin=reading, meanwhile=interrupt)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert (ended.status, ended.stdout, ended.stderr) == (130, "importing\n", "")
+
+
+def in_doctor(module: str) -> bool:
+    return module == "lmx_lab.doctor" or module.startswith("lmx_lab.doctor.")
+
+
 @needs_full
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
 def test_an_output_that_is_full_is_one_line_and_a_failure(tmp_path: Path, arguments: list[str]) -> None:
-    command = [*PROGRAM, *arguments]
-    named = environment(tmp_path)
     with FULL.open("wb") as full:
-        done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, env=named, check=False
-        )
-        assert (done.returncode, done.stderr) == (1, "the output cannot be written: No space left on device\n")
-        silent = subprocess.run(command, stdout=full, stderr=full, timeout=WAIT_S, env=named, check=False)
-        assert silent.returncode == 1
+        ended = run_command(tmp_path, *arguments, stdout=full)
+        assert (ended.status, ended.stderr) == (1, "the output cannot be written: No space left on device\n")
+        assert run_command(tmp_path, *arguments, stdout=full, stderr=full).status == 1
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_command_whose_streams_are_closed_does_its_work(tmp_path: Path, closed: str) -> None:
-    command = f"{shlex.join(PROGRAM)} --version {closed}"
+def test_a_command_whose_streams_are_closed_does_its_work(tmp_path: Path) -> None:
+    command = f"{shlex.join(PROGRAM)} --version <&- >&- 2>&-"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, timeout=WAIT_S, env=environment(tmp_path), check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_command_with_one_closed_stream_does_its_work(tmp_path: Path, closed: str) -> None:
+    if closed == "stdout":
+        ended = run_command(tmp_path, "--version", stdout=CLOSED)
+    else:
+        ended = run_command(tmp_path, "--version", stderr=CLOSED)
+    assert (ended.status, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("lmx-lab ") == (closed == "stderr")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
@@ -193,17 +271,10 @@ def test_a_reader_that_has_gone_is_no_news(tmp_path: Path, arguments: list[str])
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = subprocess.run(
-            [*PROGRAM, *arguments],
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            timeout=WAIT_S,
-            env=environment(tmp_path),
-            check=False,
-        )
+        ended = run_command(tmp_path, *arguments, stdout=writing)
     finally:
         os.close(writing)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (ended.status, ended.stderr) == (1, "")
 
 
 def test_what_the_system_refuses_is_one_line_and_a_traceback_only_where_it_was_asked_for(

@@ -19,9 +19,9 @@ from lmx_lab.cli import bench_tables
 from lmx_lab.cli.entry import run
 from tests.bench.asked import WORDS, after_calibration
 from tests.bench.rows import run_of, sample
+from tests.command_line import Running, run_command
 from tests.daemon.scripted import STALL, Scripted, refuses, token
-from tests.flows.conftest import wait_until
-from tests.test_cli import lmx_lab, serving
+from tests.flows.conftest import serving, wait_until
 
 SMALL = ("-p", "48", "-n", "8", "--requests", "3")
 
@@ -48,18 +48,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def at_tiny(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMX_LAB_HOME", str(tiny_home))
-
-
 # --- a model of this process
 
 
 def test_a_model_is_measured_in_this_process_without_http(tiny_home: Path, tmp_path: Path) -> None:
     plot = tmp_path / "bench.svg"
-    result = lmx_lab(tiny_home, "bench", "--model", "tiny", *SMALL, "-c", "1,2", "-r", "2", "--plot", str(plot))
-    assert result.returncode == 0, result.stderr
+    result = run_command(tiny_home, "bench", "--model", "tiny", *SMALL, "-c", "1,2", "-r", "2", "--plot", str(plot))
+    assert result.status == 0, result.stderr
     heading = result.stdout.splitlines()[0]
     assert heading.startswith("engine · lmx-lab, bare · tiny · float32")
     rows = figures(result.stdout)
@@ -74,9 +69,9 @@ def test_a_model_is_measured_in_this_process_without_http(tiny_home: Path, tmp_p
 
 
 def test_with_compare_the_model_is_served_and_both_are_measured_over_http(
-    at_tiny: None, server: Scripted, capsys: pytest.CaptureFixture[str]
+    home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench("--model", "tiny", *SMALL, "--compare", server.url, "--no-record", "--json") == 0
+    assert bench("--model", "echo", *SMALL, "--compare", server.url, "--no-record", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     name = server.url.partition("://")[2]
     assert [(row["target"], row["requests"]) for row in said["summary"]] == [("lab", 3), (name, 3)]
@@ -178,36 +173,33 @@ def test_the_same_server_given_twice_is_refused(
     assert "the same name" in capsys.readouterr().err
 
 
-def test_a_lab_without_a_model_is_one_line(at_tiny: None, tiny_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(tiny_home, "--port", "0") as empty:
+def test_a_lab_without_a_model_is_one_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(home, None) as empty:
         assert bench("--url", f"127.0.0.1:{empty.port}", *SMALL, "--no-record") == 1
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert said.err.startswith("no-model-loaded: ")
 
 
-def test_a_lab_that_loads_models_on_demand_is_measured(
-    at_tiny: None, tiny_home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving(tiny_home, "--port", "0", "--model", "tiny", "--swap", "--idle-unload", "1.5") as lab:
-        url = f"http://127.0.0.1:{lab.port}"
-        wait_until(lambda: "1.5 s" in httpx2.get(f"{url}/readyz").text)
+def test_a_lab_that_loads_models_on_demand_is_measured(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(home, "echo", swap=True, idle_unload_s=0.2) as lab:
+        wait_until(lambda: "0.2 s" in httpx2.get(f"{lab.url}/readyz").text)
         for named in ([], ["--model", "default"]):
-            assert bench("--url", url, *named, *SMALL, "--no-record") == 0, capsys.readouterr().err
+            assert bench("--url", lab.url, *named, *SMALL, "--no-record") == 0, capsys.readouterr().err
 
 
 def test_ctrl_c_prints_the_results_so_far(tmp_path: Path) -> None:
-    with (
-        Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server,
-        serving(tmp_path, "--url", server.url, *SMALL, command="bench") as command,
-    ):
-        wait_until(lambda: len(server.bodies) == 5)
-        code, said = command.end(signal.SIGINT)
-        output = command.wait_for("   1 ")
-    assert code == 130
-    assert "interrupted" in said
-    assert "Traceback" not in said
-    assert [row[:5] for row in figures(output)] == [["1", "48", "8", "1", "0"]]
+    with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server:
+
+        def interrupt(command: Running) -> None:
+            wait_until(lambda: len(server.bodies) == 5)
+            command.send_signal(signal.SIGINT)
+
+        ended = run_command(tmp_path, "bench", "--url", server.url, *SMALL, meanwhile=interrupt)
+    assert ended.status == 130
+    assert "interrupted" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert [row[:5] for row in figures(ended.stdout)] == [["1", "48", "8", "1", "0"]]
     (run,) = (tmp_path / "bench").iterdir()
     assert len(load(run)) == 2
 
@@ -364,8 +356,8 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(
 
 
 def test_more_concurrent_requests_than_slots_give_a_note(
-    at_tiny: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMX_LAB_SLOTS", "2")
-    assert bench("--model", "tiny", "-p", "32", "-n", "4", "-c", "4", "--requests", "4", "--no-record") == 0
+    assert bench("--model", "echo", "-p", "32", "-n", "4", "-c", "4", "--requests", "4", "--no-record") == 0
     assert "LMX_LAB_SLOTS=4" in capsys.readouterr().err

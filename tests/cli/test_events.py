@@ -1,0 +1,91 @@
+"""``lmx-lab events``, with a daemon in this process."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.client import DaemonClient
+from lmx_lab.daemon.daemon import Daemon
+from tests.command_line import Running, run_command
+from tests.daemon.face import serving, write_tokens
+
+
+@pytest.mark.usefixtures("hello")
+def test_the_newest_events_are_printed_as_lines_for_people_or_programs(tmp_path: Path, daemon: Daemon) -> None:
+    assert run_command(tmp_path, "chat", "hello", "--session", "s").status == 0
+    people = run_command(tmp_path, "events", "--tail", "2").stdout.splitlines()
+    assert "message.done s" in people[0]
+    assert "Hello there." in people[0]
+    assert "turn.done s" in people[1]
+    programs = run_command(tmp_path, "events", "--json", "--after", "0", "--session", "s").stdout.splitlines()
+    events = [json.loads(text) for text in programs]
+    assert [event["event"] for event in events][:2] == ["session.created", "turn.queued"]
+    assert [event["seq"] for event in events] == sorted({event["seq"] for event in events})
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("more", [[], ["--follow"], ["--after", "0"]], ids=" ".join)
+def test_a_session_that_does_not_exist_is_said(tmp_path: Path, more: list[str]) -> None:
+    done = run_command(tmp_path, "events", "--session", "nosuch", *more)
+    assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("session-not-found: ")
+    assert "nosuch" in done.stderr
+
+
+def test_what_happened_in_a_session_that_was_deleted_is_told_as_long_as_it_is_kept(
+    tmp_path: Path, daemon: Daemon
+) -> None:
+    with DaemonClient(daemon.url, token=daemon.token) as client:
+        client.session("gone")
+        client.delete_session("gone")
+    done = run_command(tmp_path, "events", "--session", "gone")
+    assert (done.status, done.stderr) == (0, "")
+    assert "session.deleted gone" in done.stdout
+
+
+@pytest.mark.usefixtures("hello")
+def test_a_kind_that_does_not_exist_is_said(tmp_path: Path, daemon: Daemon) -> None:
+    done = run_command(tmp_path, "events", "--types", "turn.nope")
+    assert done.status == 2
+    assert "turn.nope" in done.stderr
+
+
+def test_following_continues_over_a_restart(tmp_path: Path) -> None:
+    def restart(following: Running) -> None:
+        make_session(first, "first")
+        following.wait_for("first")
+        first.stop(mode="now")
+        with serving(tmp_path) as second:
+            make_session(second, "second")
+            following.wait_for("second")
+            following.send_signal(signal.SIGINT)
+
+    with serving(tmp_path) as first:
+        arguments = ("--follow", "--after", "0", "--types", "session.created")
+        done = run_command(tmp_path, "events", *arguments, meanwhile=restart)
+    assert done.status == 0
+    assert "connected again" in done.stderr
+    assert done.stdout.count("session.created first") == done.stdout.count("session.created second") == 1
+
+
+def make_session(daemon: Daemon, name: str) -> None:
+    with DaemonClient(daemon.url, token=daemon.token) as client:
+        client.session(name)
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path, daemon: Daemon) -> None:
+    # More than a pipe holds.
+    write_tokens(daemon, 1000)
+    lines: list[str] = []
+
+    def read_one_line(events: Running) -> None:
+        lines.append(events.wait_for("\n"))
+        events.close_output()
+
+    done = run_command(tmp_path, "events", "--after", "0", "--json", meanwhile=read_one_line)
+    assert json.loads(lines[0])["seq"] == 1
+    assert (done.status, done.stderr) == (1, "")

@@ -1,0 +1,116 @@
+"""``lmx-lab serve``: what it prints, what it serves, and how a signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+from pathlib import Path
+
+from tests.command_line import Running, run_command
+from tests.command_process import request, serving, status
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(model: str, text: str, **more: object) -> dict[str, object]:
+    return {"model": model, "messages": [{"role": "user", "content": text}], **more}
+
+
+def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path: Path) -> None:
+    def interrupt(server: Running) -> None:
+        with request(server.port, "POST", CHAT, chat("echo", "word " * 20, stream=True)) as response:
+            assert response.readline().startswith(b"data:")
+            server.send_signal(signal.SIGINT)
+            assert response.read().endswith(b"data: [DONE]\n\n")
+
+    slowly = {"LMX_LAB_ECHO_TOKENS_PER_S": "40"}
+    ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", environ=slowly, meanwhile=interrupt)
+    assert (ended.status, ended.stderr) == (0, "")
+    assert "echo loaded in" in ended.stdout
+    assert ended.stdout.endswith("stopping\n")
+
+
+def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home: Path) -> None:
+    with serving(starter_home, "--port", "0", "--model", "smollm2-135m") as server:
+        body = chat("smollm2-135m", "Count to a hundred.", stream=True)
+        with request(server.port, "POST", CHAT, body) as response:
+            assert response.readline().startswith(b"data:")
+            code, said = server.end(signal.SIGTERM)
+            rest = response.read()
+    # Within the grace time the model may come to its end.
+    assert rest.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in rest
+    assert code == 0
+    assert "Traceback" not in said
+
+
+def test_sigterm_during_a_load_ends_with_zero(starter_home: Path) -> None:
+    def stop(server: Running) -> None:
+        server.wait_for("loading smollm2-135m")
+        server.send_signal(signal.SIGTERM)
+
+    ended = run_command(starter_home, "serve", "--port", "0", "--model", "smollm2-135m", meanwhile=stop)
+    assert (ended.status, ended.stderr) == (0, "")
+
+
+def test_a_server_for_the_lan_prints_its_addresses(tmp_path: Path) -> None:
+    from lmx_lab.lab.addresses import lan_addresses
+
+    def look(server: Running) -> None:
+        server.wait_for("no model is loaded yet")
+        assert all(f"on the LAN at http://{address}:{server.port}\n" in server.output for address in lan_addresses())
+        assert status(server.port, "/healthz") == 200
+        server.send_signal(signal.SIGTERM)
+
+    ended = run_command(tmp_path, "serve", "--port", "0", "--host", "0.0.0.0", meanwhile=look)
+    assert (ended.status, ended.stderr) == (0, "")
+
+
+def test_a_taken_explicit_port_is_one_line_and_exit_status_one(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ended = run_command(tmp_path, "serve", "--port", str(other.getsockname()[1]))
+    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert ended.stderr.startswith("port-taken: port ")
+
+
+def test_a_taken_default_port_gives_way_to_the_next_free_one(tmp_path: Path) -> None:
+    def look(server: Running) -> None:
+        server.wait_for("port 8400 is in use")
+        assert server.port > 8400
+        assert status(server.port, "/healthz") == 200
+        server.send_signal(signal.SIGTERM)
+
+    with contextlib.ExitStack() as stack:
+        # Where this fails, another program has the port, which is as good.
+        with contextlib.suppress(OSError):
+            stack.enter_context(socket.create_server(("127.0.0.1", 8400)))
+        ended = run_command(tmp_path, "serve", meanwhile=look)
+    assert (ended.status, ended.stderr) == (0, "")
+
+
+def test_a_key_and_an_origin_are_honoured(tmp_path: Path) -> None:
+    def ask(server: Running) -> None:
+        port = server.port
+        assert status(port, "/v1/models") == 401
+        assert status(port, "/v1/models", authorization="Bearer secret") == 200
+        assert status(port, "/v1/models", authorization="Bearer secret", origin="http://evil.example") == 403
+        allowed = {"authorization": "Bearer secret", "origin": "http://localhost:3000"}
+        with request(port, "GET", "/v1/models", **allowed) as response:
+            assert (response.status, response.headers["access-control-allow-origin"]) == (200, allowed["origin"])
+        server.send_signal(signal.SIGTERM)
+
+    arguments = ("--api-key", "secret", "--cors-origin", "http://localhost:3000")
+    ended = run_command(tmp_path, "serve", "--port", "0", *arguments, meanwhile=ask)
+    assert (ended.status, ended.stderr) == (0, "")
+
+
+def test_a_server_told_to_swap_loads_what_a_request_names(tiny_home: Path) -> None:
+    def ask(server: Running) -> None:
+        with request(server.port, "POST", CHAT, chat("tiny", "hi", max_tokens=2)) as response:
+            assert (response.status, json.load(response)["model"]) == (200, "tiny")
+        server.send_signal(signal.SIGTERM)
+
+    flags = ("--swap", "--ttl", "600", "--parallel", "2", "--prefix-cache", "0.01")
+    ended = run_command(tiny_home, "serve", "--port", "0", "--model", "echo", *flags, meanwhile=ask)
+    assert (ended.status, ended.stderr) == (0, "")
