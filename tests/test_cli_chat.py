@@ -17,7 +17,7 @@ import pytest
 
 from lmx_lab.cli import commands
 from lmx_lab.cli.entry import run
-from lmx_lab.cli.following import as_json
+from lmx_lab.cli.event_printer import as_json
 from lmx_lab.cli.terminal import line, shown
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon

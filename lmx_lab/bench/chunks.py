@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmx_lab.client.failures import CHECK
-from lmx_lab.client.foreign import ANY_MAKE, foreign_error
+from lmx_lab.client.errors import CHECK
+from lmx_lab.client.foreign import CHAT_SERVER, error_in_chat_event
 from lmx_lab.errors import WrongServerError
 
 SPOKEN = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call")
@@ -70,11 +70,11 @@ class ChunkReader:
         # Of dict and not of Mapping: this runs at every token.
         chunk = _document(data)
         if not isinstance(chunk, dict):
-            raise WrongServerError(f"{self._url} sent {data[:80]!r} in a stream, unlike {ANY_MAKE.kind}; {CHECK}")
+            raise WrongServerError(f"{self._url} sent {data[:80]!r} in a stream, unlike {CHAT_SERVER.kind}; {CHECK}")
         choices = chunk.get("choices")
         # Some servers have "error": null in every chunk.
         if chunk.get("error") or not choices:
-            error = foreign_error(data.decode(errors="replace"), self._url)
+            error = error_in_chat_event(data.decode(errors="replace"), self._url)
             if error is not None:
                 raise error
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}

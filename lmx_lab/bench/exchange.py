@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from lmx_lab.client.address import bearer, server_address
 from lmx_lab.client.connection import CONNECT_S
-from lmx_lab.client.failures import CHECK, Answer
-from lmx_lab.client.foreign import ANY_MAKE, foreign_refusal
+from lmx_lab.client.errors import CHECK, UnexpectedResponse
+from lmx_lab.client.foreign import CHAT_SERVER, chat_server_error
 from lmx_lab.client.limits import LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.sse import EVENT_STREAM
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
@@ -224,7 +224,7 @@ class Exchange:
             ) from exc
         except ValueError as exc:
             raise WrongServerError(
-                f"the answer of {self._address.url} cannot be read ({exc!s:.200}), unlike {ANY_MAKE.kind}; {CHECK}"
+                f"the answer of {self._address.url} cannot be read ({exc!s:.200}), unlike {CHAT_SERVER.kind}; {CHECK}"
             ) from exc
 
     async def _document(self, head: _Head, rest: bytes) -> Event:
@@ -263,14 +263,14 @@ class Exchange:
         return bytes(body)
 
     def _refused(self, head: _Head, body: bytes) -> LabError:
-        return foreign_refusal(
-            Answer(
+        return chat_server_error(
+            UnexpectedResponse(
                 url=self._address.url,
                 status=head.status,
                 kind=head.fields.get("content-type", ""),
                 retry_after=head.fields.get("retry-after"),
                 body=body,
-                wanted=ANY_MAKE,
+                server=CHAT_SERVER,
             )
         )
 

@@ -16,7 +16,7 @@ from typing_extensions import TypeIs
 from lmx_lab.bench.chunks import Chunk, ChunkReader, ServerFigures, Usage
 from lmx_lab.bench.exchange import Address, Event, Exchange
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
-from lmx_lab.client.failures import was_sent
+from lmx_lab.client.errors import was_sent
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,

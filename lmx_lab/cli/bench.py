@@ -149,7 +149,7 @@ def _check_there(targets: Iterable[ChatTarget]) -> None:
     Raises:
         LabError: nobody is there, wants another key, or has no such model. What else is amiss, the requests will tell.
     """
-    from lmx_lab.client.failures import was_sent
+    from lmx_lab.client.errors import was_sent
 
     for target in targets:
         try:

@@ -41,7 +41,7 @@ class Conversation:
 
     def ask(self, text: str) -> int:
         """Print the answer as it comes; gives the exit code. Ctrl-C cancels the turn."""
-        answer = Answer()
+        answer = AnswerPrinter()
         try:
             # Closed: where standard output takes no more, the turn is of no use to anybody.
             with contextlib.closing(self._session.stream(text, on_permission=self._permit)) as events:
@@ -78,7 +78,7 @@ class Conversation:
         )
 
 
-class Answer:
+class AnswerPrinter:
     """One turn on the terminal."""
 
     def __init__(self) -> None:

@@ -50,14 +50,14 @@ def events(
         raise InvalidRequestError(f"--tail is {tail}; give 0 or more", param="tail")
     if after is not None and after < 0:
         raise InvalidRequestError(f"--after is {after}; give 0, which is all that is kept, or more", param="after")
-    from lmx_lab.cli.following import Chosen, follow_events, newest_events
+    from lmx_lab.cli.event_printer import EventSelection, follow_events, newest_events
 
-    chosen = Chosen(session_ids=tuple(session or ()), types=tuple(types or ()), as_json=json)
+    selection = EventSelection(session_ids=tuple(session or ()), types=tuple(types or ()), as_json=json)
     with daemon_client(url, token) as client, contextlib.suppress(KeyboardInterrupt):
-        _check_sessions(client, chosen.session_ids)
-        cursor = newest_events(client, chosen, after=after, tail=tail)
+        _check_sessions(client, selection.session_ids)
+        cursor = newest_events(client, selection, after=after, tail=tail)
         if follow:
-            follow_events(client, chosen, after=cursor)
+            follow_events(client, selection, after=cursor)
 
 
 def _check_sessions(client: DaemonClient, session_ids: Iterable[str]) -> None:

@@ -15,9 +15,9 @@ from typing import Any, Self
 import httpx2
 import pydantic_core
 
-from lmx_lab.client.calls import CallPiece
-from lmx_lab.client.connection import Connection
-from lmx_lab.client.foreign import ANY_MAKE, foreign_error, foreign_refusal
+from lmx_lab.client.chat_calls import CallPiece
+from lmx_lab.client.connection import HttpConnection
+from lmx_lab.client.foreign import CHAT_SERVER, chat_server_error, error_in_chat_event
 from lmx_lab.client.limits import LONG_BYTES
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, InvalidRequestError, UnreachableError
@@ -73,8 +73,8 @@ class ChatFormatClient:
     def __init__(
         self, base_url: str, api_key: str | None = None, transport: httpx2.AsyncBaseTransport | None = None
     ) -> None:
-        self._connection = Connection(
-            base_url, api_key=api_key, transport=transport, wanted=ANY_MAKE, refuse=foreign_refusal
+        self._connection = HttpConnection(
+            base_url, api_key=api_key, transport=transport, server=CHAT_SERVER, read_error=chat_server_error
         )
         self.url = self._connection.url
         self.is_lab: bool | None = None
@@ -180,12 +180,12 @@ class _Reader:
             return None
         chunk = _document(event)
         if not isinstance(chunk, Mapping):
-            raise foreign_error(event, self._url) or UnreachableError(
-                f"{self._url} sent {event[:80]!r} in a stream, unlike {ANY_MAKE.kind}; check the address"
+            raise error_in_chat_event(event, self._url) or UnreachableError(
+                f"{self._url} sent {event[:80]!r} in a stream, unlike {CHAT_SERVER.kind}; check the address"
             )
         choices = chunk.get("choices")
         # Some servers have "error": null in every chunk.
-        if (chunk.get("error") or not choices) and (error := foreign_error(event, self._url)) is not None:
+        if (chunk.get("error") or not choices) and (error := error_in_chat_event(event, self._url)) is not None:
             raise error
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
         if choice.get("index") not in (None, 0):

@@ -16,7 +16,15 @@ from httpx2.websockets import AsyncWebSocketSession
 from pydantic import BaseModel, ValidationError
 
 from lmx_lab.client.address import bearer, is_loopback, server_address
-from lmx_lab.client.failures import OURS, Answer, Refuse, Wanted, in_plain_words, not_ours, refusal
+from lmx_lab.client.errors import (
+    LAB_SERVER,
+    ErrorReader,
+    ServerDescription,
+    UnexpectedResponse,
+    lab_server_error,
+    translated_errors,
+    wrong_server_error,
+)
 from lmx_lab.client.limits import LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import LabError, UnreachableError
@@ -45,7 +53,7 @@ class _Key(httpx2.Auth):
         yield request
 
 
-class Connection:
+class HttpConnection:
     """Requests to one server, on one loop, over connections that are kept for a while.
 
     Args:
@@ -53,8 +61,8 @@ class Connection:
         api_key: It is shown nowhere.
         transport: In the place of the network.
         timeout_s: The longest silence while the server computes; None waits as long as the connection is there.
-        wanted: The server that is expected there.
-        refuse: What an answer that is no success means.
+        server: The server that is expected there.
+        read_error: What an answer that is no success means.
 
     Raises:
         InvalidRequestError: an address or a key that could never do.
@@ -67,13 +75,13 @@ class Connection:
         api_key: str | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
         timeout_s: float | None = None,
-        wanted: Wanted = OURS,
-        refuse: Refuse = refusal,
+        server: ServerDescription = LAB_SERVER,
+        read_error: ErrorReader = lab_server_error,
     ) -> None:
         self.url = server_address(base_url)
-        self._wanted = wanted
+        self._server = server
         self._key = _Key(api_key)
-        self._refuse = refuse
+        self._read_error = read_error
         self._http = httpx2.AsyncClient(
             base_url=self.url,
             auth=self._key,
@@ -123,7 +131,7 @@ class Connection:
             async with asyncio.timeout(within_s):
                 return await self._fetch(request, limit, with_key=with_key)
         except TimeoutError as exc:
-            said = f"{self.url} has not answered whole within {within_s:g} s; {self._wanted.check}"
+            said = f"{self.url} has not answered whole within {within_s:g} s; {self._server.check}"
             raise UnreachableError(said) from exc
 
     async def post(self, path: str, content: bytes, shape: type[Shape], *, limit: int = SHORT_BYTES) -> Shape:
@@ -141,7 +149,7 @@ class Connection:
             await response.aclose()
 
     async def _send(self, request: httpx2.Request, *, with_key: bool = True) -> httpx2.Response:
-        with in_plain_words(self.url, wanted=self._wanted):
+        with translated_errors(self.url, server=self._server):
             return await self._http.send(request, stream=True, auth=self._key if with_key else None)
 
     async def _body(self, response: httpx2.Response, limit: int) -> bytes:
@@ -149,14 +157,14 @@ class Connection:
         if response.is_success and len(text) > limit:
             raise UnreachableError(
                 f"{self.url} answered with more than {limit} bytes, which no answer to this request can have; "
-                f"{self._wanted.check}"
+                f"{self._server.check}"
             )
         return text
 
     async def beginning(self, response: httpx2.Response, limit: int) -> bytes:
         """The body, or of a longer one a little more than the limit."""
         body = bytearray()
-        with in_plain_words(self.url, begun=True, wanted=self._wanted):
+        with translated_errors(self.url, begun=True, server=self._server):
             async with aclosing(response.aiter_bytes()) as chunks:
                 async for chunk in chunks:
                     body += chunk
@@ -195,7 +203,7 @@ class Connection:
                 return
             await self._check_stream(response)
             decoder = EventDecoder()
-            with in_plain_words(self.url, begun=True, wanted=self._wanted):
+            with translated_errors(self.url, begun=True, server=self._server):
                 async for chunk in response.aiter_bytes():
                     for event in self._fed(decoder, chunk):
                         yield event
@@ -250,23 +258,25 @@ class Connection:
 
     def refused(self, response: httpx2.Response, body: bytes) -> LabError:
         """The error of an answer that is no success, or not what was asked for."""
-        return self._refuse(self.answer(response, body))
+        return self._read_error(self.answer(response, body))
 
-    def answer(self, response: httpx2.Response, body: bytes) -> Answer:
+    def answer(self, response: httpx2.Response, body: bytes) -> UnexpectedResponse:
         headers: Mapping[str, str] = response.headers
-        return Answer(
+        return UnexpectedResponse(
             url=self.url,
             status=response.status_code,
             kind=headers.get("content-type", ""),
             retry_after=headers.get("retry-after"),
             body=body,
-            wanted=self._wanted,
+            server=self._server,
         )
 
     def unreadable(self) -> UnreachableError:
         """Of an event that is none of such a server."""
-        return not_ours(
-            Answer(url=self.url, status=200, kind=EVENT_STREAM, retry_after=None, body=b"", wanted=self._wanted)
+        return wrong_server_error(
+            UnexpectedResponse(
+                url=self.url, status=200, kind=EVENT_STREAM, retry_after=None, body=b"", server=self._server
+            )
         )
 
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Self
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.client.access import Access
 from lmx_lab.client.bodies import shaped
+from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.cursors import CursorStore
 from lmx_lab.client.daemon_routes import DaemonRoutes
+from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.session import AsyncSession
-from lmx_lab.client.subscription import Subscription
 from lmx_lab.wire.sessions import CreateSession, SessionMessage
 
 if TYPE_CHECKING:
-    from lmx_lab.client.turn_run import TurnRun
+    from lmx_lab.client.turn import TurnFollower
 
 
 class AsyncDaemonClient(DaemonRoutes):
@@ -35,8 +35,8 @@ class AsyncDaemonClient(DaemonRoutes):
     """
 
     def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
-        super().__init__(Access(base_url, token), transport=transport)
-        self.followed: set[TurnRun] = set()
+        super().__init__(Credentials(base_url, token), transport=transport)
+        self.followed: set[TurnFollower] = set()
         """Turns that ``run`` and ``stream`` follow to their end."""
 
     @classmethod
@@ -52,7 +52,7 @@ class AsyncDaemonClient(DaemonRoutes):
         Raises:
             UnreachableError: there is none; the message says how to start it.
         """
-        access = Access.from_home(home)
+        access = Credentials.from_home(home)
         client = cls(access.url, token=access.token, transport=transport)
         client._line.access = access
         return client

@@ -10,10 +10,10 @@ from typing import Literal, Self
 import httpx2
 from pydantic import RootModel
 
-from lmx_lab.client.access import Access
 from lmx_lab.client.bodies import as_content, shaped
-from lmx_lab.client.connection import QUICK_S, Connection
-from lmx_lab.client.daemon_line import DaemonLine, Request
+from lmx_lab.client.connection import QUICK_S, HttpConnection
+from lmx_lab.client.credentials import Credentials
+from lmx_lab.client.daemon_connection import DaemonConnection, DaemonRequest
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.daemon import DaemonRecord, Health, Shutdown, ShutdownAnswer
 from lmx_lab.wire.events import EventPage
@@ -61,11 +61,11 @@ class DaemonRoutes:
     ``ConnectionLostError``, and may or may not have been done.
     """
 
-    def __init__(self, access: Access, *, transport: httpx2.AsyncBaseTransport | None = None) -> None:
-        self._line = DaemonLine(access, transport=transport)
+    def __init__(self, access: Credentials, *, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+        self._line = DaemonConnection(access, transport=transport)
 
     @property
-    def access(self) -> Access:
+    def access(self) -> Credentials:
         """Where the daemon is, and its token."""
         return self._line.access
 
@@ -86,7 +86,7 @@ class DaemonRoutes:
     ) -> None:
         await self.aclose()
 
-    async def connection(self) -> Connection:
+    async def connection(self) -> HttpConnection:
         """To where the daemon is by now, for a WebSocket; who is there was asked just now, without the token.
 
         Raises:
@@ -108,7 +108,7 @@ class DaemonRoutes:
         """End the daemon; returns when it has begun to. Running turns have ``grace_s`` seconds, with ``now`` none;
         queued ones run at the next start."""
         content = as_content(shaped(Shutdown, mode=mode, grace_s=grace_s))
-        request = Request(method="POST", path="/v3/daemon/shutdown", content=content, repeatable=True)
+        request = DaemonRequest(method="POST", path="/v3/daemon/shutdown", content=content, repeatable=True)
         await self._line.ask(request, ShutdownAnswer)
 
     # Sessions
@@ -118,7 +118,7 @@ class DaemonRoutes:
         if body.session_id is None:
             # It can be repeated, then.
             body = body.model_copy(update={"session_id": new_id("ses")})
-        request = Request(method="POST", path="/v3/sessions", content=as_content(body), repeatable=True)
+        request = DaemonRequest(method="POST", path="/v3/sessions", content=as_content(body), repeatable=True)
         return await self._line.ask(request, SessionRecord)
 
     async def sessions(
@@ -146,11 +146,13 @@ class DaemonRoutes:
             RevisionConflictError: somebody else has changed it since that revision.
         """
         content = as_content(change)
-        return await self._line.ask(Request(method="PATCH", path=_session(session_id), content=content), SessionRecord)
+        return await self._line.ask(
+            DaemonRequest(method="PATCH", path=_session(session_id), content=content), SessionRecord
+        )
 
     async def delete_session(self, session_id: str) -> None:
         """Cancel its turns and delete it. One that is not there is deleted already."""
-        await self._line.do(Request(method="DELETE", path=_session(session_id), repeatable=True))
+        await self._line.do(DaemonRequest(method="DELETE", path=_session(session_id), repeatable=True))
 
     async def fork_session(self, session_id: str, fork: ForkSession) -> SessionRecord:
         """A new session with the messages of this one, all or up to a turn."""
@@ -169,7 +171,7 @@ class DaemonRoutes:
         if turn.turn_id is None:
             turn = turn.model_copy(update={"turn_id": new_id("trn")})
         path = f"{_session(session_id)}/turns"
-        request = Request(method="POST", path=path, content=as_content(turn), repeatable=True)
+        request = DaemonRequest(method="POST", path=path, content=as_content(turn), repeatable=True)
         return await self._line.ask(request, TurnAccepted)
 
     async def read_turn(self, session_id: str, turn_id: str, wait_s: float = 0.0) -> TurnRecord:
@@ -183,7 +185,7 @@ class DaemonRoutes:
         repeatable = cancel.turn_id is not None and not cancel.queued
         path, content = f"{_session(session_id)}/cancel", as_content(cancel)
         return await self._line.ask(
-            Request(method="POST", path=path, content=content, repeatable=repeatable), CancelAnswer
+            DaemonRequest(method="POST", path=path, content=content, repeatable=repeatable), CancelAnswer
         )
 
     # Permissions
@@ -226,12 +228,12 @@ class DaemonRoutes:
     async def change_mcp_server(self, name: str, change: ChangeMcpServer) -> McpServerRecord:
         """Set what is set in ``change``, and start it anew with that. A value ``***`` leaves a secret as it is."""
         content = as_content(change)
-        request = Request(method="PATCH", path=_server(name), content=content, within_s=PROGRAM_S)
+        request = DaemonRequest(method="PATCH", path=_server(name), content=content, within_s=PROGRAM_S)
         return await self._line.ask(request, McpServerRecord)
 
     async def remove_mcp_server(self, name: str) -> None:
         """Stop it and forget it. One that is not there is removed already."""
-        await self._line.do(Request(method="DELETE", path=_server(name), within_s=PROGRAM_S, repeatable=True))
+        await self._line.do(DaemonRequest(method="DELETE", path=_server(name), within_s=PROGRAM_S, repeatable=True))
 
     async def restart_mcp_server(self, name: str) -> McpServerRecord:
         """Stop it and start it, also after it was given up."""
@@ -290,13 +292,13 @@ class DaemonRoutes:
         return await self._line.ask(request, EventPage)
 
 
-def _get(path: str, *, wait_s: float = 0.0, **params: str | int | bool | list[str] | None) -> Request:
+def _get(path: str, *, wait_s: float = 0.0, **params: str | int | bool | list[str] | None) -> DaemonRequest:
     """With the parameters that are not None."""
     written = {name: _written(value) for name, value in params.items() if value is not None}
     if wait_s:
         # Not by str(), which writes small ones as 1e-05.
         written["wait"] = f"{wait_s:.3f}"
-    return Request(method="GET", path=path, params=written, within_s=QUICK_S + max(0.0, wait_s), repeatable=True)
+    return DaemonRequest(method="GET", path=path, params=written, within_s=QUICK_S + max(0.0, wait_s), repeatable=True)
 
 
 def _written(value: str | int | bool | list[str]) -> str | list[str]:
@@ -305,8 +307,8 @@ def _written(value: str | int | bool | list[str]) -> str | list[str]:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _post(path: str, content: bytes | None, within_s: float = QUICK_S) -> Request:
-    return Request(method="POST", path=path, content=content, within_s=within_s)
+def _post(path: str, content: bytes | None, within_s: float = QUICK_S) -> DaemonRequest:
+    return DaemonRequest(method="POST", path=path, content=content, within_s=within_s)
 
 
 def _session(session_id: str) -> str:

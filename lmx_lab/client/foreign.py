@@ -14,11 +14,11 @@ from typing import Any
 import pydantic_core
 
 from lmx_lab import errors
-from lmx_lab.client.failures import KINDS as OWN_CODES
-from lmx_lab.client.failures import Answer, Wanted, error_in, not_ours
+from lmx_lab.client.errors import ERROR_CLASSES as OWN_CODES
+from lmx_lab.client.errors import ServerDescription, UnexpectedResponse, error_in, wrong_server_error
 from lmx_lab.errors import LabError
 
-ANY_MAKE = Wanted(kind="a chat-format server")
+CHAT_SERVER = ServerDescription(kind="a chat-format server")
 SAID = 500
 # The words of llama.cpp, vLLM, OpenAI and LM Studio; the statuses that come with them are 400 and 500.
 TOO_LONG = re.compile(r"context.{0,20}(length|size|window)|exceed_context_size|too many tokens", re.IGNORECASE)
@@ -34,17 +34,17 @@ BY_STATUS: dict[int, type[LabError]] = {
 }
 
 
-def foreign_refusal(answer: Answer) -> LabError:
+def chat_server_error(answer: UnexpectedResponse) -> LabError:
     """The error of an answer that is no success, or no answer of a chat-format server at all."""
-    return _told(answer.body, answer) or not_ours(answer)
+    return _told(answer.body, answer) or wrong_server_error(answer)
 
 
-def foreign_error(text: str, url: str) -> LabError | None:
+def error_in_chat_event(text: str, url: str) -> LabError | None:
     """The error that a stream's event tells of, or a document in a stream's place; None if it is neither."""
-    return _told(text, Answer(url=url, status=500, kind="", retry_after=None, body=b""))
+    return _told(text, UnexpectedResponse(url=url, status=500, kind="", retry_after=None, body=b""))
 
 
-def _told(text: str | bytes, answer: Answer) -> LabError | None:
+def _told(text: str | bytes, answer: UnexpectedResponse) -> LabError | None:
     try:
         document = pydantic_core.from_json(text)
     except ValueError:

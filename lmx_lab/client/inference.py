@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from lmx_lab.client.bodies import as_content, shaped
 from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks
-from lmx_lab.client.connection import CONNECT_S, QUICK_S, Connection
+from lmx_lab.client.connection import CONNECT_S, QUICK_S, HttpConnection
+from lmx_lab.client.errors import CHECK, error_in, wrong_server_error
 from lmx_lab.client.events import Include, LabEvent, lab_event
-from lmx_lab.client.failures import CHECK, error_in, not_ours
 from lmx_lab.client.limits import LONG_BYTES, chat_bytes, embeddings_bytes, rerank_bytes
 from lmx_lab.client.loads import watched
 from lmx_lab.client.sockets import messages
@@ -57,7 +57,7 @@ class AsyncLabClient:
         transport: httpx2.AsyncBaseTransport | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._connection = Connection(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s)
+        self._connection = HttpConnection(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s)
         self._silence_s = timeout_s
         self.url = self._connection.url
 
@@ -200,7 +200,7 @@ class AsyncLabClient:
         """
         response, text = await self._connection.get("/healthz")
         if NAME not in response.headers:
-            raise not_ours(self._connection.answer(response, text))
+            raise wrong_server_error(self._connection.answer(response, text))
         return response.headers[NAME]
 
     async def ready(self) -> Ready:

@@ -10,9 +10,9 @@ from pydantic import JsonValue
 
 from lmx_lab.client.bodies import shaped
 from lmx_lab.client.daemon_events import DaemonEvent
+from lmx_lab.client.turn import TurnFollower
 from lmx_lab.client.turn_permissions import OnPermission
 from lmx_lab.client.turn_result import TurnResult
-from lmx_lab.client.turn_run import TurnRun
 from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import (
     CancelAnswer,
@@ -81,7 +81,7 @@ class AsyncSession:
             UnreachableError: no daemon answers.
             TurnInProgressError, QueueFullError, SessionNotFoundError …: the turn was not accepted.
         """
-        turn = self._turn_run(text, turn_id, when_busy, overrides, on_permission)
+        turn = self._follower(text, turn_id, when_busy, overrides, on_permission)
         async with aclosing(turn.events()) as events:
             async for event in events:
                 if on_event is not None:
@@ -104,24 +104,24 @@ class AsyncSession:
         Raises:
             LabError: as ``run``, after all events.
         """
-        turn = self._turn_run(text, turn_id, when_busy, overrides, on_permission)
+        turn = self._follower(text, turn_id, when_busy, overrides, on_permission)
         async with aclosing(turn.events()) as events:
             async for event in events:
                 yield event
         turn.result()
 
-    def _turn_run(
+    def _follower(
         self,
         text: str,
         turn_id: str | None,
         when_busy: WhenBusy,
         overrides: TurnOverrides | None,
         on_permission: OnPermission | None,
-    ) -> TurnRun:
+    ) -> TurnFollower:
         fields: dict[str, object] = {"turn_id": turn_id or new_id("trn"), "content": text, "when_busy": when_busy}
         if overrides is not None:
             fields["overrides"] = overrides
-        return TurnRun(self._client, self.session_id, shaped(SubmitTurn, **fields), on_permission)
+        return TurnFollower(self._client, self.session_id, shaped(SubmitTurn, **fields), on_permission)
 
     async def snapshot(self) -> SessionSnapshot:
         """Everything of it, as it is now; events after its ``cursor`` go on from there."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from httpx2.websockets import HTTPXWSException
 
-from lmx_lab.client.connection import Connection
+from lmx_lab.client.connection import HttpConnection
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError
 
 CLOSE_S = 2.0
@@ -15,7 +15,7 @@ CLOSE_S = 2.0
 
 
 async def messages(
-    connection: Connection, path: str, first: str, *, silence_s: float | None = None
+    connection: HttpConnection, path: str, first: str, *, silence_s: float | None = None
 ) -> AsyncGenerator[str, None]:
     """What a server answers to this first message, text by text; closing this closes the connection.
 
@@ -39,7 +39,7 @@ async def messages(
 
 
 async def _read(
-    connection: Connection,
+    connection: HttpConnection,
     path: str,
     first: str,
     silence_s: float | None,

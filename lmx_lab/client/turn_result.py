@@ -16,7 +16,7 @@ from lmx_lab.client.daemon_events import (
     TurnErrorEvent,
     TurnThinkingEvent,
 )
-from lmx_lab.client.failures import KINDS
+from lmx_lab.client.errors import ERROR_CLASSES
 from lmx_lab.errors import LabError, TurnError
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import ToolEnd
@@ -65,7 +65,7 @@ class TurnResult:
         return self.text
 
 
-class TurnSoFar:
+class TurnAccumulator:
     """Fed with one turn's events, it has what they come to."""
 
     def __init__(self, session_id: str, turn_id: str) -> None:
@@ -129,8 +129,8 @@ class TurnSoFar:
 
 def turn_error(turn_id: str, detail: ErrorDetail) -> LabError:
     """The error with which a turn has ended, of the class that its code has."""
-    kind = KINDS.get(detail.code, TurnError)
-    code = "" if detail.code in KINDS else f" ({detail.code:.80})"
+    kind = ERROR_CLASSES.get(detail.code, TurnError)
+    code = "" if detail.code in ERROR_CLASSES else f" ({detail.code:.80})"
     return kind(f"turn {turn_id}: {detail.message}{code}", param=detail.param)
 
 

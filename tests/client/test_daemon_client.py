@@ -21,7 +21,7 @@ from lmx_lab.daemon.storage.log import note_pruned
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed, McpTestPassed
 from lmx_lab.wire.sessions import CancelTurns, ChangeSession, ForkSession, SessionMessage, SubmitTurn
 from tests.client.raw import RawServer, answering, whole
-from tests.client.test_access import write
+from tests.client.test_credentials import write
 from tests.daemon.face import serving, write_tokens
 from tests.daemon.scripted import STALL, Scripted, calls, says, token
 

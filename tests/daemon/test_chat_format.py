@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.client.calls import CALLS, CallAssembly, WholeCall
+from lmx_lab.client.chat_calls import CALLS, CallAssembly, WholeCall
 from lmx_lab.client.chat_format import ChatFormatClient, Piece, TokenUsage
 from lmx_lab.lab import Lab
 from tests.client.raw import Endless, answering, streamed

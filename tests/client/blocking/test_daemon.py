@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from lmx_lab import errors, hosting
+from lmx_lab.client.blocking.daemon import DaemonClient
+from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.cursors import MemoryCursor
-from lmx_lab.client.daemon_blocking import DaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent, PermissionRequestEvent, TurnDoneEvent
-from lmx_lab.client.session_blocking import Session
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed
 from lmx_lab.wire.sessions import (
@@ -28,7 +28,7 @@ from lmx_lab.wire.sessions import (
     SubmitTurn,
     TurnOverrides,
 )
-from tests.client.test_blocking import app, run_script
+from tests.client.blocking.test_portal import app, run_script
 from tests.daemon.face import serving
 from tests.daemon.scripted import STALL, Scripted, calls, says, token
 from tests.flows.conftest import wait_until
@@ -306,8 +306,8 @@ def test_a_subscription_that_was_closed_does_not_connect(client: DaemonClient) -
 def test_a_forked_child_leaves_its_parents_streams_alone(daemon: Daemon) -> None:
     said = run_script(f"""
 import os
-from lmx_lab.client import waiting
-from lmx_lab.client.daemon_blocking import DaemonClient
+from lmx_lab.client.blocking import stream as waiting
+from lmx_lab.client.blocking.daemon import DaemonClient
 waiting.END_S = 3600.0
 client = DaemonClient.discover({str(daemon.folder.parent)!r})
 events = client.events(after=0)

@@ -22,7 +22,7 @@ Frame = LogEvent | ControlFrame | UnknownEvent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class Delivery:
     """What a frame comes to."""
 
     event: DaemonEvent | None = None
@@ -31,10 +31,10 @@ class Taken:
     """Where the reader is once it has seen all that was handed on; None if the frame does not move it."""
 
 
-NOTHING = Taken()
+NOTHING = Delivery()
 
 
-class Position:
+class EventPosition:
     """Of one subscription, over all of its connections.
 
     Args:
@@ -64,7 +64,7 @@ class Position:
         self._last = -1
         return {}
 
-    def take(self, frame: Frame) -> Taken:
+    def take(self, frame: Frame) -> Delivery:
         """
         Raises:
             ValueError: a cursor in it is none.
@@ -76,10 +76,10 @@ class Position:
                 # The cursor stays where it was until the last snapshot is there: a reset that breaks off comes again.
                 self._resetting, self._last = True, frame.data.cursor
                 self._in_snapshots.clear()
-                return Taken(event=frame)
+                return Delivery(event=frame)
             case SnapshotFrame():
                 self._in_snapshots[frame.data.session.session_id] = frame.data.session.cursor
-                return Taken(event=frame)
+                return Delivery(event=frame)
             case SyncedFrame():
                 self._resetting = False
                 return self._moved(frame.stream_id, frame.data.cursor)
@@ -88,25 +88,25 @@ class Position:
             case _:
                 return self._event(frame)
 
-    def _greeted(self, hello: HelloFrame) -> Taken:
+    def _greeted(self, hello: HelloFrame) -> Delivery:
         if self.cursor is not None:
             return NOTHING
         # With ``after`` the greeting may have another cursor, where that one cannot be resumed.
         seq = hello.data.cursor if self._after is None else self._after
         return self._moved(hello.stream_id, seq)
 
-    def _event(self, event: LogEvent | UnknownEvent) -> Taken:
+    def _event(self, event: LogEvent | UnknownEvent) -> Delivery:
         if event.seq is None:
-            return Taken(event=event)
+            return Delivery(event=event)
         if event.seq <= self._last:
             return NOTHING
         self._resetting = False
         moved = self._moved(event.stream_id, event.seq)
         is_in_snapshot = event.seq <= self._in_snapshots.get(event.session_id or "", -1)
-        return moved if is_in_snapshot else Taken(event=event, cursor=moved.cursor)
+        return moved if is_in_snapshot else Delivery(event=event, cursor=moved.cursor)
 
-    def _moved(self, stream_id: str, seq: int) -> Taken:
+    def _moved(self, stream_id: str, seq: int) -> Delivery:
         # No step back: a heartbeat may be of a moment ago.
         self._last = max(self._last, seq)
         self.cursor = Cursor(stream_id=stream_id, seq=self._last)
-        return Taken(cursor=self.cursor)
+        return Delivery(cursor=self.cursor)

@@ -16,8 +16,8 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, as_array
+from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.client.inference import Over
-from lmx_lab.client.lab_blocking import LabClient
 from lmx_lab.engine import LoadReport
 from lmx_lab.lab import Lab
 from lmx_lab.lab.prompt import chat_request

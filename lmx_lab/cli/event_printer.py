@@ -19,7 +19,7 @@ FIRST_LOOK = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class EventSelection:
     """What is printed, and how."""
 
     session_ids: tuple[str, ...] = ()
@@ -27,43 +27,43 @@ class Chosen:
     as_json: bool = False
 
 
-def newest_events(client: DaemonClient, chosen: Chosen, *, after: int | None, tail: int) -> int:
+def newest_events(client: DaemonClient, selection: EventSelection, *, after: int | None, tail: int) -> int:
     """Print what the log has after the cursor, or the newest; gives the cursor behind them."""
     if after is not None:
-        return _printed_pages(client, chosen, after)
+        return _printed_pages(client, selection, after)
     latest = client.state().latest_seq
     for begin in (max(0, latest - FIRST_LOOK), 0):
-        found, cursor = _collected(client, chosen, begin, tail)
+        found, cursor = _collected(client, selection, begin, tail)
         if len(found) == tail or begin == 0:
             break
     for event in found:
-        _print(event, chosen)
+        _print(event, selection)
     return cursor
 
 
-def _printed_pages(client: DaemonClient, chosen: Chosen, cursor: int) -> int:
+def _printed_pages(client: DaemonClient, selection: EventSelection, cursor: int) -> int:
     while True:
-        page = client.page(after=cursor, session_ids=chosen.session_ids, types=chosen.types)
+        page = client.page(after=cursor, session_ids=selection.session_ids, types=selection.types)
         for event in page.events:
-            _print(event, chosen)
+            _print(event, selection)
         cursor = page.cursor
         if not page.more:
             return cursor
 
 
-def _collected(client: DaemonClient, chosen: Chosen, cursor: int, tail: int) -> tuple[deque[Envelope], int]:
+def _collected(client: DaemonClient, selection: EventSelection, cursor: int, tail: int) -> tuple[deque[Envelope], int]:
     found: deque[Envelope] = deque(maxlen=tail)
     while True:
-        page = client.page(after=cursor, session_ids=chosen.session_ids, types=chosen.types)
+        page = client.page(after=cursor, session_ids=selection.session_ids, types=selection.types)
         found += page.events
         cursor = page.cursor
         if not page.more:
             return found, cursor
 
 
-def follow_events(client: DaemonClient, chosen: Chosen, *, after: int) -> None:
+def follow_events(client: DaemonClient, selection: EventSelection, *, after: int) -> None:
     """Print what happens, until interrupted; breaks are told on standard error."""
-    with client.events(after=after, session_ids=chosen.session_ids, types=chosen.types) as happening:
+    with client.events(after=after, session_ids=selection.session_ids, types=selection.types) as happening:
         breaks = 0
         for event in happening:
             if happening.reconnects > breaks:
@@ -72,11 +72,11 @@ def follow_events(client: DaemonClient, chosen: Chosen, *, after: int) -> None:
             if isinstance(event, ResetFrame):
                 note(f"events are missing here: {event.data.reason}")
             elif not isinstance(event, SnapshotFrame):
-                _print(Envelope.model_validate(event.model_dump()), chosen)
+                _print(Envelope.model_validate(event.model_dump()), selection)
 
 
-def _print(event: Envelope, chosen: Chosen) -> None:
-    sys.stdout.write(f"{as_json(event) if chosen.as_json else in_words(event)}\n")
+def _print(event: Envelope, selection: EventSelection) -> None:
+    sys.stdout.write(f"{as_json(event) if selection.as_json else in_words(event)}\n")
     sys.stdout.flush()
 
 

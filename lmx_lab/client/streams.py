@@ -14,7 +14,7 @@ UNREAD = 64
 """Changes that a slow reader of a value still gets."""
 
 
-class Mailbox(Generic[T]):
+class EventBuffer(Generic[T]):
     """What one task has for another, in order. Whoever puts waits for room first; nothing is ever dropped."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Mailbox(Generic[T]):
         self._filled.set()
 
 
-class Watched(Generic[T]):
+class ObservableValue(Generic[T]):
     """A value that changes, for readers of its changes; a slow one misses old changes, never the newest."""
 
     def __init__(self, value: T) -> None:

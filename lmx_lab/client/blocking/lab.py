@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import httpx2
 
-from lmx_lab.client.blocking import BlockingClient
+from lmx_lab.client.blocking.portal import BlockingClient
+from lmx_lab.client.blocking.stream import BlockingStream, CallbackQueue, run_with_callbacks
 from lmx_lab.client.events import Include, LabEvent
 from lmx_lab.client.inference import AsyncLabClient, Over
 from lmx_lab.client.sse import Remark
-from lmx_lab.client.waiting import Asker, BlockingStream, run_asking
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, Ready, UnloadAnswer
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
@@ -46,7 +46,7 @@ class LabClient(BlockingClient[AsyncLabClient]):
 
     def chat(self, body: ChatRequest) -> ChatCompletion:
         """A whole answer."""
-        return self._line.run(self._client.chat(body))
+        return self._portal.run(self._client.chat(body))
 
     def stream(self, body: ChatRequest, *, over: Over = "sse") -> BlockingStream[ChatChunk]:
         """The same in chunks, as they are generated; see ``AsyncLabClient.stream``."""
@@ -60,17 +60,17 @@ class LabClient(BlockingClient[AsyncLabClient]):
 
     def embed(self, body: EmbeddingsBody) -> EmbeddingList:
         """Vectors; ``as_array`` makes numbers of them, and ``encoding_format="base64"`` is quicker."""
-        return self._line.run(self._client.embed(body))
+        return self._portal.run(self._client.embed(body))
 
     def rerank(self, body: RerankBody) -> RerankResults:
         """Documents by relevance, the best first."""
-        return self._line.run(self._client.rerank(body))
+        return self._portal.run(self._client.rerank(body))
 
     # Models
 
     def models(self) -> ModelRecords:
         """What is on the server's disk, and which of it is loaded."""
-        return self._line.run(self._client.models())
+        return self._portal.run(self._client.models())
 
     def load(self, model: str, *, progress: Callable[[ModelEvent], None] | None = None) -> LoadAnswer:
         """Load a model in the place of what is loaded; returns when it is. An interrupt ends the waiting, not the load.
@@ -79,29 +79,29 @@ class LabClient(BlockingClient[AsyncLabClient]):
             progress: Called with each step, in this thread.
         """
         if progress is None:
-            return self._line.run(self._client.load(model))
-        return run_asking(self._line, partial(self._load, model, progress))
+            return self._portal.run(self._client.load(model))
+        return run_with_callbacks(self._portal, partial(self._load, model, progress))
 
-    async def _load(self, model: str, progress: Callable[[ModelEvent], None], asker: Asker) -> LoadAnswer:
-        return await self._client.load(model, progress=lambda event: asker.tell(partial(progress, event)))
+    async def _load(self, model: str, progress: Callable[[ModelEvent], None], callbacks: CallbackQueue) -> LoadAnswer:
+        return await self._client.load(model, progress=lambda event: callbacks.tell(partial(progress, event)))
 
     def unload(self) -> UnloadAnswer:
         """Unload the model; with none loaded nothing happens."""
-        return self._line.run(self._client.unload())
+        return self._portal.run(self._client.unload())
 
     # The server
 
     def version(self) -> str:
         """The version of the LMX Lab that answers; needs no key."""
-        return self._line.run(self._client.version())
+        return self._portal.run(self._client.version())
 
     def ready(self) -> Ready:
         """Whether a model answers; if none does, a ``NotReady`` with the reason. Needs no key."""
-        return self._line.run(self._client.ready())
+        return self._portal.run(self._client.ready())
 
     def events(self, include: Sequence[Include] = ()) -> BlockingStream[LabEvent]:
         """Live figures every second, and what ``include`` asks for; ends when the server stops."""
         return self._stream(partial(self._client.events, include))
 
     def _stream(self, source: Callable[[], AsyncGenerator[Item, None]]) -> BlockingStream[Item]:
-        return BlockingStream(self._line, lambda _: aclosing(source()))
+        return BlockingStream(self._portal, lambda _: aclosing(source()))

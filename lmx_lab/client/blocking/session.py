@@ -7,14 +7,14 @@ from contextlib import aclosing
 from functools import partial
 from typing import Literal, Unpack
 
-from lmx_lab.client.blocking import Line
+from lmx_lab.client.blocking.portal import Portal
+from lmx_lab.client.blocking.stream import BlockingStream, CallbackQueue, run_with_callbacks
+from lmx_lab.client.blocking.subscription import check_upstream
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent
-from lmx_lab.client.events_blocking import check_upstream
 from lmx_lab.client.session import AsyncSession, SessionFields, WhenBusy
 from lmx_lab.client.turn_permissions import OnPermission, Verdict
 from lmx_lab.client.turn_result import TurnResult
-from lmx_lab.client.waiting import Asker, BlockingStream, run_asking
 from lmx_lab.wire.sessions import (
     CancelAnswer,
     PermissionRecord,
@@ -31,9 +31,9 @@ BlockingOnPermission = Literal["allow", "deny"] | Callable[[PermissionRecord], V
 class Session:
     """``AsyncSession`` without ``await``; made by ``DaemonClient.session()``."""
 
-    def __init__(self, client: AsyncDaemonClient, line: Line, session: AsyncSession) -> None:
+    def __init__(self, client: AsyncDaemonClient, portal: Portal, session: AsyncSession) -> None:
         self._client = client
-        self._line = line
+        self._portal = portal
         self._session = session
 
     @property
@@ -66,19 +66,19 @@ class Session:
             HostingError: the loop of the caller is what serves the daemon, or the model.
             LabError: the turn's own.
         """
-        check_upstream(self._client, self._line)
+        check_upstream(self._client, self._portal)
 
-        async def work(asker: Asker) -> TurnResult:
+        async def work(callbacks: CallbackQueue) -> TurnResult:
             return await self._session.run(
                 text,
                 turn_id=turn_id,
                 when_busy=when_busy,
                 overrides=overrides,
-                on_permission=_there(asker, on_permission),
-                on_event=None if on_event is None else lambda event: asker.tell(partial(on_event, event)),
+                on_permission=_there(callbacks, on_permission),
+                on_event=None if on_event is None else lambda event: callbacks.tell(partial(on_event, event)),
             )
 
-        return run_asking(self._line, work)
+        return run_with_callbacks(self._portal, work)
 
     def stream(
         self,
@@ -99,42 +99,42 @@ class Session:
             LabError: the turn's own.
         """
 
-        def source(asker: Asker) -> aclosing[AsyncGenerator[DaemonEvent, None]]:
+        def source(callbacks: CallbackQueue) -> aclosing[AsyncGenerator[DaemonEvent, None]]:
             return aclosing(
                 self._session.stream(
                     text,
                     turn_id=turn_id,
                     when_busy=when_busy,
                     overrides=overrides,
-                    on_permission=_there(asker, on_permission),
+                    on_permission=_there(callbacks, on_permission),
                 )
             )
 
-        check_upstream(self._client, self._line)
-        return BlockingStream(self._line, source)
+        check_upstream(self._client, self._portal)
+        return BlockingStream(self._portal, source)
 
     def turn(self, turn_id: str, *, wait_s: float = 0.0) -> TurnRecord:
         """A turn; with ``wait_s``, which is at most 60, once it has ended, or after that time."""
         if wait_s:
-            check_upstream(self._client, self._line)
-        return self._line.run(self._session.turn(turn_id, wait_s=wait_s))
+            check_upstream(self._client, self._portal)
+        return self._portal.run(self._session.turn(turn_id, wait_s=wait_s))
 
     def cancel(self, turn_id: str | None = None, *, queued: bool = False) -> CancelAnswer:
         """End the active turn, or one by its id, or the queued ones too. What has ended stays as it is."""
-        return self._line.run(self._session.cancel(turn_id, queued=queued))
+        return self._portal.run(self._session.cancel(turn_id, queued=queued))
 
     # The session
 
     def snapshot(self) -> SessionSnapshot:
         """The session with its messages, turns and pending permissions."""
-        return self._line.run(self._session.snapshot())
+        return self._portal.run(self._session.snapshot())
 
     def change(self, **fields: Unpack[SessionFields]) -> SessionRecord:
         """
         Raises:
             RevisionConflictError: somebody else has changed it since ``revision``.
         """
-        return self._line.run(self._session.change(**fields))
+        return self._portal.run(self._session.change(**fields))
 
     def fork(self, *, through_turn_id: str | None = None, title: str | None = None) -> Session:
         """Another session that goes on from here.
@@ -142,21 +142,21 @@ class Session:
         Args:
             through_turn_id: The last turn to take along; by default all that have ended.
         """
-        forked = self._line.run(self._session.fork(through_turn_id=through_turn_id, title=title))
-        return Session(self._client, self._line, forked)
+        forked = self._portal.run(self._session.fork(through_turn_id=through_turn_id, title=title))
+        return Session(self._client, self._portal, forked)
 
     def delete(self) -> None:
         """With all of its turns; those that run are cancelled. Again: nothing happens."""
-        self._line.run(self._session.delete())
+        self._portal.run(self._session.delete())
 
 
-def _there(asker: Asker, on_permission: BlockingOnPermission | None) -> OnPermission | None:
+def _there(callbacks: CallbackQueue, on_permission: BlockingOnPermission | None) -> OnPermission | None:
     """The same, with a function called in the thread that waits."""
     if on_permission is None or isinstance(on_permission, str):
         return on_permission
     decide = on_permission
 
     async def decided(permission: PermissionRecord) -> Verdict:
-        return await asker.ask(partial(decide, permission))
+        return await callbacks.ask(partial(decide, permission))
 
     return decided

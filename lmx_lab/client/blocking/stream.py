@@ -12,7 +12,7 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from lmx_lab.client.blocking import Line, is_foreign
+from lmx_lab.client.blocking.portal import Portal, is_foreign
 from lmx_lab.errors import HostingError
 from lmx_lab.loops import LoopThread
 
@@ -32,7 +32,7 @@ class _Over(Enum):
 OVER = _Over.OVER
 
 
-class Asker:
+class CallbackQueue:
     """Brings functions of a caller to the thread in which it waits, in their order."""
 
     def __init__(self) -> None:
@@ -86,20 +86,20 @@ class _Errand(Generic[T]):
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
-        self._asker = Asker()
+        self._callbacks = CallbackQueue()
         self._task: asyncio.Task[T] | None = None
 
-    def begin(self, work: Callable[[Asker], Coroutine[Any, Any, T]]) -> None:
+    def begin(self, work: Callable[[CallbackQueue], Coroutine[Any, Any, T]]) -> None:
         async def made() -> None:
-            self._task = asyncio.create_task(work(self._asker), name="lmx-lab work for a blocking caller")
+            self._task = asyncio.create_task(work(self._callbacks), name="lmx-lab work for a blocking caller")
             self._task.add_done_callback(_see)
-            self._task.add_done_callback(self._asker.wake)
+            self._task.add_done_callback(self._callbacks.wake)
 
         self._thread.run(made())
 
     async def calls(self) -> list[Call]:
         """What is to be called now; nothing when all was called and the work has ended."""
-        return [] if self._task is None else await self._asker.due_before(self._task)
+        return [] if self._task is None else await self._callbacks.due_before(self._task)
 
     async def result(self) -> T:
         if self._task is None:
@@ -138,19 +138,19 @@ def _see(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def run_asking(line: Line, work: Callable[[Asker], Coroutine[Any, Any, T]]) -> T:
+def run_with_callbacks(portal: Portal, work: Callable[[CallbackQueue], Coroutine[Any, Any, T]]) -> T:
     """Run work in the background whose callbacks are called here, in the caller's thread, while it waits.
 
     An interrupt, or whatever a callback raises, cancels the work, and is raised when that has ended.
     """
-    line.check()
-    errand: _Errand[T] = _Errand(line.thread)
+    portal.check()
+    errand: _Errand[T] = _Errand(portal.thread)
     try:
         errand.begin(work)
-        while calls := line.run(errand.calls()):
+        while calls := portal.run(errand.calls()):
             for call in calls:
                 call()
-        return line.run(errand.result())
+        return portal.run(errand.result())
     except BaseException:
         errand.end()
         raise
@@ -158,7 +158,7 @@ def run_asking(line: Line, work: Callable[[Asker], Coroutine[Any, Any, T]]) -> T
 
 # Streams
 
-Source = Callable[[Asker], AbstractAsyncContextManager[AsyncIterator[Item]]]
+Source = Callable[[CallbackQueue], AbstractAsyncContextManager[AsyncIterator[Item]]]
 
 
 class _Pulled(_Errand[None], Generic[Item]):
@@ -171,7 +171,7 @@ class _Pulled(_Errand[None], Generic[Item]):
         self._pending: asyncio.Future[Item] | None = None
 
     def open(self, source: Source[Item]) -> None:
-        self.begin(lambda asker: self._serve(source(asker)))
+        self.begin(lambda callbacks: self._serve(source(callbacks)))
 
     async def _serve(self, source: AbstractAsyncContextManager[AsyncIterator[Item]]) -> None:
         async with source as items:
@@ -188,9 +188,9 @@ class _Pulled(_Errand[None], Generic[Item]):
             return OVER
         if pending is None:
             pending = self._pending = asyncio.get_running_loop().create_future()
-            pending.add_done_callback(self._asker.wake)
+            pending.add_done_callback(self._callbacks.wake)
             self._wanted.put_nowait(pending)
-        if calls := await self._asker.due_before(pending, task):
+        if calls := await self._callbacks.due_before(pending, task):
             return calls
         if not pending.done():
             if not task.cancelled():
@@ -216,8 +216,8 @@ class BlockingStream(Generic[Item]):
     It ends when it is closed or dropped, and by an interrupt (Ctrl-C), which ends what the server does for it, too.
     """
 
-    def __init__(self, line: Line, source: Source[Item]) -> None:
-        self._line = line
+    def __init__(self, portal: Portal, source: Source[Item]) -> None:
+        self._portal = portal
         self._source = source
         self._pulled: _Pulled[Item] | None = None
         self._reading = threading.Lock()
@@ -242,7 +242,7 @@ class BlockingStream(Generic[Item]):
         return found
 
     def _next(self) -> Item | _Over:
-        while isinstance(found := self._line.run(self._begun().pull()), list):
+        while isinstance(found := self._portal.run(self._begun().pull()), list):
             for call in found:
                 call()
         return found
@@ -269,14 +269,14 @@ class BlockingStream(Generic[Item]):
         Raises:
             HostingError: waiting for an item would keep it from coming.
         """
-        self._line.check()
+        self._portal.check()
 
     def _begun(self) -> _Pulled[Item]:
         if self._pulled is None:
             if self._over:
                 raise HostingError("this stream was closed; make a new one")
             self._check()
-            self._pulled = _Pulled(self._line.thread)
+            self._pulled = _Pulled(self._portal.thread)
             weakref.finalize(self, self._pulled.drop).atexit = False
             self._pulled.open(self._source)
         return self._pulled

@@ -12,8 +12,8 @@ from typing import Self
 from lmx_lab.client.cursors import Cursor, CursorStore
 from lmx_lab.client.daemon_events import DaemonEvent
 from lmx_lab.client.daemon_routes import DaemonRoutes
-from lmx_lab.client.position import Position
-from lmx_lab.client.resuming import Connections, ConnectionState
+from lmx_lab.client.event_position import EventPosition
+from lmx_lab.client.event_receiver import ConnectionState, EventReceiver
 
 __all__ = ["ConnectionState", "Subscription"]
 CLOSE_S = 2.0
@@ -58,7 +58,7 @@ class Subscription:
         self._given: Cursor | None = None
         """Seen, once the reader asks for more."""
         events = {"session_id": _listed(session_ids), "types": _listed(types)}
-        self._connections = Connections(routes, events, Position(self._cursor, after), wall)
+        self._connections = EventReceiver(routes, events, EventPosition(self._cursor, after), wall)
         self._task: asyncio.Task[None] | None = None
         self._is_entered = False
         self._is_reading = False

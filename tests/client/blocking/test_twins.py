@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from lmx_lab.client.blocking.daemon import DaemonClient
+from lmx_lab.client.blocking.lab import LabClient
+from lmx_lab.client.blocking.session import Session
+from lmx_lab.client.blocking.subscription import BlockingSubscription
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.daemon_blocking import DaemonClient
-from lmx_lab.client.events_blocking import BlockingSubscription
+from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.inference import AsyncLabClient
-from lmx_lab.client.lab_blocking import LabClient
 from lmx_lab.client.session import AsyncSession
-from lmx_lab.client.session_blocking import Session
-from lmx_lab.client.subscription import Subscription
 
 ALONE = {"aclose", "close", "connection", "access", "session_id", "url"}
 """Of async clients alone, or attributes of instances, which are no members of classes."""

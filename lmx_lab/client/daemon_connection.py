@@ -10,9 +10,9 @@ from typing import TypeVar
 import httpx2
 from pydantic import BaseModel
 
-from lmx_lab.client.access import Access, Place
-from lmx_lab.client.connection import QUICK_S, Connection
-from lmx_lab.client.failures import DAEMON, was_sent
+from lmx_lab.client.connection import QUICK_S, HttpConnection
+from lmx_lab.client.credentials import Credentials, DaemonEndpoint
+from lmx_lab.client.errors import DAEMON, was_sent
 from lmx_lab.client.limits import LONG_BYTES
 from lmx_lab.errors import (
     ConnectionLostError,
@@ -29,11 +29,11 @@ Shape = TypeVar("Shape", bound=BaseModel)
 HEALTH = "/v3/health"
 HEALTH_S = 10.0
 NO_CONTENT = 204
-Read = Callable[[Connection, httpx2.Response, bytes], T]
+Read = Callable[[HttpConnection, httpx2.Response, bytes], T]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class DaemonRequest:
     method: str
     path: str
     content: bytes | None = None
@@ -43,7 +43,7 @@ class Request:
     """Whether sending it twice does no more than sending it once."""
 
 
-class DaemonLine:
+class DaemonConnection:
     """Requests to the daemon that ``access`` names, on one loop.
 
     The token goes to an address out of a state file only after that has said to be the daemon of the file; it is asked
@@ -51,12 +51,12 @@ class DaemonLine:
     has something new, the request is sent there.
     """
 
-    def __init__(self, access: Access, *, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, access: Credentials, *, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         self.access = access
         self._transport = transport
         self._gate = asyncio.Lock()
-        self._connection: Connection | None = None
-        self._place: Place | None = None
+        self._connection: HttpConnection | None = None
+        self._place: DaemonEndpoint | None = None
         """Where the connection goes."""
         self._vouched = False
         self._closed = False
@@ -70,7 +70,7 @@ class DaemonLine:
         if self._transport is not None:
             await self._transport.aclose()
 
-    async def connection(self) -> Connection:
+    async def connection(self) -> HttpConnection:
         """To where the daemon is by now; it has just said that it is there, whatever was known before.
 
         Raises:
@@ -80,14 +80,14 @@ class DaemonLine:
         connection, _ = await self._reach()
         return connection
 
-    async def ask(self, request: Request, shape: type[Shape]) -> Shape:
+    async def ask(self, request: DaemonRequest, shape: type[Shape]) -> Shape:
         """
         Raises:
             LabError: the daemon's own, by its code; UnreachableError where it does not answer.
         """
         return await self._ask(request, lambda connection, response, text: connection.whole(response, text, shape))
 
-    async def do(self, request: Request) -> None:
+    async def do(self, request: DaemonRequest) -> None:
         """The same where nothing is to be answered."""
         await self._ask(request, _nothing)
 
@@ -98,7 +98,7 @@ class DaemonLine:
 
     # Ways
 
-    async def _ask(self, request: Request, read: Read[T]) -> T:
+    async def _ask(self, request: DaemonRequest, read: Read[T]) -> T:
         connection, place = await self._reach()
         try:
             return await _send(connection, request, read)
@@ -115,7 +115,7 @@ class DaemonLine:
                 raise first from first.__cause__
             raise
 
-    def _is_worth_another(self, error: LabError, place: Place, *, repeatable: bool) -> bool:
+    def _is_worth_another(self, error: LabError, place: DaemonEndpoint, *, repeatable: bool) -> bool:
         if isinstance(error, UnauthorizedError):
             return self._is_elsewhere(place)
         self._vouched = False
@@ -124,10 +124,10 @@ class DaemonLine:
         # A connection that was kept may have been closed just when it was used again.
         return self._is_elsewhere(place) or (repeatable and isinstance(error, ConnectionLostError))
 
-    def _is_elsewhere(self, place: Place) -> bool:
+    def _is_elsewhere(self, place: DaemonEndpoint) -> bool:
         return self.access.place != place or self.access.refresh()
 
-    async def _reach(self) -> tuple[Connection, Place]:
+    async def _reach(self) -> tuple[HttpConnection, DaemonEndpoint]:
         """A connection to where the daemon is by now, and where that is."""
         async with self._gate:
             place = self.access.place
@@ -139,14 +139,14 @@ class DaemonLine:
             place = self.access.place
             return await self._vouched_for(place), place
 
-    async def _vouched_for(self, place: Place) -> Connection:
+    async def _vouched_for(self, place: DaemonEndpoint) -> HttpConnection:
         connection = await self._connected(place)
         if place.daemon_id is not None and not self._vouched:
             await _check(connection, place.daemon_id)
             self._vouched = True
         return connection
 
-    async def _connected(self, place: Place) -> Connection:
+    async def _connected(self, place: DaemonEndpoint) -> HttpConnection:
         if self._closed:
             raise InvalidRequestError("this client is closed; make a new one")
         if self._connection is not None and self._place == place:
@@ -156,7 +156,7 @@ class DaemonLine:
             await connection.aclose()
         self._vouched = False
         transport = None if self._transport is None else _Lent(self._transport)
-        self._connection = Connection(place.url, api_key=place.token, transport=transport, wanted=DAEMON)
+        self._connection = HttpConnection(place.url, api_key=place.token, transport=transport, server=DAEMON)
         self._place = place
         return self._connection
 
@@ -171,7 +171,7 @@ class _Lent(httpx2.AsyncBaseTransport):
         return await self._transport.handle_async_request(request)
 
 
-async def _send(connection: Connection, request: Request, read: Read[T]) -> T:
+async def _send(connection: HttpConnection, request: DaemonRequest, read: Read[T]) -> T:
     response, text = await connection.ask(
         request.method,
         request.path,
@@ -183,17 +183,17 @@ async def _send(connection: Connection, request: Request, read: Read[T]) -> T:
     return read(connection, response, text)
 
 
-def _nothing(connection: Connection, response: httpx2.Response, text: bytes) -> None:
+def _nothing(connection: HttpConnection, response: httpx2.Response, text: bytes) -> None:
     if response.status_code != NO_CONTENT:
         raise connection.refused(response, text)
 
 
-async def _health(connection: Connection) -> Health:
+async def _health(connection: HttpConnection) -> Health:
     response, text = await connection.ask("GET", HEALTH, within_s=HEALTH_S, with_key=False)
     return connection.whole(response, text, Health)
 
 
-async def _check(connection: Connection, daemon_id: str) -> None:
+async def _check(connection: HttpConnection, daemon_id: str) -> None:
     try:
         found = (await _health(connection)).daemon_id
     except WrongServerError as exc:

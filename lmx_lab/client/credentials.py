@@ -14,7 +14,7 @@ from lmx_lab.wire.daemon import StateFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class DaemonEndpoint:
     """One daemon, from its start to its end."""
 
     url: str
@@ -22,7 +22,7 @@ class Place:
     daemon_id: str | None
 
 
-class Access:
+class Credentials:
     """Where a daemon is, and its token, which is shown nowhere. Of a daemon that is started again, ``refresh`` gets the
     new ones.
 
@@ -38,7 +38,7 @@ class Access:
     def __init__(self, url: str, token: str | None, *, state_path: Path | None = None) -> None:
         bearer(token, name="token")
         address = server_address(url).removesuffix("/v3")
-        self._place = Place(url=address, token=token, daemon_id=None)
+        self._place = DaemonEndpoint(url=address, token=token, daemon_id=None)
         self._state_path = state_path
 
     @classmethod
@@ -55,10 +55,10 @@ class Access:
         return access
 
     def __repr__(self) -> str:
-        return f"<Access to {self.url}>"
+        return f"<Credentials to {self.url}>"
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DaemonEndpoint:
         """All at once: another thread may refresh."""
         return self._place
 
@@ -84,5 +84,5 @@ class Access:
         return True
 
 
-def _of(state: StateFile) -> Place:
-    return Place(url=state.url, token=state.token, daemon_id=state.daemon_id)
+def _of(state: StateFile) -> DaemonEndpoint:
+    return DaemonEndpoint(url=state.url, token=state.token, daemon_id=state.daemon_id)

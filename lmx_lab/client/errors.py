@@ -20,7 +20,7 @@ from lmx_lab.errors import (
     WrongServerError,
 )
 
-KINDS: dict[str, type[LabError]] = {
+ERROR_CLASSES: dict[str, type[LabError]] = {
     kind.code: kind
     for kind in (
         errors.LabError,
@@ -71,7 +71,7 @@ SHOWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ServerDescription:
     """The server that is expected at an address, in the words of errors."""
 
     kind: str = "an LMX Lab server"
@@ -83,8 +83,8 @@ class Wanted:
     """How Python's callers give its key."""
 
 
-OURS = Wanted()
-DAEMON = Wanted(
+LAB_SERVER = ServerDescription()
+DAEMON = ServerDescription(
     kind="the lab's daemon",
     start="lmx-lab daemon",
     check="check the address; the daemon prints it when it starts",
@@ -93,7 +93,7 @@ DAEMON = Wanted(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class UnexpectedResponse:
     """What a server said in the place of what was asked for."""
 
     url: str
@@ -103,15 +103,17 @@ class Answer:
     """Its Content-Type."""
     retry_after: str | None
     body: bytes
-    wanted: Wanted = OURS
+    server: ServerDescription = LAB_SERVER
 
 
 REASONS = ("pruned", "ahead", "other-stream")
-Refuse = Callable[[Answer], LabError]
+ErrorReader = Callable[[UnexpectedResponse], LabError]
 """What an answer that is no success means."""
 
 
-def error_in(text: str | bytes, *, retry_after: str | None = None, wanted: Wanted = OURS) -> LabError | None:
+def error_in(
+    text: str | bytes, *, retry_after: str | None = None, server: ServerDescription = LAB_SERVER
+) -> LabError | None:
     """The error that an error body, or a stream's last event, tells of; None if it is neither."""
     try:
         body: Any = pydantic_core.from_json(text)
@@ -122,11 +124,11 @@ def error_in(text: str | bytes, *, retry_after: str | None = None, wanted: Wante
     if not isinstance(detail, Mapping) or not isinstance(message, str):
         return None
     code, param = detail.get("code"), detail.get("param")
-    kind = KINDS.get(code) if isinstance(code, str) else None
+    kind = ERROR_CLASSES.get(code) if isinstance(code, str) else None
     if kind is None and code is not None:
         message = f"{message} ({code!s:.80})"
     if kind is UnauthorizedError:
-        message = f"{message}; in Python that is {wanted.key}"
+        message = f"{message}; in Python that is {server.key}"
     param = param if isinstance(param, str) else None
     if kind is CursorExpiredError and (reason := detail.get("reason")) in REASONS:
         return CursorExpiredError(message, reason=reason, param=param, retry_after_s=_seconds(retry_after))
@@ -134,12 +136,12 @@ def error_in(text: str | bytes, *, retry_after: str | None = None, wanted: Wante
     return error(message, param=param, retry_after_s=_seconds(retry_after))
 
 
-def refusal(answer: Answer) -> LabError:
+def lab_server_error(answer: UnexpectedResponse) -> LabError:
     """The error of an answer that is no success, or not what was asked for."""
-    return error_in(answer.body, retry_after=answer.retry_after, wanted=answer.wanted) or not_ours(answer)
+    return error_in(answer.body, retry_after=answer.retry_after, server=answer.server) or wrong_server_error(answer)
 
 
-def not_ours(answer: Answer) -> UnreachableError:
+def wrong_server_error(answer: UnexpectedResponse) -> UnreachableError:
     """Of what the lab's server would not say: another program, a proxy, a login page."""
     kind = answer.kind.partition(";")[0].strip()[:SHOWN] or "no content type"
     if 300 <= answer.status < 400 or answer.status in (401, 403):
@@ -147,14 +149,14 @@ def not_ours(answer: Answer) -> UnreachableError:
     elif answer.status in (500, 502, 503, 504):
         hint = "a proxy answers, and the server behind it does not; is it running?"
     else:
-        hint = answer.wanted.check
-    said = f"{answer.url} answered {answer.status} with {kind}, unlike {answer.wanted.kind}; {hint}"
+        hint = answer.server.check
+    said = f"{answer.url} answered {answer.status} with {kind}, unlike {answer.server.kind}; {hint}"
     error = UnreachableError if answer.status >= 500 else WrongServerError
     return error(said, retry_after_s=_seconds(answer.retry_after))
 
 
 @contextmanager
-def in_plain_words(url: str, *, begun: bool = False, wanted: Wanted = OURS) -> Iterator[None]:
+def translated_errors(url: str, *, begun: bool = False, server: ServerDescription = LAB_SERVER) -> Iterator[None]:
     """Errors of the connection, raised in the block, become ``UnreachableError`` with the address and the next step.
 
     Args:
@@ -166,12 +168,12 @@ def in_plain_words(url: str, *, begun: bool = False, wanted: Wanted = OURS) -> I
         said = f"{url} did not take the connection in time; is the address right, and its machine reachable?"
         raise UnreachableError(said) from exc
     except (httpx2.ConnectError, httpx2.ProxyError, httpx2.UnsupportedProtocol) as exc:
-        said = f"nothing answers at {url} ({exc!s:.200}); is the server running ({wanted.start})? If so, {wanted.check}"
+        said = f"nothing answers at {url} ({exc!s:.200}); is the server running ({server.start})? If so, {server.check}"
         raise UnreachableError(said) from exc
     except httpx2.TimeoutException as exc:
         raise UnreachableError(f"{url} said nothing within its time limit; ask again, or raise timeout_s") from exc
     except httpx2.DecodingError as exc:
-        raise UnreachableError(f"the answer of {url} cannot be read ({exc!s:.200}); {wanted.check}") from exc
+        raise UnreachableError(f"the answer of {url} cannot be read ({exc!s:.200}); {server.check}") from exc
     except httpx2.TransportError as exc:
         when = "in the middle of its answer" if begun else "before it answered"
         reason = f"{exc!s:.200}" or type(exc).__name__

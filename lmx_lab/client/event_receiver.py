@@ -1,4 +1,4 @@
-"""Connections to the daemon's events, one after the other, for as long as there is use in it."""
+"""Receives the daemon's events over one connection after the other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Literal
 
 from httpx2.websockets import AsyncWebSocketSession, WebSocketDisconnect
 
-from lmx_lab.client.access import Place
 from lmx_lab.client.backoff import LOOK_S, Backoff, SleepWatch
+from lmx_lab.client.credentials import DaemonEndpoint
 from lmx_lab.client.daemon_events import HelloFrame, SyncedFrame, daemon_event
 from lmx_lab.client.daemon_routes import DaemonRoutes
-from lmx_lab.client.mailbox import Mailbox, Watched
-from lmx_lab.client.position import Frame, Position, Taken
+from lmx_lab.client.event_position import Delivery, EventPosition, Frame
+from lmx_lab.client.streams import EventBuffer, ObservableValue
 from lmx_lab.errors import CallerError, ConnectionLostError, LabError, UnauthorizedError, WrongServerError
 
 PATH = "/v3/events"
@@ -45,7 +45,7 @@ class ConnectionState:
     """Of ``waiting``: why. Of ``closed``: why for good; None if the reader closed it."""
 
 
-class Connections:
+class EventReceiver:
     """One after the other, in a task of its own: what comes goes into the mailbox.
 
     Args:
@@ -56,7 +56,7 @@ class Connections:
         self,
         routes: DaemonRoutes,
         events: Mapping[str, list[str]],
-        position: Position,
+        position: EventPosition,
         wall: Callable[[], float],
     ) -> None:
         self._routes = routes
@@ -64,8 +64,8 @@ class Connections:
         self._events = events
         self._wall = wall
         self.position = position
-        self.mailbox: Mailbox[Taken] = Mailbox()
-        self.states = Watched(ConnectionState(state="connecting"))
+        self.mailbox: EventBuffer[Delivery] = EventBuffer()
+        self.states = ObservableValue(ConnectionState(state="connecting"))
         self.tried = asyncio.Event()
         """What comes of the first attempt is known."""
         self.greetings = 0
@@ -161,7 +161,7 @@ class Connections:
                 return self._lost(f"sent {text!r:.{SHOWN}}, which is no event")
             self._hand_on(frame, taken, len(text or ""))
 
-    def _hand_on(self, frame: Frame, taken: Taken, characters: int) -> None:
+    def _hand_on(self, frame: Frame, taken: Delivery, characters: int) -> None:
         if taken.event is not None or taken.cursor is not None:
             self.mailbox.put(taken, characters)
             self._brought = self._brought or frame.seq is not None
@@ -180,11 +180,11 @@ class Connections:
 
     # Between two
 
-    def _has_moved(self, place: Place) -> bool:
+    def _has_moved(self, place: DaemonEndpoint) -> bool:
         # Others may have read the file in the meantime.
         return self._access.refresh() or self._access.place != place
 
-    async def _recover(self, error: LabError, place: Place) -> None:
+    async def _recover(self, error: LabError, place: DaemonEndpoint) -> None:
         """Wait until another attempt is due.
 
         Raises:
@@ -208,7 +208,7 @@ class Connections:
         if self._greeted_at is not None and (self._brought or now - self._greeted_at > LIVED_S):
             self._backoff.reset()
 
-    async def _rest(self, delay_s: float, place: Place) -> None:
+    async def _rest(self, delay_s: float, place: DaemonEndpoint) -> None:
         """For so long; no longer once the machine has woken, or the daemon is somewhere else."""
         now = asyncio.get_running_loop().time
         until = now() + delay_s

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.client.access import Access
+from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.state_file import STATE
 from lmx_lab.daemon.home import DaemonHome
 from lmx_lab.errors import InvalidRequestError, UnreachableError
@@ -29,32 +29,32 @@ def write(home: Path, **changes: Any) -> Path:
 
 def test_a_home_says_where_its_daemon_is(tmp_path: Path) -> None:
     write(tmp_path)
-    access = Access.from_home(tmp_path)
+    access = Credentials.from_home(tmp_path)
     assert (access.url, access.token, access.daemon_id) == ("http://127.0.0.1:4321", TOKEN, "dmn_1")
 
 
 def test_without_a_home_it_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
-    assert Access.from_home().daemon_id == "dmn_1"
+    assert Credentials.from_home().daemon_id == "dmn_1"
 
 
 def test_a_token_is_in_no_repr(tmp_path: Path) -> None:
     write(tmp_path)
-    access = Access.from_home(tmp_path)
+    access = Credentials.from_home(tmp_path)
     assert TOKEN not in f"{access!r} {access} {access.place!r} {access.place}"
 
 
 def test_without_a_daemon_it_says_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError, match=r"no daemon of this user.*lmx-lab daemon.*LMX_LAB_HOME") as caught:
-        Access.from_home(tmp_path)
+        Credentials.from_home(tmp_path)
     assert str(tmp_path / "daemon" / "state.json") in str(caught.value)
 
 
 def test_a_file_that_others_may_read_is_not_believed(tmp_path: Path) -> None:
     write(tmp_path).chmod(0o644)
     with pytest.raises(UnreachableError, match=r"others may read .*644"):
-        Access.from_home(tmp_path)
+        Credentials.from_home(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -69,7 +69,7 @@ def test_what_is_no_file_is_not_believed(tmp_path: Path, kind: str) -> None:
         case "folder":
             path.mkdir(0o700)
     with pytest.raises(UnreachableError, match="not believed"):
-        Access.from_home(tmp_path)
+        Credentials.from_home(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_is_no_file_is_not_believed(tmp_path: Path, kind: str) -> None:
 def test_what_is_no_state_is_not_shown(tmp_path: Path, text: str) -> None:
     write(tmp_path).write_text(text)
     with pytest.raises(UnreachableError, match="no state file") as caught:
-        Access.from_home(tmp_path)
+        Credentials.from_home(tmp_path)
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
 
 
@@ -86,7 +86,7 @@ def test_what_is_no_state_is_not_shown(tmp_path: Path, text: str) -> None:
 def test_a_state_that_could_never_do_is_not_believed(tmp_path: Path, changes: dict[str, Any]) -> None:
     write(tmp_path, **changes)
     with pytest.raises(UnreachableError, match="no state file") as caught:
-        Access.from_home(tmp_path)
+        Credentials.from_home(tmp_path)
     assert caught.value.__traceback__ is not None
     frames = caught.value.__traceback__.tb_next  # this test's own variables have it
     shown = traceback.TracebackException(type(caught.value), caught.value, frames, capture_locals=True)
@@ -98,7 +98,7 @@ def test_a_state_that_could_never_do_is_not_believed(tmp_path: Path, changes: di
 
 def test_a_daemon_that_was_started_again_is_found(tmp_path: Path) -> None:
     path = write(tmp_path)
-    access = Access.from_home(tmp_path)
+    access = Credentials.from_home(tmp_path)
     assert not access.refresh()
     path.unlink()
     assert not access.refresh()
@@ -110,7 +110,7 @@ def test_a_daemon_that_was_started_again_is_found(tmp_path: Path) -> None:
 
 def test_what_cannot_be_believed_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path)
-    access = Access.from_home(tmp_path)
+    access = Credentials.from_home(tmp_path)
     write(tmp_path, port=4322).chmod(0o640)
     assert not access.refresh()
     assert access.url == "http://127.0.0.1:4321"
@@ -121,7 +121,7 @@ def test_what_cannot_be_believed_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["", "/", "/v3", "/v3/"])
 def test_the_ends_of_an_address_do_not_matter(end: str) -> None:
-    access = Access(f"http://h:1/proxy{end}", TOKEN)
+    access = Credentials(f"http://h:1/proxy{end}", TOKEN)
     assert (access.url, access.daemon_id) == ("http://h:1/proxy", None)
     assert not access.refresh()
 
@@ -129,6 +129,6 @@ def test_the_ends_of_an_address_do_not_matter(end: str) -> None:
 @pytest.mark.parametrize(("url", "token", "param"), [("http://h", "two words", "token"), ("ftp://h", None, "url")])
 def test_what_could_never_do_is_refused_and_not_shown(url: str, token: str | None, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        Access(url, token)
+        Credentials(url, token)
     assert caught.value.param == param
     assert "two words" not in str(caught.value)

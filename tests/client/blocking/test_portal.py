@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors, hosting
-from lmx_lab.client.blocking import Line, serves
-from lmx_lab.client.lab_blocking import LabClient
-from lmx_lab.client.waiting import DUE, Asker, BlockingStream, run_asking
+from lmx_lab.client.blocking.lab import LabClient
+from lmx_lab.client.blocking.portal import Portal, serves
+from lmx_lab.client.blocking.stream import DUE, BlockingStream, CallbackQueue, run_with_callbacks
 from lmx_lab.loops import LoopThread
 from tests.client.raw import Endless, answering, whole
 from tests.flows.conftest import wait_until
@@ -51,11 +51,11 @@ def served(host: str = "127.0.0.1") -> Iterator[hosting.Host]:
         thread.stop()
 
 
-def a_line(address: str = "http://127.0.0.1:9") -> Line:
+def a_portal(address: str = "http://127.0.0.1:9") -> Portal:
     async def close() -> None:
         pass
 
-    return Line(lambda: address, close)
+    return Portal(lambda: address, close)
 
 
 # --- who would wait for itself
@@ -98,7 +98,7 @@ def test_a_blocking_call_on_the_clients_own_loop_is_refused() -> None:
     with answering(ALIVE) as server, LabClient(server.url) as client:
         client.version()
         with pytest.raises(errors.HostingError, match="await the async client"):
-            client._line.run(call(client))
+            client._portal.run(call(client))
 
 
 # --- one loop, made late, ended early
@@ -107,7 +107,7 @@ def test_a_blocking_call_on_the_clients_own_loop_is_refused() -> None:
 def test_all_clients_share_one_loop_and_importing_makes_none() -> None:
     script = f"""
 import threading
-from lmx_lab.client import lab_blocking as it
+from lmx_lab.client.blocking import lab as it
 from lmx_lab.errors import LabError
 names = lambda: [thread.name for thread in threading.enumerate() if thread.name == {THREAD!r}]
 client, other = it.LabClient("127.0.0.1:9"), it.LabClient("127.0.0.1:9")
@@ -125,7 +125,7 @@ assert names() == [{THREAD!r}]
 def test_a_script_ends_while_a_stream_is_open() -> None:
     with answering(Endless(b"data: {}\n\n", head=EVENT_HEAD, every_s=0.01)) as server:
         run_script(f"""
-from lmx_lab.client.lab_blocking import LabClient
+from lmx_lab.client.blocking.lab import LabClient
 client = LabClient({server.url!r})
 stream = client.events()
 next(stream), next(stream)
@@ -143,7 +143,7 @@ def test_a_forked_child_makes_clients_of_its_own() -> None:
     with answering(ALIVE) as server:
         said = run_script(f"""
 import os, sys
-from lmx_lab.client.lab_blocking import LabClient
+from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.errors import HostingError
 client = LabClient({server.url!r})
 unused = LabClient({server.url!r})
@@ -181,11 +181,11 @@ def test_a_dropped_client_closes_its_connections() -> None:
     async def close() -> None:
         closed.set()
 
-    line = Line(lambda: "http://127.0.0.1:9", close)
-    line.run(asyncio.sleep(0))
+    portal = Portal(lambda: "http://127.0.0.1:9", close)
+    portal.run(asyncio.sleep(0))
     gc.disable()
     try:
-        del line
+        del portal
         assert closed.wait(20)
     finally:
         gc.enable()
@@ -197,13 +197,13 @@ def test_a_dropped_client_closes_its_connections() -> None:
 def test_functions_are_called_where_the_caller_waits_in_their_order() -> None:
     seen: list[tuple[int, str]] = []
 
-    async def work(asker: Asker) -> str:
+    async def work(callbacks: CallbackQueue) -> str:
         for at in range(100):
-            asker.tell(lambda at=at: seen.append((at, threading.current_thread().name)))  # type: ignore[misc]
-        return await asker.ask(lambda: f"{len(seen)} at {threading.current_thread().name}")
+            callbacks.tell(lambda at=at: seen.append((at, threading.current_thread().name)))  # type: ignore[misc]
+        return await callbacks.ask(lambda: f"{len(seen)} at {threading.current_thread().name}")
 
     name = threading.current_thread().name
-    assert run_asking(a_line(), work) == f"100 at {name}"
+    assert run_with_callbacks(a_portal(), work) == f"100 at {name}"
     assert seen == [(at, name) for at in range(100)]
 
 
@@ -214,49 +214,49 @@ def test_what_a_function_raises_cancels_the_work_and_is_raised(error: type[BaseE
     def fail() -> None:
         raise error
 
-    async def work(asker: Asker) -> None:
+    async def work(callbacks: CallbackQueue) -> None:
         try:
-            await asker.ask(fail)
+            await callbacks.ask(fail)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
     with pytest.raises(error):
-        run_asking(a_line(), work)
+        run_with_callbacks(a_portal(), work)
     assert cancelled.is_set()
 
 
 def test_an_error_of_the_work_comes_after_all_calls() -> None:
     seen: list[int] = []
 
-    async def work(asker: Asker) -> None:
-        asker.tell(lambda: seen.append(1))
+    async def work(callbacks: CallbackQueue) -> None:
+        callbacks.tell(lambda: seen.append(1))
         raise KeyError
 
     with pytest.raises(KeyError):
-        run_asking(a_line(), work)
+        run_with_callbacks(a_portal(), work)
     assert seen == [1]
 
 
 def test_a_question_that_nobody_needs_any_more_is_not_asked() -> None:
     seen: list[int] = []
 
-    async def work(asker: Asker) -> None:
-        asking = asyncio.create_task(asker.ask(lambda: seen.append(1)))
+    async def work(callbacks: CallbackQueue) -> None:
+        asking = asyncio.create_task(callbacks.ask(lambda: seen.append(1)))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait([asking])
 
-    run_asking(a_line(), work)
+    run_with_callbacks(a_portal(), work)
     assert seen == []
 
 
 async def test_due_calls_have_a_bound() -> None:
-    asker = Asker()
+    callbacks = CallbackQueue()
     for _ in range(DUE):
-        asker.tell(lambda: None)
+        callbacks.tell(lambda: None)
     with pytest.raises(errors.HostingError, match="10,000"):
-        asker.tell(lambda: None)
+        callbacks.tell(lambda: None)
 
 
 # --- streams
@@ -265,11 +265,11 @@ async def test_due_calls_have_a_bound() -> None:
 class Counting:
     """Counts, and notes what it was asked for and how it was left."""
 
-    def __init__(self, last: int = 10**9, asker: Asker | None = None) -> None:
+    def __init__(self, last: int = 10**9, callbacks: CallbackQueue | None = None) -> None:
         self.last = last
         self.given = 0
         self.left: str | None = None
-        self.asker = asker
+        self.callbacks = callbacks
 
     async def __aenter__(self) -> Counting:
         return self
@@ -289,7 +289,7 @@ class Counting:
 
 def test_an_item_is_asked_for_when_it_is_wanted_and_no_earlier() -> None:
     source = Counting(3)
-    stream = BlockingStream(a_line(), lambda _: source)
+    stream = BlockingStream(a_portal(), lambda _: source)
     assert (next(stream), source.given) == (1, 1)
     assert (next(stream), source.given) == (2, 2)
     assert list(stream) == [3]
@@ -300,7 +300,7 @@ def test_an_item_is_asked_for_when_it_is_wanted_and_no_earlier() -> None:
 @pytest.mark.parametrize(("way", "left"), [("with", "well"), ("close", "CancelledError"), ("drop", "CancelledError")])
 def test_a_stream_is_left_as_its_reader_leaves(way: str, left: str) -> None:
     source = Counting()
-    stream = BlockingStream(a_line(), lambda _: source)
+    stream = BlockingStream(a_portal(), lambda _: source)
     if way == "with":
         with stream as items:
             assert next(items) == 1
@@ -319,7 +319,7 @@ def test_a_stream_is_left_as_its_reader_leaves(way: str, left: str) -> None:
 
 def test_an_error_in_the_block_is_an_error_for_the_source() -> None:
     source = Counting()
-    with pytest.raises(KeyError), BlockingStream(a_line(), lambda _: source) as items:
+    with pytest.raises(KeyError), BlockingStream(a_portal(), lambda _: source) as items:
         {}[next(items)]
     assert source.left == "CancelledError"
 
@@ -327,10 +327,10 @@ def test_an_error_in_the_block_is_an_error_for_the_source() -> None:
 def test_a_stream_asks_its_reader_while_that_waits() -> None:
     class Asking(Counting):
         async def __anext__(self) -> int:
-            assert self.asker is not None
-            return await self.asker.ask(threading.get_ident)
+            assert self.callbacks is not None
+            return await self.callbacks.ask(threading.get_ident)
 
-    with BlockingStream(a_line(), lambda asker: Asking(asker=asker)) as items:
+    with BlockingStream(a_portal(), lambda callbacks: Asking(callbacks=callbacks)) as items:
         assert [next(items), next(items)] == [threading.get_ident()] * 2
 
 
@@ -339,7 +339,7 @@ def test_an_error_of_the_source_is_the_readers_and_then_it_is_over() -> None:
         async def __anext__(self) -> int:
             raise errors.QueueFullError("full")
 
-    stream = BlockingStream(a_line(), lambda _: Failing())
+    stream = BlockingStream(a_portal(), lambda _: Failing())
     with pytest.raises(errors.QueueFullError):
         next(stream)
     assert list(stream) == []
@@ -348,15 +348,15 @@ def test_an_error_of_the_source_is_the_readers_and_then_it_is_over() -> None:
 def test_a_second_thread_that_reads_the_same_stream_is_told() -> None:
     class Asking(Counting):
         async def __anext__(self) -> int:
-            assert self.asker is not None
-            return await self.asker.ask(lambda: list(thread_reads()) and 1)
+            assert self.callbacks is not None
+            return await self.callbacks.ask(lambda: list(thread_reads()) and 1)
 
     def thread_reads() -> Iterator[None]:
         with pytest.raises(RuntimeError, match="two threads"):
             next(items)
         yield
 
-    with BlockingStream(a_line(), lambda asker: Asking(asker=asker)) as items:
+    with BlockingStream(a_portal(), lambda callbacks: Asking(callbacks=callbacks)) as items:
         assert next(items) == 1
 
 
@@ -376,7 +376,7 @@ def test_streams_end_in_one_task() -> None:
         async def __aexit__(self, *_: Any) -> None:
             tasks.append(asyncio.current_task())
 
-    with BlockingStream(a_line(), lambda _: Scoped(2)) as items:
+    with BlockingStream(a_portal(), lambda _: Scoped(2)) as items:
         assert list(items) == [1, 2]
     assert len(tasks) == 5
     assert len(set(map(id, tasks))) == 1

@@ -9,11 +9,11 @@ from typing import Literal, Self
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.client.blocking import BlockingClient
+from lmx_lab.client.blocking.portal import BlockingClient
+from lmx_lab.client.blocking.session import Session
+from lmx_lab.client.blocking.subscription import BlockingSubscription, check_upstream
 from lmx_lab.client.cursors import CursorStore
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.events_blocking import BlockingSubscription, check_upstream
-from lmx_lab.client.session_blocking import Session
 from lmx_lab.wire.daemon import DaemonRecord, Health
 from lmx_lab.wire.events import EventPage
 from lmx_lab.wire.mcp import (
@@ -77,15 +77,15 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
 
     def health(self) -> Health:
         """That a daemon answers, and which; needs no token."""
-        return self._line.run(self._client.health())
+        return self._portal.run(self._client.health())
 
     def state(self) -> DaemonRecord:
         """What it is, what it does, what it keeps, how much it allows."""
-        return self._line.run(self._client.state())
+        return self._portal.run(self._client.state())
 
     def shut_down(self, *, mode: Literal["drain", "now"] = "drain", grace_s: float = 30.0) -> None:
         """End the daemon; returns when it has begun to."""
-        self._line.run(self._client.shut_down(mode=mode, grace_s=grace_s))
+        self._portal.run(self._client.shut_down(mode=mode, grace_s=grace_s))
 
     # Sessions
 
@@ -110,95 +110,95 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
             messages=messages,
             metadata=metadata,
         )
-        return Session(self._client, self._line, self._line.run(made))
+        return Session(self._client, self._portal, self._portal.run(made))
 
     def create_session(self, body: CreateSession) -> SessionRecord:
         """A new session; if there is one of this id, that one, as it is."""
-        return self._line.run(self._client.create_session(body))
+        return self._portal.run(self._client.create_session(body))
 
     def sessions(
         self, *, limit: int | None = None, cursor: str | None = None, archived: bool = False, q: str | None = None
     ) -> SessionList:
         """The sessions, the last used first, in pages."""
-        return self._line.run(self._client.sessions(limit=limit, cursor=cursor, archived=archived, q=q))
+        return self._portal.run(self._client.sessions(limit=limit, cursor=cursor, archived=archived, q=q))
 
     def read_session(self, session_id: str) -> SessionSnapshot:
         """A session with its messages, turns and pending permissions, and the cursor from which events continue it."""
-        return self._line.run(self._client.read_session(session_id))
+        return self._portal.run(self._client.read_session(session_id))
 
     def change_session(self, session_id: str, change: ChangeSession) -> SessionRecord:
         """Set what is set in ``change``."""
-        return self._line.run(self._client.change_session(session_id, change))
+        return self._portal.run(self._client.change_session(session_id, change))
 
     def delete_session(self, session_id: str) -> None:
         """Cancel its turns and delete it. One that is not there is deleted already."""
-        self._line.run(self._client.delete_session(session_id))
+        self._portal.run(self._client.delete_session(session_id))
 
     def fork_session(self, session_id: str, fork: ForkSession) -> SessionRecord:
         """A new session with the messages of this one, all or up to a turn."""
-        return self._line.run(self._client.fork_session(session_id, fork))
+        return self._portal.run(self._client.fork_session(session_id, fork))
 
     # Turns
 
     def submit_turn(self, session_id: str, turn: SubmitTurn) -> TurnAccepted:
         """Let the model answer; returns once the daemon is bound to do so."""
-        return self._line.run(self._client.submit_turn(session_id, turn))
+        return self._portal.run(self._client.submit_turn(session_id, turn))
 
     def read_turn(self, session_id: str, turn_id: str, wait_s: float = 0.0) -> TurnRecord:
         """A turn; with ``wait_s``, which is at most 60, once it has ended, or after that time."""
         if wait_s:
-            check_upstream(self._client, self._line)
-        return self._line.run(self._client.read_turn(session_id, turn_id, wait_s))
+            check_upstream(self._client, self._portal)
+        return self._portal.run(self._client.read_turn(session_id, turn_id, wait_s))
 
     def cancel_turns(self, session_id: str, cancel: CancelTurns) -> CancelAnswer:
         """End the active turn, or one by its id, or the queued ones too. What has ended stays as it is."""
-        return self._line.run(self._client.cancel_turns(session_id, cancel))
+        return self._portal.run(self._client.cancel_turns(session_id, cancel))
 
     # Permissions
 
     def permissions(self) -> list[PermissionRecord]:
         """Those that wait for a decision, of all sessions."""
-        return self._line.run(self._client.permissions())
+        return self._portal.run(self._client.permissions())
 
     def decide(
         self, permission_id: str, decision: Literal["allow", "deny"], *, scope: Literal["once", "session"] = "once"
     ) -> PermissionRecord:
         """Let a call run, or not."""
-        return self._line.run(self._client.decide(permission_id, decision, scope=scope))
+        return self._portal.run(self._client.decide(permission_id, decision, scope=scope))
 
     # MCP servers
 
     def mcp_servers(self) -> list[McpServerRecord]:
         """All that are configured, and how they are."""
-        return self._line.run(self._client.mcp_servers())
+        return self._portal.run(self._client.mcp_servers())
 
     def add_mcp_server(self, config: McpServerConfig) -> McpServerRecord:
         """Add one, and start it; returns before it is ready."""
-        return self._line.run(self._client.add_mcp_server(config))
+        return self._portal.run(self._client.add_mcp_server(config))
 
     def mcp_server(self, name: str) -> McpServerRecord:
         """One of them."""
-        return self._line.run(self._client.mcp_server(name))
+        return self._portal.run(self._client.mcp_server(name))
 
     def change_mcp_server(self, name: str, change: ChangeMcpServer) -> McpServerRecord:
         """Set what is set in ``change``, and start it again."""
-        return self._line.run(self._client.change_mcp_server(name, change))
+        return self._portal.run(self._client.change_mcp_server(name, change))
 
     def remove_mcp_server(self, name: str) -> None:
         """Stop it and forget it."""
-        self._line.run(self._client.remove_mcp_server(name))
+        self._portal.run(self._client.remove_mcp_server(name))
 
     def restart_mcp_server(self, name: str) -> McpServerRecord:
         """Stop it and start it again."""
-        return self._line.run(self._client.restart_mcp_server(name))
+        return self._portal.run(self._client.restart_mcp_server(name))
 
     def test_mcp_server(self, server: str | McpServerConfig) -> McpTestPassed | McpTestFailed:
         """Whether it starts and lists its tools: one of the daemon's by name, or any. It changes nothing."""
-        return self._line.run(self._client.test_mcp_server(server))
+        return self._portal.run(self._client.test_mcp_server(server))
 
     def mcp_tools(self, name: str) -> list[ToolRecord]:
         """The tools of one of them."""
-        return self._line.run(self._client.mcp_tools(name))
+        return self._portal.run(self._client.mcp_tools(name))
 
     # Events
 
@@ -214,11 +214,11 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
     ) -> EventPage:
         """Events by polling, the oldest first. ``events()`` loses none on the way and asks less often."""
         if wait_s:
-            check_upstream(self._client, self._line)
+            check_upstream(self._client, self._portal)
         page = self._client.page(
             after=after, stream_id=stream_id, limit=limit, wait_s=wait_s, session_ids=session_ids, types=types
         )
-        return self._line.run(page)
+        return self._portal.run(page)
 
     def events(
         self,
@@ -237,4 +237,4 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
             cursor: Where to keep the last event that was seen, and to go on from.
         """
         subscription = self._client.events(after=after, session_ids=session_ids, types=types, cursor=cursor)
-        return BlockingSubscription(self._client, self._line, subscription)
+        return BlockingSubscription(self._client, self._portal, subscription)

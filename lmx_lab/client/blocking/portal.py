@@ -64,7 +64,7 @@ def is_foreign(thread: LoopThread) -> bool:
     return not _BACKGROUND.is_at(thread)
 
 
-class Line:
+class Portal:
     """The way from blocking callers, on any thread, to one async client on the background loop.
 
     An interrupt (Ctrl-C) cancels what is waited for, and is raised when that has ended. Dropping the line closes the
@@ -153,7 +153,7 @@ class BlockingClient(Generic[Client]):
 
     def _begin(self, client: Client) -> None:
         self._client = client
-        self._line = Line(lambda: client.url, client.aclose)
+        self._portal = Portal(lambda: client.url, client.aclose)
 
     @property
     def url(self) -> str:
@@ -165,7 +165,7 @@ class BlockingClient(Generic[Client]):
 
     def close(self) -> None:
         """Close all connections, which ends what the server computes for them. Idempotent."""
-        self._line.close()
+        self._portal.close()
 
     def __enter__(self) -> Self:
         return self

@@ -5,25 +5,27 @@ from __future__ import annotations
 import pytest
 
 from lmx_lab.asgi.errors import respond
-from lmx_lab.client.failures import DAEMON, KINDS, Answer, error_in, refusal
+from lmx_lab.client.errors import DAEMON, ERROR_CLASSES, UnexpectedResponse, error_in, lab_server_error
 from lmx_lab.errors import CursorExpiredError, LabError, UnreachableError
 from tests.test_errors import classes
 
 
-def answer(body: bytes, status: int = 500, kind: str = "application/json", retry_after: str | None = None) -> Answer:
-    return Answer(url="http://h", status=status, kind=kind, retry_after=retry_after, body=body)
+def answer(
+    body: bytes, status: int = 500, kind: str = "application/json", retry_after: str | None = None
+) -> UnexpectedResponse:
+    return UnexpectedResponse(url="http://h", status=status, kind=kind, retry_after=retry_after, body=body)
 
 
 def test_the_table_has_every_code_once_and_nothing_else() -> None:
-    assert set(KINDS) == {kind.code for kind in classes()}
-    assert all(kind.code == code for code, kind in KINDS.items())
+    assert set(ERROR_CLASSES) == {kind.code for kind in classes()}
+    assert all(kind.code == code for code, kind in ERROR_CLASSES.items())
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
 def test_what_the_server_says_is_the_same_error_here(kind: type[LabError]) -> None:
     response = respond(kind("why, and what to do", param="messages.0", retry_after_s=1.5), request_id="req_1")
     retry_after = response.headers["retry-after"]
-    error = refusal(answer(bytes(response.body), response.status_code, retry_after=retry_after))
+    error = lab_server_error(answer(bytes(response.body), response.status_code, retry_after=retry_after))
     assert error.code == kind.code
     assert issubclass(kind, type(error)) or issubclass(type(error), kind)
     assert (error.message[:19], error.param, error.retry_after_s) == ("why, and what to do", "messages.0", 2.0)
@@ -52,7 +54,7 @@ def test_an_expired_cursor_keeps_its_reason(reason: str, read: str) -> None:
 
 
 def test_how_a_daemons_token_is_given_is_said_in_its_own_words() -> None:
-    error = error_in('{"error": {"code": "unauthorized", "message": "no token"}}', wanted=DAEMON)
+    error = error_in('{"error": {"code": "unauthorized", "message": "no token"}}', server=DAEMON)
     assert "token=" in str(error)
     assert "api_key" not in str(error)
 
@@ -61,14 +63,14 @@ def test_how_a_daemons_token_is_given_is_said_in_its_own_words() -> None:
     "body", [b"", b"[1]", b'{"error": "no"}', b'{"error": {"code": "queue-full"}}', b'{"detail": "Not Found"}', b"\xff"]
 )
 def test_what_is_no_error_of_ours_names_the_address_and_what_came(body: bytes) -> None:
-    error = refusal(answer(body, 404, "text/html; charset=utf-8"))
+    error = lab_server_error(answer(body, 404, "text/html; charset=utf-8"))
     assert isinstance(error, UnreachableError)
     assert all(part in str(error) for part in ("http://h", "404", "text/html"))
 
 
 @pytest.mark.parametrize(("status", "hint"), [(302, "login"), (403, "login"), (500, "behind it"), (200, "address")])
 def test_what_stands_in_front_of_a_server_is_guessed(status: int, hint: str) -> None:
-    assert hint in str(refusal(answer(b"<html>", status, "text/html")))
+    assert hint in str(lab_server_error(answer(b"<html>", status, "text/html")))
 
 
 @pytest.mark.parametrize("retry_after", [None, "", "soon", "-1", "Wed, 21 Oct 2026 07:28:00 GMT", "٣"])

@@ -6,35 +6,35 @@ import asyncio
 from contextlib import aclosing
 from typing import Self
 
-from lmx_lab.client.blocking import Line
+from lmx_lab.client.blocking.portal import Portal
+from lmx_lab.client.blocking.stream import BlockingStream
 from lmx_lab.client.cursors import Cursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent
-from lmx_lab.client.subscription import ConnectionState, Subscription
-from lmx_lab.client.waiting import BlockingStream
+from lmx_lab.client.event_subscription import ConnectionState, Subscription
 from lmx_lab.errors import LabError
 
 
-def check_upstream(client: AsyncDaemonClient, line: Line) -> None:
+def check_upstream(client: AsyncDaemonClient, portal: Portal) -> None:
     """
     Raises:
         HostingError: a turn needs the server of its model meanwhile, and the caller's own loop is what serves it.
     """
     if asyncio._get_running_loop() is None:
         return
-    line.check()
+    portal.check()
     try:
-        upstream = line.run(client.state()).upstream.url
+        upstream = portal.run(client.state()).upstream.url
     except LabError:
         return  # what waits for the daemon says it, or waits until it is back
-    line.check(also=upstream)
+    portal.check(also=upstream)
 
 
 class BlockingSubscription(BlockingStream[DaemonEvent]):
     """``Subscription`` for a ``for`` loop: ``with client.events() as events: for event in events``."""
 
-    def __init__(self, client: AsyncDaemonClient, line: Line, subscription: Subscription) -> None:
-        super().__init__(line, lambda _: subscription)
+    def __init__(self, client: AsyncDaemonClient, portal: Portal, subscription: Subscription) -> None:
+        super().__init__(portal, lambda _: subscription)
         self._client = client
         self._subscription = subscription
 
@@ -48,7 +48,7 @@ class BlockingSubscription(BlockingStream[DaemonEvent]):
 
     def states(self) -> BlockingStream[ConnectionState]:
         """The state as it is, then each change, until it is closed; for another thread than the one that reads."""
-        return BlockingStream(self._line, lambda _: aclosing(self._subscription.states()))
+        return BlockingStream(self._portal, lambda _: aclosing(self._subscription.states()))
 
     @property
     def cursor(self) -> Cursor | None:
@@ -70,11 +70,11 @@ class BlockingSubscription(BlockingStream[DaemonEvent]):
             LabError: it has failed for good.
         """
         self._begun()
-        return self._line.run(self._subscription.opened())
+        return self._portal.run(self._subscription.opened())
 
     def __enter__(self) -> Self:
         self._begun()
         return self
 
     def _check(self) -> None:
-        check_upstream(self._client, self._line)
+        check_upstream(self._client, self._portal)

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from lmx_lab.client.mailbox import CHARACTERS, ITEMS, UNREAD, Mailbox, Watched
+from lmx_lab.client.streams import CHARACTERS, ITEMS, UNREAD, EventBuffer, ObservableValue
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_there_is_room_until_there_are_too_many_items_and_again_at_half() -> None:
-    mailbox: Mailbox[int] = Mailbox()
+    mailbox: EventBuffer[int] = EventBuffer()
     for number in range(ITEMS):
         assert mailbox.has_room
         mailbox.put(number, 1)
@@ -22,7 +22,7 @@ async def test_there_is_room_until_there_are_too_many_items_and_again_at_half() 
 
 
 async def test_one_item_may_be_too_long_and_then_there_is_no_room() -> None:
-    mailbox: Mailbox[str] = Mailbox()
+    mailbox: EventBuffer[str] = EventBuffer()
     mailbox.put("long", CHARACTERS)
     assert not mailbox.has_room
     waiting = asyncio.create_task(mailbox.room())
@@ -32,7 +32,7 @@ async def test_one_item_may_be_too_long_and_then_there_is_no_room() -> None:
 
 
 async def test_after_the_end_what_is_there_can_be_taken() -> None:
-    mailbox: Mailbox[int] = Mailbox()
+    mailbox: EventBuffer[int] = EventBuffer()
     mailbox.put(1, 1)
     mailbox.end()
     await mailbox.filled()
@@ -41,7 +41,7 @@ async def test_after_the_end_what_is_there_can_be_taken() -> None:
 
 
 async def test_every_reader_of_a_value_gets_it_as_it_is_and_each_change() -> None:
-    watched = Watched(0)
+    watched = ObservableValue(0)
     readers = [watched.changes() for _ in range(2)]
     assert [await anext(reader) for reader in readers] == [0, 0]
     watched.set(1)
@@ -52,7 +52,7 @@ async def test_every_reader_of_a_value_gets_it_as_it_is_and_each_change() -> Non
 
 
 async def test_a_slow_reader_misses_old_changes_and_never_the_newest() -> None:
-    watched = Watched(0)
+    watched = ObservableValue(0)
     reader = watched.changes()
     await anext(reader)
     for value in range(1, 1000):
@@ -62,7 +62,7 @@ async def test_a_slow_reader_misses_old_changes_and_never_the_newest() -> None:
 
 
 async def test_a_reader_that_leaves_is_forgotten() -> None:
-    watched = Watched(0)
+    watched = ObservableValue(0)
     reader = watched.changes()
     await anext(reader)
     await reader.aclose()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.client import backoff, resuming
+from lmx_lab.client import backoff, event_receiver
 from lmx_lab.client.cursors import Cursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import (
@@ -20,7 +20,7 @@ from lmx_lab.client.daemon_events import (
     TurnTokenEvent,
     UnknownEvent,
 )
-from lmx_lab.client.subscription import ConnectionState, Subscription
+from lmx_lab.client.event_subscription import ConnectionState, Subscription
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -52,7 +52,7 @@ WAIT_S = 20.0
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backoff, "FIRST_S", 0.001)
-    monkeypatch.setattr(resuming, "REFUSED_S", 0.001)
+    monkeypatch.setattr(event_receiver, "REFUSED_S", 0.001)
 
 
 @asynccontextmanager
@@ -184,7 +184,7 @@ async def test_a_defect_is_raised_and_not_taken_for_a_broken_connection(monkeypa
     def fail(*args: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("lmx_lab.client.position.Position.take", fail)
+    monkeypatch.setattr("lmx_lab.client.event_position.EventPosition.take", fail)
     async with EventServer([hello(3), STAY]) as server, subscribed(server, after=3) as events:
         with pytest.raises(ZeroDivisionError):
             await anext(events)
@@ -192,7 +192,7 @@ async def test_a_defect_is_raised_and_not_taken_for_a_broken_connection(monkeypa
 
 
 async def test_a_reader_that_takes_its_time_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.client.mailbox.ITEMS", 2)
+    monkeypatch.setattr("lmx_lab.client.streams.ITEMS", 2)
     many = [event(seq) for seq in range(4, 40)]
     async with (
         EventServer([hello(3, heartbeat_s=0.6), *many, STAY]) as server,

@@ -18,10 +18,10 @@ from lmx_lab.client.daemon_events import (
     TurnDoneEvent,
     TurnErrorEvent,
 )
-from lmx_lab.client.failures import was_sent
-from lmx_lab.client.subscription import Subscription
+from lmx_lab.client.errors import was_sent
+from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.turn_permissions import OnPermission, TurnPermissions
-from lmx_lab.client.turn_result import TurnResult, TurnSoFar
+from lmx_lab.client.turn_result import TurnAccumulator, TurnResult
 from lmx_lab.errors import LabError, StoppingError, UnavailableError, UnreachableError, WrongServerError
 from lmx_lab.wire.sessions import CancelTurns, SubmitTurn, TurnAccepted, TurnRecord
 
@@ -45,7 +45,7 @@ _CANCELS: set[asyncio.Task[None]] = set()
 """Those whose callers did not wait for them."""
 
 
-class TurnRun:
+class TurnFollower:
     """Submits one turn and follows it; closing ``events`` before the turn's end cancels the turn.
 
     The submit has a turn id, so that it can be repeated until it is answered. What the events do not say, since they
@@ -60,7 +60,7 @@ class TurnRun:
         self._session_id = session_id
         self._submit = submit
         self._turn_id = submit.turn_id
-        self._so_far = TurnSoFar(session_id, submit.turn_id)
+        self._so_far = TurnAccumulator(session_id, submit.turn_id)
         self._permissions = TurnPermissions(client, submit.turn_id, on_permission)
         self._submitting: asyncio.Task[TurnAccepted] | None = None
         self._end: TurnDoneEvent | TurnErrorEvent | TurnRecord | None = None
