@@ -22,7 +22,7 @@ from lmx_lab.cli.terminal import line, shown
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import LabError
-from lmx_lab.wire.events import Envelope
+from lmx_lab.wire.event_stream import Envelope
 from tests.daemon.face import serving
 from tests.daemon.scripted import STALL, Gate, Scripted, calls, refuses, says, token
 from tests.test_cli import WAIT_S, Serving, environment, lmx_lab

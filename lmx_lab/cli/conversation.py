@@ -8,17 +8,17 @@ import sys
 from lmx_lab.cli.app import FAILED, INTERRUPTED, err, note
 from lmx_lab.cli.terminal import asked, can_be_asked, forget_typed, line, shown
 from lmx_lab.client import Session
-from lmx_lab.client.daemon_events import (
+from lmx_lab.errors import LabError
+from lmx_lab.wire.event_stream import ResetFrame
+from lmx_lab.wire.events import (
     DaemonEvent,
     MessageDoneEvent,
-    ResetFrame,
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,
     TurnQueuedEvent,
     TurnTokenEvent,
 )
-from lmx_lab.errors import LabError
 from lmx_lab.wire.sessions import Decision, PermissionRecord
 
 

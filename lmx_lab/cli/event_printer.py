@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from lmx_lab.cli.app import note
 from lmx_lab.cli.terminal import line
 from lmx_lab.client import DaemonClient
-from lmx_lab.client.daemon_events import ResetFrame, SnapshotFrame, TurnThinkingEvent, TurnTokenEvent, daemon_event
-from lmx_lab.panels.event_words import words_of
-from lmx_lab.wire.events import Envelope
+from lmx_lab.wire.event_stream import Envelope, ResetFrame, SnapshotFrame
+from lmx_lab.wire.events import daemon_event
 
 FIRST_LOOK = 1000
 """Events looked through for the newest that are wanted; then all."""
@@ -89,12 +88,5 @@ def in_words(event: Envelope) -> str:
     """One line of it."""
     where = " ".join(part for part in (event.session_id, event.turn_id) if part)
     time = event.at.partition("T")[2] or event.at
-    return line(f"{event.seq} {time} {event.event} {where} {_said(event)}".rstrip(), most=200)
-
-
-def _said(event: Envelope) -> str:
-    match typed := daemon_event(event.model_dump_json()):
-        case TurnTokenEvent() | TurnThinkingEvent():
-            return typed.data.text
-        case _:
-            return words_of(typed)
+    text = daemon_event(event.model_dump_json()).display_text()
+    return line(f"{event.seq} {time} {event.event} {where} {text}".rstrip(), most=200)

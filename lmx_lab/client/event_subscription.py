@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Self
 
 from lmx_lab.client.cursors import Cursor, CursorStore
-from lmx_lab.client.daemon_events import DaemonEvent
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.event_position import EventPosition
 from lmx_lab.client.event_receiver import ConnectionState, EventReceiver
+from lmx_lab.wire.events import DaemonEvent
 
 __all__ = ["ConnectionState", "Subscription"]
 CLOSE_S = 2.0

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 from pydantic import JsonValue
 
 from lmx_lab.client.bodies import shaped
-from lmx_lab.client.daemon_events import DaemonEvent
 from lmx_lab.client.turn import TurnFollower
 from lmx_lab.client.turn_permissions import OnPermission
 from lmx_lab.client.turn_result import TurnResult
+from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import (
     CancelAnswer,

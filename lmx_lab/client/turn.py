@@ -8,21 +8,20 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lmx_lab.client.backoff import Backoff
-from lmx_lab.client.daemon_events import (
-    DaemonEvent,
-    PermissionRequestEvent,
-    PermissionResolvedEvent,
-    ResetFrame,
-    SessionDeletedEvent,
-    SnapshotFrame,
-    TurnDoneEvent,
-    TurnErrorEvent,
-)
 from lmx_lab.client.errors import was_sent
 from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.turn_permissions import OnPermission, TurnPermissions
 from lmx_lab.client.turn_result import TurnAccumulator, TurnResult
 from lmx_lab.errors import LabError, StoppingError, UnavailableError, UnreachableError, WrongServerError
+from lmx_lab.wire.event_stream import ResetFrame, SnapshotFrame
+from lmx_lab.wire.events import (
+    DaemonEvent,
+    PermissionRequestEvent,
+    PermissionResolvedEvent,
+    SessionDeletedEvent,
+    TurnDoneEvent,
+    TurnErrorEvent,
+)
 from lmx_lab.wire.sessions import CancelTurns, SubmitTurn, TurnAccepted, TurnRecord
 
 if TYPE_CHECKING:

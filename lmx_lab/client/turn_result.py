@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import pydantic_core
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from lmx_lab.client.daemon_events import (
+from lmx_lab.client.errors import ERROR_CLASSES
+from lmx_lab.errors import LabError, TurnError
+from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.events import (
     DaemonEvent,
     MessageDoneEvent,
+    ToolEnd,
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,
     TurnErrorEvent,
     TurnThinkingEvent,
 )
-from lmx_lab.client.errors import ERROR_CLASSES
-from lmx_lab.errors import LabError, TurnError
-from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.events import ToolEnd
 from lmx_lab.wire.sessions import StopReason, ToolStatus, TurnRecord, TurnStats
 
 Arguments = dict[str, JsonValue]

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from lmx_lab.client import AsyncDaemonClient, DaemonClient
 from lmx_lab.client.blocking.portal import Portal, serves
 from lmx_lab.client.bodies import shaped
-from lmx_lab.client.daemon_events import DaemonEvent
 from lmx_lab.client.event_subscription import ConnectionState
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import HostingError, InvalidRequestError, McpServerExistsError
 from lmx_lab.loops import run_nested
 from lmx_lab.panels.event_source import EventSource
+from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
 from lmx_lab.wire.sessions import CancelTurns, PermissionRecord, SessionList, SessionMessage
 

@@ -9,12 +9,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
-from lmx_lab.client.daemon_events import DaemonEvent, ResetFrame, TurnThinkingEvent, TurnTokenEvent
-from lmx_lab.panels.event_words import CHARACTERS, GROUPS, MARKS, Tone, group_of, tone_of, words_of
 from lmx_lab.panels.rerank import shown
+from lmx_lab.wire.event_stream import ResetFrame, Tone
+from lmx_lab.wire.events import DaemonEvent, Topic, TurnThinkingEvent, TurnTokenEvent, topic_of
 
+GROUPS = tuple(topic for topic in get_args(Topic) if topic != "stream")
+"""Topics that a filter may name."""
+MARKS = ("stream", "connection")
+"""The names of marks begin with these: rows about the connection, which no filter hides."""
+CHARACTERS = 2000
+"""Characters of a row's text that are kept and can be searched."""
 MOST_ROWS = 5000
 MOST_BYTES = 16_000_000
 """Of all rows together, as JSON."""
@@ -38,7 +44,7 @@ class Row:
     """An event, or a mark. What a message's ``turn.token`` bring is one row, which grows."""
 
     __slots__ = (
-        *("number", "kind", "group", "tone", "at", "seq", "session_id", "turn_id", "message_id"),
+        *("number", "kind", "topic", "is_mark", "tone", "at", "seq", "session_id", "turn_id", "message_id"),
         *("batches", "_words", "_json", "_pieces", "_size"),
     )
 
@@ -46,7 +52,8 @@ class Row:
         self.number = number
         """It never changes, and grows by one with each row."""
         self.kind, self.at, self.tone = kind, at, tone
-        self.group = group_of(kind)
+        self.topic = topic_of(kind)
+        self.is_mark = kind.partition(".")[0] in MARKS
         self.seq: int | None = None
         self.session_id: str | None = None
         self.turn_id: str | None = None
@@ -59,12 +66,14 @@ class Row:
 
     @classmethod
     def of(cls, number: int, event: DaemonEvent) -> Row:
-        row = cls(number, event.event, event.at, words=words_of(event), tone=tone_of(event))
+        row = cls(number, event.event, event.at, tone=event.display_tone)
         row.seq, row.session_id, row.turn_id = event.seq, event.session_id, event.turn_id
         if isinstance(event, TurnTokenEvent | TurnThinkingEvent):
             row.message_id = event.data.message_id
             row._pieces = [event.data.text[-MOST_GROWN_CHARACTERS:]]
             event = event.model_copy(update={"data": event.data.model_copy(update={"text": ""})})
+        else:
+            row._words = event.display_text()[:CHARACTERS]
         row._json = event.model_dump_json()
         if len(row._json) > MOST_EVENT_CHARACTERS:
             cut = {"cut_at": MOST_EVENT_CHARACTERS, "beginning": row._json[:MOST_EVENT_CHARACTERS]}
@@ -109,7 +118,7 @@ class Row:
             "session": self.session_id or "",
             "text": shown(words, SHOWN_CHARACTERS),
             "tone": self.tone,
-            "mark": self.group == MARKS,
+            "mark": self.is_mark,
             "grows": self._pieces is not None,
         }
 
@@ -148,9 +157,9 @@ class Filter:
         return self == _EVERYTHING
 
     def passes(self, row: Row) -> bool:
-        if row.group == MARKS:
+        if row.is_mark:
             return True
-        if row.group not in self.groups or (self.session_id and row.session_id != self.session_id):
+        if row.topic not in self.groups or (self.session_id and row.session_id != self.session_id):
             return False
         needle = self.text.casefold()
         return not needle or needle in f"{row.kind} {row.session_id or ''} {row.words}".casefold()

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from lmx_lab.client.daemon_events import (
+from lmx_lab.panels.rerank import shown
+from lmx_lab.wire.event_stream import ResetFrame, SnapshotFrame
+from lmx_lab.wire.events import (
     DaemonEvent,
     MessageDoneEvent,
     PermissionRequestEvent,
     PermissionResolvedEvent,
-    ResetFrame,
     SessionCreatedEvent,
     SessionDeletedEvent,
     SessionUpdatedEvent,
-    SnapshotFrame,
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,
@@ -27,7 +27,6 @@ from lmx_lab.client.daemon_events import (
     TurnThinkingEvent,
     TurnTokenEvent,
 )
-from lmx_lab.panels.rerank import shown
 from lmx_lab.wire.sessions import PermissionRecord, SessionRecord
 
 MOST_SESSIONS = 200

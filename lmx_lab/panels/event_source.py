@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     # For the types alone: every lab has a workbench, and not every one a daemon.
-    from lmx_lab.client.daemon_events import DaemonEvent
     from lmx_lab.client.event_subscription import ConnectionState
+    from lmx_lab.wire.events import DaemonEvent
 
 
 class EventSource(Protocol):

@@ -11,10 +11,10 @@ from lmx_lab.client.blocking.portal import Portal
 from lmx_lab.client.blocking.stream import BlockingStream, CallbackQueue, run_with_callbacks
 from lmx_lab.client.blocking.subscription import check_upstream
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.daemon_events import DaemonEvent
 from lmx_lab.client.session import AsyncSession, SessionFields, WhenBusy
 from lmx_lab.client.turn_permissions import OnPermission, Verdict
 from lmx_lab.client.turn_result import TurnResult
+from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.sessions import (
     CancelAnswer,
     PermissionRecord,

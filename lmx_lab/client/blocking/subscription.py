@@ -10,9 +10,9 @@ from lmx_lab.client.blocking.portal import Portal
 from lmx_lab.client.blocking.stream import BlockingStream
 from lmx_lab.client.cursors import Cursor
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.daemon_events import DaemonEvent
 from lmx_lab.client.event_subscription import ConnectionState, Subscription
 from lmx_lab.errors import LabError
+from lmx_lab.wire.events import DaemonEvent
 
 
 def check_upstream(client: AsyncDaemonClient, portal: Portal) -> None:
