@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmx_lab.client.errors import CHECK
-from lmx_lab.client.foreign import CHAT_SERVER, error_in_chat_event
+from lmx_lab.client.errors import CHAT_SERVER, CHECK, error_in_chat_event
 from lmx_lab.errors import WrongServerError
 
 SPOKEN = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call")

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from lmx_lab.client.address import bearer, server_address
-from lmx_lab.client.connection import CONNECT_S
-from lmx_lab.client.errors import CHECK, UnexpectedResponse
-from lmx_lab.client.foreign import CHAT_SERVER, chat_server_error
-from lmx_lab.client.limits import LONG_BYTES, SHORT_BYTES
+from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, SHORT_BYTES
+from lmx_lab.client.errors import CHAT_SERVER, CHECK, UnexpectedResponse, chat_server_error
 from lmx_lab.client.sse import EVENT_STREAM
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 

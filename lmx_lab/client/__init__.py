@@ -12,12 +12,10 @@ from lmx_lab.client.chat_format import ChatFormatClient, Piece
 from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.event_subscription import ConnectionState, Subscription
-from lmx_lab.client.events import Include, LabEvent, UnknownLabEvent
-from lmx_lab.client.inference import AsyncLabClient
+from lmx_lab.client.inference import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
 from lmx_lab.client.session import AsyncSession
 from lmx_lab.client.sse import Remark
 from lmx_lab.client.turn_result import TurnResult
-from lmx_lab.client.vectors import as_array
 from lmx_lab.wire.events import DaemonEvent, UnknownEvent
 
 __all__ = [

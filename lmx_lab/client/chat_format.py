@@ -16,9 +16,8 @@ import httpx2
 import pydantic_core
 
 from lmx_lab.client.chat_calls import CallPiece
-from lmx_lab.client.connection import HttpConnection
-from lmx_lab.client.foreign import CHAT_SERVER, chat_server_error, error_in_chat_event
-from lmx_lab.client.limits import LONG_BYTES
+from lmx_lab.client.connection import LONG_BYTES, HttpConnection
+from lmx_lab.client.errors import CHAT_SERVER, chat_server_error, error_in_chat_event
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, InvalidRequestError, UnreachableError
 

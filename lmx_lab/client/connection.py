@@ -25,11 +25,14 @@ from lmx_lab.client.errors import (
     translated_errors,
     wrong_server_error,
 )
-from lmx_lab.client.limits import LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import LabError, UnreachableError
 
 Shape = TypeVar("Shape", bound=BaseModel)
+SHORT_BYTES = 100_000
+"""A refusal, and an answer of a few fields."""
+LONG_BYTES = 64_000_000
+"""The list of models, and one text: that is ten million tokens, or 600,000 with the probability of each."""
 CONNECT_S = 5.0
 QUICK_S = 30.0
 """For the whole of what computes nothing, and between two events, of which there is one a second."""

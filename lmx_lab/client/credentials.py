@@ -1,21 +1,82 @@
-"""Where the daemon of this user is, and its token."""
+"""The address and the token of the daemon, as given or as read from its state file."""
 
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from pydantic import ValidationError
+
 from lmx_lab.client.address import bearer, server_address
-from lmx_lab.client.state_file import STATE, believed, state_file
+from lmx_lab.errors import InvalidRequestError, UnreachableError
 from lmx_lab.settings import Settings
 from lmx_lab.wire.daemon import StateFile
+
+STATE = "state.json"
+START = "start a daemon with lmx-lab daemon, or launch(daemon=True) in a notebook"
+STATE_BYTES = 65_536
+
+
+def state_file(path: Path) -> StateFile | None:
+    """Read the state file; returns None if there is none that can be trusted."""
+    try:
+        return believed(path)
+    except UnreachableError:
+        return None
+
+
+def believed(path: Path) -> StateFile:
+    """Read the state file.
+
+    Raises:
+        UnreachableError: it does not exist, or can be written by other users; the message says what to do.
+    """
+    try:
+        state = _stated(_private_text(path))
+    except FileNotFoundError:
+        raise UnreachableError(
+            f"no daemon of this user runs: there is no {path}; {START}, or set LMX_LAB_HOME to where one runs"
+        ) from None
+    except OSError as exc:
+        raise UnreachableError(f"{path} is not believed: {exc.strerror}; {START}") from exc
+    if state is None:
+        raise UnreachableError(f"{path} is no state file of a daemon; {START}")
+    return state
+
+
+def _stated(text: bytes) -> StateFile | None:
+    # No exception leaves this function: a traceback with values would show the token.
+    try:
+        state = StateFile.model_validate_json(text)
+        server_address(state.url)
+        bearer(state.token)
+    except (ValidationError, InvalidRequestError):
+        return None
+    return state
+
+
+def _private_text(path: Path) -> bytes:
+    # Non-blocking: opening a pipe of that name would wait for its writer.
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        known = os.fstat(file)
+        if not stat.S_ISREG(known.st_mode):
+            raise OSError(0, "it is no file")
+        if known.st_uid != os.geteuid():
+            raise OSError(0, "it belongs to another user")
+        if known.st_mode & 0o077:
+            raise OSError(0, f"others may read or write it (its mode is {stat.S_IMODE(known.st_mode):o}, not 600)")
+        return os.read(file, STATE_BYTES)
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonEndpoint:
-    """One daemon, from its start to its end."""
+    """Address, token and id of one run of a daemon."""
 
     url: str
     token: str | None = field(repr=False)
@@ -23,64 +84,63 @@ class DaemonEndpoint:
 
 
 class Credentials:
-    """Where a daemon is, and its token, which is shown nowhere. Of a daemon that is started again, ``refresh`` gets the
-    new ones.
+    """The address and the token of a daemon; ``refresh`` reads new ones after a restart. The token is never displayed.
 
     Args:
-        url: With or without a slash or ``/v3`` at its end.
-        token: None sends none.
-        state_path: The state file that both are from.
+        url: The address, optionally with a trailing slash or ``/v3``.
+        token: None sends no token.
+        state_path: The state file that both were read from.
 
     Raises:
-        InvalidRequestError: an address or a token that could never do.
+        InvalidRequestError: the address or the token is not valid.
     """
 
     def __init__(self, url: str, token: str | None, *, state_path: Path | None = None) -> None:
         bearer(token, name="token")
         address = server_address(url).removesuffix("/v3")
-        self._place = DaemonEndpoint(url=address, token=token, daemon_id=None)
+        self._endpoint = DaemonEndpoint(url=address, token=token, daemon_id=None)
         self._state_path = state_path
 
     @classmethod
     def from_home(cls, home: str | os.PathLike[str] | None = None) -> Self:
-        """The daemon of this folder, by its state file; by default LMX_LAB_HOME, else ``~/.lmx-lab``. Asks nobody.
+        """Read the state file of this folder, by default LMX_LAB_HOME, else ``~/.lmx-lab``. Sends nothing.
 
         Raises:
-            UnreachableError: no daemon runs there, or nobody may trust what the file says.
+            UnreachableError: there is no state file, or it cannot be trusted.
         """
         path = Settings.read(home=None if home is None else Path(home)).daemon_folder / STATE
         state = believed(path)
-        access = cls(state.url, state.token, state_path=path)
-        access._place = _of(state)
-        return access
+        credentials = cls(state.url, state.token, state_path=path)
+        credentials._endpoint = _of(state)
+        return credentials
 
     def __repr__(self) -> str:
-        return f"<Credentials to {self.url}>"
+        return f"<Credentials of {self.url}>"
 
     @property
-    def place(self) -> DaemonEndpoint:
-        """All at once: another thread may refresh."""
-        return self._place
+    def endpoint(self) -> DaemonEndpoint:
+        """Address, token and id at one moment; another thread may refresh them."""
+        return self._endpoint
 
     @property
     def url(self) -> str:
-        return self._place.url
+        return self._endpoint.url
 
     @property
     def token(self) -> str | None:
-        return self._place.token
+        return self._endpoint.token
 
     @property
     def daemon_id(self) -> str | None:
-        """By the state file: who answers at this address must say that it is this one. None: nobody knows."""
-        return self._place.daemon_id
+        """The id from the state file, which the server at this address must confirm; None if it is not known."""
+        return self._endpoint.daemon_id
 
     def refresh(self) -> bool:
-        """Read the state file again. Whether the daemon is another one now; False without a file."""
+        """Read the state file again. Returns whether the endpoint has changed; False without a file."""
         state = None if self._state_path is None else state_file(self._state_path)
-        if state is None or _of(state) == self._place:
+        if state is None or _of(state) == self._endpoint:
             return False
-        self._place = _of(state)
+        self._endpoint = _of(state)
         return True
 
 

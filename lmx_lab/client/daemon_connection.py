@@ -1,4 +1,4 @@
-"""The way to one daemon: it is who it should be, and is found again where it was started anew."""
+"""Connects to one daemon, checks its identity, and finds it again after a restart."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import TypeVar
 import httpx2
 from pydantic import BaseModel
 
-from lmx_lab.client.connection import QUICK_S, HttpConnection
+from lmx_lab.client.connection import LONG_BYTES, QUICK_S, HttpConnection
 from lmx_lab.client.credentials import Credentials, DaemonEndpoint
 from lmx_lab.client.errors import DAEMON, was_sent
-from lmx_lab.client.limits import LONG_BYTES
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -34,31 +33,33 @@ Read = Callable[[HttpConnection, httpx2.Response, bytes], T]
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonRequest:
+    """One request to the daemon."""
+
     method: str
     path: str
     content: bytes | None = None
     params: Mapping[str, str | list[str]] = field(default_factory=dict)
     within_s: float = QUICK_S
     repeatable: bool = False
-    """Whether sending it twice does no more than sending it once."""
+    """Whether the request is idempotent."""
 
 
 class DaemonConnection:
-    """Requests to the daemon that ``access`` names, on one loop.
+    """Sends requests to the daemon that the credentials name, on one event loop.
 
-    The token goes to an address out of a state file only after that has said to be the daemon of the file; it is asked
-    again after each break. Where the daemon does not answer, or not to this token, the file is read again, and if it
-    has something new, the request is sent there.
+    The token is sent to an address from a state file only after the server there has identified itself as the daemon of
+    that file; this check is repeated after each lost connection. If the daemon does not answer, or refuses the token,
+    the state file is read again, and the request is sent to the new address.
     """
 
-    def __init__(self, access: Credentials, *, transport: httpx2.AsyncBaseTransport | None = None) -> None:
-        self.access = access
+    def __init__(self, credentials: Credentials, *, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+        self.credentials = credentials
         self._transport = transport
         self._gate = asyncio.Lock()
         self._connection: HttpConnection | None = None
-        self._place: DaemonEndpoint | None = None
-        """Where the connection goes."""
-        self._vouched = False
+        self._endpoint: DaemonEndpoint | None = None
+        """Target of the connection."""
+        self._is_verified = False
         self._closed = False
 
     async def aclose(self) -> None:
@@ -71,39 +72,40 @@ class DaemonConnection:
             await self._transport.aclose()
 
     async def connection(self) -> HttpConnection:
-        """To where the daemon is by now; it has just said that it is there, whatever was known before.
+        """Return a connection to the daemon, whose identity was checked just now.
 
         Raises:
-            UnreachableError: nobody is, or somebody else than the daemon of the state file.
+            UnreachableError: no daemon answers, or another one than the state file names.
         """
-        self._vouched = False
+        self._is_verified = False
         connection, _ = await self._reach()
         return connection
 
     async def ask(self, request: DaemonRequest, shape: type[Shape]) -> Shape:
-        """
+        """Send a request and return the answer.
+
         Raises:
-            LabError: the daemon's own, by its code; UnreachableError where it does not answer.
+            LabError: the daemon's own, by its code; UnreachableError if it does not answer.
         """
         return await self._ask(request, lambda connection, response, text: connection.whole(response, text, shape))
 
-    async def do(self, request: DaemonRequest) -> None:
-        """The same where nothing is to be answered."""
+    async def send(self, request: DaemonRequest) -> None:
+        """Send a request whose answer is empty."""
         await self._ask(request, _nothing)
 
     async def health(self) -> Health:
-        """Of whoever is there; needs no token."""
+        """Return which daemon answers; needs no token."""
         connection, _ = await self._reach()
         return await _health(connection)
 
-    # Ways
+    # Addresses
 
     async def _ask(self, request: DaemonRequest, read: Read[T]) -> T:
-        connection, place = await self._reach()
+        connection, endpoint = await self._reach()
         try:
             return await _send(connection, request, read)
         except (UnauthorizedError, UnreachableError) as exc:
-            if not self._is_worth_another(exc, place, repeatable=request.repeatable):
+            if not self._is_worth_another(exc, endpoint, repeatable=request.repeatable):
                 raise
             first = exc
         try:
@@ -111,58 +113,58 @@ class DaemonConnection:
             return await _send(connection, request, read)
         except UnreachableError as exc:
             if isinstance(first, UnreachableError) and was_sent(first) and not was_sent(exc):
-                # What may have arrived must not look as if it had not.
+                # The first request may have arrived, so the second error must not hide it.
                 raise first from first.__cause__
             raise
 
-    def _is_worth_another(self, error: LabError, place: DaemonEndpoint, *, repeatable: bool) -> bool:
+    def _is_worth_another(self, error: LabError, endpoint: DaemonEndpoint, *, repeatable: bool) -> bool:
         if isinstance(error, UnauthorizedError):
-            return self._is_elsewhere(place)
-        self._vouched = False
+            return self._is_elsewhere(endpoint)
+        self._is_verified = False
         if was_sent(error) and not repeatable:
             return False
-        # A connection that was kept may have been closed just when it was used again.
-        return self._is_elsewhere(place) or (repeatable and isinstance(error, ConnectionLostError))
+        # A kept connection may be closed by the server just when it is used again.
+        return self._is_elsewhere(endpoint) or (repeatable and isinstance(error, ConnectionLostError))
 
-    def _is_elsewhere(self, place: DaemonEndpoint) -> bool:
-        return self.access.place != place or self.access.refresh()
+    def _is_elsewhere(self, endpoint: DaemonEndpoint) -> bool:
+        return self.credentials.endpoint != endpoint or self.credentials.refresh()
 
     async def _reach(self) -> tuple[HttpConnection, DaemonEndpoint]:
-        """A connection to where the daemon is by now, and where that is."""
+        """Return a connection to the daemon's current address, and that address."""
         async with self._gate:
-            place = self.access.place
+            endpoint = self.credentials.endpoint
             try:
-                return await self._vouched_for(place), place
+                return await self._verified_connection(endpoint), endpoint
             except UnreachableError:
-                if not self._is_elsewhere(place):
+                if not self._is_elsewhere(endpoint):
                     raise
-            place = self.access.place
-            return await self._vouched_for(place), place
+            endpoint = self.credentials.endpoint
+            return await self._verified_connection(endpoint), endpoint
 
-    async def _vouched_for(self, place: DaemonEndpoint) -> HttpConnection:
-        connection = await self._connected(place)
-        if place.daemon_id is not None and not self._vouched:
-            await _check(connection, place.daemon_id)
-            self._vouched = True
+    async def _verified_connection(self, endpoint: DaemonEndpoint) -> HttpConnection:
+        connection = await self._connected(endpoint)
+        if endpoint.daemon_id is not None and not self._is_verified:
+            await _check(connection, endpoint.daemon_id)
+            self._is_verified = True
         return connection
 
-    async def _connected(self, place: DaemonEndpoint) -> HttpConnection:
+    async def _connected(self, endpoint: DaemonEndpoint) -> HttpConnection:
         if self._closed:
             raise InvalidRequestError("this client is closed; make a new one")
-        if self._connection is not None and self._place == place:
+        if self._connection is not None and self._endpoint == endpoint:
             return self._connection
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.aclose()
-        self._vouched = False
-        transport = None if self._transport is None else _Lent(self._transport)
-        self._connection = HttpConnection(place.url, api_key=place.token, transport=transport, server=DAEMON)
-        self._place = place
+        self._is_verified = False
+        transport = None if self._transport is None else _SharedTransport(self._transport)
+        self._connection = HttpConnection(endpoint.url, api_key=endpoint.token, transport=transport, server=DAEMON)
+        self._endpoint = endpoint
         return self._connection
 
 
-class _Lent(httpx2.AsyncBaseTransport):
-    """Somebody else's transport: closing this does not close that."""
+class _SharedTransport(httpx2.AsyncBaseTransport):
+    """A transport that is closed by its owner, not with the connection."""
 
     def __init__(self, transport: httpx2.AsyncBaseTransport) -> None:
         self._transport = transport
@@ -197,7 +199,7 @@ async def _check(connection: HttpConnection, daemon_id: str) -> None:
     try:
         found = (await _health(connection)).daemon_id
     except WrongServerError as exc:
-        # Not for good: the daemon may be started again, at another port.
+        # Retryable: the daemon may be started again at another port.
         raise UnreachableError(f"{exc.message}. The token was not sent; start a daemon with {DAEMON.start}") from exc
     if found != daemon_id:
         raise UnreachableError(

@@ -1,7 +1,8 @@
-"""Whatever goes wrong between here and a server, as the package's own errors."""
+"""Errors of requests to a server, as the package's own error classes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,22 +66,22 @@ ERROR_CLASSES: dict[str, type[LabError]] = {
         errors.DaemonRunningError,
     )
 }
-"""By the code in a server's answer: of classes that share one, the one that says no more than the code does."""
+"""The error class for each code in a server's answer."""
 CHECK = "check the address; the lab's server prints it when it starts"
 SHOWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDescription:
-    """The server that is expected at an address, in the words of errors."""
+    """The server that is expected at an address, as error messages describe it."""
 
     kind: str = "an LMX Lab server"
     start: str = "lmx-lab serve"
-    """What runs it."""
+    """The command that starts it."""
     check: str = CHECK
-    """What to do if it runs and does not answer."""
+    """The next step if the server runs and does not answer."""
     key: str = "api_key=KEY"
-    """How Python's callers give its key."""
+    """The argument by which Python callers give its key."""
 
 
 LAB_SERVER = ServerDescription()
@@ -94,13 +95,13 @@ DAEMON = ServerDescription(
 
 @dataclass(frozen=True, kw_only=True)
 class UnexpectedResponse:
-    """What a server said in the place of what was asked for."""
+    """A response that is not the one that was requested."""
 
     url: str
-    """The server's."""
+    """The server's address."""
     status: int
     kind: str
-    """Its Content-Type."""
+    """The Content-Type header."""
     retry_after: str | None
     body: bytes
     server: ServerDescription = LAB_SERVER
@@ -108,13 +109,13 @@ class UnexpectedResponse:
 
 REASONS = ("pruned", "ahead", "other-stream")
 ErrorReader = Callable[[UnexpectedResponse], LabError]
-"""What an answer that is no success means."""
+"""Makes an error from a response that is not a success."""
 
 
 def error_in(
     text: str | bytes, *, retry_after: str | None = None, server: ServerDescription = LAB_SERVER
 ) -> LabError | None:
-    """The error that an error body, or a stream's last event, tells of; None if it is neither."""
+    """Parse an error body, or the error event of a stream; returns None if the text is neither."""
     try:
         body: Any = pydantic_core.from_json(text)
     except ValueError:
@@ -137,12 +138,12 @@ def error_in(
 
 
 def lab_server_error(answer: UnexpectedResponse) -> LabError:
-    """The error of an answer that is no success, or not what was asked for."""
+    """The error for a response of a lab's server that is not a success, or not the requested document."""
     return error_in(answer.body, retry_after=answer.retry_after, server=answer.server) or wrong_server_error(answer)
 
 
 def wrong_server_error(answer: UnexpectedResponse) -> UnreachableError:
-    """Of what the lab's server would not say: another program, a proxy, a login page."""
+    """The error for a response of another program, a proxy or a login page."""
     kind = answer.kind.partition(";")[0].strip()[:SHOWN] or "no content type"
     if 300 <= answer.status < 400 or answer.status in (401, 403):
         hint = "something in front of the server wants a login: give its token as the key, or the server's own address"
@@ -157,10 +158,10 @@ def wrong_server_error(answer: UnexpectedResponse) -> UnreachableError:
 
 @contextmanager
 def translated_errors(url: str, *, begun: bool = False, server: ServerDescription = LAB_SERVER) -> Iterator[None]:
-    """Errors of the connection, raised in the block, become ``UnreachableError`` with the address and the next step.
+    """Translate connection errors raised in the block to ``UnreachableError`` with the address and the next step.
 
     Args:
-        begun: The answer has begun to come.
+        begun: Whether part of the response was received already.
     """
     try:
         yield
@@ -186,5 +187,80 @@ def was_sent(error: LabError) -> bool:
 
 
 def _seconds(text: str | None) -> float | None:
-    # A proxy may send a date, too; then there is no advice.
+    # A proxy may send a date; it is ignored.
     return float(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+CHAT_SERVER = ServerDescription(kind="a chat-format server")
+MESSAGE_CHARACTERS = 500
+# Messages of llama.cpp, vLLM, OpenAI and LM Studio, sent with status 400 or 500.
+TOO_LONG = re.compile(r"context.{0,20}(length|size|window)|exceed_context_size|too many tokens", re.IGNORECASE)
+NO_MODEL = re.compile(r"model|repo", re.IGNORECASE)
+LOADING = re.compile(r"loading", re.IGNORECASE)
+BY_STATUS: dict[int, type[LabError]] = {
+    400: errors.InvalidRequestError,
+    401: errors.UnauthorizedError,
+    403: errors.UnauthorizedError,
+    413: errors.BodyTooLargeError,
+    422: errors.InvalidRequestError,
+    429: errors.QueueFullError,
+}
+
+
+def chat_server_error(answer: UnexpectedResponse) -> LabError:
+    """The error for a response of a chat-format server of any make that is not a success.
+
+    Known formats: ``{"error": {"message", "type", "code", "param"}}`` with a word or a status as its code (OpenAI,
+    llama.cpp, vLLM, Ollama), ``{"error": "…"}`` (mlx_lm.server, LM Studio), ``{"object": "error", "message": …}``
+    (older vLLM), ``{"detail": …}`` (FastAPI).
+    """
+    return _chat_error(answer.body, answer) or wrong_server_error(answer)
+
+
+def error_in_chat_event(text: str, url: str) -> LabError | None:
+    """Parse an error event of a stream, or an error document in place of a stream; returns None if it is neither."""
+    return _chat_error(text, UnexpectedResponse(url=url, status=500, kind="", retry_after=None, body=b""))
+
+
+def _chat_error(text: str | bytes, answer: UnexpectedResponse) -> LabError | None:
+    try:
+        document = pydantic_core.from_json(text)
+    except ValueError:
+        return None
+    if not isinstance(document, Mapping) or (detail := _error_detail(document)) is None:
+        return None
+    if (kind := _error_class(detail, answer.status)) is None:
+        # A code of LMX Lab, whose message is complete.
+        return error_in(text, retry_after=answer.retry_after)
+    retry_after = answer.retry_after or ""
+    advised = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
+    return kind(f"{answer.url} says: {detail['message']:.{MESSAGE_CHARACTERS}}", retry_after_s=advised)
+
+
+def _error_detail(document: Mapping[str, Any]) -> dict[str, Any] | None:
+    detail = document.get("error")
+    if isinstance(detail, Mapping):
+        return {**detail, "message": str(detail.get("message") or detail.get("code") or "an error without a message")}
+    if isinstance(detail, str) and detail:
+        return {"message": detail}
+    if document.get("object") == "error":
+        return {**document, "message": str(document.get("message"))}
+    if "detail" in document:
+        return {"message": str(document["detail"])}
+    return None
+
+
+def _error_class(detail: Mapping[str, Any], status: int) -> type[LabError] | None:
+    code = detail.get("code")
+    if isinstance(code, str) and code in ERROR_CLASSES:
+        return None
+    if isinstance(code, int) and code in range(400, 600):
+        # llama.cpp may send an error with the status 200.
+        status = code
+    if TOO_LONG.search(f"{detail['message']} {code} {detail.get('type')}"):
+        return errors.ContextLengthError
+    if code == "model_not_found" or (status == 404 and NO_MODEL.search(detail["message"])):
+        return errors.ModelNotFoundError
+    if status == 503 and LOADING.search(detail["message"]):
+        return errors.ModelBusyError
+    return BY_STATUS.get(status, errors.EngineError)

@@ -61,7 +61,7 @@ class EventReceiver:
         wall: Callable[[], float],
     ) -> None:
         self._routes = routes
-        self._access = routes.access
+        self._credentials = routes.credentials
         self._events = events
         self._wall = wall
         self.position = position
@@ -88,11 +88,11 @@ class EventReceiver:
         try:
             # A cancel that comes while a library cleans up may not arrive here.
             while not self.is_closing:
-                place = self._access.place
+                endpoint = self._credentials.endpoint
                 self._tell(ConnectionState(state="connecting", attempts=self._backoff.attempts))
                 error = await self._attempt()
                 self.tried.set()
-                await self._recover(error, place)
+                await self._recover(error, endpoint)
         except Exception as exc:
             # What is no LabError is a defect; the reader shall see it, too.
             self.error = exc
@@ -177,22 +177,22 @@ class EventReceiver:
             self._tell(ConnectionState(state="live", attempts=self._backoff.attempts))
 
     def _lost(self, what: str) -> ConnectionLostError:
-        return ConnectionLostError(f"{self._access.url} {what}; the events go on with the next connection")
+        return ConnectionLostError(f"{self._credentials.url} {what}; the events go on with the next connection")
 
     # Between two
 
-    def _has_moved(self, place: DaemonEndpoint) -> bool:
+    def _has_moved(self, endpoint: DaemonEndpoint) -> bool:
         # Others may have read the file in the meantime.
-        return self._access.refresh() or self._access.place != place
+        return self._credentials.refresh() or self._credentials.endpoint != endpoint
 
-    async def _recover(self, error: LabError, place: DaemonEndpoint) -> None:
+    async def _recover(self, error: LabError, endpoint: DaemonEndpoint) -> None:
         """Wait until another attempt is due.
 
         Raises:
             LabError: it would be no use.
         """
         self._note_whether_it_lived()
-        if self._has_moved(place):
+        if self._has_moved(endpoint):
             self._refusals = 0
             return
         is_refusal = isinstance(error, UnauthorizedError | WrongServerError)
@@ -202,14 +202,14 @@ class EventReceiver:
         # Perhaps the daemon is just starting, and its state file not written.
         delay_s = max(self._backoff.failed(error.retry_after_s), REFUSED_S if is_refusal else 0.0)
         self._tell(ConnectionState(state="waiting", attempts=self._backoff.attempts, retry_in_s=delay_s, error=error))
-        await self._rest(delay_s, place)
+        await self._rest(delay_s, endpoint)
 
     def _note_whether_it_lived(self) -> None:
         now = asyncio.get_running_loop().time()
         if self._greeted_at is not None and (self._brought or now - self._greeted_at > LIVED_S):
             self._backoff.reset()
 
-    async def _rest(self, delay_s: float, place: DaemonEndpoint) -> None:
+    async def _rest(self, delay_s: float, endpoint: DaemonEndpoint) -> None:
         """For so long; no longer once the machine has woken, or the daemon is somewhere else."""
         now = asyncio.get_running_loop().time
         until = now() + delay_s
@@ -217,7 +217,7 @@ class EventReceiver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, LOOK_S)):
                     await self._woken.wait()
-            if self._has_moved(place):
+            if self._has_moved(endpoint):
                 return
 
     def _wake(self) -> None:

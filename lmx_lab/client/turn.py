@@ -1,13 +1,13 @@
-"""One turn from its submit to its end, over whatever happens to the connection and to the daemon meanwhile."""
+"""Submits one turn and follows it to its end, over lost connections and restarts of the daemon."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from lmx_lab.client.backoff import Backoff
+from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.errors import was_sent
 from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.turn_permissions import OnPermission, TurnPermissions
@@ -24,38 +24,58 @@ from lmx_lab.wire.events import (
 )
 from lmx_lab.wire.sessions import CancelTurns, SubmitTurn, TurnAccepted, TurnRecord
 
-if TYPE_CHECKING:
-    from lmx_lab.client.daemon import AsyncDaemonClient
-
 LOOK_S = 15.0
-"""Without an event of the turn for so long, its record is looked at."""
+"""Time without an event of the turn after which its record is read."""
 ENDED_LOOK_S = 1.0
-"""The same once the record has an end: the last event is on its way, or not in the log any more."""
+"""The same after the record has an end: the last event is on its way, or no longer in the log."""
 MISSED_S = 20.0
-"""So long, then, one without a connection waits for what it has missed: an attempt to connect takes up to 15 s."""
+"""Without a connection, time to wait for missed events after that end; an attempt to connect takes up to 15 s."""
 MOMENT_S = 0.05
-"""Whatever the time, events that have come are taken before the record is looked at."""
+"""Minimum wait for an event, so that received events are processed before the record is read."""
 SUBMIT_S = 30.0
-"""So long a submit whose answer was lost is repeated."""
+"""Time during which a submit whose answer was lost is repeated."""
 CANCEL_S = 2.0
 RECORD_S, ASKED_S = 20.0, 1.0
-"""Between two looks at the record where there are no events, and where permissions may have to be decided."""
+"""Interval of reading the record without events, and while permissions may have to be decided."""
 _CANCELS: set[asyncio.Task[None]] = set()
-"""Those whose callers did not wait for them."""
+"""Cancellations in progress whose callers do not wait for them."""
+
+
+class FollowedTurns:
+    """The turns that a client follows, which it cancels when it is closed."""
+
+    def __init__(self) -> None:
+        self._turns: set[TurnFollower] = set()
+
+    def add(self, turn: TurnFollower) -> None:
+        self._turns.add(turn)
+
+    def discard(self, turn: TurnFollower) -> None:
+        self._turns.discard(turn)
+
+    async def cancel(self) -> None:
+        """Cancel all of them, and wait for a short time until the daemon has confirmed it."""
+        await asyncio.gather(*[turn.leave() for turn in list(self._turns)], return_exceptions=True)
 
 
 class TurnFollower:
     """Submits one turn and follows it; closing ``events`` before the turn's end cancels the turn.
 
-    The submit has a turn id, so that it can be repeated until it is answered. What the events do not say, since they
-    could not be had, the turn's record does.
+    The submit has a turn id, so that it can be repeated until it is answered. If events are not available, the turn's
+    record is read instead.
     """
 
     def __init__(
-        self, client: AsyncDaemonClient, session_id: str, submit: SubmitTurn, on_permission: OnPermission | None
+        self,
+        client: DaemonRoutes,
+        session_id: str,
+        submit: SubmitTurn,
+        on_permission: OnPermission | None,
+        turns: FollowedTurns,
     ) -> None:
         assert submit.turn_id is not None
         self._client = client
+        self._turns = turns
         self._session_id = session_id
         self._submit = submit
         self._turn_id = submit.turn_id
@@ -70,29 +90,29 @@ class TurnFollower:
         self._silent_since = self._look_at = 0.0
 
     def result(self) -> TurnResult:
-        """Once ``events`` has ended.
+        """The result, after ``events`` has ended.
 
         Raises:
-            LabError: with which the turn has ended.
+            LabError: the turn has failed.
         """
         assert self._end is not None
         return self._so_far.result(self._end, reconnects=self._reconnects)
 
     async def events(self) -> AsyncGenerator[DaemonEvent, None]:
-        """The turn's events to its last one, and resets with snapshots where events are missing.
+        """The turn's events up to its last one, and resets with snapshots where events are missing.
 
         Raises:
-            LabError: the turn was not accepted, or nothing more can be learned of it.
+            LabError: the turn was not accepted, or cannot be followed any longer.
         """
-        subscription = self._client.events(session_ids=[self._session_id])
-        self._client.followed.add(self)
+        subscription = Subscription(self._client, session_ids=[self._session_id])
+        self._turns.add(self)
         try:
             opened = await subscription.opened()
             accepted = await self._accepted()
             if opened is None or accepted.cursor < opened.seq:
-                # It was submitted before, or there is no connection yet that has everything from now on.
+                # The turn was submitted before, or no connection is open yet.
                 await subscription.aclose()
-                subscription = self._client.events(session_ids=[self._session_id], after=accepted.cursor)
+                subscription = Subscription(self._client, session_ids=[self._session_id], after=accepted.cursor)
             self._has_ended = accepted.status in ("done", "error")
             self._heard()
             async for event in self._of_turn(subscription):
@@ -101,12 +121,12 @@ class TurnFollower:
             await self.leave()
             raise
         finally:
-            self._client.followed.discard(self)
+            self._turns.discard(self)
             await self._permissions.aclose()
             await subscription.aclose()
 
     async def leave(self) -> None:
-        """Cancel the turn, if it has not ended: nobody will follow it."""
+        """Cancel the turn, unless it has ended."""
         if self._end is None:
             await self._cancel()
 
@@ -154,18 +174,18 @@ class TurnFollower:
             try:
                 event = await self._permissions.beside(anext(subscription), max(self._look_at - now(), MOMENT_S))
             except UnavailableError:
-                # Perhaps a proxy lets no WebSocket through.
+                # For example, a proxy that does not support WebSockets.
                 await self._poll()
                 continue
             if event is None:
-                # One connection has been live all the time: what was missed came before that, and was taken.
+                # The connection was live all the time, so no event was missed.
                 await self._look(has_all=state.state == "live" and subscription.state is state)
                 continue
             self._reconnects = subscription.reconnects
             if event.turn_id == self._turn_id or isinstance(event, ResetFrame | SnapshotFrame):
                 await self._take(event)
                 yield event
-                # Only now: a reader that takes its time is no silence of the daemon.
+                # After the yield: time that the reader takes does not count as silence.
                 self._heard()
             elif isinstance(event, SessionDeletedEvent):
                 await self._read()
@@ -184,10 +204,10 @@ class TurnFollower:
             case TurnDoneEvent() | TurnErrorEvent():
                 self._end = event
 
-    # Where events are missing
+    # Without events
 
     def _heard(self) -> None:
-        """Of the turn: from now on, there is silence."""
+        """Note that something about the turn was received now."""
         self._silent_since = asyncio.get_running_loop().time()
         self._rest()
 
@@ -200,11 +220,11 @@ class TurnFollower:
             self._heard()
 
     async def _look(self, *, has_all: bool) -> None:
-        """After a silence: a record that has had an end for a while is the end, if no event of the turn can follow."""
+        """After silence: accept the end in the turn's record, once no further event of the turn can follow."""
         if self._ended is None:
             await self._read()
         elif has_all or asyncio.get_running_loop().time() - self._silent_since > MISSED_S:
-            # As it was read then: while it is read again, events could come.
+            # The record as it was read then: events could arrive while it is read again.
             self._end = self._ended
         self._rest()
 
@@ -214,7 +234,7 @@ class TurnFollower:
         await self._ask(record)
 
     async def _poll(self) -> None:
-        """By the record alone."""
+        """Follow the turn by its record only, without events."""
         while self._end is None:
             work = self._record(ASKED_S if self._permissions.is_asked else RECORD_S)
             if (record := await self._permissions.beside(work, 2 * RECORD_S)) is None:
@@ -224,7 +244,7 @@ class TurnFollower:
             await self._ask(record)
 
     async def _ask(self, record: TurnRecord) -> None:
-        """For permissions whose events were missed."""
+        """Decide on permissions whose events were missed."""
         if record.status == "waiting" and self._permissions.is_asked:
             with suppress(UnavailableError):
                 self._permissions.ask(*await self._client.permissions())

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.client.credentials import Credentials
-from lmx_lab.client.state_file import STATE
+from lmx_lab.client.credentials import STATE, Credentials
 from lmx_lab.daemon.home import DaemonHome
 from lmx_lab.errors import InvalidRequestError, UnreachableError
 from lmx_lab.wire.daemon import StateFile
@@ -29,8 +28,8 @@ def write(home: Path, **changes: Any) -> Path:
 
 def test_a_home_says_where_its_daemon_is(tmp_path: Path) -> None:
     write(tmp_path)
-    access = Credentials.from_home(tmp_path)
-    assert (access.url, access.token, access.daemon_id) == ("http://127.0.0.1:4321", TOKEN, "dmn_1")
+    credentials = Credentials.from_home(tmp_path)
+    assert (credentials.url, credentials.token, credentials.daemon_id) == ("http://127.0.0.1:4321", TOKEN, "dmn_1")
 
 
 def test_without_a_home_it_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +40,8 @@ def test_without_a_home_it_is_that_of_the_environment(tmp_path: Path, monkeypatc
 
 def test_a_token_is_in_no_repr(tmp_path: Path) -> None:
     write(tmp_path)
-    access = Credentials.from_home(tmp_path)
-    assert TOKEN not in f"{access!r} {access} {access.place!r} {access.place}"
+    credentials = Credentials.from_home(tmp_path)
+    assert TOKEN not in f"{credentials!r} {credentials} {credentials.endpoint!r} {credentials.endpoint}"
 
 
 def test_without_a_daemon_it_says_how_to_start_one(tmp_path: Path) -> None:
@@ -98,22 +97,22 @@ def test_a_state_that_could_never_do_is_not_believed(tmp_path: Path, changes: di
 
 def test_a_daemon_that_was_started_again_is_found(tmp_path: Path) -> None:
     path = write(tmp_path)
-    access = Credentials.from_home(tmp_path)
-    assert not access.refresh()
+    credentials = Credentials.from_home(tmp_path)
+    assert not credentials.refresh()
     path.unlink()
-    assert not access.refresh()
+    assert not credentials.refresh()
     write(tmp_path, port=4322, token="other", daemon_id="dmn_2")
-    assert access.refresh()
-    assert (access.url, access.token, access.daemon_id) == ("http://127.0.0.1:4322", "other", "dmn_2")
-    assert not access.refresh()
+    assert credentials.refresh()
+    assert (credentials.url, credentials.token, credentials.daemon_id) == ("http://127.0.0.1:4322", "other", "dmn_2")
+    assert not credentials.refresh()
 
 
 def test_what_cannot_be_believed_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path)
-    access = Credentials.from_home(tmp_path)
+    credentials = Credentials.from_home(tmp_path)
     write(tmp_path, port=4322).chmod(0o640)
-    assert not access.refresh()
-    assert access.url == "http://127.0.0.1:4321"
+    assert not credentials.refresh()
+    assert credentials.url == "http://127.0.0.1:4321"
 
 
 # --- by hand
@@ -121,9 +120,9 @@ def test_what_cannot_be_believed_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["", "/", "/v3", "/v3/"])
 def test_the_ends_of_an_address_do_not_matter(end: str) -> None:
-    access = Credentials(f"http://h:1/proxy{end}", TOKEN)
-    assert (access.url, access.daemon_id) == ("http://h:1/proxy", None)
-    assert not access.refresh()
+    credentials = Credentials(f"http://h:1/proxy{end}", TOKEN)
+    assert (credentials.url, credentials.daemon_id) == ("http://h:1/proxy", None)
+    assert not credentials.refresh()
 
 
 @pytest.mark.parametrize(("url", "token", "param"), [("http://h", "two words", "token"), ("ftp://h", None, "url")])

@@ -446,7 +446,7 @@ async def test_another_place_has_to_say_who_it_is_too(tmp_path: Path) -> None:
         async with AsyncDaemonClient.discover(tmp_path) as client:
             await client.permissions()
             write(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
-            assert client.access.refresh()
+            assert client.credentials.refresh()
             with pytest.raises(errors.UnreachableError, match="dmn_3"):
                 await client.permissions()
     assert [TOKEN in request for request in first.requests + second.requests] == [False, True, False]

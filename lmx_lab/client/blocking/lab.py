@@ -11,8 +11,7 @@ import httpx2
 
 from lmx_lab.client.blocking.portal import BlockingClient
 from lmx_lab.client.blocking.stream import BlockingStream, CallbackQueue, run_with_callbacks
-from lmx_lab.client.events import Include, LabEvent
-from lmx_lab.client.inference import AsyncLabClient, Over
+from lmx_lab.client.inference import AsyncLabClient, Include, LabEvent, Over
 from lmx_lab.client.sse import Remark
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, Ready, UnloadAnswer
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest

@@ -17,7 +17,7 @@ from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.inference import AsyncLabClient
 from lmx_lab.client.session import AsyncSession
 
-ALONE = {"aclose", "close", "connection", "access", "session_id", "url"}
+ALONE = {"aclose", "close", "connection", "credentials", "session_id", "url"}
 """Of async clients alone, or attributes of instances, which are no members of classes."""
 
 
