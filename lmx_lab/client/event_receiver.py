@@ -21,36 +21,36 @@ from lmx_lab.wire.events import daemon_event
 
 PATH = "/v3/events"
 OPEN_S = 15.0
-"""For the connection and the greeting."""
+"""Maximum time until the greeting."""
 HEARTBEATS = 2.5
-"""Without a word for so many of them, a connection is dead."""
+"""A connection without data for so many heartbeat intervals is closed."""
 HEARTBEAT_S, SHORTEST_S, LONGEST_S = 15.0, 0.05, 60.0
-"""Where the daemon says nothing of theirs that can be, and what can be."""
+"""The default heartbeat interval, and the smallest and largest that is accepted."""
 LIVED_S = 1.0
-"""A connection that was greeted so long ago, or that has brought an event, has lived: the next delay is short again."""
+"""A connection older than this, or one that has delivered an event, resets the backoff."""
 REFUSALS, REFUSED_S = 2, 1.0
-"""So often in a row, and at least so long apart: then, with nothing new in the state file, a refusal is final."""
+"""Consecutive refusals, and the time between them, after which a refusal is final if the state file is unchanged."""
 SHOWN = 80
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionState:
-    """How the connection is; how sessions are is another matter, and not told here."""
+    """The state of a subscription's connection."""
 
     state: Literal["connecting", "catching-up", "live", "waiting", "closed"]
     attempts: int = 0
-    """That failed since the last connection that lived."""
+    """Failed attempts since the last working connection."""
     retry_in_s: float | None = None
-    """Of ``waiting``: until the next attempt, counted from when this state began."""
+    """In state ``waiting``: time from the start of this state until the next attempt."""
     error: LabError | None = None
-    """Of ``waiting``: why. Of ``closed``: why for good; None if the reader closed it."""
+    """In state ``waiting`` the reason; in state ``closed`` the final error, or None if the reader closed it."""
 
 
 class EventReceiver:
-    """One after the other, in a task of its own: what comes goes into the mailbox.
+    """Keeps a connection open in a task, and puts what it receives into the buffer.
 
     Args:
-        events: The filter; a list that is empty leaves its parameter out.
+        events: The filter; an empty list omits its parameter.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class EventReceiver:
         self._events = events
         self._wall = wall
         self.position = position
-        self.mailbox: EventBuffer[Delivery] = EventBuffer()
+        self.buffer: EventBuffer[Delivery] = EventBuffer()
         self.states = ObservableValue(ConnectionState(state="connecting"))
         self.tried = asyncio.Event()
-        """What comes of the first attempt is known."""
+        """Set when the first attempt has succeeded or failed."""
         self.greetings = 0
         self.error: Exception | None = None
-        """Why it has ended for good."""
+        """The final error."""
         self.is_closing = False
         self.has_ended = False
         self._backoff = Backoff()
@@ -80,13 +80,13 @@ class EventReceiver:
         self._deadline: asyncio.Timeout | None = None
         self._silence_s = OPEN_S
         self._greeted_at: float | None = None
-        self._brought = False
+        self._has_delivered = False
 
     async def run(self) -> None:
-        """Until it is cancelled, or one attempt fails for good."""
+        """Connect and reconnect until cancelled, or until an attempt fails finally."""
         watch = SleepWatch(self._wake, wall=self._wall)
         try:
-            # A cancel that comes while a library cleans up may not arrive here.
+            # A cancellation may be swallowed while a library cleans up.
             while not self.is_closing:
                 endpoint = self._credentials.endpoint
                 self._tell(ConnectionState(state="connecting", attempts=self._backoff.attempts))
@@ -94,7 +94,7 @@ class EventReceiver:
                 self.tried.set()
                 await self._recover(error, endpoint)
         except Exception as exc:
-            # What is no LabError is a defect; the reader shall see it, too.
+            # Other exceptions than LabError are bugs; they are passed to the reader.
             self.error = exc
         finally:
             watch.close()
@@ -106,14 +106,14 @@ class EventReceiver:
         error = self.error if isinstance(self.error, LabError) else None
         self._tell(ConnectionState(state="closed", attempts=self._backoff.attempts, error=error))
         self.states.end()
-        self.mailbox.end()
+        self.buffer.end()
 
     # One connection
 
     async def _attempt(self) -> LabError:
-        """Why it has ended."""
+        """Run one connection; returns why it has ended."""
         self._woken.clear()
-        self._greeted_at, self._brought, self._silence_s = None, False, OPEN_S
+        self._greeted_at, self._has_delivered, self._silence_s = None, False, OPEN_S
         try:
             async with asyncio.timeout(OPEN_S) as self._deadline:
                 connection = await self._routes.connection()
@@ -127,7 +127,7 @@ class EventReceiver:
         except TimeoutError:
             return self._lost(f"has said nothing for {self._silence_s:g} s")
         except ExceptionGroup as exc:
-            # Out of the library's own tasks: bytes that are no WebSocket's, or an end while it was writing.
+            # From the library's own tasks: invalid frames, or a close while it was writing.
             return self._lost(f"broke the connection ({_innermost(exc)})")
         finally:
             self._deadline = None
@@ -136,17 +136,17 @@ class EventReceiver:
         try:
             return await self._read(socket)
         except Exception as exc:
-            # A defect of ours, which must not come out of the block in the same way as a broken connection.
+            # A bug here must not look like a broken connection outside of the block.
             return exc
 
     async def _read(self, socket: AsyncWebSocketSession) -> LabError:
         assert self._deadline is not None
         now = asyncio.get_running_loop().time
         while True:
-            if not self.mailbox.has_room:
-                # A reader that takes its time is no silence of the daemon.
+            if not self.buffer.has_room:
+                # Time that the reader takes does not count as silence of the daemon.
                 self._deadline.reschedule(None)
-                await self.mailbox.room()
+                await self.buffer.room()
             self._deadline.reschedule(now() + self._silence_s)
             try:
                 message = await socket.receive()
@@ -160,12 +160,12 @@ class EventReceiver:
                 taken = self.position.take(frame)
             except ValueError:
                 return self._lost(f"sent {text!r:.{SHOWN}}, which is no event")
-            self._hand_on(frame, taken, len(text or ""))
+            self._deliver(frame, taken, len(text or ""))
 
-    def _hand_on(self, frame: Frame, taken: Delivery, characters: int) -> None:
+    def _deliver(self, frame: Frame, taken: Delivery, characters: int) -> None:
         if taken.event is not None or taken.cursor is not None:
-            self.mailbox.put(taken, characters)
-            self._brought = self._brought or frame.seq is not None
+            self.buffer.put(taken, characters)
+            self._has_delivered = self._has_delivered or frame.seq is not None
         if isinstance(frame, HelloFrame):
             told_s = frame.data.heartbeat_s
             self._silence_s = HEARTBEATS * (told_s if SHORTEST_S <= told_s <= LONGEST_S else HEARTBEAT_S)
@@ -179,19 +179,19 @@ class EventReceiver:
     def _lost(self, what: str) -> ConnectionLostError:
         return ConnectionLostError(f"{self._credentials.url} {what}; the events go on with the next connection")
 
-    # Between two
+    # Between connections
 
     def _has_moved(self, endpoint: DaemonEndpoint) -> bool:
-        # Others may have read the file in the meantime.
+        # Another task may have refreshed the credentials.
         return self._credentials.refresh() or self._credentials.endpoint != endpoint
 
     async def _recover(self, error: LabError, endpoint: DaemonEndpoint) -> None:
-        """Wait until another attempt is due.
+        """Wait until the next attempt.
 
         Raises:
-            LabError: it would be no use.
+            LabError: another attempt cannot succeed.
         """
-        self._note_whether_it_lived()
+        self._reset_backoff()
         if self._has_moved(endpoint):
             self._refusals = 0
             return
@@ -199,18 +199,18 @@ class EventReceiver:
         self._refusals = self._refusals + 1 if is_refusal else 0
         if self._refusals >= REFUSALS or (isinstance(error, CallerError) and not is_refusal):
             raise error
-        # Perhaps the daemon is just starting, and its state file not written.
+        # The daemon may be starting, before it writes its state file.
         delay_s = max(self._backoff.failed(error.retry_after_s), REFUSED_S if is_refusal else 0.0)
         self._tell(ConnectionState(state="waiting", attempts=self._backoff.attempts, retry_in_s=delay_s, error=error))
         await self._rest(delay_s, endpoint)
 
-    def _note_whether_it_lived(self) -> None:
+    def _reset_backoff(self) -> None:
         now = asyncio.get_running_loop().time()
-        if self._greeted_at is not None and (self._brought or now - self._greeted_at > LIVED_S):
+        if self._greeted_at is not None and (self._has_delivered or now - self._greeted_at > LIVED_S):
             self._backoff.reset()
 
     async def _rest(self, delay_s: float, endpoint: DaemonEndpoint) -> None:
-        """For so long; no longer once the machine has woken, or the daemon is somewhere else."""
+        """Wait for the delay, or until the machine wakes or the daemon's endpoint changes."""
         now = asyncio.get_running_loop().time
         until = now() + delay_s
         while (left_s := until - now()) > 0 and not self._woken.is_set():
@@ -224,7 +224,7 @@ class EventReceiver:
         self._backoff.reset()
         self._woken.set()
         if self._deadline is not None:
-            # What was connected before is not any more, or costs one reconnect.
+            # A connection from before the sleep is probably dead.
             with suppress(RuntimeError):
                 self._deadline.reschedule(asyncio.get_running_loop().time())
 

@@ -1,4 +1,4 @@
-"""A reader of the daemon's events that outlives connections, restarts and sleep."""
+"""A subscription to the daemon's events, over lost connections, restarts and sleep."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from lmx_lab.wire.events import DaemonEvent
 
 __all__ = ["ConnectionState", "Subscription"]
 CLOSE_S = 2.0
-"""So long one waits for the close of a connection whose other end does not take it."""
+"""Maximum wait for closing a connection whose other end does not respond."""
 
 
 class Subscription:
-    """Events of one daemon, each once and in order, for one reader, over as many connections as it takes.
+    """Events of one daemon, each exactly once and in order, for one reader, over any number of connections.
 
-    ``async with client.events(after=0) as events: async for event in events``. Without the ``async with``, a loop that
-    is left closes the subscription. Where events cannot be had any more there is a ``ResetFrame``, a ``SnapshotFrame``
-    of each session, and what came after those; a reset that broke off comes again, whole.
+    ``async with client.events(after=0) as events: async for event in events``. Without the ``async with``, leaving the
+    loop closes the subscription. A ``ResetFrame`` and a ``SnapshotFrame`` of each session replace events that are no
+    longer available; a reset that was interrupted is repeated as a whole.
 
-    It goes on for ever. What ends it: a token that is refused, and the state file has no other; another program at the
-    address; a filter that the daemon refuses. The reader gets that as an error after all events that there were.
+    The subscription ends only if the token is refused and the state file has no other, if another program answers at
+    the address, or if the daemon refuses the filter. The reader receives the error after all events.
 
-    A cursor store is loaded once at the start, where it goes before ``after``, and saved whenever the reader waits: an
-    event counts as seen when the next one is asked for, or when the ``async with`` is left without an error.
+    A cursor store is loaded once at the start, where it takes precedence over ``after``, and saved whenever the reader
+    waits. An event counts as read when the next one is requested, or when the ``async with`` is left without an error.
 
     Args:
-        routes: The daemon; it is its owner's to close.
-        after: Events after this cursor; 0 for all that is kept; None for what comes from now on.
-        session_ids: Events of these sessions alone; none for all.
-        types: Kinds of events, ``turn.*`` for all that begin so; none for all.
-        wall: The clock that goes on while the machine sleeps, in seconds.
+        routes: The daemon; the subscription does not close it.
+        after: Return events after this cursor; 0 for all that are kept; None for new events only.
+        session_ids: Return events of these sessions only; empty for all.
+        types: Kinds of events, ``turn.*`` for a group; empty for all.
+        wall: A clock that continues while the machine sleeps, in seconds.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Subscription:
         self._cursor = cursor.load() if cursor is not None else None
         self._saved = self._cursor
         self._given: Cursor | None = None
-        """Seen, once the reader asks for more."""
+        """The cursor after the event that the reader has now; it counts as read with the next request."""
         events = {"session_id": _listed(session_ids), "types": _listed(types)}
-        self._connections = EventReceiver(routes, events, EventPosition(self._cursor, after), wall)
+        self._receiver = EventReceiver(routes, events, EventPosition(self._cursor, after), wall)
         self._task: asyncio.Task[None] | None = None
         self._is_entered = False
         self._is_reading = False
@@ -68,49 +68,49 @@ class Subscription:
 
     @property
     def state(self) -> ConnectionState:
-        """How the connection is now."""
-        return self._connections.states.value
+        """The current state of the connection."""
+        return self._receiver.states.value
 
     def states(self) -> AsyncGenerator[ConnectionState, None]:
-        """The state as it is, then each change, until it is closed. Any number of readers."""
-        return self._connections.states.changes()
+        """The current state, then each change, until the subscription is closed. Any number of readers."""
+        return self._receiver.states.changes()
 
     @property
     def cursor(self) -> Cursor | None:
-        """Where the reader is; None before the daemon has answered once."""
+        """The cursor after the last event that was read; None before the first answer of the daemon."""
         return self._cursor
 
     @property
     def reconnects(self) -> int:
-        """How often the connection was lost and is there again."""
-        return max(0, self._connections.greetings - 1)
+        """Number of reconnects so far."""
+        return max(0, self._receiver.greetings - 1)
 
     async def opened(self) -> Cursor | None:
-        """Connect, and wait for what comes of the first attempt.
+        """Connect, and wait for the result of the first attempt.
 
         Returns:
-            The cursor after which every event comes; None if the attempt has failed, and others follow.
+            The cursor after which all events are received; None if the attempt has failed and will be repeated.
 
         Raises:
-            LabError: it has failed for good.
+            LabError: the attempt has failed and will not be repeated.
         """
         self._start()
-        await self._connections.tried.wait()
-        if self._connections.error is not None:
-            raise self._connections.error
-        return self._connections.position.cursor if self._connections.greetings else None
+        await self._receiver.tried.wait()
+        if self._receiver.error is not None:
+            raise self._receiver.error
+        return self._receiver.position.cursor if self._receiver.greetings else None
 
     async def aclose(self) -> None:
-        """Close the connection; who still reads gets no more. Idempotent."""
-        self._connections.is_closing = True
+        """Close the connection and end the iteration. Idempotent."""
+        self._receiver.is_closing = True
         if self._task is None:
-            self._connections.close()
+            self._receiver.close()
         else:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CLOSE_S)
-            if not self._connections.has_ended:
-                # It was cancelled before its first step, or does not end.
-                self._connections.close()
+            if not self._receiver.has_ended:
+                # The task was cancelled before its first step, or does not end.
+                self._receiver.close()
 
     async def __aenter__(self) -> Self:
         self._is_entered = True
@@ -122,7 +122,7 @@ class Subscription:
     ) -> None:
         await self.aclose()
         if kind is None:
-            self._saw()
+            self._mark_read()
             self._save()
 
     def __aiter__(self) -> AsyncIterator[DaemonEvent]:
@@ -137,11 +137,11 @@ class Subscription:
             await self.aclose()
 
     async def __anext__(self) -> DaemonEvent:
-        """The next event. Waiting for it may be given up: nothing is lost by that.
+        """Return the next event. Cancelling the wait loses no event.
 
         Raises:
-            StopAsyncIteration: it was closed.
-            LabError: it has failed for good.
+            StopAsyncIteration: the subscription was closed.
+            LabError: the subscription has failed and does not reconnect.
         """
         if self._is_reading:
             raise RuntimeError("two tasks read one subscription; make one for each")
@@ -153,25 +153,25 @@ class Subscription:
 
     async def _next(self) -> DaemonEvent:
         self._start()
-        self._saw()
-        mailbox = self._connections.mailbox
-        while not self._connections.is_closing:
-            while (taken := mailbox.take()) is not None:
+        self._mark_read()
+        buffer = self._receiver.buffer
+        while not self._receiver.is_closing:
+            while (taken := buffer.take()) is not None:
                 if taken.event is not None:
                     self._given = taken.cursor
                     return taken.event
                 self._cursor = taken.cursor or self._cursor
             self._save()
-            if self._connections.has_ended:
-                raise self._connections.error or StopAsyncIteration
-            await mailbox.filled()
+            if self._receiver.has_ended:
+                raise self._receiver.error or StopAsyncIteration
+            await buffer.filled()
         raise StopAsyncIteration
 
     def _start(self) -> None:
-        if self._task is None and not self._connections.is_closing:
-            self._task = asyncio.create_task(self._connections.run(), name="lmx-lab subscription")
+        if self._task is None and not self._receiver.is_closing:
+            self._task = asyncio.create_task(self._receiver.run(), name="lmx-lab subscription")
 
-    def _saw(self) -> None:
+    def _mark_read(self) -> None:
         self._cursor, self._given = self._given or self._cursor, None
 
     def _save(self) -> None:
@@ -181,5 +181,5 @@ class Subscription:
 
 
 def _listed(names: Sequence[str]) -> list[str]:
-    # A text is a sequence of texts, too.
+    # A single string is accepted as well.
     return [names] if isinstance(names, str) else list(names)

@@ -66,8 +66,8 @@ class AsyncSession:
     ) -> TurnResult:
         """Run a turn and return its result.
 
-        Continues over lost connections and restarts of the daemon. Cancelling this, or an error in a callback, cancels
-        the turn.
+        Continues over lost connections and restarts of the daemon.
+        Cancelling this, or an error in a callback, cancels the turn.
 
         Args:
             turn_id: The id of a turn that was submitted before with the same text returns that turn's result.

@@ -1,4 +1,4 @@
-"""From one task to another: items with back-pressure, and a value that is watched."""
+"""Streams between tasks: a buffer with back-pressure, and a value whose changes can be observed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 ITEMS, CHARACTERS = 1000, 4_000_000
-"""In a mailbox there is no room beyond either."""
+"""Limits of a buffer; it has no room when either is reached."""
 UNREAD = 64
-"""Changes that a slow reader of a value still gets."""
+"""Changes of a value that are kept for a slow reader."""
 
 
 class EventBuffer(Generic[T]):
-    """What one task has for another, in order. Whoever puts waits for room first; nothing is ever dropped."""
+    """Items from one task to another, in order. The producer waits for room; nothing is dropped."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[T, int]] = deque()
@@ -28,7 +28,7 @@ class EventBuffer(Generic[T]):
         return len(self._items)
 
     def put(self, item: T, characters: int) -> None:
-        """At once, whether there is room or not."""
+        """Add an item, whether there is room or not."""
         self._items.append((item, characters))
         self._characters += characters
         self._filled.set()
@@ -36,7 +36,7 @@ class EventBuffer(Generic[T]):
             self._room.clear()
 
     def take(self) -> T | None:
-        """The oldest; None if there is nothing."""
+        """Remove and return the oldest item; None if the buffer is empty."""
         if not self._items:
             return None
         item, characters = self._items.popleft()
@@ -52,7 +52,7 @@ class EventBuffer(Generic[T]):
         return self._room.is_set()
 
     async def room(self) -> None:
-        """Wait until there is some."""
+        """Wait until there is room."""
         await self._room.wait()
 
     async def filled(self) -> None:
@@ -60,13 +60,13 @@ class EventBuffer(Generic[T]):
         await self._filled.wait()
 
     def end(self) -> None:
-        """Nothing comes any more; what is there can still be taken."""
+        """Mark the end; items in the buffer can still be taken."""
         self._ended = True
         self._filled.set()
 
 
 class ObservableValue(Generic[T]):
-    """A value that changes, for readers of its changes; a slow one misses old changes, never the newest."""
+    """A value with readers of its changes. A slow reader misses old changes, never the newest."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -79,13 +79,13 @@ class ObservableValue(Generic[T]):
             reader.add(value)
 
     def end(self) -> None:
-        """It does not change any more."""
+        """Mark the end; the value does not change any more."""
         self._ended = True
         for reader in self._readers:
             reader.changed.set()
 
     async def changes(self) -> AsyncGenerator[T, None]:
-        """The value as it is, then each change, until the end."""
+        """The current value, then each change, until the end."""
         reader: _Reader[T] = _Reader()
         reader.add(self.value)
         self._readers.add(reader)

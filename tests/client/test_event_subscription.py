@@ -177,7 +177,7 @@ async def test_heartbeats_that_cannot_be_are_not_believed(heartbeat_s: float) ->
         subscribed(server, after=3) as events,
     ):
         assert (await anext(events)).seq == 4
-        assert events._connections._silence_s == 37.5
+        assert events._receiver._silence_s == 37.5
 
 
 async def test_a_defect_is_raised_and_not_taken_for_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,32 +12,32 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_there_is_room_until_there_are_too_many_items_and_again_at_half() -> None:
-    mailbox: EventBuffer[int] = EventBuffer()
+    buffer: EventBuffer[int] = EventBuffer()
     for number in range(ITEMS):
-        assert mailbox.has_room
-        mailbox.put(number, 1)
-    assert not mailbox.has_room
-    assert [mailbox.take() for _ in range(ITEMS // 2)] == list(range(ITEMS // 2))
-    assert mailbox.has_room
+        assert buffer.has_room
+        buffer.put(number, 1)
+    assert not buffer.has_room
+    assert [buffer.take() for _ in range(ITEMS // 2)] == list(range(ITEMS // 2))
+    assert buffer.has_room
 
 
 async def test_one_item_may_be_too_long_and_then_there_is_no_room() -> None:
-    mailbox: EventBuffer[str] = EventBuffer()
-    mailbox.put("long", CHARACTERS)
-    assert not mailbox.has_room
-    waiting = asyncio.create_task(mailbox.room())
-    assert mailbox.take() == "long"
+    buffer: EventBuffer[str] = EventBuffer()
+    buffer.put("long", CHARACTERS)
+    assert not buffer.has_room
+    waiting = asyncio.create_task(buffer.room())
+    assert buffer.take() == "long"
     await waiting
-    assert len(mailbox) == 0
+    assert len(buffer) == 0
 
 
 async def test_after_the_end_what_is_there_can_be_taken() -> None:
-    mailbox: EventBuffer[int] = EventBuffer()
-    mailbox.put(1, 1)
-    mailbox.end()
-    await mailbox.filled()
-    assert (mailbox.take(), mailbox.take()) == (1, None)
-    await mailbox.filled()
+    buffer: EventBuffer[int] = EventBuffer()
+    buffer.put(1, 1)
+    buffer.end()
+    await buffer.filled()
+    assert (buffer.take(), buffer.take()) == (1, None)
+    await buffer.filled()
 
 
 async def test_every_reader_of_a_value_gets_it_as_it_is_and_each_change() -> None:

@@ -124,9 +124,9 @@ async def test_a_slow_reader_gets_all_of_it_and_little_is_kept_for_it(
             while len(seqs) < 3000:
                 if len(seqs) % 500 == 0:
                     # Until no more is read ahead.
-                    while events._connections.mailbox.has_room:  # noqa: ASYNC110
+                    while events._receiver.buffer.has_room:  # noqa: ASYNC110
                         await asyncio.sleep(0)
-                most = max(most, len(events._connections.mailbox))
+                most = max(most, len(events._receiver.buffer))
                 seqs.append((await anext(events)).seq)
         assert seqs == list(range(start + 1, last + 1))
         assert most <= 50

@@ -1,4 +1,6 @@
-"""The client of the daemon for callers that block: scripts, threads, cells."""
+"""The client of the daemon for callers that block: scripts, threads, notebook cells."""
+
+# Generated from daemon.py, daemon_routes.py by "make blocking"; do not edit.
 
 from __future__ import annotations
 
@@ -9,21 +11,14 @@ from typing import Literal, Self
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.client.blocking.portal import BlockingClient
+from lmx_lab.client.blocking.portal import BlockingClient, check_upstream
 from lmx_lab.client.blocking.session import Session
-from lmx_lab.client.blocking.subscription import BlockingSubscription, check_upstream
+from lmx_lab.client.blocking.subscription import BlockingSubscription
 from lmx_lab.client.cursors import CursorStore
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.wire.daemon import DaemonRecord, Health
 from lmx_lab.wire.event_stream import EventPage
-from lmx_lab.wire.mcp import (
-    ChangeMcpServer,
-    McpServerConfig,
-    McpServerRecord,
-    McpTestFailed,
-    McpTestPassed,
-    ToolRecord,
-)
+from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord, McpTestFailed, McpTestPassed, ToolRecord
 from lmx_lab.wire.sessions import (
     CancelAnswer,
     CancelTurns,
@@ -44,13 +39,12 @@ from lmx_lab.wire.sessions import (
 class DaemonClient(BlockingClient[AsyncDaemonClient]):
     """``AsyncDaemonClient`` without ``await``, for any thread: ``with DaemonClient.discover() as client``.
 
-    Every verb waits, and an interrupt (Ctrl-C) cancels what it waits for. What each does, takes and raises is said
-    there.
+    Every method waits, and an interrupt (Ctrl-C) cancels the request. Methods that wait for a turn also raise
+    ``HostingError`` if the model's server runs on the event loop of the caller.
 
     Raises:
-        InvalidRequestError: an address or a token that could never do.
-        HostingError: from every verb, where the daemon runs on the very loop that would wait; from those that wait for
-            a turn, where the model's server does. It says what to do.
+        InvalidRequestError: the address or the key is not valid.
+        HostingError: from every method, if the server runs on the caller's own event loop, which would wait for itself.
     """
 
     def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
@@ -60,34 +54,19 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
     def discover(
         cls, home: str | os.PathLike[str] | None = None, *, transport: httpx2.AsyncBaseTransport | None = None
     ) -> Self:
-        """A client of the daemon that this user runs, and of the next one in the same folder. Reads its state file and
-        asks nobody.
+        """Return a client of this user's daemon, and of its successors in the same folder.
+
+        Reads the daemon's state file and sends nothing.
 
         Args:
             home: By default LMX_LAB_HOME, else ``~/.lmx-lab``.
 
         Raises:
-            UnreachableError: there is none; the message says how to start it.
+            UnreachableError: there is no daemon; the message says how to start one.
         """
         client = cls.__new__(cls)
         client._begin(AsyncDaemonClient.discover(home, transport=transport))
         return client
-
-    # The daemon
-
-    def health(self) -> Health:
-        """That a daemon answers, and which; needs no token."""
-        return self._portal.run(self._client.health())
-
-    def state(self) -> DaemonRecord:
-        """What it is, what it does, what it keeps, how much it allows."""
-        return self._portal.run(self._client.state())
-
-    def shut_down(self, *, mode: Literal["drain", "now"] = "drain", grace_s: float = 30.0) -> None:
-        """End the daemon; returns when it has begun to."""
-        self._portal.run(self._client.shut_down(mode=mode, grace_s=grace_s))
-
-    # Sessions
 
     def session(
         self,
@@ -100,107 +79,179 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         messages: Sequence[SessionMessage] = (),
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> Session:
-        """A new session, or the one of this id, which stays as it is."""
-        made = self._client.session(
-            session_id,
-            title=title,
-            model=model,
-            system_prompt=system_prompt,
-            tools=tools,
-            messages=messages,
-            metadata=metadata,
+        """Create a session, or return the existing one of this id unchanged.
+
+        Args:
+            model: By default the model that the model server has loaded.
+            tools: Tools that its turns may use: names, or all of a server, ``time__*``. [] is none; by default all.
+            messages: The initial history.
+        """
+        return Session(
+            self._client,
+            self._portal,
+            self._portal.run(
+                self._client.session(
+                    session_id,
+                    title=title,
+                    model=model,
+                    system_prompt=system_prompt,
+                    tools=tools,
+                    messages=messages,
+                    metadata=metadata,
+                )
+            ),
         )
-        return Session(self._client, self._portal, self._portal.run(made))
+
+    def events(
+        self,
+        *,
+        after: int | None = None,
+        session_ids: Sequence[str] = (),
+        types: Sequence[str] = (),
+        cursor: CursorStore | None = None,
+    ) -> BlockingSubscription:
+        """Subscribe to events, over lost connections and restarts of the daemon.
+
+        ``with client.events() as events: for event in events: …``
+
+        Args:
+            after: A cursor; events after it are returned, 0 for all that are kept. By default only new events.
+            session_ids: By default all sessions, and events without a session.
+            types: Such as ``turn.done``, ``tool.*``; by default all.
+            cursor: Stores the last event that was read, and the next subscription continues from it.
+        """
+        return BlockingSubscription(
+            self._client,
+            self._portal,
+            self._client.events(after=after, session_ids=session_ids, types=types, cursor=cursor),
+        )
+
+    def health(self) -> Health:
+        """Return which daemon answers; needs no token."""
+        return self._portal.run(self._client.health())
+
+    def state(self) -> DaemonRecord:
+        """Return the daemon's state: ids, counts, limits, the model server."""
+        return self._portal.run(self._client.state())
+
+    def shut_down(self, *, mode: Literal["drain", "now"] = "drain", grace_s: float = 30.0) -> None:
+        """Stop the daemon; returns when it has started to stop.
+
+        Running turns have ``grace_s`` seconds to end, with mode ``now`` none; queued turns run at the next start.
+        """
+        self._portal.run(self._client.shut_down(mode=mode, grace_s=grace_s))
 
     def create_session(self, body: CreateSession) -> SessionRecord:
-        """A new session; if there is one of this id, that one, as it is."""
+        """Create a session, or return the existing one of this id unchanged."""
         return self._portal.run(self._client.create_session(body))
 
     def sessions(
         self, *, limit: int | None = None, cursor: str | None = None, archived: bool = False, q: str | None = None
     ) -> SessionList:
-        """The sessions, the last used first, in pages."""
+        """List the sessions in pages, the last used first.
+
+        Args:
+            limit: Sessions per page.
+            cursor: ``next_cursor`` of the previous page.
+            archived: List the archived sessions instead of the others.
+            q: Part of a title or an id.
+        """
         return self._portal.run(self._client.sessions(limit=limit, cursor=cursor, archived=archived, q=q))
 
     def read_session(self, session_id: str) -> SessionSnapshot:
-        """A session with its messages, turns and pending permissions, and the cursor from which events continue it."""
+        """Read a session with its messages, turns, pending permissions, and the cursor for its events."""
         return self._portal.run(self._client.read_session(session_id))
 
     def change_session(self, session_id: str, change: ChangeSession) -> SessionRecord:
-        """Set what is set in ``change``."""
+        """Set the fields that are set in ``change``.
+
+        Raises:
+            RevisionConflictError: another client has changed the session since that revision.
+        """
         return self._portal.run(self._client.change_session(session_id, change))
 
     def delete_session(self, session_id: str) -> None:
-        """Cancel its turns and delete it. One that is not there is deleted already."""
+        """Cancel a session's turns and delete it. Idempotent."""
         self._portal.run(self._client.delete_session(session_id))
 
     def fork_session(self, session_id: str, fork: ForkSession) -> SessionRecord:
-        """A new session with the messages of this one, all or up to a turn."""
+        """Create a session with the messages of this one, all or up to a turn."""
         return self._portal.run(self._client.fork_session(session_id, fork))
 
-    # Turns
-
     def submit_turn(self, session_id: str, turn: SubmitTurn) -> TurnAccepted:
-        """Let the model answer; returns once the daemon is bound to do so."""
+        """Submit a turn; returns when the daemon has accepted it.
+
+        Raises:
+            TurnInProgressError: another turn runs, with ``when_busy="reject"``.
+            QueueFullError: too many turns wait.
+            IdempotencyConflictError: a turn of this id exists with another body.
+        """
         return self._portal.run(self._client.submit_turn(session_id, turn))
 
     def read_turn(self, session_id: str, turn_id: str, wait_s: float = 0.0) -> TurnRecord:
-        """A turn; with ``wait_s``, which is at most 60, once it has ended, or after that time."""
+        """Read a turn; with ``wait_s``, which is at most 60, once it has ended, or after that time in seconds."""
         if wait_s:
             check_upstream(self._client, self._portal)
         return self._portal.run(self._client.read_turn(session_id, turn_id, wait_s))
 
     def cancel_turns(self, session_id: str, cancel: CancelTurns) -> CancelAnswer:
-        """End the active turn, or one by its id, or the queued ones too. What has ended stays as it is."""
+        """Cancel the active turn, or one by its id, or also the queued ones. Ended turns stay unchanged."""
         return self._portal.run(self._client.cancel_turns(session_id, cancel))
 
-    # Permissions
-
     def permissions(self) -> list[PermissionRecord]:
-        """Those that wait for a decision, of all sessions."""
+        """List the permissions that wait for a decision, of all sessions."""
         return self._portal.run(self._client.permissions())
 
     def decide(
         self, permission_id: str, decision: Literal["allow", "deny"], *, scope: Literal["once", "session"] = "once"
     ) -> PermissionRecord:
-        """Let a call run, or not."""
+        """Allow or deny one call with exactly its arguments, or with scope ``session`` the tool in this session.
+
+        Raises:
+            AlreadyResolvedError: another client has decided; the message says how.
+            PermissionExpiredError: the time for a decision is over, or the turn has ended.
+        """
         return self._portal.run(self._client.decide(permission_id, decision, scope=scope))
 
-    # MCP servers
-
     def mcp_servers(self) -> list[McpServerRecord]:
-        """All that are configured, and how they are."""
+        """List the MCP servers with their states."""
         return self._portal.run(self._client.mcp_servers())
 
     def add_mcp_server(self, config: McpServerConfig) -> McpServerRecord:
-        """Add one, and start it; returns before it is ready."""
+        """Add an MCP server and start it; ``mcp.status`` events report its state.
+
+        Raises:
+            McpServerExistsError: the name is taken.
+        """
         return self._portal.run(self._client.add_mcp_server(config))
 
     def mcp_server(self, name: str) -> McpServerRecord:
-        """One of them."""
+        """Read one MCP server, with the last lines of its stderr."""
         return self._portal.run(self._client.mcp_server(name))
 
     def change_mcp_server(self, name: str, change: ChangeMcpServer) -> McpServerRecord:
-        """Set what is set in ``change``, and start it again."""
+        """Set the fields that are set in ``change``, and restart the server. ``***`` leaves a secret unchanged."""
         return self._portal.run(self._client.change_mcp_server(name, change))
 
     def remove_mcp_server(self, name: str) -> None:
-        """Stop it and forget it."""
+        """Stop and remove an MCP server. Idempotent."""
         self._portal.run(self._client.remove_mcp_server(name))
 
     def restart_mcp_server(self, name: str) -> McpServerRecord:
-        """Stop it and start it again."""
+        """Restart an MCP server, also after the daemon has stopped restarting it."""
         return self._portal.run(self._client.restart_mcp_server(name))
 
     def test_mcp_server(self, server: str | McpServerConfig) -> McpTestPassed | McpTestFailed:
-        """Whether it starts and lists its tools: one of the daemon's by name, or any. It changes nothing."""
+        """Start an MCP server, list its tools and stop it. A running server is not affected, and nothing is stored.
+
+        Args:
+            server: The name of a configured server, or a configuration.
+        """
         return self._portal.run(self._client.test_mcp_server(server))
 
     def mcp_tools(self, name: str) -> list[ToolRecord]:
-        """The tools of one of them."""
+        """List the tools of a server, as the model receives them."""
         return self._portal.run(self._client.mcp_tools(name))
-
-    # Events
 
     def page(
         self,
@@ -212,29 +263,21 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         session_ids: Sequence[str] = (),
         types: Sequence[str] = (),
     ) -> EventPage:
-        """Events by polling, the oldest first. ``events()`` loses none on the way and asks less often."""
-        if wait_s:
-            check_upstream(self._client, self._portal)
-        page = self._client.page(
-            after=after, stream_id=stream_id, limit=limit, wait_s=wait_s, session_ids=session_ids, types=types
-        )
-        return self._portal.run(page)
-
-    def events(
-        self,
-        *,
-        after: int | None = None,
-        session_ids: Sequence[str] = (),
-        types: Sequence[str] = (),
-        cursor: CursorStore | None = None,
-    ) -> BlockingSubscription:
-        """Events as they come, also over breaks and restarts: ``with client.events() as events: for event in events``.
+        """Read events by polling, the oldest first. ``events()`` needs fewer requests.
 
         Args:
-            after: A cursor: what came after that event, 0 for all that is kept. By default only what is new.
-            session_ids: By default of all sessions, and what is of none.
+            after: The cursor of the previous page; 0 for all that are kept. By default only new events.
+            stream_id: The log that the cursor is from.
+            wait_s: Maximum time in seconds to wait for an event, at most 60.
             types: Such as ``turn.done``, ``tool.*``; by default all.
-            cursor: Where to keep the last event that was seen, and to go on from.
+
+        Raises:
+            CursorExpiredError: events after the cursor are not available; ``reason`` says why.
         """
-        subscription = self._client.events(after=after, session_ids=session_ids, types=types, cursor=cursor)
-        return BlockingSubscription(self._client, self._portal, subscription)
+        if wait_s:
+            check_upstream(self._client, self._portal)
+        return self._portal.run(
+            self._client.page(
+                after=after, stream_id=stream_id, limit=limit, wait_s=wait_s, session_ids=session_ids, types=types
+            )
+        )

@@ -1,4 +1,4 @@
-"""Async clients for callers that block: all of a process live on one loop in its background."""
+"""The portal from blocking callers to async clients, which all run on one background loop of the process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
-from lmx_lab.errors import HostingError
+from lmx_lab.client.daemon_routes import DaemonRoutes
+from lmx_lab.errors import HostingError, LabError
 from lmx_lab.loops import LoopThread, loops_serving
 
 T = TypeVar("T")
 CLOSE_S = 5.0
-"""For turns that are cancelled before the connections are closed, too."""
+"""Maximum time to close a client, including the cancellation of its turns."""
 PORTS = {"http": 80, "https": 443}
 REMEDIES = (
     "await the async client, put the cell under %%offload, call this in asyncio.to_thread, or serve from a thread: "
@@ -28,7 +29,7 @@ REMEDIES = (
 
 
 class _Background:
-    """The loop of this process's blocking clients, in a thread that is made for the first of them."""
+    """The loop of this process's blocking clients, in a thread that starts with the first client."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +51,7 @@ class _Background:
             self._thread.stop()
 
     def forget(self) -> None:
-        """In a forked child, where no thread has come along; another one may have held the lock."""
+        """Called in a forked child, which has no copy of the thread; the lock may have been held."""
         self._lock, self._thread = threading.Lock(), None
 
 
@@ -60,19 +61,19 @@ os.register_at_fork(after_in_child=_BACKGROUND.forget)
 
 
 def is_foreign(thread: LoopThread) -> bool:
-    """Whether it is of the process that this one was forked from: who waits for it waits in vain."""
+    """Whether the thread belongs to the parent of a forked process; waiting for it would never end."""
     return not _BACKGROUND.is_at(thread)
 
 
 class Portal:
-    """The way from blocking callers, on any thread, to one async client on the background loop.
+    """Runs the coroutines of one async client for blocking callers on any thread.
 
-    An interrupt (Ctrl-C) cancels what is waited for, and is raised when that has ended. Dropping the line closes the
+    An interrupt (Ctrl-C) cancels the coroutine, and is raised when that has ended. Deleting the portal closes the
     client, as does the end of the process.
 
     Args:
-        address: Where the client's server is now.
-        close: What closes the client.
+        address: Returns the current address of the client's server.
+        close: Closes the client.
     """
 
     def __init__(self, address: Callable[[], str], close: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -84,9 +85,10 @@ class Portal:
 
     @property
     def thread(self) -> LoopThread:
-        """
+        """The thread of the background loop.
+
         Raises:
-            HostingError: the client was closed, or its process has forked since: both would read from one connection.
+            HostingError: the client was closed, or the process has forked since: both would use one connection.
         """
         if not self._end.alive:
             raise HostingError("this client was closed; make a new one")
@@ -97,12 +99,13 @@ class Portal:
         return self._held[0]
 
     def check(self, *, also: str | None = None) -> None:
-        """
+        """Check that the caller would not wait for itself.
+
         Args:
-            also: The address of another server that has to answer meanwhile.
+            also: The address of another server that has to answer while the caller waits.
 
         Raises:
-            HostingError: the caller's own loop would have to answer, and waits.
+            HostingError: the server runs on the caller's own event loop.
         """
         here = asyncio._get_running_loop()
         if here is None:
@@ -114,11 +117,11 @@ class Portal:
                 raise HostingError(f"{address} is served by this very loop, which would wait for itself; {REMEDIES}")
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run the work in the background and wait for what it gives.
+        """Run a coroutine in the background and wait for its result.
 
         Raises:
             HostingError: as ``check``, or the client was closed.
-            TimeoutError: after ``timeout_s``; the work was cancelled.
+            TimeoutError: after ``timeout_s``; the coroutine was cancelled.
         """
         try:
             self.check()
@@ -129,7 +132,7 @@ class Portal:
         return thread.run(work, timeout_s)
 
     def close(self) -> None:
-        """Close the client, and with it its connections. Idempotent."""
+        """Close the client with its connections. Idempotent."""
         if self._end.detach() is not None and self._held and _BACKGROUND.is_at(self._held[0]):
             with suppress(TimeoutError, HostingError):
                 self._held[0].run(self._close(), CLOSE_S)
@@ -146,7 +149,7 @@ Client = TypeVar("Client", bound=_Client)
 
 
 class BlockingClient(Generic[Client]):
-    """What the blocking clients have in common: an async one, and the line to it."""
+    """A blocking client: an async client, and the portal to it."""
 
     def __init__(self, client: Client) -> None:
         self._begin(client)
@@ -157,14 +160,14 @@ class BlockingClient(Generic[Client]):
 
     @property
     def url(self) -> str:
-        """The server's address, as far as it is known."""
+        """The server's address, as of the last request."""
         return self._client.url
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.url}>"
 
     def close(self) -> None:
-        """Close all connections, which ends what the server computes for them. Idempotent."""
+        """Close all connections; the server stops its work for them. Idempotent."""
         self._portal.close()
 
     def __enter__(self) -> Self:
@@ -176,11 +179,27 @@ class BlockingClient(Generic[Client]):
         self.close()
 
 
+def check_upstream(client: DaemonRoutes, portal: Portal) -> None:
+    """Check that neither the daemon nor its model's server runs on the caller's own event loop.
+
+    Raises:
+        HostingError: one of them does; a turn would wait for its own caller.
+    """
+    if asyncio._get_running_loop() is None:
+        return
+    portal.check()
+    try:
+        upstream = portal.run(client.state()).upstream.url
+    except LabError:
+        return  # The request for the turn reports the problem, or waits until the daemon is back.
+    portal.check(also=upstream)
+
+
 _CLOSING: set[asyncio.Task[None]] = set()
 
 
 def _close_later(held: list[LoopThread], close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """From a destructor, on whatever thread that runs, in the middle of anything: it may take no lock."""
+    """Called in a finalizer, on any thread at any time, so it must not take a lock."""
 
     def begin() -> None:
         task = asyncio.get_running_loop().create_task(close())
@@ -193,14 +212,14 @@ def _close_later(held: list[LoopThread], close: Callable[[], Coroutine[Any, Any,
 
 
 def serves(loop: asyncio.AbstractEventLoop, address: str) -> bool:
-    """Whether requests to this address are answered by this loop."""
+    """Whether this loop serves the address."""
     where = urlsplit(address)
     port = where.port or PORTS.get(where.scheme, 0)
     return loop in loops_serving(port) and _is_this_machine(where.hostname or "")
 
 
 def _is_this_machine(host: str) -> bool:
-    """By whether a socket can be bound to it, which asks nobody but the names' resolver."""
+    """Whether a socket can be bound to the host; sends nothing except name lookups."""
     with suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as bound, suppress(OSError):

@@ -1,4 +1,4 @@
-"""What blocking callers wait for again and again: items of a stream, and work that asks them something meanwhile."""
+"""Streams and callbacks for blocking callers: coroutines in the background that call back into the caller's thread."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from enum import Enum, auto
+from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from lmx_lab.client.blocking.portal import Portal, is_foreign
+from lmx_lab.client.turn_permissions import OnPermission, Verdict
 from lmx_lab.errors import HostingError
 from lmx_lab.loops import LoopThread
+from lmx_lab.wire.sessions import PermissionRecord
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 Call = Callable[[], None]
 END_S = 5.0
-"""So long one waits for cancelled work, such as a turn that is being cancelled on its daemon."""
+"""Maximum wait for cancelled work, such as a turn that the daemon cancels."""
 DUE = 10_000
-"""So many calls of a callback may be due."""
+"""Maximum number of pending callbacks."""
+
+
+BlockingOnPermission = Literal["allow", "deny"] | Callable[[PermissionRecord], Verdict]
+"""How to decide on permissions; a function is called in the thread that waits for the turn."""
 
 
 class _Over(Enum):
@@ -33,17 +40,17 @@ OVER = _Over.OVER
 
 
 class CallbackQueue:
-    """Brings functions of a caller to the thread in which it waits, in their order."""
+    """Callbacks for the thread that waits, in order."""
 
     def __init__(self) -> None:
         self._due: deque[Call] = deque()
         self._woken = asyncio.Event()
 
     def tell(self, function: Call) -> None:
-        """Have it called there, soon.
+        """Have the function called in the waiting thread.
 
         Raises:
-            HostingError: too many calls are due.
+            HostingError: too many calls are pending.
         """
         if len(self._due) >= DUE:
             raise HostingError(f"a callback has {DUE:,} calls before it; it has to return sooner")
@@ -51,7 +58,7 @@ class CallbackQueue:
         self._woken.set()
 
     async def ask(self, function: Callable[[], T]) -> T:
-        """What it gives there. If it raises, the work is cancelled, and its caller gets that."""
+        """Call the function in the waiting thread and return its result. If it raises, the work is cancelled."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -60,18 +67,33 @@ class CallbackQueue:
                 answer.set_result(given)
 
         def call() -> None:
-            # Who asked may not want to know any more.
+            # The work may have been cancelled.
             if not answer.cancelled():
                 loop.call_soon_threadsafe(settle, function())
 
         self.tell(call)
         return await answer
 
+    def notifier(self, function: Callable[[T], object] | None) -> Callable[[T], None] | None:
+        """The same callback, called in the waiting thread without waiting for it."""
+        return None if function is None else lambda value: self.tell(lambda: _call(function, value))
+
+    def decider(self, on_permission: BlockingOnPermission | None) -> OnPermission | None:
+        """The same policy, with a function called in the waiting thread."""
+        if on_permission is None or isinstance(on_permission, str):
+            return on_permission
+        decide = on_permission
+
+        async def decided(permission: PermissionRecord) -> Verdict:
+            return await self.ask(partial(decide, permission))
+
+        return decided
+
     def wake(self, *_: object) -> None:
         self._woken.set()
 
     async def due_before(self, *futures: asyncio.Future[Any]) -> list[Call]:
-        """What is to be called; nothing if one of the futures, which wake this, is done first."""
+        """Wait for pending calls and return them; returns none if one of the futures is done first."""
         while not self._due and not any(future.done() for future in futures):
             self._woken.clear()
             await self._woken.wait()
@@ -80,9 +102,8 @@ class CallbackQueue:
         return found
 
 
-class _Errand(Generic[T]):
-    """A task on the background loop, and the calls that it has for who waits for it. One task from its first step to
-    its last: cancel scopes in it need that."""
+class _Work(Generic[T]):
+    """A task on the background loop with its callbacks. It is one task from start to end, as cancel scopes require."""
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
@@ -98,7 +119,7 @@ class _Errand(Generic[T]):
         self._thread.run(made())
 
     async def calls(self) -> list[Call]:
-        """What is to be called now; nothing when all was called and the work has ended."""
+        """Wait for calls to make; returns none when all were made and the work has ended."""
         return [] if self._task is None else await self._callbacks.due_before(self._task)
 
     async def result(self) -> T:
@@ -107,12 +128,12 @@ class _Errand(Generic[T]):
         return await self._task
 
     def drop(self) -> None:
-        """Ask it to end, on any thread and in destructors."""
+        """Cancel the task; can be called on any thread and in finalizers."""
         with suppress(RuntimeError):  # the loop is closed, and the task has ended
             self._thread.loop.call_soon_threadsafe(self._cancel)
 
     def end(self) -> None:
-        """Ask it to end, and wait until it has, for a while."""
+        """Cancel the task, and wait until it has ended, for at most ``END_S``."""
         self._wait(self._ended())
 
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
@@ -132,27 +153,31 @@ class _Errand(Generic[T]):
             self._task.cancel()
 
 
+def _call(function: Callable[[T], object], value: T) -> None:
+    function(value)
+
+
 def _see(task: asyncio.Task[Any]) -> None:
-    """Whoever waited for it may have left."""
+    """Retrieve the exception, which nothing may wait for any more."""
     if not task.cancelled():
         task.exception()
 
 
 def run_with_callbacks(portal: Portal, work: Callable[[CallbackQueue], Coroutine[Any, Any, T]]) -> T:
-    """Run work in the background whose callbacks are called here, in the caller's thread, while it waits.
+    """Run a coroutine in the background, and its callbacks in this thread while it waits.
 
-    An interrupt, or whatever a callback raises, cancels the work, and is raised when that has ended.
+    An interrupt, or an exception of a callback, cancels the coroutine, and is raised when that has ended.
     """
     portal.check()
-    errand: _Errand[T] = _Errand(portal.thread)
+    running: _Work[T] = _Work(portal.thread)
     try:
-        errand.begin(work)
-        while calls := portal.run(errand.calls()):
+        running.begin(work)
+        while calls := portal.run(running.calls()):
             for call in calls:
                 call()
-        return portal.run(errand.result())
+        return portal.run(running.result())
     except BaseException:
-        errand.end()
+        running.end()
         raise
 
 
@@ -161,9 +186,8 @@ def run_with_callbacks(portal: Portal, work: Callable[[CallbackQueue], Coroutine
 Source = Callable[[CallbackQueue], AbstractAsyncContextManager[AsyncIterator[Item]]]
 
 
-class _Pulled(_Errand[None], Generic[Item]):
-    """An async iterator whose next item is asked for when a caller wants it, and no earlier: what it then takes to be
-    seen, somebody has seen."""
+class _Pulled(_Work[None], Generic[Item]):
+    """An async iterator whose next item is requested only when the caller wants it."""
 
     def __init__(self, thread: LoopThread) -> None:
         super().__init__(thread)
@@ -182,7 +206,7 @@ class _Pulled(_Errand[None], Generic[Item]):
                 wanted.set_result(item)
 
     async def pull(self) -> Item | list[Call] | _Over:
-        """The next item, or what is to be called before it comes."""
+        """The next item, or calls to make before it arrives."""
         task, pending = self._task, self._pending
         if task is None:
             return OVER
@@ -200,7 +224,7 @@ class _Pulled(_Errand[None], Generic[Item]):
         return pending.result()
 
     def leave(self) -> None:
-        """End it as a block that is left without an error."""
+        """Leave the source as a block without an error."""
 
         async def left() -> None:
             self._wanted.put_nowait(None)
@@ -211,9 +235,9 @@ class _Pulled(_Errand[None], Generic[Item]):
 
 
 class BlockingStream(Generic[Item]):
-    """A stream for a ``for`` loop: begun when the first item is wanted; also ``with … as items``.
+    """A stream for a ``for`` loop, also as ``with … as items``. It starts with the first item.
 
-    It ends when it is closed or dropped, and by an interrupt (Ctrl-C), which ends what the server does for it, too.
+    Closing or deleting it, or an interrupt (Ctrl-C), ends the stream, and the server's work for it.
     """
 
     def __init__(self, portal: Portal, source: Source[Item]) -> None:
@@ -248,7 +272,7 @@ class BlockingStream(Generic[Item]):
         return found
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End the stream. Idempotent."""
         self._over = True
         if self._pulled is not None:
             self._pulled.end()
@@ -264,10 +288,10 @@ class BlockingStream(Generic[Item]):
         self.close()
 
     def _check(self) -> None:
-        """Once, before it begins.
+        """Called once before the stream starts.
 
         Raises:
-            HostingError: waiting for an item would keep it from coming.
+            HostingError: the caller would wait for itself.
         """
         self._portal.check()
 
