@@ -16,23 +16,22 @@ from urllib.parse import urlsplit
 from lmx_lab.client.address import bearer, server_address
 from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.errors import CHAT_SERVER, CHECK, UnexpectedResponse, chat_server_error
-from lmx_lab.client.sse import EVENT_STREAM
+from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 
 HELD_BYTES = 1_000_000
 """Of one connection that were not read yet; from there on the server waits."""
 HEAD_BYTES = 65_536
-EVENT_BYTES = 4_000_000
 BLANK = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """The data of an event, or None for any other line, such as a comment."""
+    """The data of a server-sent event, or None for a comment."""
 
     at_s: float
     """When its last byte was here, by ``time.perf_counter``."""
-    data: bytes | None
+    data: str | None
 
 
 class Dechunker:
@@ -67,23 +66,6 @@ class Dechunker:
                     raise ValueError("a chunk's size has no end")
                 break
         return b"".join(out)
-
-
-class EventLines:
-    """Server-sent events out of bytes. A line of data is an event: every chat-format server sends one line each."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes | None]:
-        """
-        Raises:
-            ValueError: a line longer than ``EVENT_BYTES``.
-        """
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > EVENT_BYTES:
-            raise ValueError(f"an event has more than {EVENT_BYTES} bytes")
-        return [line[5:].strip() if line.startswith(b"data:") else None for line in lines if line.strip()]
 
 
 class _Inbox(asyncio.Protocol):
@@ -206,11 +188,11 @@ class Exchange:
             if not (head.status == 200 and head.kind == EVENT_STREAM):
                 yield await self._document(head, b"".join(data for _, data in arrived))
                 return
-            lines = EventLines()
+            decoder = EventDecoder()
             while arrived:
                 for at_s, data in arrived:
-                    for line in lines.feed(head.decoded(data)):
-                        yield Event(at_s=at_s, data=line)
+                    for found in decoder.feed(head.decoded(data)):
+                        yield Event(at_s=at_s, data=None if isinstance(found, Remark) else found)
                 if head.ended:
                     return
                 arrived = await self._inbox.take()
@@ -234,7 +216,7 @@ class Exchange:
         body = await self._whole(head, rest)
         if head.status != 200 or not head.kind.endswith("json"):
             raise self._refused(head, body)
-        return Event(at_s=time.perf_counter(), data=body)
+        return Event(at_s=time.perf_counter(), data=body.decode(errors="replace"))
 
     async def _head(self) -> tuple[_Head, list[tuple[float, bytes]]]:
         """And what came behind it, each piece with its moment."""

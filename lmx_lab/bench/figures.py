@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lmx_lab.bench.chunks import Chunk, ServerFigures, Usage
+from lmx_lab.bench.chunks import Chunk, ServerFigures
+from lmx_lab.client.chat_chunks import TokenUsage
 
 COARSE = 2
 """So many tokens in a piece, on average, and the first piece would no longer stand for one token."""
@@ -26,7 +27,7 @@ class Trace:
     finished_at_s: float | None = None
     """When the reason of the end came, which is with the last token or right after it."""
     finish_reason: str | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     server: ServerFigures = field(default_factory=ServerFigures)
     times_s: list[float] = field(default_factory=list)
     """When tokens came."""
@@ -74,7 +75,7 @@ class Trace:
     @property
     def _counted(self) -> int | None:
         """By the server; one that counts nothing where there was something has not counted."""
-        counted = self.usage.output if self.usage else None
+        counted = self.usage.completion if self.usage else None
         return counted if counted or not self.counts else None
 
     @property

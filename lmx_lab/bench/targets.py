@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import TypeIs
 
-from lmx_lab.bench.chunks import Chunk, ChunkReader, ServerFigures, Usage
+from lmx_lab.bench.chunks import Chunk, ServerFigures, chunk_of
 from lmx_lab.bench.exchange import Address, Event, Exchange
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
+from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
+from lmx_lab.client.chat_format import DONE
 from lmx_lab.client.errors import was_sent
 from lmx_lab.errors import (
     ConnectionLostError,
@@ -31,7 +33,6 @@ from lmx_lab.errors import (
 if TYPE_CHECKING:
     from lmx_lab.engine import Engine, GenerationReport
 
-DONE = b"[DONE]"
 END_S = 2.0
 """So long after the reason of its end, an answer whose connection stays open is taken to be whole."""
 TO_THE_END = {"temperature": 0, "ignore_eos": True}
@@ -183,8 +184,8 @@ class ChatTarget:
     async def _chunks(self, exchange: Exchange) -> AsyncGenerator[Chunk, None]:
         reader, until_s = ChunkReader(self.url), None
         async with aclosing(exchange.events()) as events:
-            while (event := await _next(events, until_s)) is not None and event.data != DONE:
-                yield Chunk(at_s=event.at_s) if event.data is None else reader.read(event.data, event.at_s)
+            while (event := await _next(events, until_s)) is not None and (event.data or "").strip() != DONE:
+                yield chunk_of(reader.read(event.data) if event.data else None, event.at_s)
                 if reader.finished and until_s is None:
                     until_s = asyncio.get_running_loop().time() + END_S
         if not reader.finished:
@@ -290,7 +291,7 @@ def _last(report: GenerationReport) -> Chunk:
     return Chunk(
         at_s=time.perf_counter(),
         finish_reason=report.finish_reason,
-        usage=Usage(prompt=report.prompt_tokens, cached=report.cached_tokens, output=report.output_tokens),
+        usage=TokenUsage(prompt=report.prompt_tokens, cached=report.cached_tokens, completion=report.output_tokens),
         server=ServerFigures(
             queue_ms=report.queue_s * 1e3,
             ttft_ms=report.ttft_s * 1e3,

@@ -8,7 +8,8 @@ from lmx_lab.client.blocking.daemon import DaemonClient
 from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.blocking.subscription import BlockingSubscription
-from lmx_lab.client.chat_format import ChatFormatClient, Piece
+from lmx_lab.client.chat_chunks import Piece
+from lmx_lab.client.chat_format import ChatFormatClient
 from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.event_subscription import ConnectionState, Subscription

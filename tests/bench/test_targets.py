@@ -76,7 +76,7 @@ async def test_a_target_on_llama_cpp_says_so_and_takes_no_credit_for_mlx(tiny_ho
             assert (facts.model, facts.quantization) == (lab.engine.snapshot.model, "F32")
             assert facts.blas is None
             chunks = await asked(target, max_tokens=12)
-            assert [chunk.usage.output for chunk in chunks if chunk.usage] == [12]
+            assert [chunk.usage.completion for chunk in chunks if chunk.usage] == [12]
             assert all(chunk.server.decode_tok_s for chunk in chunks if chunk.server)
         lab.load("tiny")
         for target in (EngineTarget(lab.engine), ChatTarget(lab.url)):
@@ -93,7 +93,7 @@ async def test_an_answer_of_the_lab_is_as_long_as_asked_and_counted(target: Targ
     assert moments == sorted(moments)
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
     (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
-    assert usage.output == 100
+    assert usage.completion == 100
     (server,) = [chunk.server for chunk in chunks if chunk.server]
     assert server.decode_tok_s
 
@@ -263,7 +263,7 @@ async def test_a_document_in_the_place_of_a_stream_counts_as_one_piece() -> None
     with Scripted(json_answer(document)) as server:
         _, whole = await asked(ChatTarget(server.url))
     assert whole.usage is not None
-    assert (whole.tokens, whole.finish_reason, whole.usage.output) == (1, "stop", 5)
+    assert (whole.tokens, whole.finish_reason, whole.usage.completion) == (1, "stop", 5)
 
 
 def test_a_key_is_shown_nowhere() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.client.chat_calls import CALLS, CallAssembly, WholeCall
-from lmx_lab.client.chat_format import ChatFormatClient, Piece, TokenUsage
+from lmx_lab.client.chat_chunks import CALLS, CallAssembly, Piece, TokenUsage, WholeCall
+from lmx_lab.client.chat_format import ChatFormatClient
 from lmx_lab.lab import Lab
 from tests.client.raw import Endless, answering, streamed
 from tests.daemon.scripted import (
@@ -220,10 +220,10 @@ async def test_what_comes_in_an_empty_choice_is_the_usage() -> None:
 
 
 @pytest.mark.parametrize("count", ["1e999", "-1e999", "NaN", "Infinity", "9" * 4000])
-async def test_a_count_that_is_none_takes_only_the_usage_away(count: str) -> None:
+async def test_a_count_that_is_none_is_unknown_and_the_rest_counts(count: str) -> None:
     odd = b'data: {"choices":[],"usage":{"prompt_tokens":%s,"completion_tokens":1}}\n\n' % count.encode()
     text, _, _, reason, usage = await read([token("a"), chunk({}, finish="stop"), odd, DONE])
-    assert (text, reason, usage) == ("a", "stop", None)
+    assert (text, reason, usage) == ("a", "stop", TokenUsage(prompt=None, completion=1))
 
 
 async def test_names_have_whole_characters_only() -> None:
