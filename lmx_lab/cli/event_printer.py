@@ -1,4 +1,4 @@
-"""Events on a terminal, or as lines of JSON for programs."""
+"""Prints events as text on a terminal, or as lines of JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lmx_lab.wire.event_stream import Envelope, ResetFrame, SnapshotFrame
 from lmx_lab.wire.events import daemon_event
 
 FIRST_LOOK = 1000
-"""Events looked through for the newest that are wanted; then all."""
+"""Number of the newest events that are searched first; then all are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventSelection:
-    """What is printed, and how."""
+    """Which events are printed, and how."""
 
     session_ids: tuple[str, ...] = ()
     types: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class EventSelection:
 
 
 def newest_events(client: DaemonClient, selection: EventSelection, *, after: int | None, tail: int) -> int:
-    """Print what the log has after the cursor, or the newest; gives the cursor behind them."""
+    """Print the events of the log after the cursor, or the newest; returns the cursor after them."""
     if after is not None:
         return _printed_pages(client, selection, after)
     latest = client.state().latest_seq
@@ -61,13 +61,13 @@ def _collected(client: DaemonClient, selection: EventSelection, cursor: int, tai
 
 
 def follow_events(client: DaemonClient, selection: EventSelection, *, after: int) -> None:
-    """Print what happens, until interrupted; breaks are told on standard error."""
-    with client.events(after=after, session_ids=selection.session_ids, types=selection.types) as happening:
-        breaks = 0
-        for event in happening:
-            if happening.reconnects > breaks:
-                breaks = happening.reconnects
-                note(f"connected again ({breaks})")
+    """Print new events until interrupted; reconnects are reported on standard error."""
+    with client.events(after=after, session_ids=selection.session_ids, types=selection.types) as subscription:
+        reconnects = 0
+        for event in subscription:
+            if subscription.reconnects > reconnects:
+                reconnects = subscription.reconnects
+                note(f"connected again ({reconnects})")
             if isinstance(event, ResetFrame):
                 note(f"events are missing here: {event.data.reason}")
             elif not isinstance(event, SnapshotFrame):
@@ -75,17 +75,17 @@ def follow_events(client: DaemonClient, selection: EventSelection, *, after: int
 
 
 def _print(event: Envelope, selection: EventSelection) -> None:
-    sys.stdout.write(f"{as_json(event) if selection.as_json else in_words(event)}\n")
+    sys.stdout.write(f"{as_json(event) if selection.as_json else as_text(event)}\n")
     sys.stdout.flush()
 
 
 def as_json(event: Envelope) -> str:
-    """In ASCII, which every encoding has and no terminal obeys."""
+    """The event as JSON in ASCII, which every encoding has and which cannot control a terminal."""
     return json.dumps(event.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
 
 
-def in_words(event: Envelope) -> str:
-    """One line of it."""
+def as_text(event: Envelope) -> str:
+    """The event as one line of text."""
     where = " ".join(part for part in (event.session_id, event.turn_id) if part)
     time = event.at.partition("T")[2] or event.at
     text = daemon_event(event.model_dump_json()).display_text()

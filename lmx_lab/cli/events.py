@@ -1,4 +1,4 @@
-"""``lmx-lab events``: the daemon's log, and what happens now."""
+"""``lmx-lab events``: prints the daemon's log and its new events."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def events(
         raise InvalidRequestError(f"--tail is {tail}; give 0 or more", param="tail")
     if after is not None and after < 0:
         raise InvalidRequestError(f"--after is {after}; give 0, which is all that is kept, or more", param="after")
+    # The client takes most of a second to import, which --help and completion should not wait for.
     from lmx_lab.cli.event_printer import EventSelection, follow_events, newest_events
 
     selection = EventSelection(session_ids=tuple(session or ()), types=tuple(types or ()), as_json=json)
@@ -61,14 +62,15 @@ def events(
 
 
 def _check_sessions(client: DaemonClient, session_ids: Iterable[str]) -> None:
-    """
+    """Check that the sessions exist, or have events in the log.
+
     Raises:
-        SessionNotFoundError: nothing has happened in it, and whoever follows it would wait for ever.
+        SessionNotFoundError: there is no such session, so that no event would ever be printed.
     """
     for session_id in session_ids:
         try:
             client.read_session(session_id)
         except SessionNotFoundError:
-            # Of one that was deleted the log may still tell.
+            # The log may still have events of a deleted session.
             if not client.page(after=0, session_ids=[session_id], limit=1).events:
                 raise

@@ -326,7 +326,7 @@ async def test_a_closed_stream_is_closed_at_the_server() -> None:
         (Refusal(404, b"<html>", "text/html"), errors.WrongServerError),
         (Refusal(200, b"<html>", "text/html"), errors.WrongServerError),
         (Refusal(502, b"", ""), errors.UnreachableError),
-        (json_answer([]), errors.UnreachableError),
+        (json_answer([]), errors.WrongServerError),
     ],
 )
 async def test_refusals_of_all_makes_have_their_class(answer: Refusal, error: type[errors.LabError]) -> None:
@@ -343,7 +343,7 @@ async def test_refusals_of_all_makes_have_their_class(answer: Refusal, error: ty
         ({"error": {"code": 500, "message": "Context size has been exceeded."}}, errors.ContextLengthError),
         ({"error": {"message": "boom"}, "choices": []}, errors.EngineError),
         ({"error": "boom"}, errors.EngineError),
-        (7, errors.UnreachableError),
+        (7, errors.WrongServerError),
     ],
 )
 async def test_an_error_in_the_stream_is_raised_after_what_came(said: Any, error: type[errors.LabError]) -> None:
