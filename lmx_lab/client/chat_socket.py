@@ -27,22 +27,22 @@ from lmx_lab.wire.chat import (
 from lmx_lab.wire.generation import CompletionTokensDetails, FinishReason, PromptTokensDetails, Timings, Usage
 
 CLOSE_S = 2.0
-"""So long one waits for the close of a connection whose other end does not take it."""
+"""Maximum wait for closing a connection whose other end does not respond."""
 
 
 async def messages(
     connection: HttpConnection, path: str, first: str, *, silence_s: float | None = None
 ) -> AsyncGenerator[str, None]:
-    """What a server answers to this first message, text by text; closing this closes the connection.
+    """Send the first message, and return the server's messages; closing the generator closes the connection.
 
     Args:
-        silence_s: The longest time between two of them.
+        silence_s: Maximum time between two messages.
 
     Raises:
-        ConnectionLostError: the server has closed it, or went away: the one who reads knows when it is complete.
-        LabError: the server's own, in the place of the connection.
+        ConnectionLostError: the connection was closed; the reader knows whether the answer is complete.
+        LabError: the server's own, if it refuses the connection.
     """
-    # Of the library's connections a task of their own: they end on the task that began them, or not at all.
+    # The library requires that a connection is closed by the task that opened it.
     handed: asyncio.Queue[str | Exception] = asyncio.Queue(1)
     reading = asyncio.create_task(_read(connection, path, first, silence_s, handed), name="read a WebSocket")
     try:
@@ -61,7 +61,7 @@ async def _read(
     silence_s: float | None,
     handed: asyncio.Queue[str | Exception],
 ) -> None:
-    """All messages, and at last why there are no more."""
+    """Put all messages into the queue, and at the end the reason why there are no more."""
     end: Exception | None = None
     try:
         async with connection.websocket(path) as socket:
@@ -74,13 +74,13 @@ async def _read(
             except Exception as exc:
                 end = exc
     except Exception as exc:
-        # Where there is a reason already, this is about the close, and no news.
+        # An error of closing must not replace the reason.
         end = end or exc
     assert end is not None
-    await handed.put(_in_plain_words(end, connection.url))
+    await handed.put(_translated(end, connection.url))
 
 
-def _in_plain_words(exc: Exception, url: str) -> Exception:
+def _translated(exc: Exception, url: str) -> Exception:
     while isinstance(exc, ExceptionGroup):
         exc = exc.exceptions[0]
     if isinstance(exc, TimeoutError):
@@ -90,7 +90,7 @@ def _in_plain_words(exc: Exception, url: str) -> Exception:
     elif isinstance(exc, HTTPXWSException):
         end = ConnectionLostError(f"{url} closed the connection before the answer's end; ask again")
     else:
-        # Bytes that are no WebSocket's are told by classes of a library beneath.
+        # Invalid frames raise exceptions of a lower library.
         end = ConnectionLostError(f"{url} broke the connection ({type(exc).__name__}: {exc!s:.200}); ask again")
     end.__cause__ = exc
     return end
@@ -101,10 +101,10 @@ SOCKET_MESSAGE: TypeAdapter[SocketMessage] = TypeAdapter(Annotated[SocketMessage
 
 
 class SocketChunks:
-    """Chunks out of the messages of one socket. Pure.
+    """Makes chunks from the messages of one WebSocket. Pure.
 
-    What a socket does not tell is filled in: ``id`` is made here, ``model`` is the name that was asked for,
-    ``system_fingerprint`` is empty. In ``timings`` the prompt's time includes that in the queue.
+    Fields that a WebSocket does not send are filled in: ``id`` is made here, ``model`` is the requested name,
+    ``system_fingerprint`` is empty. The prompt time in ``timings`` includes the time in the queue.
     """
 
     def __init__(self, body: ChatRequest) -> None:
@@ -116,6 +116,7 @@ class SocketChunks:
         self._begun = False
 
     def read(self, message: SocketToken | SocketDone) -> Iterator[ChatChunk]:
+        """The chunks of one message."""
         if not self._begun:
             self._begun = True
             yield self._chunk(ChoiceDelta(role="assistant", content=""))
@@ -130,7 +131,7 @@ class SocketChunks:
             yield self._with([]).model_copy(update={"usage": _usage(stats)})
 
     def _pieces(self, message: SocketToken) -> Iterator[ChatChunk]:
-        """Of thoughts, text and calls, one each; the log-probabilities of all go with the first."""
+        """One chunk each for thoughts, text and calls; the first one has the log-probabilities."""
         logprobs = None if message.logprobs is None else ChoiceLogprobs(content=message.logprobs)
         for delta in _deltas(message):
             yield self._chunk(delta, logprobs=logprobs)
@@ -157,7 +158,7 @@ def _deltas(message: SocketToken) -> list[ChoiceDelta]:
     if message.token:
         found.append(ChoiceDelta(content=message.token))
     found += [ChoiceDelta(tool_calls=[call]) for call in message.tool_calls or ()]
-    # Tokens without text have their log-probabilities all the same.
+    # Tokens without text have log-probabilities, too.
     return found or [ChoiceDelta(content="")]
 
 

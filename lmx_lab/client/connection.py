@@ -1,4 +1,4 @@
-"""One server over HTTP: requests, whole answers and server-sent events, all bounded, every failure in plain words."""
+"""HTTP to one server: requests, answers, server-sent events and WebSockets, with limits and translated errors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from lmx_lab.errors import LabError, UnreachableError
 
 Shape = TypeVar("Shape", bound=BaseModel)
 SHORT_BYTES = 100_000
-"""A refusal, and an answer of a few fields."""
+"""Maximum size of an error body, and of an answer with a few fields."""
 LONG_BYTES = 64_000_000
-"""The list of models, and one text: that is ten million tokens, or 600,000 with the probability of each."""
+"""Maximum size of a list of models, and of one text: ten million tokens, or 600,000 with log-probabilities."""
 CONNECT_S = 5.0
 QUICK_S = 30.0
-"""For the whole of what computes nothing, and between two events, of which there is one a second."""
-# The server keeps an idle connection for 30 s: it must not close one that is just being used again.
+"""Time limit of requests without computation, and between two events of a stream that has one per second."""
+# Less than the 30 s of the server, which must not close a connection that is just being used again.
 IDLE_S = 10.0
 CONNECTIONS = 256
 UPGRADE = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
@@ -46,7 +46,7 @@ JSON = {"content-type": "application/json"}
 
 
 class _Key(httpx2.Auth):
-    """A key on its way into a request. It is in no other object that a traceback with values would show."""
+    """Adds the key to requests. No other object holds it, so that tracebacks with values do not show it."""
 
     def __init__(self, key: str | None) -> None:
         self._headers = bearer(key)
@@ -57,18 +57,18 @@ class _Key(httpx2.Auth):
 
 
 class HttpConnection:
-    """Requests to one server, on one loop, over connections that are kept for a while.
+    """Requests to one server, on one event loop, over pooled connections.
 
     Args:
-        base_url: With or without a proxy's prefix, a slash or ``/v1`` at its end.
-        api_key: It is shown nowhere.
-        transport: In the place of the network.
-        timeout_s: The longest silence while the server computes; None waits as long as the connection is there.
+        base_url: The address, optionally with a proxy's prefix, a trailing slash or ``/v1``.
+        api_key: It is never displayed.
+        transport: Replaces the network, for tests.
+        timeout_s: Maximum time without data while the server computes; None waits as long as the connection exists.
         server: The server that is expected there.
-        read_error: What an answer that is no success means.
+        read_error: Makes an error from a response that is not a success.
 
     Raises:
-        InvalidRequestError: an address or a key that could never do.
+        InvalidRequestError: the address or the key is not valid.
     """
 
     def __init__(
@@ -91,20 +91,20 @@ class HttpConnection:
             transport=transport,
             timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S, pool=None),
             limits=httpx2.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_S),
-            # Reading all certificates takes 30 ms and more, which a plain address needs for nothing.
+            # Loading all certificates takes 30 ms or more, which plain HTTP does not need.
             verify=True if self.url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-            # A proxy for the web cannot reach this machine's own server.
+            # A proxy cannot reach this machine's loopback interface.
             trust_env=not is_loopback(self.url),
         )
 
     async def aclose(self) -> None:
-        """Close all connections, which ends what the server computes for them. Idempotent."""
+        """Close all connections; the server stops its work for them. Idempotent."""
         await self._http.aclose()
 
-    # Whole answers
+    # Complete answers
 
     async def get(self, path: str, *, limit: int = SHORT_BYTES) -> tuple[httpx2.Response, bytes]:
-        """What a server knows without computing, of at most ``limit`` bytes, within ``QUICK_S``."""
+        """GET an answer of at most ``limit`` bytes within ``QUICK_S``, for requests without computation."""
         return await self.ask("GET", path, limit=limit, within_s=QUICK_S)
 
     async def ask(
@@ -118,11 +118,11 @@ class HttpConnection:
         within_s: float,
         with_key: bool = True,
     ) -> tuple[httpx2.Response, bytes]:
-        """Whatever is answered, and its body of at most ``limit`` bytes.
+        """Send a request and return the response with its body of at most ``limit`` bytes.
 
         Args:
-            within_s: To the last byte of the answer.
-            with_key: Without it, it asks as a stranger does.
+            within_s: Time limit up to the last byte of the answer.
+            with_key: Whether the key is sent.
         """
         timeout = httpx2.Timeout(within_s, connect=CONNECT_S, pool=None)
         headers = {} if content is None else JSON
@@ -130,7 +130,7 @@ class HttpConnection:
             method, path, content=content, params=params, headers=headers, timeout=timeout
         )
         try:
-            # Also of all bytes together: one that says a little all the time is never silent.
+            # A limit for the whole answer: a server that sends a byte now and then is never silent.
             async with asyncio.timeout(within_s):
                 return await self._fetch(request, limit, with_key=with_key)
         except TimeoutError as exc:
@@ -144,7 +144,7 @@ class HttpConnection:
     async def _fetch(
         self, request: httpx2.Request, limit: int, *, with_key: bool = True
     ) -> tuple[httpx2.Response, bytes]:
-        """An answer and its body, of which no more is read than it may have."""
+        """Return a response and its body; no more than ``limit`` bytes are read."""
         response = await self._send(request, with_key=with_key)
         try:
             return response, await self._body(response, limit)
@@ -165,7 +165,7 @@ class HttpConnection:
         return text
 
     async def beginning(self, response: httpx2.Response, limit: int) -> bytes:
-        """The body, or of a longer one a little more than the limit."""
+        """Read the body; of a longer one a little more than the limit."""
         body = bytearray()
         with translated_errors(self.url, begun=True, server=self._server):
             async with aclosing(response.aiter_bytes()) as chunks:
@@ -176,11 +176,13 @@ class HttpConnection:
         return bytes(body)
 
     def whole(self, response: httpx2.Response, text: bytes, shape: type[Shape]) -> Shape:
+        """Parse the body of a successful response; raises the error of any other."""
         if not response.is_success:
             raise self.refused(response, text)
         return self.read(response, text, shape)
 
     def read(self, response: httpx2.Response, text: bytes, shape: type[Shape]) -> Shape:
+        """Parse the body of a response, whatever its status."""
         try:
             return shape.model_validate_json(text)
         except ValidationError as exc:
@@ -191,11 +193,11 @@ class HttpConnection:
     async def events(
         self, method: str, path: str, *, content: bytes = b"", whole_bytes: int | None = None, **options: Any
     ) -> AsyncGenerator[str | Remark, None]:
-        """The events of a stream and its comments; closing this closes the connection.
+        """Return the events of a stream and its comments; closing the generator closes the connection.
 
         Args:
-            whole_bytes: The length that a JSON document may have which comes in the stream's place, and is given as
-                its only event. By default none may come.
+            whole_bytes: Maximum size of a JSON document in place of a stream, which is returned as its only event. By
+                default a document is an error.
         """
         headers = {"accept": EVENT_STREAM, **(JSON if content else {})}
         request = self._http.build_request(method, path, content=content, headers=headers, **options)
@@ -217,14 +219,15 @@ class HttpConnection:
     async def websocket(
         self, path: str, params: Mapping[str, str | list[str]] | None = None, *, limit: int = LONG_BYTES
     ) -> AsyncGenerator[AsyncWebSocketSession, None]:
-        """A WebSocket for the time of the block. What breaks it later is of ``httpx2.websockets``; its silence is the
-        reader's to end.
+        """Open a WebSocket for the duration of the block.
+
+        Later failures are exceptions of ``httpx2.websockets``; the reader has to limit the time without data.
 
         Args:
-            limit: The bytes of one message.
+            limit: Maximum size of one message in bytes.
 
         Raises:
-            LabError: it was not opened: the server's own, or UnreachableError.
+            LabError: the WebSocket was not opened: the server's own error, or UnreachableError.
         """
         key = base64.b64encode(secrets.token_bytes(16)).decode()
         request = self._http.build_request(
@@ -260,10 +263,11 @@ class HttpConnection:
     # Failures
 
     def refused(self, response: httpx2.Response, body: bytes) -> LabError:
-        """The error of an answer that is no success, or not what was asked for."""
-        return self._read_error(self.answer(response, body))
+        """The error for a response that is not a success, or not the requested document."""
+        return self._read_error(self.unexpected(response, body))
 
-    def answer(self, response: httpx2.Response, body: bytes) -> UnexpectedResponse:
+    def unexpected(self, response: httpx2.Response, body: bytes) -> UnexpectedResponse:
+        """Describe a response for an error."""
         headers: Mapping[str, str] = response.headers
         return UnexpectedResponse(
             url=self.url,
@@ -275,7 +279,7 @@ class HttpConnection:
         )
 
     def unreadable(self) -> UnreachableError:
-        """Of an event that is none of such a server."""
+        """The error for an event that such a server does not send."""
         return wrong_server_error(
             UnexpectedResponse(
                 url=self.url, status=200, kind=EVENT_STREAM, retry_after=None, body=b"", server=self._server
@@ -284,7 +288,7 @@ class HttpConnection:
 
 
 def _accepted(key: str) -> str:
-    """What RFC 6455, section 4.2.2, has a server answer: whatever else answers 101 is none."""
+    """The value that RFC 6455, section 4.2.2, requires in the server's answer."""
     return base64.b64encode(hashlib.sha1(f"{key}{RFC_6455}".encode(), usedforsecurity=False).digest()).decode()
 
 

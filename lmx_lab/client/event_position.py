@@ -1,4 +1,4 @@
-"""Where in the log a stream of events is, and what of it is new. Pure: told each frame, it says what to hand on."""
+"""The position of a subscription in the log, which decides what each frame delivers. Pure."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ Frame = LogEvent | ControlFrame | UnknownEvent
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """What a frame comes to."""
+    """What a frame delivers to the reader."""
 
     event: DaemonEvent | None = None
-    """For the reader; None if it has seen it, or if it is none of its business."""
+    """None if the reader has received it before, or if the frame is about the connection."""
     cursor: Cursor | None = None
-    """Where the reader is once it has seen all that was handed on; None if the frame does not move it."""
+    """The reader's cursor after everything delivered so far; None if the frame does not move it."""
 
 
 NOTHING = Delivery()
 
 
 class EventPosition:
-    """Of one subscription, over all of its connections.
+    """The position of one subscription, over all of its connections.
 
     Args:
-        cursor: What has been seen before.
-        after: The same, in whatever database the daemon has; only without a cursor. With neither, what is new.
+        cursor: All events up to it were read before.
+        after: The same in any database; used only without a cursor. With neither, only new events are delivered.
     """
 
     def __init__(self, cursor: Cursor | None = None, after: int | None = None) -> None:
         self.cursor = cursor
-        """From where a next connection goes on."""
+        """The cursor from which the next connection continues."""
         self._after = after
         self._last = -1
-        """Of this connection: what is not after it was there before."""
+        """The last ``seq`` of this connection; events up to it are duplicates."""
         self._resetting = False
         self._in_snapshots: dict[str, int] = {}
-        """Up to where a session's events are in the snapshot that was handed on."""
+        """The ``seq`` up to which a delivered snapshot includes a session's events."""
 
     def begin(self) -> dict[str, str]:
-        """A new connection: the query that goes on from here."""
+        """Start a connection; returns the query parameters that continue from here."""
         self._resetting = False
         if self.cursor is not None:
             self._last = self.cursor.seq
@@ -63,15 +63,16 @@ class EventPosition:
         return {}
 
     def take(self, frame: Frame) -> Delivery:
-        """
+        """Process a frame.
+
         Raises:
-            ValueError: a cursor in it is none.
+            ValueError: a cursor in it is invalid.
         """
         match frame:
             case HelloFrame():
                 return self._greeted(frame)
             case ResetFrame():
-                # The cursor stays where it was until the last snapshot is there: a reset that breaks off comes again.
+                # The cursor moves only after the last snapshot, so that an interrupted reset is repeated.
                 self._resetting, self._last = True, frame.data.cursor
                 self._in_snapshots.clear()
                 return Delivery(event=frame)
@@ -89,7 +90,7 @@ class EventPosition:
     def _greeted(self, hello: HelloFrame) -> Delivery:
         if self.cursor is not None:
             return NOTHING
-        # With ``after`` the greeting may have another cursor, where that one cannot be resumed.
+        # If ``after`` cannot be resumed, the greeting has another cursor.
         seq = hello.data.cursor if self._after is None else self._after
         return self._moved(hello.stream_id, seq)
 
@@ -104,7 +105,7 @@ class EventPosition:
         return moved if is_in_snapshot else Delivery(event=event, cursor=moved.cursor)
 
     def _moved(self, stream_id: str, seq: int) -> Delivery:
-        # No step back: a heartbeat may be of a moment ago.
+        # Never backwards: a heartbeat may be older than the last event.
         self._last = max(self._last, seq)
         self.cursor = Cursor(stream_id=stream_id, seq=self._last)
         return Delivery(cursor=self.cursor)

@@ -324,7 +324,7 @@ class AsyncLabClient:
         """
         response, text = await self._connection.get("/healthz")
         if NAME not in response.headers:
-            raise wrong_server_error(self._connection.answer(response, text))
+            raise wrong_server_error(self._connection.unexpected(response, text))
         return response.headers[NAME]
 
     async def ready(self) -> Ready:
