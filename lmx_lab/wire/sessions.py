@@ -1,6 +1,6 @@
-"""Sessions, their messages, turns and permissions, as the daemon's ``/v3`` has them.
+"""Sessions, their messages, turns and permissions in the daemon's ``/v3`` API.
 
-Times are UTC in ISO 8601 with milliseconds, ``2026-11-21T10:00:00.123Z``. Null is what is not known, or not set.
+Times are UTC in ISO 8601 with milliseconds, ``2026-11-21T10:00:00.123Z``. Null means unknown or not set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lmx_lab.wire.identifiers import Identifier
 CONTENT_CHARACTERS = 1_000_000
 TOOL_NAMES = 256
 METADATA_CHARACTERS = 65_536
-"""Of a session's metadata as JSON."""
+"""Maximum length of a session's metadata as JSON."""
 Title = Annotated[str, StringConstraints(max_length=500)]
 Content = Annotated[str, StringConstraints(min_length=1, max_length=CONTENT_CHARACTERS)]
 Prompt = Annotated[str, StringConstraints(max_length=CONTENT_CHARACTERS)]
@@ -25,7 +25,7 @@ ToolNames = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=200)]], Field(max_length=TOOL_NAMES)
 ]
 SessionStatus = Literal["idle", "queued", "running", "waiting"]
-"""``waiting``: its turn waits for a permission."""
+"""``waiting``: the turn waits for a permission."""
 TurnStatus = Literal["queued", "running", "waiting", "done", "error"]
 StopReason = Literal["end", "length", "max_steps", "cancelled"]
 ToolStatus = Literal["ok", "error", "denied", "timeout", "cancelled", "interrupted"]
@@ -35,7 +35,7 @@ ToolStatus = Literal["ok", "error", "denied", "timeout", "cancelled", "interrupt
 
 
 class ToolCall(RequestShape):
-    """A call that a model asked for."""
+    """A tool call that a model requested."""
 
     call_id: NonEmpty
     name: NonEmpty
