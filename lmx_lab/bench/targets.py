@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from typing_extensions import TypeIs
 
 from lmx_lab.bench.chunks import Chunk, ServerFigures, chunk_of
-from lmx_lab.bench.exchange import Address, Event, Exchange
+from lmx_lab.bench.exchange import Address, Exchange
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
 from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
-from lmx_lab.client.chat_format import DONE
+from lmx_lab.client.chat_format import DONE, END_S
 from lmx_lab.client.errors import was_sent
+from lmx_lab.client.streams import next_until
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -33,8 +34,6 @@ from lmx_lab.errors import (
 if TYPE_CHECKING:
     from lmx_lab.engine import Engine, GenerationReport
 
-END_S = 2.0
-"""So long after the reason of its end, an answer whose connection stays open is taken to be whole."""
 TO_THE_END = {"temperature": 0, "ignore_eos": True}
 """What the lab is asked besides: every answer as long as wanted, and the same each time."""
 
@@ -184,7 +183,7 @@ class ChatTarget:
     async def _chunks(self, exchange: Exchange) -> AsyncGenerator[Chunk, None]:
         reader, until_s = ChunkReader(self.url), None
         async with aclosing(exchange.events()) as events:
-            while (event := await _next(events, until_s)) is not None and (event.data or "").strip() != DONE:
+            while (event := await next_until(events, until_s)) is not None and (event.data or "").strip() != DONE:
                 yield chunk_of(reader.read(event.data) if event.data else None, event.at_s)
                 if reader.finished and until_s is None:
                     until_s = asyncio.get_running_loop().time() + END_S
@@ -249,21 +248,6 @@ def as_target(target: Target | str | Engine) -> Target:
             said = "a lab is measured by its own bench(...), which takes the fields of a Sweep and compare="
         raise InvalidRequestError(said, param="target")
     return target
-
-
-async def _next(events: AsyncGenerator[Event, None], until_s: float | None) -> Event | None:
-    """The next event; None after the last, also if an answer that has its end is not followed by a proper one.
-
-    Args:
-        until_s: By the loop's clock; None while the answer has no end, and a timer for each token would cost too much.
-    """
-    if until_s is None:
-        return await anext(events, None)
-    try:
-        async with asyncio.timeout_at(until_s):
-            return await anext(events, None)
-    except (TimeoutError, ConnectionLostError):
-        return None
 
 
 def _is_engine(target: object) -> TypeIs[Engine]:

@@ -45,10 +45,12 @@ def chat(
             autocompletion=complete_session,
         ),
     ] = None,
-    new: Annotated[bool, typer.Option("--new", help="Begin a new session.")] = False,
+    new: Annotated[bool, typer.Option("--new", help="Start a new session.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="Of a new session; by default whatever the server has.", autocompletion=complete_model),
+        typer.Option(
+            help="Model of a new session; by default the one that the server has loaded.", autocompletion=complete_model
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
     allow: Annotated[bool, typer.Option("--allow", help="Let tools run without asking.")] = False,
@@ -57,7 +59,7 @@ def chat(
 ) -> None:
     """Talk to the model through the daemon, which remembers the session. Ctrl-C cancels the answer.
 
-    The answer goes to standard output, everything else to standard error. Where nobody can be asked, tools that need a
+    The answer goes to standard output, everything else to standard error. Without a terminal, tools that need a
     permission are denied.
     """
     question = _question(text)

@@ -35,7 +35,7 @@ class Conversation:
         with contextlib.suppress(ImportError):
             # Optional: some Python builds lack it.
             import readline  # noqa: F401  (input() then has a history and can be edited)
-        note(f"session {self._session.session_id}; Ctrl-D ends this, and the next lmx-lab chat goes on with it")
+        note(f"session {self._session.session_id}; Ctrl-D ends this, and the next lmx-lab chat continues it")
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             while True:
                 if (question := asked("> ")).strip():
@@ -63,7 +63,7 @@ class Conversation:
         if self._allow:
             return Decision(decision="allow")
         if not can_be_asked():
-            note(f"{shown(permission.tool)} was denied: nobody can be asked here; --allow lets tools run")
+            note(f"{shown(permission.tool)} was denied: there is no terminal to ask on; --allow lets tools run")
             return Decision(decision="deny")
         # The complete call in one line, because the decision is about exactly this call.
         arguments = ", ".join(
@@ -91,7 +91,7 @@ class AnswerPrinter:
     def show(self, event: DaemonEvent) -> None:
         match event:
             case TurnQueuedEvent() if event.data.ahead:
-                self._aside(f"it waits: {event.data.ahead} before it in this session")
+                self._aside(f"waiting: {event.data.ahead} turns before it in this session")
             case TurnTokenEvent():
                 self._piece(event.data.message_id, event.data.text)
             case MessageDoneEvent():

@@ -25,31 +25,33 @@ if TYPE_CHECKING:
         "lmx-lab events --after 0 --types 'turn.*' --session letters",
         "lmx-lab events --follow --json | jq .event",
         needs=NEEDS,
-        status="0, also after Ctrl-C, which ends --follow; 1 if it failed, or nobody reads on; 2 if an argument cannot "
-        "be",
+        status="0, also after Ctrl-C, which ends --follow; 1 if it failed, or if its output was closed; 2 if an "
+        "argument is not valid",
     ),
 )
 def events(
     *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")] = False,
-    after: Annotated[int | None, typer.Option(help="From this cursor on; 0 is all that is kept.")] = None,
-    tail: Annotated[int, typer.Option(help="By default so many of the newest events.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new events until Ctrl-C.")] = False,
+    after: Annotated[
+        int | None, typer.Option(help="Print the events after this cursor; 0 is all that are kept.")
+    ] = None,
+    tail: Annotated[int, typer.Option(help="Number of the newest events to print, without --after.")] = 20,
     session: Annotated[
         list[str] | None,
-        typer.Option(help="Only of this session. Repeatable.", autocompletion=complete_session),
+        typer.Option(help="Print only events of this session. Repeatable.", autocompletion=complete_session),
     ] = None,
     types: Annotated[
-        list[str] | None, typer.Option(help="Only of this kind, or turn.* for a group. Repeatable.")
+        list[str] | None, typer.Option(help="Print only events of this kind, or turn.* for a group. Repeatable.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="A line of JSON for each event.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")] = False,
     url: Url = None,
     token: Token = None,
 ) -> None:
-    """Print the daemon's events. Following them survives every break and restart: it goes on where it was."""
+    """Print the daemon's events. Following them continues after lost connections and restarts of the daemon."""
     if tail < 0:
         raise InvalidRequestError(f"--tail is {tail}; give 0 or more", param="tail")
     if after is not None and after < 0:
-        raise InvalidRequestError(f"--after is {after}; give 0, which is all that is kept, or more", param="after")
+        raise InvalidRequestError(f"--after is {after}; give 0, for all that are kept, or more", param="after")
     # The client takes most of a second to import, which --help and completion should not wait for.
     from lmx_lab.cli.event_printer import EventSelection, follow_events, newest_events
 

@@ -12,7 +12,8 @@ from lmx_lab.client.chat_chunks import Piece
 from lmx_lab.client.chat_format import ChatFormatClient
 from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.event_subscription import ConnectionState, Subscription
+from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.inference import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
 from lmx_lab.client.session import AsyncSession
 from lmx_lab.client.sse import Remark

@@ -16,7 +16,8 @@ from lmx_lab.client.chat_chunks import ChunkReader, Piece
 from lmx_lab.client.connection import LONG_BYTES, HttpConnection
 from lmx_lab.client.errors import CHAT_SERVER, chat_server_error
 from lmx_lab.client.sse import Remark
-from lmx_lab.errors import ConnectionLostError, InvalidRequestError, UnreachableError
+from lmx_lab.client.streams import next_until
+from lmx_lab.errors import ConnectionLostError, InvalidRequestError
 
 DONE = "[DONE]"
 NAME = "x-lmx-lab"
@@ -96,12 +97,12 @@ class ChatFormatClient:
         source = self._connection.events("POST", "/v1/chat/completions", content=content, whole_bytes=LONG_BYTES)
         loop, until_s = asyncio.get_running_loop(), None
         async with aclosing(source) as events:
-            while (event := await _next(events, until_s)) is not None:
+            while (event := await next_until(events, until_s)) is not None:
                 if isinstance(event, Remark):
                     yield Piece(remark=event.text)
                 elif event.strip() == DONE:
                     # Only a connection that was read to its end can be used again.
-                    await _next(events, loop.time() + TAIL_S)
+                    await next_until(events, loop.time() + TAIL_S)
                     return
                 elif (piece := reader.read(event)) is not None:
                     if reader.finished and until_s is None:
@@ -109,21 +110,6 @@ class ChatFormatClient:
                     yield piece
         if not reader.finished:
             raise ConnectionLostError(f"{self.url} ended the stream before the answer's end; ask again")
-
-
-async def _next(events: AsyncGenerator[str | Remark, None], until_s: float | None) -> str | Remark | None:
-    """The next event; None after the last one, or if a complete answer's stream is not closed properly.
-
-    Args:
-        until_s: Deadline on the loop's clock; None while the answer is not complete.
-    """
-    if until_s is None:
-        return await anext(events, None)
-    try:
-        async with asyncio.timeout_at(until_s):
-            return await anext(events, None)
-    except (TimeoutError, UnreachableError):
-        return None
 
 
 def _json(body: Mapping[str, Any]) -> bytes:

@@ -177,7 +177,7 @@ class EventReceiver:
             self._tell(ConnectionState(state="live", attempts=self._backoff.attempts))
 
     def _lost(self, what: str) -> ConnectionLostError:
-        return ConnectionLostError(f"{self._credentials.url} {what}; the events go on with the next connection")
+        return ConnectionLostError(f"{self._credentials.url} {what}; the events continue with the next connection")
 
     # Between connections
 

@@ -15,7 +15,6 @@ from lmx_lab.client.event_position import EventPosition
 from lmx_lab.client.event_receiver import ConnectionState, EventReceiver
 from lmx_lab.wire.events import DaemonEvent
 
-__all__ = ["ConnectionState", "Subscription"]
 CLOSE_S = 2.0
 """Maximum wait for closing a connection whose other end does not respond."""
 

@@ -1,4 +1,4 @@
-"""Streams between tasks: a buffer with back-pressure, and a value whose changes can be observed."""
+"""Streams between tasks: a buffer with back-pressure, an observable value, and reading a stream with a deadline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Generic, TypeVar
+
+from lmx_lab.errors import UnreachableError
 
 T = TypeVar("T")
 ITEMS, CHARACTERS = 1000, 4_000_000
@@ -109,3 +111,19 @@ class _Reader(Generic[T]):
     def add(self, value: T) -> None:
         self.unread.append(value)
         self.changed.set()
+
+
+async def next_until(items: AsyncGenerator[T, None], until_s: float | None) -> T | None:
+    """The next item; None after the last one, or if the stream of a complete answer is not closed properly.
+
+    Args:
+        until_s: Deadline on the loop's clock; None while the answer is not complete. A timer for each token would be
+            too slow.
+    """
+    if until_s is None:
+        return await anext(items, None)
+    try:
+        async with asyncio.timeout_at(until_s):
+            return await anext(items, None)
+    except (TimeoutError, UnreachableError):
+        return None

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from lmx_lab.client.event_subscription import ConnectionState
+from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
 from lmx_lab.frames import pandas_for
 from lmx_lab.panels.event_log import COLUMNS, GROUPS, MOST_ROWS, EventLog, Filter, Row

@@ -20,7 +20,8 @@ from lmx_lab.client.daemon_events import (
     TurnTokenEvent,
     UnknownEvent,
 )
-from lmx_lab.client.event_subscription import ConnectionState, Subscription
+from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
-from lmx_lab.client.event_subscription import ConnectionState
+from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.wire.events import EVENT_CLASSES
 
 LIVE = ConnectionState(state="live")
