@@ -91,7 +91,7 @@ class AnswerPrinter:
     def show(self, event: DaemonEvent) -> None:
         match event:
             case TurnQueuedEvent() if event.data.ahead:
-                self._aside(f"waiting: {event.data.ahead} turns before it in this session")
+                self._aside(f"it waits: {event.data.ahead} before it in this session")
             case TurnTokenEvent():
                 self._piece(event.data.message_id, event.data.text)
             case MessageDoneEvent():
