@@ -21,7 +21,7 @@ CLIENTS_STAMP := $(CLIENTS)/installed
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test test-fast test-all check parity panels gallery clients binder package bench soak screenshots lock clean
+.PHONY: setup lab demo test test-fast test-all check parity panels blocking gallery clients binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
@@ -79,6 +79,10 @@ $(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
 # What a widget carries, from the plain files beside it.
 panels: setup
 	$(BIN)/python -m lmx_lab.panels.build
+
+# The blocking clients, from the async ones.
+blocking: setup
+	$(BIN)/python -m lmx_lab.client.blocking.generate
 
 gallery: setup
 	$(BIN)/python notebooks/gallery.py build/gallery

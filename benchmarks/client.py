@@ -16,7 +16,7 @@ from typing import Any, Self
 from benchmarks.bench import BenchError
 from lmx_lab.bench import exchange
 
-DONE = b"[DONE]"
+DONE = "[DONE]"
 
 
 class Exchange(exchange.Exchange):
@@ -39,7 +39,7 @@ class Exchange(exchange.Exchange):
         """Close the connection immediately."""
         self._inbox.transport.abort()
 
-    async def data(self) -> AsyncGenerator[tuple[float, bytes], None]:
+    async def data(self) -> AsyncGenerator[tuple[float, str], None]:
         """The ``data:`` lines of an event stream with their times, or a JSON document as a single line.
 
         Raises:
@@ -56,7 +56,7 @@ class Answer:
     """A streamed answer with times. The lines are parsed lazily."""
 
     sent_at: float
-    lines: list[tuple[float, bytes]] = field(default_factory=list)
+    lines: list[tuple[float, str]] = field(default_factory=list)
 
     @cached_property
     def chunks(self) -> list[tuple[float, dict[str, Any]]]:
@@ -104,7 +104,7 @@ def _texts(chunk: dict[str, Any]) -> Iterator[str]:
             yield text
 
 
-def has_text(line: bytes) -> bool:
+def has_text(line: str) -> bool:
     return line != DONE and any(_texts(json.loads(line)))
 
 
@@ -135,5 +135,5 @@ async def whole(url: str, body: dict[str, Any]) -> dict[str, Any]:
         LabError: as ``stream``.
     """
     async with Exchange(url, body | {"stream": False, "stream_options": None}) as exchange:
-        document: dict[str, Any] = json.loads(b"".join([data async for _, data in exchange.data()]))
+        document: dict[str, Any] = json.loads("".join([data async for _, data in exchange.data()]))
     return document

@@ -97,6 +97,8 @@ ONLY_IN = {
 MLX_IN_WEIGHTS = {"weights.gguf_import"}
 # Packages whose modules only they themselves import; other code imports names from the package.
 PRIVATE = ("engine.cpu_blas",)
+# Rooms whose imports inside functions still close cycles.
+LAZY_CYCLES = {"lab"}
 # Reading a value's own class is no dependency worth a row.
 FREE = {"typing_extensions"}
 
@@ -194,8 +196,10 @@ def test_no_cycles_between_modules() -> None:
     graph: dict[str, set[str]] = {module: set() for module, _ in modules()}
     for item in IMPORTS:
         target = item.target.removeprefix("lmx_lab.")
+        if item.lazy and room(item.module) in LAZY_CYCLES:
+            continue
         # The package itself hands out names lazily: that is no edge.
-        if not item.lazy and item.target.startswith("lmx_lab.") and item.module != "__init__" and target in graph:
+        if item.target.startswith("lmx_lab.") and item.module != "__init__" and target in graph:
             graph[item.module].add(target)
     done: set[str] = set()
 

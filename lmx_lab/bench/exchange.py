@@ -1,7 +1,7 @@
-"""One streamed request on a connection of its own, over bare asyncio: what came, and when.
+"""One streamed request on a connection of its own, over plain asyncio, with the time of each event.
 
-At 64 streams and 5,000 tokens a second in total, httpx2 takes 0.6 of a core of the machine that it measures, and this
-0.2. It follows no redirect and takes no proxy.
+At 64 streams and 5,000 tokens per second in total, httpx2 uses 0.6 of a core of the machine that it measures, and this
+module 0.2. It follows no redirects and uses no proxy.
 """
 
 from __future__ import annotations
@@ -14,42 +14,40 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from lmx_lab.client.address import bearer, server_address
-from lmx_lab.client.connection import CONNECT_S
-from lmx_lab.client.failures import CHECK, Answer
-from lmx_lab.client.foreign import ANY_MAKE, foreign_refusal
-from lmx_lab.client.limits import LONG_BYTES, SHORT_BYTES
-from lmx_lab.client.sse import EVENT_STREAM
+from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, SHORT_BYTES
+from lmx_lab.client.errors import CHAT_SERVER, CHECK, UnexpectedResponse, chat_server_error
+from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 
 HELD_BYTES = 1_000_000
-"""Of one connection that were not read yet; from there on the server waits."""
+"""Unread bytes of one connection above which reading from the socket pauses."""
 HEAD_BYTES = 65_536
-EVENT_BYTES = 4_000_000
 BLANK = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """The data of an event, or None for any other line, such as a comment."""
+    """The data of a server-sent event, or None for a comment."""
 
     at_s: float
-    """When its last byte was here, by ``time.perf_counter``."""
-    data: bytes | None
+    """When its last byte was received, by ``time.perf_counter``."""
+    data: str | None
 
 
 class Dechunker:
-    """HTTP/1.1 chunked transfer coding, undone piece by piece (RFC 9112, 7.1)."""
+    """Decodes HTTP/1.1 chunked transfer coding (RFC 9112, 7.1)."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._left = 0
-        """Of the chunk that has begun, the CRLF after it counted."""
+        """Remaining bytes of the current chunk, including the CRLF after it."""
         self.ended = False
 
     def feed(self, data: bytes) -> bytes:
-        """
+        """Decode bytes.
+
         Raises:
-            ValueError: that is no such coding.
+            ValueError: the bytes are not in this coding.
         """
         data, out = self._rest + data if self._rest else data, []
         at, self._rest = 0, b""
@@ -71,25 +69,8 @@ class Dechunker:
         return b"".join(out)
 
 
-class EventLines:
-    """Server-sent events out of bytes. A line of data is an event: every chat-format server sends one line each."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes | None]:
-        """
-        Raises:
-            ValueError: a line longer than ``EVENT_BYTES``.
-        """
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > EVENT_BYTES:
-            raise ValueError(f"an event has more than {EVENT_BYTES} bytes")
-        return [line[5:].strip() if line.startswith(b"data:") else None for line in lines if line.strip()]
-
-
 class _Inbox(asyncio.Protocol):
-    """Notes what comes and when, as it comes: a reader's turn may be a while later."""
+    """Records bytes with their times on arrival; the reader may run later."""
 
     def __init__(self) -> None:
         self._arrived: list[tuple[float, bytes]] = []
@@ -115,7 +96,7 @@ class _Inbox(asyncio.Protocol):
         self._changed.set()
 
     async def take(self) -> list[tuple[float, bytes]]:
-        """What has come since the last call; nothing at the end.
+        """Return what was received since the last call; nothing at the end.
 
         Raises:
             OSError: the connection broke.
@@ -133,10 +114,10 @@ class _Inbox(asyncio.Protocol):
 
 
 class Address:
-    """Where requests go, and with which key, which is shown nowhere.
+    """The target of requests, and the key, which is never displayed.
 
     Raises:
-        InvalidRequestError: an address or a key that could never do.
+        InvalidRequestError: the address or the key is not valid.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -145,7 +126,7 @@ class Address:
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.path = f"{parts.path}/v1/chat/completions"
-        # Once: reading the certificates takes as long as many tokens.
+        # Created once, because loading the certificates takes as long as many tokens.
         self.context = ssl.create_default_context() if parts.scheme == "https" else None
         self._head = "".join(
             f"{name}: {value}\r\n"
@@ -160,15 +141,16 @@ class Address:
         )
 
     def request(self, body: bytes) -> bytes:
+        """The bytes of a request."""
         return f"POST {self.path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 class Exchange:
-    """One request, as a context: the connection is made on the way in, before any clock runs, and closed on the way
-    out, which ends what the server computes for it.
+    """One request as a context manager, which connects on entry, before any time is measured, and closes the connection
+    on exit, which stops the server's work.
 
     Raises:
-        UnreachableError: nobody takes the connection.
+        UnreachableError: no server accepts the connection.
     """
 
     def __init__(self, address: Address, body: bytes) -> None:
@@ -191,28 +173,28 @@ class Exchange:
         self._inbox.transport.abort()
 
     def send(self) -> float:
-        """Send the request; returns when, by ``time.perf_counter``."""
+        """Send the request; returns the time by ``time.perf_counter``."""
         at_s = time.perf_counter()
         self._inbox.transport.write(self._address.request(self._body))
         return at_s
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The events of the answer, to its end; a JSON document in the place of a stream is the only one.
+        """Return the events of the answer up to its end; a JSON document in place of a stream is the only event.
 
         Raises:
-            ConnectionLostError: it broke off.
-            LabError: the server's own, or that this is no chat-format server.
+            ConnectionLostError: the connection ended before the answer did.
+            LabError: the server's own, or the answer is not from a chat-format server.
         """
         try:
             head, arrived = await self._head()
             if not (head.status == 200 and head.kind == EVENT_STREAM):
                 yield await self._document(head, b"".join(data for _, data in arrived))
                 return
-            lines = EventLines()
+            decoder = EventDecoder()
             while arrived:
                 for at_s, data in arrived:
-                    for line in lines.feed(head.decoded(data)):
-                        yield Event(at_s=at_s, data=line)
+                    for found in decoder.feed(head.decoded(data)):
+                        yield Event(at_s=at_s, data=None if isinstance(found, Remark) else found)
                 if head.ended:
                     return
                 arrived = await self._inbox.take()
@@ -224,22 +206,22 @@ class Exchange:
             ) from exc
         except ValueError as exc:
             raise WrongServerError(
-                f"the answer of {self._address.url} cannot be read ({exc!s:.200}), unlike {ANY_MAKE.kind}; {CHECK}"
+                f"the answer of {self._address.url} cannot be read ({exc!s:.200}), unlike {CHAT_SERVER.kind}; {CHECK}"
             ) from exc
 
     async def _document(self, head: _Head, rest: bytes) -> Event:
-        """The whole body.
+        """Read the complete body.
 
         Raises:
-            LabError: what it says, if it is no answer.
+            LabError: the body is an error.
         """
         body = await self._whole(head, rest)
         if head.status != 200 or not head.kind.endswith("json"):
             raise self._refused(head, body)
-        return Event(at_s=time.perf_counter(), data=body)
+        return Event(at_s=time.perf_counter(), data=body.decode(errors="replace"))
 
     async def _head(self) -> tuple[_Head, list[tuple[float, bytes]]]:
-        """And what came behind it, each piece with its moment."""
+        """The head of the answer, and the bytes after it with their times."""
         data = b""
         while True:
             arrived = await self._inbox.take()
@@ -263,23 +245,23 @@ class Exchange:
         return bytes(body)
 
     def _refused(self, head: _Head, body: bytes) -> LabError:
-        return foreign_refusal(
-            Answer(
+        return chat_server_error(
+            UnexpectedResponse(
                 url=self._address.url,
                 status=head.status,
                 kind=head.fields.get("content-type", ""),
                 retry_after=head.fields.get("retry-after"),
                 body=body,
-                wanted=ANY_MAKE,
+                server=CHAT_SERVER,
             )
         )
 
 
 class _Head:
-    """Status and fields of an answer, and the state of its body.
+    """Status and header fields of an answer, and the state of its body.
 
     Raises:
-        ValueError: that is no HTTP, or nothing that can be timed.
+        ValueError: it is not HTTP, or is compressed.
     """
 
     def __init__(self, head: bytes) -> None:
@@ -299,6 +281,7 @@ class _Head:
         self._left = int(length) if self._dechunker is None and length is not None else None
 
     def decoded(self, data: bytes) -> bytes:
+        """The body in received bytes."""
         if self._dechunker is not None:
             return self._dechunker.feed(data)
         if self._left is not None:
@@ -308,10 +291,10 @@ class _Head:
 
     @property
     def ended(self) -> bool:
-        """By its own word."""
+        """Whether the body is complete, by its coding or length."""
         return self._dechunker.ended if self._dechunker is not None else self._left == 0
 
     @property
     def may_end(self) -> bool:
-        """Whether the end of the connection is an end of this answer."""
+        """Whether the end of the connection ends the body."""
         return self._dechunker is None and self._left is None

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lmx_lab.bench.chunks import Chunk, ServerFigures, Usage
+from lmx_lab.bench.chunks import Chunk, ServerFigures
+from lmx_lab.client.chat_chunks import TokenUsage
 
 COARSE = 2
 """Mean number of tokens in a piece up to which times of pieces count as times of tokens."""
@@ -26,7 +27,7 @@ class Trace:
     finished_at_s: float | None = None
     """Time of the finish reason, which is sent with or right after the last token."""
     finish_reason: str | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     server: ServerFigures = field(default_factory=ServerFigures)
     times_s: list[float] = field(default_factory=list)
     """Times of the chunks with tokens."""
@@ -74,7 +75,7 @@ class Trace:
     @property
     def _counted(self) -> int | None:
         """The server's token count; a count of 0 for an answer with tokens is ignored."""
-        counted = self.usage.output if self.usage else None
+        counted = self.usage.completion if self.usage else None
         return counted if counted or not self.counts else None
 
     @property

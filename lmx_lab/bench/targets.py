@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import TypeIs
 
-from lmx_lab.bench.chunks import Chunk, ChunkReader, ServerFigures, Usage
-from lmx_lab.bench.exchange import Address, Event, Exchange
+from lmx_lab.bench.chunks import Chunk, ServerFigures, chunk_of
+from lmx_lab.bench.exchange import Address, Exchange
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
-from lmx_lab.client.failures import was_sent
+from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
+from lmx_lab.client.chat_format import DONE, END_S
+from lmx_lab.client.errors import was_sent
+from lmx_lab.client.streams import next_until
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -31,9 +34,6 @@ from lmx_lab.errors import (
 if TYPE_CHECKING:
     from lmx_lab.engine import Engine, GenerationReport
 
-DONE = b"[DONE]"
-END_S = 2.0
-"""Time after the finish reason when an answer counts as complete, even if the connection stays open."""
 LAB_FIELDS = {"temperature": 0, "ignore_eos": True}
 """Fields for a lab's server: all answers have the requested length and are deterministic."""
 NAMES_SHOWN = 5
@@ -183,8 +183,8 @@ class ChatTarget:
     async def _chunks(self, exchange: Exchange) -> AsyncGenerator[Chunk, None]:
         reader, until_s = ChunkReader(self.url), None
         async with aclosing(exchange.events()) as events:
-            while (event := await _next(events, until_s)) is not None and event.data != DONE:
-                yield Chunk(at_s=event.at_s) if event.data is None else reader.read(event.data, event.at_s)
+            while (event := await next_until(events, until_s)) is not None and (event.data or "").strip() != DONE:
+                yield chunk_of(reader.read(event.data) if event.data else None, event.at_s)
                 if reader.finished and until_s is None:
                     until_s = asyncio.get_running_loop().time() + END_S
         if not reader.finished:
@@ -250,21 +250,6 @@ def as_target(target: Target | str | Engine) -> Target:
     return target
 
 
-async def _next(events: AsyncGenerator[Event, None], until_s: float | None) -> Event | None:
-    """The next event, or None after the last one. A complete answer may end without a proper end of the stream.
-
-    Args:
-        until_s: Deadline on the event loop's clock. None before the finish reason: a timer per token is too expensive.
-    """
-    if until_s is None:
-        return await anext(events, None)
-    try:
-        async with asyncio.timeout_at(until_s):
-            return await anext(events, None)
-    except (TimeoutError, ConnectionLostError):
-        return None
-
-
 def _is_engine(target: object) -> TypeIs[Engine]:
     known = sys.modules.get("lmx_lab.engine")
     return known is not None and isinstance(target, known.Engine)
@@ -290,7 +275,7 @@ def _last(report: GenerationReport) -> Chunk:
     return Chunk(
         at_s=time.perf_counter(),
         finish_reason=report.finish_reason,
-        usage=Usage(prompt=report.prompt_tokens, cached=report.cached_tokens, output=report.output_tokens),
+        usage=TokenUsage(prompt=report.prompt_tokens, cached=report.cached_tokens, completion=report.output_tokens),
         server=ServerFigures(
             queue_ms=report.queue_s * 1e3,
             ttft_ms=report.ttft_s * 1e3,

@@ -11,15 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from lmx_lab.cli.entry import FAILED, INTERRUPTED
 from lmx_lab.cli.parsing import Commands
 from lmx_lab.cli.terminal import shown
 from lmx_lab.errors import LabError
 from lmx_lab.plaintext import LogFormatter
 
 __all__ = [
-    "FAILED",
-    "INTERRUPTED",
     "app",
     "complain",
     "epilog",
@@ -65,7 +62,7 @@ err = Console(stderr=True, soft_wrap=True)
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from importlib.metadata import version  # 20 ms, needed only here
 
         say(f"lmx-lab {version('lmx-lab')}")
         raise typer.Exit

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmx_lab.cli.app import FAILED, INTERRUPTED, app, epilog, keep_what_is_made, note
+from lmx_lab.cli.app import app, epilog, keep_what_is_made, note
 from lmx_lab.cli.completion import complete_model
+from lmx_lab.cli.exit_status import FAILED, INTERRUPTED
 from lmx_lab.cli.folders import settings_with_folders
 from lmx_lab.cli.parsing import Command
 from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnauthorizedError
@@ -162,7 +163,7 @@ def _check_reachable(targets: Iterable[ChatTarget]) -> None:
     Raises:
         LabError: a server does not answer, refuses the key, or does not have the model.
     """
-    from lmx_lab.client.failures import was_sent
+    from lmx_lab.client.errors import was_sent
 
     for target in targets:
         try:

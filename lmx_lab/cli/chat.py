@@ -1,4 +1,4 @@
-"""``lmx-lab chat``: a conversation with the daemon, which remembers it."""
+"""``lmx-lab chat``: a conversation with the model, in a session of the daemon."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lmx_lab.client import DaemonClient, Session
 
 LAST = "chat.json"
-"""Has the session that a chat without a name goes on with."""
+"""The file with the session that a chat without a session id continues."""
 
 
 @app.command(
@@ -45,10 +45,12 @@ def chat(
             autocompletion=complete_session,
         ),
     ] = None,
-    new: Annotated[bool, typer.Option("--new", help="Begin a new session.")] = False,
+    new: Annotated[bool, typer.Option("--new", help="Start a new session.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="Of a new session; by default whatever the server has.", autocompletion=complete_model),
+        typer.Option(
+            help="Model of a new session; by default the one that the server has loaded.", autocompletion=complete_model
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
     allow: Annotated[bool, typer.Option("--allow", help="Let tools run without asking.")] = False,
@@ -57,10 +59,11 @@ def chat(
 ) -> None:
     """Talk to the model through the daemon, which remembers the session. Ctrl-C cancels the answer.
 
-    The answer goes to standard output, everything else to standard error. Where nobody can be asked, tools that need a
+    The answer goes to standard output, everything else to standard error. Without a terminal, tools that need a
     permission are denied.
     """
     question = _question(text)
+    # The client takes most of a second to import, which --help and completion should not wait for.
     from lmx_lab.cli.conversation import Conversation
 
     with daemon_client(url, token) as client:
@@ -74,11 +77,11 @@ def chat(
         conversation = Conversation(here, allow=allow)
         if question is not None:
             sys.exit(conversation.ask(question))
-        conversation.go_on()
+        conversation.run()
 
 
 def _question(text: list[str] | None) -> str | None:
-    """None where somebody sits here to ask."""
+    """The question from the arguments or standard input; None for an interactive conversation."""
     if not text and can_be_asked():
         return None
     question = " ".join(text) if text else sys.stdin.read() if sys.stdin is not None else ""
@@ -88,9 +91,10 @@ def _question(text: list[str] | None) -> str | None:
 
 
 def _check_named(client: DaemonClient, session_id: str, *, begins: bool) -> None:
-    """
+    """Check the id of a session that was given.
+
     Raises:
-        InvalidRequestError: no session can have this id, or one was to begin that is there, and would go on as it is.
+        InvalidRequestError: the id is not valid, or options for a new session were given and the session exists.
     """
     with contextlib.suppress(SessionNotFoundError):
         client.read_session(session_id)
@@ -107,7 +111,7 @@ def _remembered(client: DaemonClient, last: Path) -> str | None:
         session_id = str(json.loads(last.read_bytes())["session_id"])
         client.read_session(session_id)
     except (OSError, ValueError, TypeError, KeyError, InvalidRequestError):
-        return None  # There is no such file, or somebody has written something else there.
+        return None  # The file does not exist or is not valid.
     except SessionNotFoundError:
         note("the session of the last chat is gone; this is a new one")
         return None
@@ -115,6 +119,6 @@ def _remembered(client: DaemonClient, last: Path) -> str | None:
 
 
 def _remember(session: Session, last: Path) -> None:
-    with contextlib.suppress(OSError):  # It can be written by nobody, or is full: the answer is worth more.
+    with contextlib.suppress(OSError):  # The answer matters more than remembering the session.
         last.parent.mkdir(parents=True, exist_ok=True)
         last.write_text(json.dumps({"session_id": session.session_id}), encoding="utf-8")

@@ -76,7 +76,7 @@ def _starters() -> Iterator[str]:
 def _sessions() -> list[dict[str, Any]]:
     import urllib.request  # 25 ms, of which every command would wait
 
-    # As lmx_lab.client.state_file does, whose import takes most of a second: only what nobody else can have written.
+    # As lmx_lab.client.credentials does, whose import takes most of a second: only what nobody else can have written.
     with open(Settings.read().daemon_folder / "state.json", encoding="utf-8", opener=_not_through_links) as file:
         written = os.fstat(file.fileno())
         if written.st_uid != os.geteuid() or written.st_mode & 0o077:

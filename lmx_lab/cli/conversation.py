@@ -1,49 +1,51 @@
-"""A conversation on a terminal: questions, answers as they come, permissions."""
+"""A conversation on a terminal: questions, streamed answers and permissions."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 
-from lmx_lab.cli.app import FAILED, INTERRUPTED, err, note
+from lmx_lab.cli.app import err, note
+from lmx_lab.cli.exit_status import FAILED, INTERRUPTED
 from lmx_lab.cli.terminal import asked, can_be_asked, forget_typed, line, shown
 from lmx_lab.client import Session
-from lmx_lab.client.daemon_events import (
+from lmx_lab.errors import LabError
+from lmx_lab.wire.event_stream import ResetFrame
+from lmx_lab.wire.events import (
     DaemonEvent,
     MessageDoneEvent,
-    ResetFrame,
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,
     TurnQueuedEvent,
     TurnTokenEvent,
 )
-from lmx_lab.errors import LabError
 from lmx_lab.wire.sessions import Decision, PermissionRecord
 
 
 class Conversation:
-    """Questions and answers in one session. Answers go to standard output, all else to standard error."""
+    """Questions and answers in one session. Answers go to standard output, everything else to standard error."""
 
     def __init__(self, session: Session, *, allow: bool) -> None:
         self._session = session
         self._allow = allow
 
-    def go_on(self) -> None:
-        """Until the end of the input, or Ctrl-C where nothing is being answered."""
+    def run(self) -> None:
+        """Ask questions until the end of the input, or until Ctrl-C outside of an answer."""
         with contextlib.suppress(ImportError):
+            # Optional: some Python builds lack it.
             import readline  # noqa: F401  (input() then has a history and can be edited)
-        note(f"session {self._session.session_id}; Ctrl-D ends this, and the next lmx-lab chat goes on with it")
+        note(f"session {self._session.session_id}; Ctrl-D ends this, and the next lmx-lab chat continues it")
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             while True:
                 if (question := asked("> ")).strip():
                     self.ask(question)
 
     def ask(self, text: str) -> int:
-        """Print the answer as it comes; gives the exit code. Ctrl-C cancels the turn."""
-        answer = Answer()
+        """Print the answer while it is generated; returns the exit status. Ctrl-C cancels the turn."""
+        answer = AnswerPrinter()
         try:
-            # Closed: where standard output takes no more, the turn is of no use to anybody.
+            # Closing cancels the turn, for example when standard output was closed.
             with contextlib.closing(self._session.stream(text, on_permission=self._permit)) as events:
                 for event in events:
                     answer.show(event)
@@ -61,9 +63,9 @@ class Conversation:
         if self._allow:
             return Decision(decision="allow")
         if not can_be_asked():
-            note(f"{shown(permission.tool)} was denied: nobody can be asked here; --allow lets tools run")
+            note(f"{shown(permission.tool)} was denied: there is no terminal to ask on; --allow lets tools run")
             return Decision(decision="deny")
-        # Whole, and in one line: it is this very call that is decided about.
+        # The complete call in one line, because the decision is about exactly this call.
         arguments = ", ".join(
             f"{name if name.isidentifier() else repr(name)}={value!r}" for name, value in permission.arguments.items()
         )
@@ -78,8 +80,8 @@ class Conversation:
         )
 
 
-class Answer:
-    """One turn on the terminal."""
+class AnswerPrinter:
+    """Prints one turn."""
 
     def __init__(self) -> None:
         self._message_id: str | None = None
@@ -115,7 +117,7 @@ class Answer:
         self._write(text)
 
     def _whole(self, message_id: str | None, text: str) -> None:
-        """What of the message did not come in pieces is written now."""
+        """Print the part of a complete message that was not streamed."""
         seen = self._text if message_id == self._message_id else ""
         if not text.startswith(seen):
             self.end_line()
@@ -131,7 +133,7 @@ class Answer:
             self._in_line = not text.endswith("\n")
 
     def end_line(self) -> None:
-        """If one has begun."""
+        """End the current line, if it is not empty."""
         if self._in_line:
             self._write("\n")
 

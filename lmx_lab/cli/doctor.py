@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from lmx_lab.cli.app import FAILED, app, epilog, err, out
+from lmx_lab.cli.app import app, epilog, err, out
+from lmx_lab.cli.exit_status import FAILED
 from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.terminal import shown
 from lmx_lab.settings import Settings

@@ -17,14 +17,9 @@ import traceback
 from collections.abc import Sequence
 from typing import TextIO
 
+from lmx_lab.cli.exit_status import FAILED, FINE, INTERRUPTED, USAGE
 from lmx_lab.errors import InvalidRequestError, LabError
 
-FINE = 0
-FAILED = 1
-USAGE = 2
-"""What the command line, a setting or the environment asks for cannot be; also typer's own."""
-INTERRUPTED = 130
-"""What shells take for Ctrl-C."""
 OLDEST = (3, 11)
 
 

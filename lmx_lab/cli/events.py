@@ -1,4 +1,4 @@
-"""``lmx-lab events``: the daemon's log, and what happens now."""
+"""``lmx-lab events``: prints the daemon's log and its new events."""
 
 from __future__ import annotations
 
@@ -25,50 +25,54 @@ if TYPE_CHECKING:
         "lmx-lab events --after 0 --types 'turn.*' --session letters",
         "lmx-lab events --follow --json | jq .event",
         needs=NEEDS,
-        status="0, also after Ctrl-C, which ends --follow; 1 if it failed, or nobody reads on; 2 if an argument cannot "
-        "be",
+        status="0, also after Ctrl-C, which ends --follow; 1 if it failed, or if its output was closed; 2 if an "
+        "argument is not valid",
     ),
 )
 def events(
     *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")] = False,
-    after: Annotated[int | None, typer.Option(help="From this cursor on; 0 is all that is kept.")] = None,
-    tail: Annotated[int, typer.Option(help="By default so many of the newest events.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new events until Ctrl-C.")] = False,
+    after: Annotated[
+        int | None, typer.Option(help="Print the events after this cursor; 0 is all that are kept.")
+    ] = None,
+    tail: Annotated[int, typer.Option(help="Number of the newest events to print, without --after.")] = 20,
     session: Annotated[
         list[str] | None,
-        typer.Option(help="Only of this session. Repeatable.", autocompletion=complete_session),
+        typer.Option(help="Print only events of this session. Repeatable.", autocompletion=complete_session),
     ] = None,
     types: Annotated[
-        list[str] | None, typer.Option(help="Only of this kind, or turn.* for a group. Repeatable.")
+        list[str] | None, typer.Option(help="Print only events of this kind, or turn.* for a group. Repeatable.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="A line of JSON for each event.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")] = False,
     url: Url = None,
     token: Token = None,
 ) -> None:
-    """Print the daemon's events. Following them survives every break and restart: it goes on where it was."""
+    """Print the daemon's events. Following them continues after lost connections and restarts of the daemon."""
     if tail < 0:
         raise InvalidRequestError(f"--tail is {tail}; give 0 or more", param="tail")
     if after is not None and after < 0:
-        raise InvalidRequestError(f"--after is {after}; give 0, which is all that is kept, or more", param="after")
-    from lmx_lab.cli.following import Chosen, follow_events, newest_events
+        raise InvalidRequestError(f"--after is {after}; give 0, for all that are kept, or more", param="after")
+    # The client takes most of a second to import, which --help and completion should not wait for.
+    from lmx_lab.cli.event_printer import EventSelection, follow_events, newest_events
 
-    chosen = Chosen(session_ids=tuple(session or ()), types=tuple(types or ()), as_json=json)
+    selection = EventSelection(session_ids=tuple(session or ()), types=tuple(types or ()), as_json=json)
     with daemon_client(url, token) as client, contextlib.suppress(KeyboardInterrupt):
-        _check_sessions(client, chosen.session_ids)
-        cursor = newest_events(client, chosen, after=after, tail=tail)
+        _check_sessions(client, selection.session_ids)
+        cursor = newest_events(client, selection, after=after, tail=tail)
         if follow:
-            follow_events(client, chosen, after=cursor)
+            follow_events(client, selection, after=cursor)
 
 
 def _check_sessions(client: DaemonClient, session_ids: Iterable[str]) -> None:
-    """
+    """Check that the sessions exist, or have events in the log.
+
     Raises:
-        SessionNotFoundError: nothing has happened in it, and whoever follows it would wait for ever.
+        SessionNotFoundError: there is no such session, so that no event would ever be printed.
     """
     for session_id in session_ids:
         try:
             client.read_session(session_id)
         except SessionNotFoundError:
-            # Of one that was deleted the log may still tell.
+            # The log may still have events of a deleted session.
             if not client.page(after=0, session_ids=[session_id], limit=1).events:
                 raise

@@ -1,4 +1,4 @@
-"""The daemon that a command speaks to."""
+"""The daemon that a command connects to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Token = Annotated[
 
 
 def daemon_client(url: str | None, token: str | None) -> DaemonClient:
-    """
+    """A client of the daemon at ``url``, by default of this user's own daemon.
+
     Raises:
         LabError: no daemon of this user runs, an address without a token, or a token without an address.
     """
@@ -37,6 +38,7 @@ def daemon_client(url: str | None, token: str | None) -> DaemonClient:
         note(f"{TOKEN} is not used: without --url it is this user's own daemon, found together with its token")
     if url is not None and token is None:
         raise InvalidRequestError(f"--url needs the daemon's token: set {TOKEN}", param="token")
+    # The client takes most of a second to import, which --help and completion should not wait for.
     from lmx_lab.client import DaemonClient
 
     if url is None:

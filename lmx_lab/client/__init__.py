@@ -4,21 +4,21 @@
 daemon, the second of each for callers that block. ``ChatFormatClient`` reads any server of the chat format.
 """
 
-from lmx_lab.client.chat_format import ChatFormatClient, Piece
+from lmx_lab.client.blocking.daemon import DaemonClient
+from lmx_lab.client.blocking.lab import LabClient
+from lmx_lab.client.blocking.session import Session
+from lmx_lab.client.blocking.subscription import BlockingSubscription
+from lmx_lab.client.chat_chunks import Piece
+from lmx_lab.client.chat_format import ChatFormatClient
 from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.daemon_blocking import DaemonClient
-from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent
-from lmx_lab.client.events import Include, LabEvent, UnknownLabEvent
-from lmx_lab.client.events_blocking import BlockingSubscription
-from lmx_lab.client.inference import AsyncLabClient
-from lmx_lab.client.lab_blocking import LabClient
+from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.client.event_subscription import Subscription
+from lmx_lab.client.inference import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
 from lmx_lab.client.session import AsyncSession
-from lmx_lab.client.session_blocking import Session
 from lmx_lab.client.sse import Remark
-from lmx_lab.client.subscription import ConnectionState, Subscription
 from lmx_lab.client.turn_result import TurnResult
-from lmx_lab.client.vectors import as_array
+from lmx_lab.wire.events import DaemonEvent, UnknownEvent
 
 __all__ = [
     "AsyncDaemonClient",

@@ -1,4 +1,4 @@
-"""Where a server is and how one gets in: what people paste, in its one form."""
+"""Server addresses and keys in their normal form."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ PORTS = range(1, 65536)
 
 
 def server_address(text: str) -> str:
-    """The address before which routes are put: scheme, host, port, a proxy's prefix, no slash at the end.
+    """Normalize an address: scheme, host, port and a proxy's prefix, without a trailing slash.
 
-    ``http://`` may be missing; ``/v1`` at the end, which chat clients want, is left out.
+    ``http://`` may be missing; ``/v1`` at the end, as chat clients write it, is removed.
 
     Raises:
-        InvalidRequestError: it is none, or has a password or a query in it, which are not shown.
+        InvalidRequestError: it is not an address, or contains a password or a query, which the message does not show.
     """
     given = text.strip()
     if len(given) > LONGEST:
         raise _wrong(f"it has {len(given)} characters; at most {LONGEST} are taken")
     if "?" in given or "#" in given:
-        raise _wrong("it goes on after '?' or '#'; leave that out, and give a key, or Jupyter's token, as api_key")
+        raise _wrong("it has a part after '?' or '#'; remove it, and give a key, or Jupyter's token, as api_key")
     if "@" in given:
-        raise _wrong("there is a name or a password before '@'; leave it out, and give the key as api_key")
+        raise _wrong("it has a name or a password before '@'; remove it, and give the key as api_key")
     try:
         url = httpx2.URL(given if "://" in given else f"http://{given}")
     except httpx2.InvalidURL as exc:
-        raise _wrong(f"{given[:SHOWN]!r} is no address: {exc}; it looks like http://127.0.0.1:8400") from exc
+        raise _wrong(f"{given[:SHOWN]!r} is not an address: {exc}; it looks like http://127.0.0.1:8400") from exc
     if url.scheme not in ("http", "https") or not url.host or not (url.port is None or url.port in PORTS):
-        raise _wrong(f"{given[:SHOWN]!r} is no address of a web server; it looks like http://127.0.0.1:8400")
+        raise _wrong(f"{given[:SHOWN]!r} is not the address of a web server; it looks like http://127.0.0.1:8400")
     return str(url.copy_with(path=url.path.rstrip("/").removesuffix("/v1").rstrip("/") or "/")).rstrip("/")
 
 
@@ -42,6 +42,7 @@ def _wrong(said: str) -> InvalidRequestError:
 
 
 def is_loopback(address: str) -> bool:
+    """Whether the address is on this machine's loopback interface."""
     host = httpx2.URL(address).host
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -50,13 +51,13 @@ def is_loopback(address: str) -> bool:
 
 
 def bearer(key: str | None, *, name: str = "api_key") -> dict[str, str]:
-    """The headers that carry a key.
+    """The headers with a key.
 
     Args:
-        name: Of the argument that it was given as.
+        name: The argument that the key was given as.
 
     Raises:
-        InvalidRequestError: no header can carry it; it is not shown.
+        InvalidRequestError: the key cannot be sent in a header; the message does not show it.
     """
     if key is None:
         return {}

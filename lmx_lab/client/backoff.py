@@ -1,4 +1,4 @@
-"""When to try again: later and later, at random, but at once after this machine has slept."""
+"""Delays between attempts: exponential with jitter, and none after the machine has slept."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from collections.abc import Callable
 
 FIRST_S, MOST_S = 0.25, 10.0
 ADVISED_S = 60.0
-"""No server's advice is followed for longer."""
+"""Maximum delay that a server can request."""
 LOOK_S = 1.0
 SLEPT_S = 5.0
-"""By so much the two clocks must have parted between two looks."""
+"""Difference of the two clocks between two checks that counts as sleep."""
 
 
 class Backoff:
-    """Delays between attempts: anything up to 0.25 s, 0.5 s … 10 s, so that many clients do not come back together."""
+    """Random delays between attempts, up to 0.25 s, 0.5 s … 10 s, so that many clients do not reconnect together."""
 
     def __init__(self, chance: Callable[[float, float], float] = random.uniform) -> None:
         self._chance = chance
         self.attempts = 0
-        """That failed since the last ``reset``."""
+        """Failed attempts since the last ``reset``."""
 
     def failed(self, advised_s: float | None = None) -> float:
         """Seconds until the next attempt.
 
         Args:
-            advised_s: What the server said, if anything: no less than that, within reason.
+            advised_s: The minimum delay that the server requested, if any; at most ``ADVISED_S`` counts.
         """
-        # Beyond 2**6 the most is reached; the power itself must not overflow.
+        # 2**6 exceeds the maximum; a larger power could overflow.
         longest_s = min(MOST_S, FIRST_S * 2 ** min(self.attempts, 6))
         self.attempts += 1
         return max(self._chance(0.0, longest_s), min(advised_s or 0.0, ADVISED_S))
 
     def reset(self) -> None:
-        """After an attempt that did well."""
+        """Called after a successful attempt."""
         self.attempts = 0
 
 
 class SleepWatch:
-    """Calls ``on_wake`` on the running loop after the machine has slept: the wall clock went on, the other one did not.
+    """Calls ``on_wake`` on the running loop after the machine has slept: the wall clock advanced, the loop's did not.
 
-    A wall clock that was set forward looks the same, and costs one reconnect; one that was set back means nothing.
-    Where the steady clock counts sleep, too, no sleep is seen, and a dead connection is found out by its silence.
+    Setting the wall clock forward looks the same and costs one reconnect; setting it back has no effect. On systems
+    whose monotonic clock includes sleep, sleep is not detected, and dead connections end by their timeout.
     """
 
     def __init__(self, on_wake: Callable[[], None], *, wall: Callable[[], float] = time.time) -> None:

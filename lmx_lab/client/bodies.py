@@ -1,4 +1,4 @@
-"""Requests out of arguments, and as JSON; what cannot be one is refused before anything is sent."""
+"""Makes requests from arguments, and JSON from requests; invalid ones are refused before anything is sent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Shape = TypeVar("Shape", bound=BaseModel)
 
 
 def shaped(shape: type[Shape], **fields: object) -> Shape:
-    """A request of this shape.
+    """Make a request of this shape.
 
     Raises:
-        InvalidRequestError: the first field that is wrong, by name.
+        InvalidRequestError: a field is invalid; the message names the first one.
     """
     try:
         return shape.model_validate(fields)
@@ -29,13 +29,13 @@ def shaped(shape: type[Shape], **fields: object) -> Shape:
 
 
 def as_content(body: BaseModel) -> bytes:
-    """What was set and nothing else: a server of another version may not know what is new.
+    """The request as JSON, with only the fields that were set: an older server may not know new ones.
 
     Raises:
-        InvalidRequestError: a value that has no JSON.
+        InvalidRequestError: a value cannot be written as JSON.
     """
     try:
-        # It warns of unions that know their members by the JSON that comes in, and writes them all the same.
+        # pydantic warns about unions whose members are chosen by a validator, but serializes them correctly.
         return body.model_dump_json(by_alias=True, exclude_unset=True, warnings="none").encode()
     except PydanticSerializationError as exc:
         raise InvalidRequestError(f"the request cannot be written as JSON: {exc!s:.200}; give plain values") from exc

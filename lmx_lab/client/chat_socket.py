@@ -1,14 +1,18 @@
-"""An answer over ``WS /v1/chat/stream``, as the chunks that a stream of server-sent events has."""
+"""Chat over ``WS /v1/chat/stream``, as the chunks that a stream of server-sent events has."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated
 
+from httpx2.websockets import HTTPXWSException
 from pydantic import Field, TypeAdapter
 
+from lmx_lab.client.connection import HttpConnection
+from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError
 from lmx_lab.wire.chat import (
     ChatChunk,
     ChatRequest,
@@ -22,15 +26,85 @@ from lmx_lab.wire.chat import (
 )
 from lmx_lab.wire.generation import CompletionTokensDetails, FinishReason, PromptTokensDetails, Timings, Usage
 
+CLOSE_S = 2.0
+"""Maximum wait for closing a connection whose other end does not respond."""
+
+
+async def messages(
+    connection: HttpConnection, path: str, first: str, *, silence_s: float | None = None
+) -> AsyncGenerator[str, None]:
+    """Send the first message, and return the server's messages; closing the generator closes the connection.
+
+    Args:
+        silence_s: Maximum time between two messages.
+
+    Raises:
+        ConnectionLostError: the connection was closed; the reader knows whether the answer is complete.
+        LabError: the server's own, if it refuses the connection.
+    """
+    # The library requires that a connection is closed by the task that opened it.
+    handed: asyncio.Queue[str | Exception] = asyncio.Queue(1)
+    reading = asyncio.create_task(_read(connection, path, first, silence_s, handed), name="read a WebSocket")
+    try:
+        while isinstance(message := await handed.get(), str):
+            yield message
+        raise message
+    finally:
+        reading.cancel()
+        await asyncio.wait({reading}, timeout=CLOSE_S)
+
+
+async def _read(
+    connection: HttpConnection,
+    path: str,
+    first: str,
+    silence_s: float | None,
+    handed: asyncio.Queue[str | Exception],
+) -> None:
+    """Put all messages into the queue, and at the end the reason why there are no more."""
+    end: Exception | None = None
+    try:
+        async with connection.websocket(path) as socket:
+            try:
+                await socket.send_text(first)
+                while True:
+                    async with asyncio.timeout(silence_s):
+                        message = await socket.receive_text()
+                    await handed.put(message)
+            except Exception as exc:
+                end = exc
+    except Exception as exc:
+        # An error of closing must not replace the reason.
+        end = end or exc
+    assert end is not None
+    await handed.put(_translated(end, connection.url))
+
+
+def _translated(exc: Exception, url: str) -> Exception:
+    while isinstance(exc, ExceptionGroup):
+        exc = exc.exceptions[0]
+    if isinstance(exc, TimeoutError):
+        end: LabError = UnreachableError(f"{url} said nothing within its time limit; ask again, or raise timeout_s")
+    elif isinstance(exc, LabError):
+        return exc
+    elif isinstance(exc, HTTPXWSException):
+        end = ConnectionLostError(f"{url} closed the connection before the answer's end; ask again")
+    else:
+        # Invalid frames raise exceptions of a lower library.
+        end = ConnectionLostError(f"{url} broke the connection ({type(exc).__name__}: {exc!s:.200}); ask again")
+    end.__cause__ = exc
+    return end
+
+
 SocketMessage = SocketToken | SocketDone | SocketError
 SOCKET_MESSAGE: TypeAdapter[SocketMessage] = TypeAdapter(Annotated[SocketMessage, Field(union_mode="left_to_right")])
 
 
 class SocketChunks:
-    """Chunks out of the messages of one socket. Pure.
+    """Makes chunks from the messages of one WebSocket. Pure.
 
-    What a socket does not tell is filled in: ``id`` is made here, ``model`` is the name that was asked for,
-    ``system_fingerprint`` is empty. In ``timings`` the prompt's time includes that in the queue.
+    Fields that a WebSocket does not send are filled in: ``id`` is made here, ``model`` is the requested name,
+    ``system_fingerprint`` is empty. The prompt time in ``timings`` includes the time in the queue.
     """
 
     def __init__(self, body: ChatRequest) -> None:
@@ -42,6 +116,7 @@ class SocketChunks:
         self._begun = False
 
     def read(self, message: SocketToken | SocketDone) -> Iterator[ChatChunk]:
+        """The chunks of one message."""
         if not self._begun:
             self._begun = True
             yield self._chunk(ChoiceDelta(role="assistant", content=""))
@@ -56,7 +131,7 @@ class SocketChunks:
             yield self._with([]).model_copy(update={"usage": _usage(stats)})
 
     def _pieces(self, message: SocketToken) -> Iterator[ChatChunk]:
-        """Of thoughts, text and calls, one each; the log-probabilities of all go with the first."""
+        """One chunk each for thoughts, text and calls; the first one has the log-probabilities."""
         logprobs = None if message.logprobs is None else ChoiceLogprobs(content=message.logprobs)
         for delta in _deltas(message):
             yield self._chunk(delta, logprobs=logprobs)
@@ -83,7 +158,7 @@ def _deltas(message: SocketToken) -> list[ChoiceDelta]:
     if message.token:
         found.append(ChoiceDelta(content=message.token))
     found += [ChoiceDelta(tool_calls=[call]) for call in message.tool_calls or ()]
-    # Tokens without text have their log-probabilities all the same.
+    # Tokens without text have log-probabilities, too.
     return found or [ChoiceDelta(content="")]
 
 

@@ -1,4 +1,4 @@
-"""One server over HTTP: requests, whole answers and server-sent events, all bounded, every failure in plain words."""
+"""HTTP to one server: requests, answers, server-sent events and WebSockets, with limits and translated errors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,27 @@ from httpx2.websockets import AsyncWebSocketSession
 from pydantic import BaseModel, ValidationError
 
 from lmx_lab.client.address import bearer, is_loopback, server_address
-from lmx_lab.client.failures import OURS, Answer, Refuse, Wanted, in_plain_words, not_ours, refusal
-from lmx_lab.client.limits import LONG_BYTES, SHORT_BYTES
+from lmx_lab.client.errors import (
+    LAB_SERVER,
+    ErrorReader,
+    ServerDescription,
+    UnexpectedResponse,
+    lab_server_error,
+    translated_errors,
+    wrong_server_error,
+)
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import LabError, UnreachableError
 
 Shape = TypeVar("Shape", bound=BaseModel)
+SHORT_BYTES = 100_000
+"""Maximum size of an error body, and of an answer with a few fields."""
+LONG_BYTES = 64_000_000
+"""Maximum size of a list of models, and of one text: ten million tokens, or 600,000 with log-probabilities."""
 CONNECT_S = 5.0
 QUICK_S = 30.0
-"""For the whole of what computes nothing, and between two events, of which there is one a second."""
-# The server keeps an idle connection for 30 s: it must not close one that is just being used again.
+"""Time limit of requests without computation, and between two events of a stream that has one per second."""
+# Less than the 30 s of the server, which must not close a connection that is just being used again.
 IDLE_S = 10.0
 CONNECTIONS = 256
 UPGRADE = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
@@ -35,7 +46,7 @@ JSON = {"content-type": "application/json"}
 
 
 class _Key(httpx2.Auth):
-    """A key on its way into a request. It is in no other object that a traceback with values would show."""
+    """Adds the key to requests. No other object holds it, so that tracebacks with values do not show it."""
 
     def __init__(self, key: str | None) -> None:
         self._headers = bearer(key)
@@ -45,19 +56,19 @@ class _Key(httpx2.Auth):
         yield request
 
 
-class Connection:
-    """Requests to one server, on one loop, over connections that are kept for a while.
+class HttpConnection:
+    """Requests to one server, on one event loop, over pooled connections.
 
     Args:
-        base_url: With or without a proxy's prefix, a slash or ``/v1`` at its end.
-        api_key: It is shown nowhere.
-        transport: In the place of the network.
-        timeout_s: The longest silence while the server computes; None waits as long as the connection is there.
-        wanted: The server that is expected there.
-        refuse: What an answer that is no success means.
+        base_url: The address, optionally with a proxy's prefix, a trailing slash or ``/v1``.
+        api_key: It is never displayed.
+        transport: Replaces the network, for tests.
+        timeout_s: Maximum time without data while the server computes; None waits as long as the connection exists.
+        server: The server that is expected there.
+        read_error: Makes an error from a response that is not a success.
 
     Raises:
-        InvalidRequestError: an address or a key that could never do.
+        InvalidRequestError: the address or the key is not valid.
     """
 
     def __init__(
@@ -67,33 +78,33 @@ class Connection:
         api_key: str | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
         timeout_s: float | None = None,
-        wanted: Wanted = OURS,
-        refuse: Refuse = refusal,
+        server: ServerDescription = LAB_SERVER,
+        read_error: ErrorReader = lab_server_error,
     ) -> None:
         self.url = server_address(base_url)
-        self._wanted = wanted
+        self._server = server
         self._key = _Key(api_key)
-        self._refuse = refuse
+        self._read_error = read_error
         self._http = httpx2.AsyncClient(
             base_url=self.url,
             auth=self._key,
             transport=transport,
             timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S, pool=None),
             limits=httpx2.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_S),
-            # Reading all certificates takes 30 ms and more, which a plain address needs for nothing.
+            # Loading all certificates takes 30 ms or more, which plain HTTP does not need.
             verify=True if self.url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-            # A proxy for the web cannot reach this machine's own server.
+            # A proxy cannot reach this machine's loopback interface.
             trust_env=not is_loopback(self.url),
         )
 
     async def aclose(self) -> None:
-        """Close all connections, which ends what the server computes for them. Idempotent."""
+        """Close all connections; the server stops its work for them. Idempotent."""
         await self._http.aclose()
 
-    # Whole answers
+    # Complete answers
 
     async def get(self, path: str, *, limit: int = SHORT_BYTES) -> tuple[httpx2.Response, bytes]:
-        """What a server knows without computing, of at most ``limit`` bytes, within ``QUICK_S``."""
+        """GET an answer of at most ``limit`` bytes within ``QUICK_S``, for requests without computation."""
         return await self.ask("GET", path, limit=limit, within_s=QUICK_S)
 
     async def ask(
@@ -107,11 +118,11 @@ class Connection:
         within_s: float,
         with_key: bool = True,
     ) -> tuple[httpx2.Response, bytes]:
-        """Whatever is answered, and its body of at most ``limit`` bytes.
+        """Send a request and return the response with its body of at most ``limit`` bytes.
 
         Args:
-            within_s: To the last byte of the answer.
-            with_key: Without it, it asks as a stranger does.
+            within_s: Time limit up to the last byte of the answer.
+            with_key: Whether the key is sent.
         """
         timeout = httpx2.Timeout(within_s, connect=CONNECT_S, pool=None)
         headers = {} if content is None else JSON
@@ -119,11 +130,11 @@ class Connection:
             method, path, content=content, params=params, headers=headers, timeout=timeout
         )
         try:
-            # Also of all bytes together: one that says a little all the time is never silent.
+            # A limit for the whole answer: a server that sends a byte now and then is never silent.
             async with asyncio.timeout(within_s):
                 return await self._fetch(request, limit, with_key=with_key)
         except TimeoutError as exc:
-            said = f"{self.url} has not answered whole within {within_s:g} s; {self._wanted.check}"
+            said = f"{self.url} has not answered whole within {within_s:g} s; {self._server.check}"
             raise UnreachableError(said) from exc
 
     async def post(self, path: str, content: bytes, shape: type[Shape], *, limit: int = SHORT_BYTES) -> Shape:
@@ -133,7 +144,7 @@ class Connection:
     async def _fetch(
         self, request: httpx2.Request, limit: int, *, with_key: bool = True
     ) -> tuple[httpx2.Response, bytes]:
-        """An answer and its body, of which no more is read than it may have."""
+        """Return a response and its body; no more than ``limit`` bytes are read."""
         response = await self._send(request, with_key=with_key)
         try:
             return response, await self._body(response, limit)
@@ -141,7 +152,7 @@ class Connection:
             await response.aclose()
 
     async def _send(self, request: httpx2.Request, *, with_key: bool = True) -> httpx2.Response:
-        with in_plain_words(self.url, wanted=self._wanted):
+        with translated_errors(self.url, server=self._server):
             return await self._http.send(request, stream=True, auth=self._key if with_key else None)
 
     async def _body(self, response: httpx2.Response, limit: int) -> bytes:
@@ -149,14 +160,14 @@ class Connection:
         if response.is_success and len(text) > limit:
             raise UnreachableError(
                 f"{self.url} answered with more than {limit} bytes, which no answer to this request can have; "
-                f"{self._wanted.check}"
+                f"{self._server.check}"
             )
         return text
 
     async def beginning(self, response: httpx2.Response, limit: int) -> bytes:
-        """The body, or of a longer one a little more than the limit."""
+        """Read the body; of a longer one a little more than the limit."""
         body = bytearray()
-        with in_plain_words(self.url, begun=True, wanted=self._wanted):
+        with translated_errors(self.url, begun=True, server=self._server):
             async with aclosing(response.aiter_bytes()) as chunks:
                 async for chunk in chunks:
                     body += chunk
@@ -165,11 +176,13 @@ class Connection:
         return bytes(body)
 
     def whole(self, response: httpx2.Response, text: bytes, shape: type[Shape]) -> Shape:
+        """Parse the body of a successful response; raises the error of any other."""
         if not response.is_success:
             raise self.refused(response, text)
         return self.read(response, text, shape)
 
     def read(self, response: httpx2.Response, text: bytes, shape: type[Shape]) -> Shape:
+        """Parse the body of a response, whatever its status."""
         try:
             return shape.model_validate_json(text)
         except ValidationError as exc:
@@ -180,11 +193,11 @@ class Connection:
     async def events(
         self, method: str, path: str, *, content: bytes = b"", whole_bytes: int | None = None, **options: Any
     ) -> AsyncGenerator[str | Remark, None]:
-        """The events of a stream and its comments; closing this closes the connection.
+        """Return the events of a stream and its comments; closing the generator closes the connection.
 
         Args:
-            whole_bytes: The length that a JSON document may have which comes in the stream's place, and is given as
-                its only event. By default none may come.
+            whole_bytes: Maximum size of a JSON document in place of a stream, which is returned as its only event. By
+                default a document is an error.
         """
         headers = {"accept": EVENT_STREAM, **(JSON if content else {})}
         request = self._http.build_request(method, path, content=content, headers=headers, **options)
@@ -195,7 +208,7 @@ class Connection:
                 return
             await self._check_stream(response)
             decoder = EventDecoder()
-            with in_plain_words(self.url, begun=True, wanted=self._wanted):
+            with translated_errors(self.url, begun=True, server=self._server):
                 async for chunk in response.aiter_bytes():
                     for event in self._fed(decoder, chunk):
                         yield event
@@ -206,14 +219,15 @@ class Connection:
     async def websocket(
         self, path: str, params: Mapping[str, str | list[str]] | None = None, *, limit: int = LONG_BYTES
     ) -> AsyncGenerator[AsyncWebSocketSession, None]:
-        """A WebSocket for the time of the block. What breaks it later is of ``httpx2.websockets``; its silence is the
-        reader's to end.
+        """Open a WebSocket for the duration of the block.
+
+        Later failures are exceptions of ``httpx2.websockets``; the reader has to limit the time without data.
 
         Args:
-            limit: The bytes of one message.
+            limit: Maximum size of one message in bytes.
 
         Raises:
-            LabError: it was not opened: the server's own, or UnreachableError.
+            LabError: the WebSocket was not opened: the server's own error, or UnreachableError.
         """
         key = base64.b64encode(secrets.token_bytes(16)).decode()
         request = self._http.build_request(
@@ -249,29 +263,32 @@ class Connection:
     # Failures
 
     def refused(self, response: httpx2.Response, body: bytes) -> LabError:
-        """The error of an answer that is no success, or not what was asked for."""
-        return self._refuse(self.answer(response, body))
+        """The error for a response that is not a success, or not the requested document."""
+        return self._read_error(self.unexpected(response, body))
 
-    def answer(self, response: httpx2.Response, body: bytes) -> Answer:
+    def unexpected(self, response: httpx2.Response, body: bytes) -> UnexpectedResponse:
+        """Describe a response for an error."""
         headers: Mapping[str, str] = response.headers
-        return Answer(
+        return UnexpectedResponse(
             url=self.url,
             status=response.status_code,
             kind=headers.get("content-type", ""),
             retry_after=headers.get("retry-after"),
             body=body,
-            wanted=self._wanted,
+            server=self._server,
         )
 
     def unreadable(self) -> UnreachableError:
-        """Of an event that is none of such a server."""
-        return not_ours(
-            Answer(url=self.url, status=200, kind=EVENT_STREAM, retry_after=None, body=b"", wanted=self._wanted)
+        """The error for an event that such a server does not send."""
+        return wrong_server_error(
+            UnexpectedResponse(
+                url=self.url, status=200, kind=EVENT_STREAM, retry_after=None, body=b"", server=self._server
+            )
         )
 
 
 def _accepted(key: str) -> str:
-    """What RFC 6455, section 4.2.2, has a server answer: whatever else answers 101 is none."""
+    """The value that RFC 6455, section 4.2.2, requires in the server's answer."""
     return base64.b64encode(hashlib.sha1(f"{key}{RFC_6455}".encode(), usedforsecurity=False).digest()).decode()
 
 

@@ -1,4 +1,4 @@
-"""Where a reader of events is in the log, and where it writes that down."""
+"""Cursors: the position of a reader in the log of events, and where it is stored."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ CURSOR_BYTES = 4096
 
 
 class Cursor(BaseModel):
-    """All events up to ``seq`` have been seen."""
+    """All events up to ``seq`` have been read."""
 
     model_config = ConfigDict(frozen=True)
 
     stream_id: str = Field(min_length=1, max_length=200)
-    """Of the daemon's database, in which ``seq`` counts."""
+    """Names the daemon's database, in which ``seq`` counts."""
     seq: int = Field(ge=0, le=10**15)
 
 
 class CursorStore(Protocol):
-    """Keeps one reader's cursor from one subscription to the next."""
+    """Stores one reader's cursor between subscriptions."""
 
     def load(self) -> Cursor | None:
-        """The one that was saved last; None if there is none yet."""
+        """Return the cursor that was saved last; None if there is none yet."""
 
     def save(self, cursor: Cursor) -> None:
-        """Called on the reader's loop, so it must be quick."""
+        """Save a cursor. Called on the reader's event loop, so it must not block for long."""
 
 
 class MemoryCursor:
-    """For as long as this object lives."""
+    """Stores the cursor in this object."""
 
     def __init__(self, cursor: Cursor | None = None) -> None:
         self._cursor = cursor
@@ -50,17 +50,17 @@ class MemoryCursor:
 
 
 class FileCursor:
-    """In a file, from one process to the next. For one subscription at a time: the last one that saves counts.
+    """Stores the cursor in a file, for one subscription at a time.
 
-    A file that holds something else is an error and not a fresh start: the path may be wrong, and saving would destroy
-    whatever the file is.
+    A file with other content is an error: the path may be wrong, and saving would destroy the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser()
 
     def load(self) -> Cursor | None:
-        """
+        """Read the cursor; None if the file does not exist.
+
         Raises:
             HostingError: the file holds no cursor, or cannot be read.
         """
@@ -73,11 +73,11 @@ class FileCursor:
         try:
             return Cursor.model_validate_json(text)
         except ValidationError as exc:
-            said = f"{self.path} holds no cursor: {text[:80]!r}; remove it to begin anew, or name another file"
+            said = f"{self.path} holds no cursor: {text[:80]!r}; remove it to start again, or name another file"
             raise HostingError(said) from exc
 
     def save(self, cursor: Cursor) -> None:
-        """Whole at once, readable by this user alone.
+        """Write the file atomically, readable by this user only.
 
         Raises:
             HostingError: the file cannot be written.
@@ -97,7 +97,7 @@ class FileCursor:
 
 
 def _beginning(path: Path) -> bytes:
-    # Not blocking: a pipe of that name would wait for its writer.
+    # Non-blocking: opening a pipe of that name would wait for its writer.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         return os.read(file, CURSOR_BYTES) if stat.S_ISREG(os.fstat(file).st_mode) else b"no regular file"

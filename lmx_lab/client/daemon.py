@@ -2,67 +2,64 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.client.access import Access
 from lmx_lab.client.bodies import shaped
+from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.cursors import CursorStore
 from lmx_lab.client.daemon_routes import DaemonRoutes
+from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.client.session import AsyncSession
-from lmx_lab.client.subscription import Subscription
+from lmx_lab.client.turn import FollowedTurns
 from lmx_lab.wire.sessions import CreateSession, SessionMessage
-
-if TYPE_CHECKING:
-    from lmx_lab.client.turn_run import TurnRun
 
 
 class AsyncDaemonClient(DaemonRoutes):
-    """The verbs of one daemon, on one loop: ``async with AsyncDaemonClient.discover() as client``.
+    """A client of one daemon, on one event loop: ``async with AsyncDaemonClient.discover() as client``.
 
     Args:
-        base_url: With or without a proxy's prefix, a slash or ``/v3`` at its end.
-        token: The daemon's, which ``state.json`` in its folder has. It is shown nowhere.
-        transport: In the place of the network. It is closed with the client.
+        base_url: The address, optionally with a proxy's prefix, a trailing slash or ``/v3``.
+        token: The daemon's token, from ``state.json`` in its folder. It is never displayed.
+        transport: Replaces the network, for tests. It is closed with the client.
 
     Raises:
-        InvalidRequestError: an address or a token that could never do.
+        InvalidRequestError: the address or the token is not valid.
     """
 
     def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
-        super().__init__(Access(base_url, token), transport=transport)
-        self.followed: set[TurnRun] = set()
-        """Turns that ``run`` and ``stream`` follow to their end."""
+        super().__init__(Credentials(base_url, token), transport=transport)
+        self._turns = FollowedTurns()
 
     @classmethod
     def discover(
         cls, home: str | os.PathLike[str] | None = None, *, transport: httpx2.AsyncBaseTransport | None = None
     ) -> Self:
-        """A client of the daemon that this user runs, and of the next one in the same folder. Reads its state file and
-        asks nobody.
+        """Return a client of this user's daemon, and of its successors in the same folder.
+
+        Reads the daemon's state file and sends nothing.
 
         Args:
             home: By default LMX_LAB_HOME, else ``~/.lmx-lab``.
 
         Raises:
-            UnreachableError: there is none; the message says how to start it.
+            UnreachableError: there is no daemon; the message says how to start one.
         """
-        access = Access.from_home(home)
-        client = cls(access.url, token=access.token, transport=transport)
-        client._line.access = access
+        credentials = Credentials.from_home(home)
+        client = cls(credentials.url, token=credentials.token, transport=transport)
+        client._connection.credentials = credentials
         return client
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.url}>"
 
     async def aclose(self) -> None:
-        """Cancel the turns that are still followed, then close all connections. Idempotent."""
-        await asyncio.gather(*[turn.leave() for turn in list(self.followed)], return_exceptions=True)
+        """Cancel the turns that ``run`` and ``stream`` still follow, then close all connections. Idempotent."""
+        await self._turns.cancel()
         await super().aclose()
 
     async def session(
@@ -76,27 +73,26 @@ class AsyncDaemonClient(DaemonRoutes):
         messages: Sequence[SessionMessage] = (),
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> AsyncSession:
-        """A new session, or the one of this id, which stays as it is.
+        """Create a session, or return the existing one of this id unchanged.
 
         Args:
-            model: By default whatever the server of the model has.
-            tools: Which its turns may use: names, or a server's with an asterisk, ``time__*``. [] is none; by default
-                all.
-            messages: A history to begin with.
+            model: By default the model that the model server has loaded.
+            tools: Tools that its turns may use: names, or all of a server, ``time__*``. [] is none; by default all.
+            messages: The initial history.
         """
         fields: dict[str, object] = {
             "session_id": session_id,
             "title": title,
             "model": model,
             "system_prompt": system_prompt,
-            # A word would become a list of its letters.
+            # A string is refused below instead of becoming a list of letters.
             "tools": tools if tools is None or isinstance(tools, str) else list(tools),
             "messages": tuple(messages) or None,
             "metadata": dict(metadata) if isinstance(metadata, Mapping) else metadata,
         }
         given = {name: value for name, value in fields.items() if value is not None}
         record = await self.create_session(shaped(CreateSession, **given))
-        return AsyncSession(self, record.session_id)
+        return AsyncSession(self, record.session_id, self._turns)
 
     def events(
         self,
@@ -106,13 +102,14 @@ class AsyncDaemonClient(DaemonRoutes):
         types: Sequence[str] = (),
         cursor: CursorStore | None = None,
     ) -> Subscription:
-        """Events as they come, also over breaks and restarts: ``async with client.events() as events: async for event
-        in events``.
+        """Subscribe to events, over lost connections and restarts of the daemon.
+
+        ``async with client.events() as events: async for event in events: …``
 
         Args:
-            after: A cursor: what came after that event, 0 for all that is kept. By default only what is new.
-            session_ids: By default of all sessions, and what is of none.
+            after: A cursor; events after it are returned, 0 for all that are kept. By default only new events.
+            session_ids: By default all sessions, and events without a session.
             types: Such as ``turn.done``, ``tool.*``; by default all.
-            cursor: Where to keep the last event that was seen, and to go on from.
+            cursor: Stores the last event that was read, and the next subscription continues from it.
         """
         return Subscription(self, after=after, session_ids=session_ids, types=types, cursor=cursor)

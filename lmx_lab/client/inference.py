@@ -2,51 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import httpx2
-from pydantic import ValidationError
+import numpy as np
+import numpy.typing as npt
+from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from lmx_lab.client.bodies import as_content, shaped
-from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks
-from lmx_lab.client.connection import CONNECT_S, QUICK_S, Connection
-from lmx_lab.client.events import Include, LabEvent, lab_event
-from lmx_lab.client.failures import CHECK, error_in, not_ours
-from lmx_lab.client.limits import LONG_BYTES, chat_bytes, embeddings_bytes, rerank_bytes
-from lmx_lab.client.loads import watched
-from lmx_lab.client.sockets import messages
+from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks, messages
+from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, QUICK_S, SHORT_BYTES, HttpConnection
+from lmx_lab.client.errors import CHECK, error_in, wrong_server_error
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
-from lmx_lab.wire.admin import LoadAnswer, LoadRequest, ModelEvent, ModelRecords, NotReady, Ready, UnloadAnswer
+from lmx_lab.wire.admin import (
+    Heartbeat,
+    LoadAnswer,
+    LoadRequest,
+    Memory,
+    ModelEvent,
+    ModelRecords,
+    NotReady,
+    Ready,
+    RequestEvent,
+    Sample,
+    Throughput,
+    UnloadAnswer,
+)
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
 
+Include = Literal["models", "requests", "samples"]
+"""Events that are sent only on request: ``ModelEvent``, ``RequestEvent``, ``Sample``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownLabEvent:
+    """An event of a kind, or in a form, that this version does not know."""
+
+    text: str
+    """The event's data as it was received, usually JSON."""
+
+
+KnownEvent = Throughput | Memory | Heartbeat | ModelEvent | RequestEvent | Sample
+LabEvent = KnownEvent | UnknownLabEvent
+_KNOWN: TypeAdapter[KnownEvent] = TypeAdapter(Annotated[KnownEvent, Discriminator("type")])
+
+
+def lab_event(text: str) -> LabEvent:
+    """Parse the data of one event."""
+    try:
+        return _KNOWN.validate_json(text)
+    except ValidationError:
+        return UnknownLabEvent(text=text)
+
+
+COMPONENTS = 16_384
+"""More than the length of any known embedding model's vectors."""
+COMPONENT_BYTES = {"base64": 6, "float": 26}
+"""Four bytes in base64; a float in decimal with its separator."""
+ITEM_BYTES = 200
+"""JSON around one vector or score."""
+ESCAPED = 3
+"""Ratio of JSON with escapes to UTF-8."""
+
+
+def chat_bytes(body: ChatRequest) -> int:
+    return SHORT_BYTES + LONG_BYTES * (body.n or 1) * (1 + (body.top_logprobs or 0))
+
+
+def embeddings_bytes(body: EmbeddingsBody) -> int:
+    texts = 1 if body.is_single else len(body.input)
+    vector = (body.dimensions or COMPONENTS) * COMPONENT_BYTES[body.encoding_format or "float"]
+    return SHORT_BYTES + texts * (ITEM_BYTES + vector)
+
+
+def rerank_bytes(documents: int, *, sent: int) -> int:
+    """
+    Args:
+        sent: Size of the request in bytes; the answer may repeat its documents.
+    """
+    return SHORT_BYTES + documents * ITEM_BYTES + ESCAPED * sent
+
+
+WATCH_S = 2.0
+"""Maximum time that a load waits for the stream of events to open, which a proxy may delay."""
+STEPS = ("download", "verify", "convert", "store", "load")
+"""Stages that are reported as progress; the answer of the load reports its end."""
+
+
+async def watched(
+    load: Callable[[], Coroutine[Any, Any, LoadAnswer]],
+    *,
+    events: AsyncGenerator[LabEvent, None],
+    progress: Callable[[ModelEvent], None],
+) -> LoadAnswer:
+    """Load while reporting progress. Cancellation, or an exception of ``progress``, stops waiting, not the load.
+
+    Raises:
+        LabError: the load has failed. If the events are not available, the model is loaded without progress.
+    """
+    opened = asyncio.Event()
+    watching = asyncio.create_task(_watch(events, progress, opened), name="watch a load")
+    tasks: list[asyncio.Task[Any]] = [watching]
+    try:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(opened.wait(), WATCH_S)
+        loading = asyncio.create_task(load(), name="wait for a load")
+        tasks.append(loading)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            # The events have ended, or ``progress`` has raised.
+            watching.result()
+        return await loading
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _watch(
+    events: AsyncGenerator[LabEvent, None], progress: Callable[[ModelEvent], None], opened: asyncio.Event
+) -> None:
+    try:
+        async with aclosing(events) as received:
+            while (event := await _next(received)) is not None:
+                opened.set()
+                if isinstance(event, ModelEvent) and event.stage in STEPS:
+                    progress(event)
+    finally:
+        opened.set()
+
+
+async def _next(events: AsyncGenerator[LabEvent, None]) -> LabEvent | None:
+    try:
+        return await anext(events, None)
+    except LabError:
+        # The load continues without progress, and reports errors of its own.
+        return None
+
+
 NAME = "x-lmx-lab"
 DONE = "[DONE]"
 Over = Literal["sse", "websocket"]
-"""How a stream comes: as server-sent events, or over a WebSocket, whose end a proxy in between always passes on."""
+"""Transport of a stream: server-sent events, or a WebSocket, whose end every proxy passes on."""
 
 
 class AsyncLabClient:
-    """The verbs of one inference server, on one loop: ``async with AsyncLabClient("http://host:8400") as client``.
+    """A client of one inference server, on one event loop: ``async with AsyncLabClient("http://host:8400") as client``.
 
-    Requests and answers are the shapes of ``lmx_lab.wire``. A verb that is cancelled, and a stream that is closed,
-    closes its connection, and the server ends the work. Every failure is a ``LabError``: the server's own by their
-    codes, ``UnreachableError`` where none answers in the lab's words.
+    Requests and answers are the shapes of ``lmx_lab.wire``. Cancelling a call, or closing a stream, closes its
+    connection, and the server stops its work. Every failure is a ``LabError``: the server's own by its code,
+    ``UnreachableError`` if no LMX Lab server answers.
 
     Args:
-        base_url: With or without a proxy's prefix, a slash or ``/v1`` at its end.
-        api_key: The server's, or of a login in front of it. It is shown nowhere.
-        transport: In the place of the network.
-        timeout_s: The longest silence while the server computes or loads; None waits as long as the connection is
-            there, since the server has limits of its own.
+        base_url: The address, optionally with a proxy's prefix, a trailing slash or ``/v1``.
+        api_key: The key of the server, or of a login in front of it. It is never displayed.
+        transport: Replaces the network, for tests.
+        timeout_s: Maximum time without data while the server computes or loads. None waits as long as the connection
+            exists, since the server has its own limits.
 
     Raises:
-        InvalidRequestError: an address or a key that could never do.
+        InvalidRequestError: the address or the key is not valid.
     """
 
     def __init__(
@@ -57,7 +181,7 @@ class AsyncLabClient:
         transport: httpx2.AsyncBaseTransport | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._connection = Connection(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s)
+        self._connection = HttpConnection(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s)
         self._silence_s = timeout_s
         self.url = self._connection.url
 
@@ -65,7 +189,7 @@ class AsyncLabClient:
         return f"<AsyncLabClient of {self.url}>"
 
     async def aclose(self) -> None:
-        """Close all connections, which ends what the server computes for them. Idempotent."""
+        """Close all connections; the server stops its work for them. Idempotent."""
         await self._connection.aclose()
 
     async def __aenter__(self) -> Self:
@@ -79,20 +203,20 @@ class AsyncLabClient:
     # Chat
 
     async def chat(self, body: ChatRequest) -> ChatCompletion:
-        """A whole answer."""
+        """Return a complete answer."""
         content = as_content(body.model_copy(update={"stream": False}))
         return await self._connection.post("/v1/chat/completions", content, ChatCompletion, limit=chat_bytes(body))
 
     async def stream(self, body: ChatRequest, *, over: Over = "sse") -> AsyncGenerator[ChatChunk, None]:
-        """The same in chunks, as they are generated.
+        """Return an answer in chunks, as they are generated.
 
         Args:
-            over: A WebSocket tells less: its chunks have the ``model`` that was asked for, an ``id`` of their own, an
-                empty ``system_fingerprint``, and ``timings`` whose prompt includes the time in the queue.
+            over: A WebSocket sends less: its chunks have the requested ``model``, a local ``id``, an empty
+                ``system_fingerprint``, and ``timings`` whose prompt time includes the time in the queue.
 
         Raises:
-            ConnectionLostError: it broke off before its end.
-            LabError: the server's own, before the first chunk or after any.
+            ConnectionLostError: the stream ended before the answer did.
+            LabError: the server's own, before the first chunk or after any chunk.
         """
         source = self.stream_with_remarks(body) if over == "sse" else self._stream_over_socket(body)
         async with aclosing(source) as parts:
@@ -101,7 +225,7 @@ class AsyncLabClient:
                     yield part
 
     async def stream_with_remarks(self, body: ChatRequest) -> AsyncGenerator[ChatChunk | Remark, None]:
-        """``stream``, and where the request stands whenever there was nothing to say for five seconds."""
+        """``stream``, with a remark about the request's state after every five seconds without a chunk."""
         content = as_content(body.model_copy(update={"stream": True}))
         async with aclosing(self._connection.events("POST", "/v1/chat/completions", content=content)) as events:
             async for event in events:
@@ -140,16 +264,16 @@ class AsyncLabClient:
     # Vectors and scores
 
     async def embed(self, body: EmbeddingsBody) -> EmbeddingList:
-        """Vectors; ``as_array`` makes numbers of them, and ``encoding_format="base64"`` is quicker."""
+        """Return vectors; ``as_array`` converts them to an array. ``encoding_format="base64"`` is faster."""
         return await self._connection.post(
             "/v1/embeddings", as_content(body), EmbeddingList, limit=embeddings_bytes(body)
         )
 
     async def rerank(self, body: RerankBody) -> RerankResults:
-        """Documents by relevance, the best first.
+        """Rank documents by relevance, the best first.
 
         Raises:
-            UnreachableError: the answer is about documents that were not given, or names one twice.
+            UnreachableError: the answer names a document that was not given, or one document twice.
         """
         content, given = as_content(body), len(body.documents)
         limit = rerank_bytes(given, sent=len(content))
@@ -165,17 +289,17 @@ class AsyncLabClient:
     # Models
 
     async def models(self) -> ModelRecords:
-        """What is on the server's disk, and which of it is loaded."""
+        """List the models on the server's disk, and which of them are loaded."""
         response, text = await self._connection.get("/admin/models", limit=LONG_BYTES)
         return self._connection.whole(response, text, ModelRecords)
 
     async def load(self, model: str, *, progress: Callable[[ModelEvent], None] | None = None) -> LoadAnswer:
-        """Load a model in the place of what is loaded; returns when it is. Cancelling ends the waiting, not the load.
+        """Load a model, which replaces the loaded one; returns when it is ready.
 
-        Local callers may name a path.
+        Cancelling this stops waiting, not the load. Callers on the server's machine may give a path.
 
         Args:
-            progress: Called with each step that the server tells of before it is done, on this loop; most have bytes.
+            progress: Called on this loop with each step of the load; most steps have byte counts.
         """
         content = as_content(shaped(LoadRequest, model=model))
 
@@ -187,32 +311,32 @@ class AsyncLabClient:
         return await watched(load, events=self.events(["models"]), progress=progress)
 
     async def unload(self) -> UnloadAnswer:
-        """Unload the model; with none loaded nothing happens."""
+        """Unload the model. Does nothing if none is loaded."""
         return await self._connection.post("/admin/models/unload", b"", UnloadAnswer)
 
     # The server
 
     async def version(self) -> str:
-        """The version of the LMX Lab that answers; needs no key.
+        """Return the server's LMX Lab version; needs no key.
 
         Raises:
-            UnreachableError: nobody answers, or another program does.
+            UnreachableError: no server answers, or another program does.
         """
         response, text = await self._connection.get("/healthz")
         if NAME not in response.headers:
-            raise not_ours(self._connection.answer(response, text))
+            raise wrong_server_error(self._connection.unexpected(response, text))
         return response.headers[NAME]
 
     async def ready(self) -> Ready:
-        """Whether a model answers; if none does, a ``NotReady`` with the reason. Needs no key."""
+        """Return whether a model is ready; a ``NotReady`` has the reason if none is. Needs no key."""
         response, text = await self._connection.get("/readyz")
         return self._connection.read(response, text, Ready if response.is_success else NotReady)
 
     async def events(self, include: Sequence[Include] = ()) -> AsyncGenerator[LabEvent, None]:
-        """Live figures every second, and what ``include`` asks for; ends when the server stops.
+        """Return live measurements every second, and the events in ``include``; ends when the server stops.
 
         Raises:
-            UnreachableError: there is no server, or nothing came from it for 30 s.
+            UnreachableError: there is no server, or it has sent nothing for 30 s.
         """
         params = {"include": ",".join(include)} if include else {}
         stream = self._connection.events(
@@ -222,3 +346,25 @@ class AsyncLabClient:
             async for event in events:
                 if isinstance(event, str):
                     yield lab_event(event)
+
+
+def as_array(answer: EmbeddingList) -> npt.NDArray[np.float32]:
+    """Convert vectors, as numbers or as base64, to a float32 array with one row per input.
+
+    Raises:
+        UnreachableError: the rows are not vectors of the same length, which a lab's server never returns.
+    """
+    rows = [_row(item.embedding) for item in sorted(answer.data, key=lambda item: item.index)]
+    try:
+        return np.stack(rows)
+    except ValueError as exc:
+        raise UnreachableError(f"the server answered with {len(rows)} vectors that make no table: {exc}") from exc
+
+
+def _row(value: list[float] | str) -> npt.NDArray[np.float32]:
+    if not isinstance(value, str):
+        return np.asarray(value, dtype=np.float32)
+    try:
+        return np.frombuffer(base64.b64decode(value, validate=True), dtype="<f4").astype(np.float32)
+    except ValueError as exc:
+        raise UnreachableError(f"the server answered with a vector that is no base64 of float32: {exc}") from exc

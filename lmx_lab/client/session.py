@@ -1,18 +1,19 @@
-"""One session of the daemon: turns run to their end, whatever happens to the connection meanwhile."""
+"""A session of the daemon: runs turns to their end, over lost connections and restarts of the daemon."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 from pydantic import JsonValue
 
 from lmx_lab.client.bodies import shaped
-from lmx_lab.client.daemon_events import DaemonEvent
+from lmx_lab.client.daemon_routes import DaemonRoutes
+from lmx_lab.client.turn import FollowedTurns, TurnFollower
 from lmx_lab.client.turn_permissions import OnPermission
 from lmx_lab.client.turn_result import TurnResult
-from lmx_lab.client.turn_run import TurnRun
+from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import (
     CancelAnswer,
@@ -26,14 +27,11 @@ from lmx_lab.wire.sessions import (
     TurnRecord,
 )
 
-if TYPE_CHECKING:
-    from lmx_lab.client.daemon import AsyncDaemonClient
-
 WhenBusy = Literal["enqueue", "reject", "interrupt"]
 
 
 class SessionFields(TypedDict, total=False):
-    """What of a session can be changed; what is left out stays as it is, None sets to null."""
+    """The fields of a session that can be changed. Omitted fields stay unchanged; None sets a field to null."""
 
     title: str | None
     model: str | None
@@ -42,15 +40,16 @@ class SessionFields(TypedDict, total=False):
     metadata: dict[str, JsonValue] | None
     archived: bool
     revision: int
-    """The one that was read; another now is refused with ``RevisionConflictError``."""
+    """The revision that was read; if the session has another one now, the change is refused."""
 
 
 class AsyncSession:
-    """One session, by its id; the client is its owner's to close."""
+    """One session, by its id. ``AsyncDaemonClient.session()`` creates it; closing the client ends its work."""
 
-    def __init__(self, client: AsyncDaemonClient, session_id: str) -> None:
+    def __init__(self, client: DaemonRoutes, session_id: str, turns: FollowedTurns | None = None) -> None:
         self.session_id = session_id
         self._client = client
+        self._turns = turns or FollowedTurns()
 
     def __repr__(self) -> str:
         return f"<AsyncSession {self.session_id} of {self._client.url}>"
@@ -65,23 +64,23 @@ class AsyncSession:
         on_permission: OnPermission | None = None,
         on_event: Callable[[DaemonEvent], object] | None = None,
     ) -> TurnResult:
-        """Let the model answer, and wait until it has.
+        """Run a turn and return its result.
 
-        It waits over lost connections and restarts of the daemon. Cancelling this, or an error in a callback, cancels
-        the turn.
+        Continues over lost connections and restarts of the daemon.
+        Cancelling this, or an error in a callback, cancels the turn.
 
         Args:
-            turn_id: Of one that was submitted before, with the same text, this gives the end of that.
-            when_busy: With another turn in the session: wait behind it, be refused, or take its place.
-            on_permission: What to decide on tools that ask; by default others do, or time runs out.
-            on_event: Called with each event of the turn, on this loop.
+            turn_id: The id of a turn that was submitted before with the same text returns that turn's result.
+            when_busy: What to do while another turn runs in the session: wait, be refused, or replace it.
+            on_permission: Decides on tools that ask for a permission. By default other clients decide.
+            on_event: Called on this loop with each event of the turn.
 
         Raises:
-            TurnError, EngineError …: with which the turn has ended, by its code; the message names the turn.
+            TurnError, EngineError …: the turn has failed, by the code of its error; the message names the turn.
             UnreachableError: no daemon answers.
             TurnInProgressError, QueueFullError, SessionNotFoundError …: the turn was not accepted.
         """
-        turn = self._turn_run(text, turn_id, when_busy, overrides, on_permission)
+        turn = self._follower(text, turn_id, when_busy, overrides, on_permission)
         async with aclosing(turn.events()) as events:
             async for event in events:
                 if on_event is not None:
@@ -97,63 +96,68 @@ class AsyncSession:
         overrides: TurnOverrides | None = None,
         on_permission: OnPermission | None = None,
     ) -> AsyncGenerator[DaemonEvent, None]:
-        """The same as the turn's events, to ``turn.done``; closing this before the end cancels the turn.
+        """Run a turn and return its events, up to ``turn.done``. Closing the stream before its end cancels the turn.
 
-        Where events could not be had there is a ``ResetFrame`` and a ``SnapshotFrame``, and perhaps no last event.
+        A ``ResetFrame`` and a ``SnapshotFrame`` replace events that are no longer available; the last event may be
+        missing then, too.
+
+        Args:
+            on_permission: Decides on tools that ask for a permission. By default other clients decide.
 
         Raises:
             LabError: as ``run``, after all events.
         """
-        turn = self._turn_run(text, turn_id, when_busy, overrides, on_permission)
+        turn = self._follower(text, turn_id, when_busy, overrides, on_permission)
         async with aclosing(turn.events()) as events:
             async for event in events:
                 yield event
         turn.result()
 
-    def _turn_run(
+    def _follower(
         self,
         text: str,
         turn_id: str | None,
         when_busy: WhenBusy,
         overrides: TurnOverrides | None,
         on_permission: OnPermission | None,
-    ) -> TurnRun:
+    ) -> TurnFollower:
         fields: dict[str, object] = {"turn_id": turn_id or new_id("trn"), "content": text, "when_busy": when_busy}
         if overrides is not None:
             fields["overrides"] = overrides
-        return TurnRun(self._client, self.session_id, shaped(SubmitTurn, **fields), on_permission)
+        return TurnFollower(self._client, self.session_id, shaped(SubmitTurn, **fields), on_permission, self._turns)
 
     async def snapshot(self) -> SessionSnapshot:
-        """Everything of it, as it is now; events after its ``cursor`` go on from there."""
+        """Read the whole session; events after its ``cursor`` continue from there."""
         return await self._client.read_session(self.session_id)
 
     async def change(self, **fields: Unpack[SessionFields]) -> SessionRecord:
-        """
+        """Change fields of the session.
+
         Raises:
-            RevisionConflictError: somebody else has changed it since ``revision``.
+            RevisionConflictError: another client has changed it since ``revision``.
         """
         return await self._client.change_session(self.session_id, shaped(ChangeSession, **fields))
 
     async def delete(self) -> None:
-        """With all of its turns; those that run are cancelled. Again: nothing happens."""
+        """Delete the session with its turns; running turns are cancelled. Idempotent."""
         await self._client.delete_session(self.session_id)
 
     async def fork(self, *, through_turn_id: str | None = None, title: str | None = None) -> AsyncSession:
-        """Another session that goes on from here.
+        """Create a session that continues from the messages of this one.
 
         Args:
-            through_turn_id: The last turn to take along; by default all that have ended.
+            through_turn_id: The last turn to include; by default all that have ended.
         """
         fields = {"through_turn_id": through_turn_id, "title": title}
         given = {name: value for name, value in fields.items() if value is not None}
         record = await self._client.fork_session(self.session_id, shaped(ForkSession, **given))
-        return AsyncSession(self._client, record.session_id)
+        return AsyncSession(self._client, record.session_id, self._turns)
 
     async def cancel(self, turn_id: str | None = None, *, queued: bool = False) -> CancelAnswer:
-        """End this turn, or the active one, and with ``queued`` those that wait, too. Again: nothing happens."""
+        """Cancel a turn, by default the active one; with ``queued`` the waiting turns, too. Idempotent."""
         fields: dict[str, object] = {"queued": queued} if turn_id is None else {"turn_id": turn_id, "queued": queued}
         return await self._client.cancel_turns(self.session_id, shaped(CancelTurns, **fields))
 
     async def turn(self, turn_id: str, *, wait_s: float = 0.0) -> TurnRecord:
-        """How a turn stands; with ``wait_s`` once it has ended, or after so many seconds."""
+        """Read a turn; with ``wait_s``, which is at most 60, once it has ended, or after that time in seconds."""
         return await self._client.read_turn(self.session_id, turn_id, wait_s=wait_s)

@@ -1,4 +1,7 @@
-"""Server-sent events out of bytes. Pure: fed with what comes, in whatever pieces it comes."""
+"""Decodes server-sent events from bytes. Pure: the bytes may arrive in pieces of any size.
+
+This is the only decoder of the client and of the benchmark, which runs it for each token.
+"""
 
 from __future__ import annotations
 
@@ -6,58 +9,57 @@ from dataclasses import dataclass
 
 EVENT_STREAM = "text/event-stream"
 EVENT_LIMIT_BYTES = 4_000_000
-"""Of one event that is not complete yet."""
+"""Maximum size of one event."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """A comment: where a request stands that has nothing to show yet, such as ``prompt 512/7000 tokens``."""
+    """A comment in the stream: the state of a request without content yet, such as ``prompt 512/7000 tokens``."""
 
     text: str
 
 
 class EventDecoder:
-    """Gives the data of each event, and comments. Names, ids and retry times, which the lab does not send, are skipped.
+    """Returns the data of each event, and comments. Event names, ids and retry times are ignored.
 
-    An event counts when the blank line after it has come. Lines end with LF or CRLF and with nothing else: JSON may
-    hold every other character that is a line's end somewhere.
+    An event is complete with the blank line after it. Lines end with LF or CRLF only: JSON may contain the other
+    characters that are line ends elsewhere.
     """
 
     def __init__(self) -> None:
-        self._rest = bytearray()
+        self._rest = b""
         self._data: list[bytes] = []
         self._held = 0
 
     def feed(self, chunk: bytes) -> list[str | Remark]:
-        """What is complete now.
+        """Add bytes, and return what is complete now.
 
         Raises:
-            ValueError: an event longer than ``EVENT_LIMIT_BYTES``.
+            ValueError: an event is longer than ``EVENT_LIMIT_BYTES``.
         """
-        self._rest += chunk
-        *lines, rest = self._rest.split(b"\n")
-        self._rest = rest
-        found = [item for line in lines if (item := self._line(bytes(line.removesuffix(b"\r")))) is not None]
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        found: list[str | Remark] = []
+        for line in lines:
+            text = line[:-1] if line.endswith(b"\r") else line
+            if not text:
+                if self._data:
+                    found.append(self._event())
+            elif text.startswith(b"data:"):
+                self._add(text[6:] if text.startswith(b"data: ") else text[5:])
+            elif text.startswith(b":"):
+                found.append(Remark(text=text[1:].removeprefix(b" ").decode(errors="replace")))
+            elif text == b"data":
+                self._add(b"")
         if self._held + len(self._rest) > EVENT_LIMIT_BYTES:
             raise ValueError(f"a server-sent event has more than {EVENT_LIMIT_BYTES} bytes")
         return found
 
-    def _line(self, line: bytes) -> str | Remark | None:
-        if not line:
-            return self._event()
-        name, _, value = line.partition(b":")
-        value = value.removeprefix(b" ")
-        if not name:
-            return Remark(text=value.decode(errors="replace"))
-        if name == b"data":
-            self._data.append(value)
-            # With its line's end: lines without anything in them add up, too.
-            self._held += len(value) + 1
-        return None
+    def _add(self, data: bytes) -> None:
+        self._data.append(data)
+        # The line end counts, so that empty lines are limited as well.
+        self._held += len(data) + 1
 
-    def _event(self) -> str | None:
-        if not self._data:
-            return None
+    def _event(self) -> str:
         text = b"\n".join(self._data).decode(errors="replace")
         self._data.clear()
         self._held = 0

@@ -1,4 +1,4 @@
-"""Who decides on the permissions that a turn asks for, if this client does."""
+"""Decides on the permissions that a turn asks for, by the caller's policy."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from lmx_lab.wire.sessions import Decision, PermissionRecord
 T = TypeVar("T")
 Word = Literal["allow", "deny"]
 Verdict = bool | Word | Decision
-"""A ``Decision`` can be for the whole session."""
+"""A ``Decision`` can apply to the whole session."""
 OnPermission = Word | Callable[[PermissionRecord], Verdict | Awaitable[Verdict]]
-"""Always the same, or what a function says of each, which may be a coroutine function."""
+"""One decision for all, or a function, also a coroutine function, that decides on each."""
 WORDS: dict[object, Word] = {True: "allow", False: "deny", "allow": "allow", "deny": "deny"}
 
 
 class TurnPermissions:
-    """Of one turn. Each permission is decided in a task of its own, so that events go on meanwhile; who has decided
-    before, the panel or another client, has decided.
+    """The permissions of one turn. Each is decided in a task of its own while events continue. If another client has
+    decided before, its decision counts.
 
     Args:
-        policy: None leaves all of them to others.
+        policy: None leaves all decisions to other clients.
 
     Raises:
-        InvalidRequestError: a policy that could decide nothing.
+        InvalidRequestError: the policy is not valid.
     """
 
     def __init__(self, routes: DaemonRoutes, turn_id: str, policy: OnPermission | None) -> None:
@@ -50,10 +50,11 @@ class TurnPermissions:
 
     @property
     def is_asked(self) -> bool:
+        """Whether there is a policy."""
         return self._policy is not None
 
     def ask(self, *permissions: PermissionRecord) -> None:
-        """Decide those that are of this turn, each once."""
+        """Decide on the permissions of this turn, on each once."""
         if self._policy is None:
             return
         for permission in permissions:
@@ -62,12 +63,12 @@ class TurnPermissions:
                 self._tasks[permission.permission_id] = asyncio.create_task(work, name="lmx-lab permission of a turn")
 
     def drop(self, permission_id: str) -> None:
-        """It was decided: nobody needs to be asked any more."""
+        """Cancel a decision in progress, because the permission was decided elsewhere."""
         if (task := self._tasks.get(permission_id)) is not None:
             task.cancel()
 
     async def beside(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
-        """What the work gives; it is given up when a decision fails, and after the time, which gives None."""
+        """Return the result of the work, or None after the time limit. The work is cancelled if a decision fails."""
         task = asyncio.ensure_future(work)
         try:
             now = asyncio.get_running_loop().time
@@ -84,19 +85,19 @@ class TurnPermissions:
                 await asyncio.wait([task])
 
     async def aclose(self) -> None:
-        """Ask nobody any more. Idempotent."""
+        """Cancel all decisions in progress. Idempotent."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _check(self) -> None:
         for task in self._tasks.values():
-            # A policy may have been cancelled by itself, too, which nobody else would hear of.
+            # A policy may also have cancelled itself, which is reported here.
             if task.done() and not (task.cancelled() and task.cancelling()):
                 task.result()
 
     async def _is_pending(self, permission: PermissionRecord) -> bool:
-        """Whether anybody still has to be asked: the request may be an old one, of a log that is read again."""
+        """Whether the permission still waits; the request may be an old event that is read again."""
         try:
             pending = await self._routes.permissions()
         except UnavailableError:

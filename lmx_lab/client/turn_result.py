@@ -1,4 +1,4 @@
-"""What a turn has come to, out of its events or out of its record."""
+"""The result of a turn, from its events or from its record."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import pydantic_core
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from lmx_lab.client.daemon_events import (
+from lmx_lab.client.errors import ERROR_CLASSES
+from lmx_lab.errors import LabError, TurnError
+from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.events import (
     DaemonEvent,
     MessageDoneEvent,
+    ToolEnd,
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,
     TurnErrorEvent,
     TurnThinkingEvent,
 )
-from lmx_lab.client.failures import KINDS
-from lmx_lab.errors import LabError, TurnError
-from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.events import ToolEnd
 from lmx_lab.wire.sessions import StopReason, ToolStatus, TurnRecord, TurnStats
 
 Arguments = dict[str, JsonValue]
@@ -28,51 +28,51 @@ _ARGUMENTS: TypeAdapter[Arguments] = TypeAdapter(Arguments)
 
 @dataclass(frozen=True, kw_only=True)
 class TurnToolCall:
-    """A tool that the turn called, and how that ended."""
+    """A tool call of the turn with its result."""
 
     call_id: str
     name: str
     arguments: Arguments | None
-    """None where the model's own cannot be read."""
+    """None if the model's arguments are not valid JSON."""
     status: ToolStatus
     text: str
-    """What the model was told."""
+    """The result as it was given to the model."""
     elapsed_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnResult:
-    """A turn that has ended as it should, or was cancelled.
+    """The result of a turn that has completed or was cancelled.
 
-    Thoughts and tools are out of the turn's events: where those could not be had any more, they are missing.
+    Thoughts and tool calls come from the turn's events, and are missing if those are no longer available.
     """
 
     turn_id: str
     session_id: str
     text: str
-    """The last message's, or what of it there was at the end."""
+    """The text of the last message, which may be incomplete."""
     thinking: str
-    """Of the same message."""
+    """The thoughts of the same message."""
     stop_reason: StopReason
     stats: TurnStats | None
-    """None of a turn that was cancelled before it began."""
+    """None if the turn was cancelled before it started."""
     tool_calls: tuple[TurnToolCall, ...] = ()
     """In the order in which they ended."""
     reconnects: int = 0
-    """How often the stream of events was lost meanwhile, and is there again."""
+    """Number of reconnects of the stream of events during the turn."""
 
     def __str__(self) -> str:
         return self.text
 
 
-class TurnSoFar:
-    """Fed with one turn's events, it has what they come to."""
+class TurnAccumulator:
+    """Accumulates the result of a turn from its events."""
 
     def __init__(self, session_id: str, turn_id: str) -> None:
         self._session_id = session_id
         self._turn_id = turn_id
         self._thinking: tuple[str, str] = ("", "")
-        """A message's id and its thoughts."""
+        """The id of a message and its thoughts."""
         self._arguments: dict[str, Arguments | None] = {}
         self._calls: list[TurnToolCall] = []
 
@@ -102,12 +102,13 @@ class TurnSoFar:
         )
 
     def result(self, end: TurnDoneEvent | TurnErrorEvent | TurnRecord, *, reconnects: int) -> TurnResult:
-        """
+        """Return the result.
+
         Args:
-            end: The turn's last event, or its record, which has an end too.
+            end: The turn's last event, or its record.
 
         Raises:
-            LabError: with which the turn has ended.
+            LabError: the turn has failed.
         """
         outcome = end if isinstance(end, TurnRecord) else end.data
         if isinstance(end, TurnErrorEvent):
@@ -128,9 +129,9 @@ class TurnSoFar:
 
 
 def turn_error(turn_id: str, detail: ErrorDetail) -> LabError:
-    """The error with which a turn has ended, of the class that its code has."""
-    kind = KINDS.get(detail.code, TurnError)
-    code = "" if detail.code in KINDS else f" ({detail.code:.80})"
+    """The error of a turn, of the class for its code."""
+    kind = ERROR_CLASSES.get(detail.code, TurnError)
+    code = "" if detail.code in ERROR_CLASSES else f" ({detail.code:.80})"
     return kind(f"turn {turn_id}: {detail.message}{code}", param=detail.param)
 
 

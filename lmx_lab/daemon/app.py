@@ -20,7 +20,8 @@ from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.sessions import LIST_LIMIT
 from lmx_lab.guard import ASGIApp, GuardPolicy, local_policy
 from lmx_lab.settings import Settings
-from lmx_lab.wire.events import DATA, Envelope
+from lmx_lab.wire.event_stream import Envelope
+from lmx_lab.wire.events import EVENT_DATA
 
 METHODS = ("GET", "POST", "PATCH", "DELETE")
 POLLS = ("events_events", "events_events_of_session")
@@ -42,7 +43,7 @@ def create_daemon_app(
         openapi_url="/v3/openapi.json",
         docs_url=None,
         redoc_url=None,
-        shapes=(Envelope, *DATA.values()),
+        shapes=(Envelope, *EVENT_DATA),
         key=("token", KEY_HINT),
         open_paths=frozenset({HEALTH}),
         most={

@@ -11,7 +11,7 @@ import time
 import weakref
 from pathlib import Path
 
-from lmx_lab.client.state_file import STATE, state_file
+from lmx_lab.client.credentials import STATE, state_file
 from lmx_lab.errors import DaemonRunningError, HostingError
 from lmx_lab.wire.daemon import StateFile
 

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmx_lab.client.state_file import STATE, believed
+from lmx_lab.client.credentials import STATE, believed
 from lmx_lab.daemon.home import read_state
 from lmx_lab.doctor.finding import Finding
 from lmx_lab.errors import UnreachableError

@@ -8,14 +8,14 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lmx_lab.client import AsyncDaemonClient, DaemonClient
-from lmx_lab.client.blocking import Line, serves
+from lmx_lab.client.blocking.portal import Portal, serves
 from lmx_lab.client.bodies import shaped
-from lmx_lab.client.daemon_events import DaemonEvent
-from lmx_lab.client.subscription import ConnectionState
+from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import HostingError, InvalidRequestError, McpServerExistsError
 from lmx_lab.loops import run_nested
 from lmx_lab.panels.event_source import EventSource
+from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
 from lmx_lab.wire.sessions import CancelTurns, PermissionRecord, SessionList, SessionMessage
 
@@ -150,7 +150,7 @@ class LabDaemon(Daemon):
             return self.client.add_mcp_server(config)
 
 
-class _PumpingLine(Line):
+class _PumpingPortal(Portal):
     """Waits as the lab's own verbs do: the kernel's loop, where that serves the model, goes on meanwhile."""
 
     def __init__(self, client: AsyncDaemonClient, upstream_url: str) -> None:
@@ -190,7 +190,7 @@ class _PumpingClient(DaemonClient):
 
     def _begin(self, client: AsyncDaemonClient) -> None:
         self._client = client
-        self._line = _PumpingLine(client, self._upstream_url)
+        self._portal = _PumpingPortal(client, self._upstream_url)
 
 
 class LabEvents(EventSource):

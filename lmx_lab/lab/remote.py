@@ -1,4 +1,4 @@
-"""What is under way on a server elsewhere: an answer, a load. Both live on the loop of their client."""
+"""Answers and loads in progress on a remote server, on the event loop of their client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Parts = AsyncGenerator[ChatChunk | Remark, None]
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteCost:
-    """What an answer has cost, in the server's words, but for ``ttft_s``, which was measured here."""
+    """The cost of an answer as the server reports it, and ``ttft_s`` as measured here."""
 
     model: str
     finish_reason: str
@@ -31,17 +31,17 @@ class RemoteCost:
 
 
 class RemoteGeneration:
-    """An answer as it comes, with the time of its first token.
+    """A streamed answer, with the time of its first token.
 
-    Closing or dropping it closes its connection, and the server ends the generation: that is how asyncio ends a
-    generator which nobody holds, on its own loop, from whatever thread it was dropped on.
+    Closing or deleting it closes its connection, and the server stops the generation: asyncio closes a generator
+    without references on its own loop, whichever thread has deleted it.
     """
 
     def __init__(self, client: AsyncLabClient, request: ChatRequest) -> None:
         asked = {"stream_options": StreamOptions(include_usage=True)}
         self._url = client.url
         self.remark = "sent"
-        """Before the first token: where it stands, in the server's words."""
+        """Before the first token: the state of the request, as the server reports it."""
         self._parts: Parts | None = client.stream_with_remarks(request.model_copy(update=asked))
         self._ahead: ChatChunk | Remark | None = None
         self._last: ChatChunk | None = None
@@ -52,17 +52,17 @@ class RemoteGeneration:
 
     @classmethod
     async def begun(cls, client: AsyncLabClient, request: ChatRequest) -> Self:
-        """Once the server has taken the request.
+        """Start a generation; returns when the server has accepted the request.
 
         Raises:
-            LabError: it has not, and says why.
+            LabError: the server has refused the request.
         """
         generation = cls(client, request)
         generation._ahead = await generation._next()
         return generation
 
     def close(self) -> None:
-        """End it, at once and from any thread. Idempotent."""
+        """Stop the generation; can be called from any thread. Idempotent."""
         self._parts = None
 
     async def __anext__(self) -> TextPiece:
@@ -88,7 +88,7 @@ class RemoteGeneration:
         return piece
 
     async def whole(self) -> TextPiece:
-        """Everything as one piece; ends the generation if it is cancelled."""
+        """The rest of the answer as one piece; cancellation stops the generation."""
         pieces = [piece async for piece in self]
         return TextPiece(
             text="".join([piece.text for piece in pieces]),
@@ -100,9 +100,10 @@ class RemoteGeneration:
         return self
 
     def finished(self) -> RemoteCost:
-        """
+        """The cost of the complete answer.
+
         Raises:
-            UnreachableError: the answer has no ``usage`` and ``timings``: no lab's server made it.
+            UnreachableError: the answer has no ``usage`` and ``timings``, so it is not from an LMX Lab server.
         """
         last = self._last
         if last is None or last.usage is None or self._timings is None or self._finish_reason is None:
@@ -128,20 +129,21 @@ def _calls(delta: ChoiceDelta) -> Iterator[ToolCallDelta]:
 
 
 class RemoteLoad:
-    """A load on the server, begun when it is made; its steps are those that the server tells every watcher."""
+    """A load on the server, which starts with the creation of this object."""
 
     def __init__(self, client: AsyncLabClient, model: str) -> None:
-        # The latest step is the one to show; None is the end.
+        # Holds the latest step; None is the end.
         self._steps: asyncio.Queue[ModelEvent | None] = asyncio.Queue(1)
         load = client.load(model, progress=self._show)
         self._task = asyncio.create_task(load, name=f"wait for {model:.80} to be loaded")
         self._task.add_done_callback(self._ended)
 
     async def step(self) -> ModelEvent | None:
-        """The next thing to show; None when the load is over."""
+        """Wait for the next step; None at the end of the load."""
         return await self._steps.get()
 
     async def result(self) -> LoadReport:
+        """Wait for the end of the load."""
         answer = await self._task
         return LoadReport(
             model=answer.model, load_s=answer.load_time_ms / 1e3, memory_bytes=round(answer.vram_gb * 1e9)
@@ -159,4 +161,4 @@ class RemoteLoad:
     def _ended(self, task: asyncio.Task[LoadAnswer]) -> None:
         self._offer(None)
         if not task.cancelled():
-            task.exception()  # seen: whoever asked may have left
+            task.exception()  # Retrieved, because nothing may wait for it any more.

@@ -9,49 +9,56 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
-from lmx_lab.client.daemon_events import DaemonEvent, ResetFrame, TurnThinkingEvent, TurnTokenEvent
-from lmx_lab.panels.event_words import CHARACTERS, GROUPS, MARKS, Tone, group_of, tone_of, words_of
 from lmx_lab.panels.rerank import shown
+from lmx_lab.wire.event_stream import ResetFrame, Tone
+from lmx_lab.wire.events import DaemonEvent, Topic, TurnThinkingEvent, TurnTokenEvent, topic_of
 
+GROUPS = tuple(topic for topic in get_args(Topic) if topic != "stream")
+"""Topics that a filter may name."""
+MARKS = ("stream", "connection")
+"""The names of marks begin with these: rows about the connection, which no filter hides."""
+CHARACTERS = 2000
+"""Characters of a row's text that are kept and can be searched."""
 MOST_ROWS = 5000
 MOST_BYTES = 16_000_000
-"""Of all rows together, as JSON."""
+"""Maximum size of all rows together, as JSON."""
 MOST_EVENT_CHARACTERS = 1_000_000
-"""Of one event as JSON: what is longer has its beginning kept."""
+"""Maximum size of one event as JSON; of longer events the beginning is kept."""
 MOST_GROWN_CHARACTERS = 100_000
-"""Of the text in a row that grows: the latest."""
+"""Maximum length of the text in a growing row; the end is kept."""
 MOST_PIECES = 256
-"""Batches of a row that are kept apart, before they are put together."""
+"""Batches of a row that are kept as a list before they are joined."""
 ROW_BYTES = 500
-"""Of a row beside its texts, about."""
+"""Approximate size of a row without its texts."""
 SHOWN_CHARACTERS = 240
-"""Of a row's words as a view has them."""
-# Marks of direction and of terminals, which would make a reader see another event than there is.
+"""Maximum length of a row's text in a view."""
+# Direction marks and terminal controls, which could make a reader see another event than there is.
 _UNSEEN = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 FIRST = ("event", "seq", "at", "session_id", "turn_id")
 COLUMNS = ("time", "seq", "event", "session_id", "turn_id", "batches", "text", "json")
 
 
 class Row:
-    """An event, or a mark. What a message's ``turn.token`` bring is one row, which grows."""
+    """An event, or a mark. All ``turn.token`` events of a message are one row, which grows."""
 
     __slots__ = (
-        *("number", "kind", "group", "tone", "at", "seq", "session_id", "turn_id", "message_id"),
+        *("number", "kind", "topic", "is_mark", "tone", "at", "seq", "session_id", "turn_id", "message_id"),
         *("batches", "_words", "_json", "_pieces", "_size"),
     )
 
     def __init__(self, number: int, kind: str, at: str, *, words: str = "", tone: Tone = "", text: str = "") -> None:
         self.number = number
-        """It never changes, and grows by one with each row."""
+        """Rows are numbered in order; the number never changes."""
         self.kind, self.at, self.tone = kind, at, tone
-        self.group = group_of(kind)
+        self.topic = topic_of(kind)
+        self.is_mark = kind.partition(".")[0] in MARKS
         self.seq: int | None = None
         self.session_id: str | None = None
         self.turn_id: str | None = None
         self.message_id: str | None = None
-        """Of a row that grows."""
+        """Set in growing rows."""
         self.batches = 1
         self._words, self._json = words, text
         self._pieces: list[str] | None = None
@@ -59,12 +66,14 @@ class Row:
 
     @classmethod
     def of(cls, number: int, event: DaemonEvent) -> Row:
-        row = cls(number, event.event, event.at, words=words_of(event), tone=tone_of(event))
+        row = cls(number, event.event, event.at, tone=event.display_tone)
         row.seq, row.session_id, row.turn_id = event.seq, event.session_id, event.turn_id
         if isinstance(event, TurnTokenEvent | TurnThinkingEvent):
             row.message_id = event.data.message_id
             row._pieces = [event.data.text[-MOST_GROWN_CHARACTERS:]]
             event = event.model_copy(update={"data": event.data.model_copy(update={"text": ""})})
+        else:
+            row._words = event.display_text()[:CHARACTERS]
         row._json = event.model_dump_json()
         if len(row._json) > MOST_EVENT_CHARACTERS:
             cut = {"cut_at": MOST_EVENT_CHARACTERS, "beginning": row._json[:MOST_EVENT_CHARACTERS]}
@@ -74,16 +83,16 @@ class Row:
 
     @property
     def size(self) -> int:
-        """In bytes, about; the texts of most languages have a byte a letter."""
+        """Approximate size in bytes, with one byte per character."""
         return ROW_BYTES + self._size
 
     @property
     def words(self) -> str:
-        """In one line, ``CHARACTERS`` of them: of a text that grows the end, of all else the beginning."""
+        """At most ``CHARACTERS`` characters of text: the end of a growing text, the beginning of others."""
         return self._words if self._pieces is None else self._text()[-CHARACTERS:]
 
     def grow(self, event: TurnTokenEvent | TurnThinkingEvent) -> None:
-        """Take a further batch of the same message."""
+        """Add a batch of the same message."""
         assert self._pieces is not None
         self._pieces.append(event.data.text)
         self.seq = event.seq
@@ -95,11 +104,11 @@ class Row:
             self._size -= len(text) - len(self._pieces[0])
 
     def _text(self) -> str:
-        # Changes nothing: a cell reads on a thread of its own.
+        # Must not change the row: a cell reads it on another thread.
         return "".join(self._pieces or ())[-MOST_GROWN_CHARACTERS:]
 
     def seen(self) -> dict[str, Any]:
-        """As a view shows it."""
+        """The row as a view shows it."""
         words = " ".join(self.words[-SHOWN_CHARACTERS:].split()) if self._pieces is not None else self.words
         return {
             "id": self.number,
@@ -109,12 +118,12 @@ class Row:
             "session": self.session_id or "",
             "text": shown(words, SHOWN_CHARACTERS),
             "tone": self.tone,
-            "mark": self.group == MARKS,
+            "mark": self.is_mark,
             "grows": self._pieces is not None,
         }
 
     def record(self) -> dict[str, Any]:
-        """The event as it came; of a row that has grown the first batch with the text of all, and the last ``seq``."""
+        """The event as it was received; a growing row has the first event, all text, and the last ``seq``."""
         event: dict[str, Any] = json.loads(self._json)
         if self._pieces is not None:
             event["data"]["text"] = self._text()
@@ -122,12 +131,12 @@ class Row:
         return {name: event[name] for name in FIRST if name in event} | event
 
     def as_json(self) -> str:
-        """``record`` in lines, with nothing in it that a page would obey instead of showing it."""
+        """``record`` as indented JSON, in which control characters are escaped."""
         text = json.dumps(self.record(), ensure_ascii=False, indent=2)
         return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
     def cells(self) -> tuple[Any, ...]:
-        """In the order of ``COLUMNS``."""
+        """The values in the order of ``COLUMNS``."""
         text = self._text() if self._pieces is not None else self._words
         record = json.dumps(self.record(), ensure_ascii=False)
         return (self.at, self.seq, self.kind, self.session_id, self.turn_id, self.batches, text, record)
@@ -139,18 +148,18 @@ class Filter:
 
     groups: frozenset[str] = frozenset(GROUPS)
     session_id: str = ""
-    """One session's alone; empty is all, and what belongs to none."""
+    """Rows of this session only; empty for all rows."""
     text: str = ""
-    """Upper or lower case, somewhere in the row's kind, session or words."""
+    """Searched in the row's kind, session and text, ignoring case."""
 
     @property
     def is_empty(self) -> bool:
         return self == _EVERYTHING
 
     def passes(self, row: Row) -> bool:
-        if row.group == MARKS:
+        if row.is_mark:
             return True
-        if row.group not in self.groups or (self.session_id and row.session_id != self.session_id):
+        if row.topic not in self.groups or (self.session_id and row.session_id != self.session_id):
             return False
         needle = self.text.casefold()
         return not needle or needle in f"{row.kind} {row.session_id or ''} {row.words}".casefold()
@@ -160,30 +169,30 @@ _EVERYTHING = Filter()
 
 
 class EventLog:
-    """The rows, and those of them that a filter lets pass. Rows that pass are counted from the first that ever did."""
+    """The rows, and those that pass a filter. Passing rows are numbered from the first one that ever passed."""
 
     def __init__(self) -> None:
         self._rows: deque[Row] = deque()
         self._growing: dict[tuple[str, str], Row] = {}
-        """Rows of messages' texts, by kind and message; none that has made room."""
+        """The growing rows by kind and message, without removed ones."""
         self._filter = Filter()
         self._passing: list[Row] | None = None
         self._bytes = 0
         self.count = 0
-        """Of rows that ever were."""
+        """Number of rows that were ever added."""
         self.lost = 0
-        """Rows that had to make room, since they were last cleared."""
+        """Rows that were removed to make room, since the last ``clear``."""
         self.base = 0
-        """How many rows that passed have made room since the filter was set."""
+        """Passing rows that were removed since the filter was set."""
         self._counting = 0
-        """Changes whenever rows that pass are counted from 0 again."""
+        """Changes whenever the numbers of passing rows start at 0 again."""
 
     # In
 
     def take(self, event: DaemonEvent) -> None:
         if not isinstance(event, TurnTokenEvent | TurnThinkingEvent):
             if isinstance(event, ResetFrame):
-                # Of what follows nobody knows whether it continues the text before the gap.
+                # The following text may not continue the text before the gap.
                 self._growing.clear()
             self._add(Row.of(self.count, event))
             return
@@ -199,19 +208,19 @@ class EventLog:
         self._make_room()
 
     def mark(self, kind: str, words: str, tone: Tone) -> Row:
-        """A row that is no event."""
+        """Add a row that is not an event."""
         row = Row(self.count, kind, now_iso(), words=words, tone=tone, text=json.dumps({"event": kind, "data": words}))
         self._add(row)
         return row
 
     def change_mark(self, row: Row, words: str) -> None:
-        """Say something else in a mark."""
+        """Change the text of a mark."""
         row._words = words
         row._json = json.dumps({"event": row.kind, "at": row.at, "data": words})
         self._passing = None
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self._rows.clear()
         self._growing.clear()
         self._bytes = self.lost = 0
@@ -240,7 +249,7 @@ class EventLog:
 
     @property
     def bytes(self) -> int:
-        """What the rows take, about."""
+        """Approximate size of all rows."""
         return self._bytes
 
     @property
@@ -258,13 +267,13 @@ class EventLog:
 
     @property
     def passing(self) -> Sequence[Row]:
-        """Those that pass, the oldest first."""
+        """The passing rows, the oldest first."""
         if self._passing is None:
             self._passing = [row for row in self._rows if self._filter.is_empty or self._filter.passes(row)]
         return self._passing
 
     def window(self, first: int | None, count: int) -> dict[str, Any]:
-        """``count`` of the rows that pass from the one with this number on, or the newest; ``first`` says which."""
+        """``count`` passing rows from the number ``first`` on, or the newest if it is None."""
         passing = self.passing
         at = max(0, len(passing) - count) if first is None else max(0, first - self.base)
         rows = [row.seen() for row in passing[at : at + count]]
@@ -272,15 +281,15 @@ class EventLog:
         return {"counting": self._counting, "base": self.base, "total": len(passing), "first": first, "rows": rows}
 
     def row(self, number: int) -> Row | None:
-        """By its own number; None if it has made room."""
+        """The row with this number; None if it was removed."""
         at = number - self._rows[0].number if self._rows else -1
         return next(islice(self._rows, at, at + 1), None) if at >= 0 else None
 
     def cells(self) -> Iterable[tuple[Any, ...]]:
-        """All rows, in the order of ``COLUMNS``; also while rows come."""
+        """The values of all rows in the order of ``COLUMNS``; safe while rows are added."""
         return [row.cells() for row in list(self._rows)]
 
 
 def now_iso() -> str:
-    """As the daemon writes times."""
+    """The current time as the daemon writes times."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

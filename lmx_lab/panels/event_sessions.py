@@ -1,4 +1,4 @@
-"""Sessions as the events tell of them: state, the text that is being written, calls that wait for a decision."""
+"""Sessions as the events describe them: state, streamed text, calls that wait for a decision."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from lmx_lab.client.daemon_events import (
+from lmx_lab.panels.rerank import shown
+from lmx_lab.wire.event_stream import ResetFrame, SnapshotFrame
+from lmx_lab.wire.events import (
     DaemonEvent,
     MessageDoneEvent,
     PermissionRequestEvent,
     PermissionResolvedEvent,
-    ResetFrame,
     SessionCreatedEvent,
     SessionDeletedEvent,
     SessionUpdatedEvent,
-    SnapshotFrame,
     ToolEndEvent,
     ToolStartEvent,
     TurnDoneEvent,
@@ -27,54 +27,53 @@ from lmx_lab.client.daemon_events import (
     TurnThinkingEvent,
     TurnTokenEvent,
 )
-from lmx_lab.panels.rerank import shown
 from lmx_lab.wire.sessions import PermissionRecord, SessionRecord
 
 MOST_SESSIONS = 200
 MOST_MESSAGES = 64
-"""Of the running turn."""
+"""Maximum number of messages kept of the running turn."""
 MOST_CHARACTERS = 20_000
-"""Of a message's text, and of what a view has of a turn: the latest."""
+"""Maximum length of a message's text, and of a turn in a view; the end is kept."""
 MOST_PERMISSIONS = 100
 SHOWN_PERMISSIONS = 20
-"""In a view, the oldest; the others come up when these are decided."""
+"""Permissions in a view, the oldest first; others follow when these are decided."""
 ARGUMENT_CHARACTERS = 20_000
-"""Of a call's arguments in a view: more than anybody reads before a decision."""
+"""Maximum length of a call's arguments in a view."""
 NAME_CHARACTERS = 60
 ID_CHARACTERS = 8
-"""Of a session's id, its last, where it has no title."""
+"""Length of the end of a session's id that is shown without a title."""
 
 
 class SessionView:
-    """One session, as far as events have told."""
+    """One session, as far as events describe it."""
 
     def __init__(self, session_id: str, number: int) -> None:
         self.session_id = session_id
         self.number = number
-        """Sessions are numbered as they are heard of."""
+        """Sessions are numbered in the order of their first events."""
         self.title: str | None = None
         self.status = "idle"
         self.turn_id: str | None = None
         self.remark = ""
-        """What it does now, or how its last turn has ended."""
+        """The current activity, or the end of the last turn."""
         self.cursor = 0
-        """Events up to here were in its snapshot."""
+        """Events up to this cursor were included in the snapshot."""
         self._texts: dict[str, str] = {}
-        """Of the running or last turn, by message; under no name what a snapshot has of the one that is written."""
+        """Texts of the running or last turn by message; the empty id is the partial text of a snapshot."""
         self._thoughts = ""
 
     @property
     def name(self) -> str:
-        # Ids that were made in the same minute begin alike.
+        # Ids of the same minute have the same beginning.
         end = self.session_id[-ID_CHARACTERS:]
         return shown(self.title or (self.session_id if end == self.session_id else f"…{end}"), NAME_CHARACTERS)
 
     def seen(self) -> dict[str, Any]:
-        """As a view shows it in its list."""
+        """The session as an entry of a view's list."""
         return {"id": self.session_id, "name": self.name, "status": self.status}
 
     def live(self) -> dict[str, Any]:
-        """As a view shows it alone."""
+        """The session as a view shows it alone."""
         text = "\n\n".join(self._texts.values())[-MOST_CHARACTERS:]
         return self.seen() | {
             "remark": shown(self.remark, MOST_CHARACTERS),
@@ -90,7 +89,7 @@ class SessionView:
         self._texts.clear()
 
     def runs(self, turn_id: str | None) -> None:
-        """A turn says something whose beginning may have gone unheard."""
+        """Note that a turn runs, whose start may have been missed."""
         if self.turn_id != turn_id or self.status == "idle":
             self.begins(turn_id)
 
@@ -105,7 +104,7 @@ class SessionView:
         self._thoughts = (self._thoughts + text)[-MOST_CHARACTERS:]
 
     def wrote(self, message_id: str, text: str) -> None:
-        """The whole of a message, in the place of what was streamed of it."""
+        """Set a complete message, which replaces its streamed text."""
         self._texts.pop("", None)
         self._set(message_id, text)
 
@@ -121,11 +120,11 @@ class SessionView:
 
 
 class Sessions:
-    """All sessions that were heard of, the latest ``MOST_SESSIONS``."""
+    """The sessions with events, at most the latest ``MOST_SESSIONS``."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, SessionView] = {}
-        """The one with the latest event last."""
+        """In the order of their latest events."""
         self._permissions: dict[str, PermissionRecord] = {}
         self._count = 0
 
@@ -138,7 +137,7 @@ class Sessions:
                 self._permissions.clear()
             return
         session = self._latest(event.session_id)
-        # What is in its snapshot already happened before.
+        # Events that the snapshot includes are skipped.
         if event.seq is None or event.seq > session.cursor:
             handler(self, session, event)
 
@@ -157,23 +156,23 @@ class Sessions:
         self._permissions.clear()
 
     def decided(self, permission_id: str) -> None:
-        """It waits no longer; its event follows."""
+        """Remove a permission that was decided; its event follows."""
         self._permissions.pop(permission_id, None)
 
     # Out
 
     def seen(self) -> list[dict[str, Any]]:
-        """The one that was heard of last comes first."""
+        """All sessions for a view, the newest first."""
         newest_first = sorted(self._sessions.values(), key=lambda session: -session.number)
         return [session.seen() for session in newest_first]
 
     def live(self, session_id: str) -> dict[str, Any]:
-        """One of them with its text; nothing if it is not known."""
+        """One session with its text; empty if it is not known."""
         session = self._sessions.get(session_id)
         return session.live() if session is not None else {}
 
     def waiting(self) -> list[dict[str, Any]]:
-        """Calls that wait for a decision, the oldest ``SHOWN_PERMISSIONS``."""
+        """The calls that wait for a decision, at most the oldest ``SHOWN_PERMISSIONS``."""
         return [self._asked(record) for record in islice(self._permissions.values(), SHOWN_PERMISSIONS)]
 
     def _asked(self, record: PermissionRecord) -> dict[str, Any]:
@@ -188,7 +187,7 @@ class Sessions:
             "expires_at": record.expires_at,
         }
 
-    # What each event does
+    # Effects of the events
 
     def _record(self, session: SessionView, event: SessionCreatedEvent | SessionUpdatedEvent) -> None:
         session.is_now(event.data.session)

@@ -1,4 +1,4 @@
-"""Where the events panel has its events from: the seam between it and a daemon."""
+"""The interface between the events panel and a daemon."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    # For the types alone: every lab has a workbench, and not every one a daemon.
-    from lmx_lab.client.daemon_events import DaemonEvent
-    from lmx_lab.client.subscription import ConnectionState
+    # For types only: most labs have no daemon, and the client takes time to import.
+    from lmx_lab.client.event_receiver import ConnectionState
+    from lmx_lab.wire.events import DaemonEvent
 
 
 class EventSource(Protocol):
-    """A daemon as the events panel needs it. All of it runs on the panels' own loop, and fails with a ``LabError``."""
+    """A daemon as the events panel needs it. All methods run on the panels' loop and raise only ``LabError``."""
 
     @property
     def place(self) -> str:
-        """The daemon's address, for the eye."""
+        """The daemon's address, for display."""
 
     def events(self) -> AsyncGenerator[DaemonEvent | ConnectionState, None]:
-        """Events and what becomes of the connection, in the order in which it happens; for ever.
+        """Return events and states of the connection, in order.
 
-        It ends, or raises, where no further attempt can help.
+        It ends, or raises, when no further attempt to connect can succeed.
         """
 
     async def decide(
         self, permission_id: str, decision: Literal["allow", "deny"], scope: Literal["once", "session"]
     ) -> None:
-        """Let a call run or not; ``session`` is about all later ones of the tool, too."""
+        """Allow or deny a call; ``session`` applies to later calls of the tool, too."""
 
     async def cancel(self, session_id: str) -> None:
-        """Stop the session's running turn; nothing happens if there is none."""
+        """Cancel the session's running turn; does nothing if there is none."""

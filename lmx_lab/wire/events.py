@@ -1,94 +1,63 @@
-"""Events of the daemon: one envelope for all, and what each kind has as ``data``.
+"""The daemon's events: one tagged union, with the text that people see for each event.
 
-A client ignores kinds and fields that it does not know.
+Every event has the same envelope: ``event`` is the tag, ``seq`` the cursor, ``data`` the content. The event viewer, the
+command line and the clients all use these classes, so a new event is added here, where it is emitted, and in
+``docs/daemon.md``. A client ignores kinds and fields that it does not know.
+
+This module has more than 400 lines because the whole union is kept in one place.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Discriminator, JsonValue, TypeAdapter, ValidationError
 
 from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.event_stream import BaseEvent, ControlFrame, ResetFrame, SnapshotFrame, Tone, session_text
 from lmx_lab.wire.mcp import ErrorKind, ServerState
 from lmx_lab.wire.sessions import (
     PermissionRecord,
     SessionMessage,
     SessionRecord,
-    SessionSnapshot,
     StopReason,
     ToolStatus,
     TurnStats,
 )
 
-
-class Envelope(BaseModel):
-    event: str
-    seq: int | None
-    """The cursor after this event; null on control frames (``stream.…``), which move no cursor."""
-    at: str
-    """When it was written to the log, or sent."""
-    stream_id: str
-    """Names the database: a cursor means nothing in another one."""
-    session_id: str | None = None
-    turn_id: str | None = None
-    data: dict[str, Any]
-    stats: TurnStats | None = None
-    """Of ``turn.done`` and ``turn.error``; absent elsewhere."""
-
-
-class EventPage(BaseModel):
-    """Events by polling."""
-
-    events: list[Envelope]
-    cursor: int
-    """For ``after`` of the next call."""
-    more: bool
-    """Whether there are more by now."""
+Topic = Literal["turns", "text", "tools", "permissions", "sessions", "daemon", "stream", "other"]
+"""Groups of events for filters. ``stream`` is about the connection and is not in the log."""
+TOPICS: dict[str, Topic] = {
+    "turn.token": "text",
+    "turn.thinking": "text",
+    "turn": "turns",
+    "message": "turns",
+    "tool": "tools",
+    "permission": "permissions",
+    "session": "sessions",
+    "daemon": "daemon",
+    "mcp": "daemon",
+    "model": "daemon",
+    "stream": "stream",
+}
+"""By the event's name, or by the part of it before the dot."""
 
 
-# Control frames
+def topic_of(event: str) -> Topic:
+    """The topic of an event by its name; ``other`` for names that this version does not know."""
+    return TOPICS.get(event) or TOPICS.get(event.partition(".")[0], "other")
 
 
-class Hello(BaseModel):
-    daemon_id: str
-    cursor: int
-    """Events after it follow."""
-    latest_seq: int
-    heartbeat_s: float
+class _LogEvent(BaseEvent):
+    """An event of the log, which can be read again after a lost connection or a restart."""
+
+    seq: int
+    """The cursor after this event."""
 
 
-class Synced(BaseModel):
-    """All that was in the log has been sent; what follows is live."""
-
-    cursor: int
-
-
-class Heartbeat(BaseModel):
-    cursor: int
-    """Nothing up to here was kept back, though the filter may have left events out."""
-
-
-class Reset(BaseModel):
-    """The cursor cannot be resumed. A ``stream.snapshot`` of each session that the filter lets pass follows, then
-    ``stream.synced``, then what came after ``cursor``; a session's events up to its snapshot's own cursor are in it."""
-
-    reason: Literal["pruned", "ahead", "other-stream"]
-    cursor: int
-    oldest_seq: int
-    latest_seq: int
-
-
-class Snapshot(BaseModel):
-    session: SessionSnapshot
-
-
-class Closing(BaseModel):
-    reason: Literal["stopping"]
-    cursor: int
-
-
-# Sessions and the daemon
+# The daemon
 
 
 class DaemonStarted(BaseModel):
@@ -96,18 +65,109 @@ class DaemonStarted(BaseModel):
     version: str
 
 
+class DaemonStartedEvent(_LogEvent):
+    event: Literal["daemon.started"]
+    data: DaemonStarted
+
+    def display_text(self) -> str:
+        return f"version {self.data.version}"
+
+
 class DaemonStopping(BaseModel):
     mode: Literal["drain", "now"]
 
 
+class DaemonStoppingEvent(_LogEvent):
+    event: Literal["daemon.stopping"]
+    data: DaemonStopping
+
+    def display_text(self) -> str:
+        return f"mode {self.data.mode}"
+
+    @property
+    def display_tone(self) -> Tone:
+        return "warn"
+
+
+class McpStatus(BaseModel):
+    name: str
+    state: ServerState | Literal["removed"]
+    tools: int
+    restarts: int
+    error: str | None
+    error_kind: ErrorKind | None
+
+
+class McpStatusEvent(_LogEvent):
+    event: Literal["mcp.status"]
+    data: McpStatus
+
+    def display_text(self) -> str:
+        data = self.data
+        return " · ".join(filter(None, (f"{data.name}: {data.state}", f"{data.tools} tools", data.error)))
+
+    @property
+    def display_tone(self) -> Tone:
+        return "bad" if self.data.error else ""
+
+
+class ModelStatus(BaseModel):
+    url: str
+    reachable: bool
+    model: str | None
+    error: str | None
+
+
+class ModelStatusEvent(_LogEvent):
+    event: Literal["model.status"]
+    data: ModelStatus
+
+    def display_text(self) -> str:
+        data = self.data
+        if data.reachable:
+            return f"{data.model or 'no model'} at {data.url}"
+        return f"{data.url} does not answer: {data.error}"
+
+    @property
+    def display_tone(self) -> Tone:
+        return "" if self.data.reachable else "bad"
+
+
+# Sessions
+
+
 class SessionChanged(BaseModel):
-    """Of ``session.created`` and ``session.updated``."""
+    """Data of ``session.created`` and ``session.updated``."""
 
     session: SessionRecord
 
 
+class SessionCreatedEvent(_LogEvent):
+    event: Literal["session.created"]
+    data: SessionChanged
+
+    def display_text(self) -> str:
+        return session_text(self.data.session)
+
+
+class SessionUpdatedEvent(_LogEvent):
+    event: Literal["session.updated"]
+    data: SessionChanged
+
+    def display_text(self) -> str:
+        return session_text(self.data.session)
+
+
 class SessionDeleted(BaseModel):
     session_id: str
+
+
+class SessionDeletedEvent(_LogEvent):
+    event: Literal["session.deleted"]
+    data: SessionDeleted
+
+    def display_text(self) -> str:
+        return "deleted"
 
 
 # Turns
@@ -120,61 +180,76 @@ class TurnQueued(BaseModel):
     """Turns that come before it in its session, the running one included."""
 
 
+class TurnQueuedEvent(_LogEvent):
+    event: Literal["turn.queued"]
+    data: TurnQueued
+
+    def display_text(self) -> str:
+        return f"{_message_text(self.data.message)} · {self.data.ahead} ahead of it"
+
+
 class TurnStarted(BaseModel):
     model: str | None
 
 
+class TurnStartedEvent(_LogEvent):
+    event: Literal["turn.started"]
+    data: TurnStarted
+
+    def display_text(self) -> str:
+        return f"model {self.data.model or 'of the server'}"
+
+
 class TurnProgress(BaseModel):
     step: int
-    """The model is called the so-manieth time, from 1."""
+    """Number of model calls in this turn, starting at 1."""
     note: str
-    """Where the model's server stands, such as ``prompt 512/7000 tokens``; may be empty."""
+    """State of the request at the model's server, such as ``prompt 512/7000 tokens``; may be empty."""
+
+
+class TurnProgressEvent(_LogEvent):
+    event: Literal["turn.progress"]
+    data: TurnProgress
+
+    def display_text(self) -> str:
+        return f"step {self.data.step} · {self.data.note}".removesuffix(" · ")
 
 
 class TurnText(BaseModel):
-    """Of ``turn.token`` and ``turn.thinking``: what came within at most 40 ms."""
+    """Data of ``turn.token`` and ``turn.thinking``: the text of at most 40 ms."""
 
     message_id: str
     text: str
 
 
+class TurnTokenEvent(_LogEvent):
+    event: Literal["turn.token"]
+    data: TurnText
+
+    def display_text(self) -> str:
+        return self.data.text
+
+
+class TurnThinkingEvent(_LogEvent):
+    event: Literal["turn.thinking"]
+    data: TurnText
+
+    def display_text(self) -> str:
+        return self.data.text
+
+
 class MessageDone(BaseModel):
-    """Replaces what was streamed under its ``message_id``."""
+    """A complete message; it replaces the text that was streamed under its ``message_id``."""
 
     message: SessionMessage
 
 
-class ToolStart(BaseModel):
-    call_id: str
-    name: str
-    arguments: dict[str, Any]
+class MessageDoneEvent(_LogEvent):
+    event: Literal["message.done"]
+    data: MessageDone
 
-
-class ToolOutput(BaseModel):
-    """What a tool said before its end: progress notes."""
-
-    call_id: str
-    text: str
-
-
-class ToolEnd(BaseModel):
-    """Of each call exactly one, also where none began: denied, unknown, or with broken arguments."""
-
-    call_id: str
-    name: str
-    status: ToolStatus
-    text: str
-    """What the model is told."""
-    truncated: bool
-    elapsed_s: float
-
-
-class PermissionRequest(BaseModel):
-    permission: PermissionRecord
-
-
-class PermissionResolved(BaseModel):
-    permission: PermissionRecord
+    def display_text(self) -> str:
+        return _message_text(self.data.message)
 
 
 class TurnDone(BaseModel):
@@ -183,60 +258,210 @@ class TurnDone(BaseModel):
     stats: TurnStats
 
 
+class TurnDoneEvent(_LogEvent):
+    event: Literal["turn.done"]
+    data: TurnDone
+    stats: TurnStats
+
+    def display_text(self) -> str:
+        stats = self.stats
+        cost = f"{stats.completion_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s · {stats.elapsed_s:.1f} s"
+        return f"{self.data.stop_reason} · {cost} · {self.data.text}"
+
+    @property
+    def display_tone(self) -> Tone:
+        return "good" if self.data.stop_reason == "end" else "warn"
+
+
 class TurnFailed(BaseModel):
-    """Of ``turn.error``."""
+    """Data of ``turn.error``."""
 
     error: ErrorDetail
     text: str
-    """What had been written of the answer."""
+    """The part of the answer that was written before the error."""
     stats: TurnStats | None
 
 
-# Beside turns
+class TurnErrorEvent(_LogEvent):
+    event: Literal["turn.error"]
+    data: TurnFailed
+    stats: TurnStats | None = None
+
+    def display_text(self) -> str:
+        return f"{self.data.error.code}: {self.data.error.message}"
+
+    @property
+    def display_tone(self) -> Tone:
+        return "bad"
 
 
-class McpStatus(BaseModel):
+# Tools and permissions
+
+
+class ToolStart(BaseModel):
+    call_id: str
     name: str
-    state: ServerState | Literal["removed"]
-    tools: int
-    restarts: int
-    error: str | None
-    error_kind: ErrorKind | None
+    arguments: dict[str, Any]
 
 
-class ModelStatus(BaseModel):
-    url: str
-    reachable: bool
-    model: str | None
-    error: str | None
+class ToolStartEvent(_LogEvent):
+    event: Literal["tool.start"]
+    data: ToolStart
+
+    def display_text(self) -> str:
+        return _call_text(self.data.name, self.data.arguments)
 
 
-DATA: dict[str, type[BaseModel]] = {
-    "stream.hello": Hello,
-    "stream.synced": Synced,
-    "stream.heartbeat": Heartbeat,
-    "stream.reset": Reset,
-    "stream.snapshot": Snapshot,
-    "stream.closing": Closing,
-    "daemon.started": DaemonStarted,
-    "daemon.stopping": DaemonStopping,
-    "session.created": SessionChanged,
-    "session.updated": SessionChanged,
-    "session.deleted": SessionDeleted,
-    "turn.queued": TurnQueued,
-    "turn.started": TurnStarted,
-    "turn.progress": TurnProgress,
-    "turn.token": TurnText,
-    "turn.thinking": TurnText,
-    "message.done": MessageDone,
-    "tool.start": ToolStart,
-    "tool.output": ToolOutput,
-    "tool.end": ToolEnd,
-    "permission.request": PermissionRequest,
-    "permission.resolved": PermissionResolved,
-    "turn.done": TurnDone,
-    "turn.error": TurnFailed,
-    "mcp.status": McpStatus,
-    "model.status": ModelStatus,
+class ToolOutput(BaseModel):
+    """Progress that a tool reports before its end."""
+
+    call_id: str
+    text: str
+
+
+class ToolOutputEvent(_LogEvent):
+    event: Literal["tool.output"]
+    data: ToolOutput
+
+    def display_text(self) -> str:
+        return self.data.text
+
+
+class ToolEnd(BaseModel):
+    """The end of a call. Each call has exactly one, also if it did not start because it was denied, unknown or
+    invalid."""
+
+    call_id: str
+    name: str
+    status: ToolStatus
+    text: str
+    """The result as it is given to the model."""
+    truncated: bool
+    elapsed_s: float
+
+
+class ToolEndEvent(_LogEvent):
+    event: Literal["tool.end"]
+    data: ToolEnd
+
+    def display_text(self) -> str:
+        data = self.data
+        return f"{data.name}: {data.status} in {data.elapsed_s:.2f} s · {data.text}"
+
+    @property
+    def display_tone(self) -> Tone:
+        return "" if self.data.status == "ok" else "bad"
+
+
+class PermissionRequest(BaseModel):
+    permission: PermissionRecord
+
+
+class PermissionRequestEvent(_LogEvent):
+    event: Literal["permission.request"]
+    data: PermissionRequest
+
+    def display_text(self) -> str:
+        return _call_text(self.data.permission.tool, self.data.permission.arguments)
+
+    @property
+    def display_tone(self) -> Tone:
+        return "warn"
+
+
+class PermissionResolved(BaseModel):
+    permission: PermissionRecord
+
+
+class PermissionResolvedEvent(_LogEvent):
+    event: Literal["permission.resolved"]
+    data: PermissionResolved
+
+    def display_text(self) -> str:
+        permission = self.data.permission
+        scope = permission.scope or "once"
+        return f"{permission.tool}: {permission.decision}, {scope}, by {permission.resolved_by}"
+
+    @property
+    def display_tone(self) -> Tone:
+        return "good" if self.data.permission.decision == "allow" else "bad"
+
+
+# The union
+
+
+class UnknownEvent(BaseEvent):
+    """An event of a kind, or in a form, that this version does not know. With a ``seq`` it is in the log."""
+
+    event: str
+    seq: int | None
+    data: JsonValue = None
+
+    def display_text(self) -> str:
+        return _compact_json(self.data)
+
+
+LogEvent = (
+    DaemonStartedEvent
+    | DaemonStoppingEvent
+    | SessionCreatedEvent
+    | SessionUpdatedEvent
+    | SessionDeletedEvent
+    | TurnQueuedEvent
+    | TurnStartedEvent
+    | TurnProgressEvent
+    | TurnTokenEvent
+    | TurnThinkingEvent
+    | MessageDoneEvent
+    | ToolStartEvent
+    | ToolOutputEvent
+    | ToolEndEvent
+    | PermissionRequestEvent
+    | PermissionResolvedEvent
+    | TurnDoneEvent
+    | TurnErrorEvent
+    | McpStatusEvent
+    | ModelStatusEvent
+)
+"""Events of the log, of the kinds that this version knows."""
+DaemonEvent = LogEvent | UnknownEvent | ResetFrame | SnapshotFrame
+"""What a reader of events receives. The other control frames are for the connection."""
+_UNION: TypeAdapter[LogEvent | ControlFrame] = TypeAdapter(Annotated[LogEvent | ControlFrame, Discriminator("event")])
+EVENT_CLASSES: dict[str, type[BaseEvent]] = {
+    get_args(member.model_fields["event"].annotation)[0]: member for member in get_args(LogEvent | ControlFrame)
 }
-"""What each event has as ``data``."""
+"""The class of each kind of event, by its name."""
+LOG_EVENTS = frozenset(name for name, member in EVENT_CLASSES.items() if issubclass(member, _LogEvent))
+"""The names of the events in the log."""
+EVENT_DATA: tuple[type[BaseModel], ...] = tuple(
+    dict.fromkeys(member.model_fields["data"].annotation for member in get_args(LogEvent | ControlFrame))
+)
+"""The shapes of ``data``."""
+
+
+def daemon_event(text: str) -> LogEvent | ControlFrame | UnknownEvent:
+    """Parse one message of the stream of events.
+
+    Raises:
+        ValueError: it is not an event of any kind: not JSON, or without ``event``, ``seq``, ``at`` or ``stream_id``.
+    """
+    try:
+        return _UNION.validate_json(text)
+    except ValidationError:
+        return UnknownEvent.model_validate_json(text)
+
+
+# Text for people
+
+
+def _compact_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
+
+
+def _call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={_compact_json(value)}' for key, value in arguments.items())})"
+
+
+def _message_text(message: SessionMessage) -> str:
+    calls = " ".join(f"{call.name}({call.arguments})" for call in message.tool_calls)
+    return f"{message.role}: {' '.join(filter(None, (message.content, calls)))}"

@@ -1,6 +1,6 @@
-"""Sessions, their messages, turns and permissions, as the daemon's ``/v3`` has them.
+"""Sessions, their messages, turns and permissions in the daemon's ``/v3`` API.
 
-Times are UTC in ISO 8601 with milliseconds, ``2026-11-21T10:00:00.123Z``. Null is what is not known, or not set.
+Times are UTC in ISO 8601 with milliseconds, ``2026-11-21T10:00:00.123Z``. Null means unknown or not set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lmx_lab.wire.tools import check_counts
 CONTENT_CHARACTERS = 1_000_000
 TOOL_NAMES = 256
 METADATA_CHARACTERS = 65_536
-"""Of a session's metadata as JSON."""
+"""Maximum length of a session's metadata as JSON."""
 Title = Annotated[str, StringConstraints(max_length=500)]
 Content = Annotated[str, StringConstraints(min_length=1, max_length=CONTENT_CHARACTERS)]
 Prompt = Annotated[str, StringConstraints(max_length=CONTENT_CHARACTERS)]
@@ -38,7 +38,7 @@ Values = TypeAliasType(
 )
 """Of the caller's own shape."""
 SessionStatus = Literal["idle", "queued", "running", "waiting"]
-"""``waiting``: its turn waits for a permission."""
+"""``waiting``: the turn waits for a permission."""
 TurnStatus = Literal["queued", "running", "waiting", "done", "error"]
 StopReason = Literal["end", "length", "max_steps", "cancelled"]
 ToolStatus = Literal["ok", "error", "denied", "timeout", "cancelled", "interrupted"]
@@ -48,7 +48,7 @@ ToolStatus = Literal["ok", "error", "denied", "timeout", "cancelled", "interrupt
 
 
 class ToolCall(RequestShape):
-    """A call that a model asked for."""
+    """A tool call that a model requested."""
 
     call_id: NonEmpty
     name: NonEmpty
@@ -80,19 +80,19 @@ class CreateSession(RequestShape):
     session_id: Identifier | None = None
     title: Title | None = None
     model: NonEmpty | None = None
-    """Null: whatever model the upstream server has."""
+    """Null: the model that the upstream server has loaded."""
     system_prompt: Prompt | None = None
     tools: ToolNames | None = None
-    """Which tools its turns may use: names, or a server's with an asterisk, ``time__*``. Null is all, [] none."""
+    """Tools that its turns may use: names, or all of a server, ``time__*``. Null is all, [] none."""
     messages: Annotated[
         tuple[SessionMessage, ...], FailFast(), Field(max_length=4096), LISTED, BeforeValidator(check_counts)
     ] = ()
-    """A history to begin with."""
+    """The initial history."""
     metadata: Values | None = None
 
 
 class ChangeSession(RequestShape):
-    """What is left out stays as it is; null sets to null."""
+    """Omitted fields stay unchanged; null sets a field to null."""
 
     title: Title | None = None
     model: NonEmpty | None = None
@@ -101,17 +101,17 @@ class ChangeSession(RequestShape):
     metadata: Values | None = None
     archived: bool = False
     revision: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """The one that was read; another now is refused with ``revision-conflict``."""
+    """The revision that was read; if the session has another one now, the answer is ``revision-conflict``."""
 
 
 class ForkSession(RequestShape):
     through_turn_id: Identifier | None = None
-    """The last turn to take along; by default all that have ended."""
+    """The last turn to include; by default all that have ended."""
     title: Title | None = None
 
 
 class SessionRecord(BaseModel):
-    """What a list shows."""
+    """A session as lists show it."""
 
     session_id: str
     title: str | None
@@ -121,10 +121,10 @@ class SessionRecord(BaseModel):
     metadata: dict[str, Any]
     archived: bool
     revision: int
-    """Grows by one with each change of the fields above; turns do not count."""
+    """Incremented with each change of the fields above; turns do not count."""
     created_at: str
     updated_at: str
-    """Of the last change or turn."""
+    """Time of the last change or turn."""
     status: SessionStatus
     active_turn_id: str | None
     queued_turn_ids: list[str]
@@ -132,14 +132,14 @@ class SessionRecord(BaseModel):
 
 
 class SessionSnapshot(SessionRecord):
-    """A session as it was after the event ``cursor``: events from there on continue it without a gap."""
+    """A session after the event ``cursor``; later events continue it without a gap."""
 
     messages: list[SessionMessage]
-    """What the model would be sent in the next turn; an active turn's own come as they are done."""
+    """The messages that the next turn sends to the model; messages of the active turn are added when complete."""
     partial_text: str = ""
-    """Of the active turn's message that is being written, by the last batch in the log."""
+    """The active turn's message that is being written, up to the last batch in the log."""
     permissions: list[PermissionRecord]
-    """Those that wait."""
+    """The pending permissions."""
     cursor: int
 
 
@@ -154,13 +154,13 @@ class SessionList(BaseModel):
 
 
 class TurnOverrides(RequestShape):
-    """For this turn only, in the place of the session's or the server's."""
+    """Settings for this turn only, instead of those of the session or the server."""
 
     model: NonEmpty | None = None
     tools: ToolNames | None = None
     tool_choice: Literal["auto", "none", "required"] | NonEmpty | None = None
-    """Of the first step; later ones are ``auto``, since a model that must call never answers. A tool's name forces its
-    call."""
+    """For the first step; later steps use ``auto``, because a model that must call tools never answers. A tool's name
+    forces its call."""
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1), WHOLE] | None = None
@@ -168,18 +168,18 @@ class TurnOverrides(RequestShape):
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, WHOLE] | None = None
     max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Of one step."""
+    """Limit of one step."""
     max_steps: Annotated[int, Field(ge=1, le=1000), WHOLE] | None = None
     timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
     extra: Values | None = None
-    """Further fields of the upstream's chat request, sent as they are."""
+    """Further fields of the chat request, sent to the upstream server unchanged."""
 
 
 class SubmitTurn(RequestShape):
     model_config = ConfigDict(json_schema_extra={"examples": [{"content": "Say hello."}]})
 
     turn_id: Identifier | None = None
-    """Chosen by the client, it makes a submit that can be repeated safely."""
+    """An id chosen by the client makes the request idempotent."""
     content: Content
     when_busy: Literal["enqueue", "reject", "interrupt"] = "enqueue"
     overrides: TurnOverrides | None = None
@@ -189,7 +189,7 @@ class TurnAccepted(BaseModel):
     turn_id: str
     status: TurnStatus
     cursor: int
-    """Events of the turn come after it."""
+    """The events of the turn follow this cursor."""
 
 
 class TurnStats(BaseModel):
@@ -202,11 +202,11 @@ class TurnStats(BaseModel):
     tool_calls: int
     steps: int
     elapsed_s: float
-    """From the start of the turn; waiting in the queue does not count."""
+    """Time from the start of the turn, without the time in the queue."""
     tokens_per_second: float
-    """Completion tokens by the time in which the model wrote, without prefill, tools and permissions."""
+    """Completion tokens per second of generation, without prefill, tools and permissions."""
     ttft_ms: float | None
-    """From the start of the turn to the first token, thoughts included; null if none came."""
+    """Time from the start of the turn to the first token, including thoughts; null without tokens."""
 
 
 class TurnRecord(BaseModel):
@@ -217,7 +217,7 @@ class TurnRecord(BaseModel):
     overrides: TurnOverrides | None
     stop_reason: StopReason | None
     text: str
-    """The last message's, or what of it there was at the end; empty before the end."""
+    """The text of the last message, which may be incomplete; empty before the end."""
     error: ErrorDetail | None
     stats: TurnStats | None
     queued_at: str
@@ -229,19 +229,19 @@ class CancelTurns(RequestShape):
     turn_id: Identifier | None = None
     """Null: the active turn."""
     queued: bool = False
-    """The queued ones, too."""
+    """Cancel the queued turns, too."""
 
 
 class CancelAnswer(BaseModel):
     cancelled: int
-    """Turns that end by this: 0 if they had ended, or were cancelled before."""
+    """Number of turns that this request ended; 0 if they had ended or were cancelled before."""
     turn_ids: list[str]
 
 
 # Permissions
 
 
-# Nothing remembers a denial for later calls.
+# A denial applies to one call only.
 NO_LASTING_DENIAL: JsonDict = {
     "not": {
         "properties": {"decision": {"const": "deny"}, "scope": {"const": "session"}},
@@ -255,7 +255,7 @@ class Decision(RequestShape):
 
     decision: Literal["allow", "deny"]
     scope: Literal["once", "session"] = "once"
-    """``session``: also later calls of this tool in this session, whatever their arguments."""
+    """``session``: also later calls of this tool in this session, with any arguments."""
 
 
 class PermissionRecord(BaseModel):
@@ -265,10 +265,10 @@ class PermissionRecord(BaseModel):
     call_id: str
     tool: str
     arguments: dict[str, Any]
-    """What the decision is about: the call runs with these or not at all."""
+    """The call runs with exactly these arguments, or not at all."""
     requested_at: str
     expires_at: str
-    """No decision until then is a denial."""
+    """Without a decision until then, the call is denied."""
     decision: Literal["allow", "deny"] | None = None
     scope: Literal["once", "session"] | None = None
     resolved_by: Literal["client", "expiry", "cancel"] | None = None

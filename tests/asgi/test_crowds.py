@@ -18,7 +18,7 @@ from websockets.frames import CloseCode
 
 from lmx_lab import transport
 from lmx_lab.asgi.errors import status_for
-from lmx_lab.client.failures import error_in
+from lmx_lab.client.errors import error_in
 from lmx_lab.errors import QueueFullError
 from lmx_lab.hosting import Host
 from lmx_lab.transport import WebSocketProtocol

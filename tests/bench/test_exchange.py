@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.bench.exchange import EVENT_BYTES, Address, Dechunker, Event, EventLines, Exchange
+from lmx_lab.bench.exchange import Address, Dechunker, Event, Exchange
 from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
 from tests.client.raw import HEAD, answering, streamed, whole
 
@@ -37,23 +37,10 @@ def test_chunks_are_undone_wherever_the_bytes_were_cut(parts: list[bytes], place
     assert dechunker.ended
 
 
-@given(places=st.lists(st.integers(0, 500)))
-def test_events_are_found_wherever_the_bytes_were_cut(places: list[int]) -> None:
-    lines = EventLines()
-    found = [line for piece in cut("".join(EVENTS).encode(), places) for line in lines.feed(piece)]
-    assert found == [b"one", None, b"two", b"three"]
-
-
 @pytest.mark.parametrize("size", [b"-5\r\n", b"x\r\n", b"\r\n", b"1" * 70_000])
 def test_what_is_no_chunk_is_refused(size: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         Dechunker().feed(size)
-
-
-def test_a_line_without_an_end_is_not_kept() -> None:
-    lines = EventLines()
-    with pytest.raises(ValueError, match="bytes"):
-        lines.feed(b"data: " + b"x" * EVENT_BYTES)
 
 
 async def test_events_come_with_the_moment_they_came_at() -> None:
@@ -61,7 +48,7 @@ async def test_events_come_with_the_moment_they_came_at() -> None:
         async with Exchange(Address(f"{server.url}/v1/", "secret"), b'{"a":1}') as exchange:
             sent_at_s = exchange.send()
             found = [event async for event in exchange.events()]
-    assert [event.data for event in found] == [b"one", None, b"two", b"three"]
+    assert [event.data for event in found] == ["one", None, "two", "three"]
     moments = [sent_at_s, *(event.at_s for event in found)]
     assert moments == sorted(moments)
     head, _, body = server.requests[0].partition("\r\n\r\n")
@@ -72,7 +59,7 @@ async def test_events_come_with_the_moment_they_came_at() -> None:
 
 async def test_a_document_in_the_place_of_a_stream_is_one_event() -> None:
     with answering(whole('{"choices": []}')) as server:
-        assert [event.data for event in await events(server.url)] == [b'{"choices": []}']
+        assert [event.data for event in await events(server.url)] == ['{"choices": []}']
 
 
 async def test_a_refusal_is_the_servers_own_error() -> None:

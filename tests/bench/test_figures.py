@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.bench.chunks import Chunk, ChunkReader, ServerFigures, Usage
+from lmx_lab.bench.chunks import Chunk, ServerFigures, chunk_of
 from lmx_lab.bench.figures import Trace
+from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
 from lmx_lab.errors import EngineError, UnreachableError
 from tests.daemon.scripted import event
 
@@ -20,7 +21,7 @@ def figures(*chunks: Chunk) -> dict[str, Any]:
 
 
 def read(**fields: Any) -> Chunk:
-    return ChunkReader("http://x").read(event(fields).removeprefix(b"data: "), 1.0)
+    return chunk_of(ChunkReader("http://x").read(event(fields).removeprefix(b"data: ").decode()), 1.0)
 
 
 def test_ten_tokens_by_hand() -> None:
@@ -29,7 +30,7 @@ def test_ten_tokens_by_hand() -> None:
         Chunk(at_s=10.0),
         *(Chunk(at_s=at_s, tokens=1) for at_s in times),
         Chunk(at_s=11.4, finish_reason="length"),
-        Chunk(at_s=11.5, usage=Usage(prompt=30, cached=10, output=10)),
+        Chunk(at_s=11.5, usage=TokenUsage(prompt=30, cached=10, completion=10)),
     )
     assert found == {
         "prompt_tokens": 30,
@@ -54,7 +55,7 @@ def test_ten_tokens_by_hand() -> None:
 
 
 def test_a_last_token_without_a_text_of_its_own_took_its_time_too() -> None:
-    usage = Usage(prompt=3, cached=None, output=3)
+    usage = TokenUsage(prompt=3, cached=None, completion=3)
     found = figures(
         Chunk(at_s=10.5, tokens=1),
         Chunk(at_s=10.6, tokens=1),
@@ -71,7 +72,7 @@ def test_tokens_that_came_together_share_the_time_before_them() -> None:
 
 
 def test_an_answer_in_few_pieces_does_not_say_when_its_tokens_came() -> None:
-    usage = Usage(prompt=3, cached=None, output=128)
+    usage = TokenUsage(prompt=3, cached=None, completion=128)
     found = figures(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, tokens=1), Chunk(at_s=10.7, usage=usage))
     assert (found["output_tokens"], found["pieces"], found["decode_tok_s"]) == (128, 2, None)
     assert "itl_ms_p50" not in found
@@ -80,7 +81,7 @@ def test_an_answer_in_few_pieces_does_not_say_when_its_tokens_came() -> None:
 
 def test_who_was_due_has_waited_from_then() -> None:
     trace = Trace(sent_at_s=10.0, due_at_s=7.0, ended_at_s=10.0)
-    for chunk in (Chunk(at_s=10.5, tokens=1), Chunk(at_s=11.0, usage=Usage(prompt=20, cached=0, output=1))):
+    for chunk in (Chunk(at_s=10.5, tokens=1), Chunk(at_s=11.0, usage=TokenUsage(prompt=20, cached=0, completion=1))):
         trace.add(chunk)
     found = trace.figures()
     assert (found["ttft_ms"], found["e2e_ms"]) == (pytest.approx(3500), pytest.approx(4000))
@@ -94,7 +95,7 @@ def test_without_usage_chunks_are_counted_and_the_prompt_is_unknown() -> None:
 
 
 def test_a_usage_that_counts_nothing_is_none() -> None:
-    found = figures(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, usage=Usage(prompt=3, cached=None, output=0)))
+    found = figures(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, usage=TokenUsage(prompt=3, cached=None, completion=0)))
     assert (found["output_tokens"], found["counted_by"], found["prompt_tokens"]) == (1, "chunks", 3)
 
 
@@ -106,7 +107,9 @@ def test_rates_of_no_token_and_of_one_are_unknown(chunks: tuple[Chunk, ...]) -> 
 
 
 def test_a_cache_that_only_the_timings_tell_of_counts() -> None:
-    chunk = Chunk(at_s=10.5, usage=Usage(prompt=30, cached=None, output=1), server=ServerFigures(cached_tokens=20))
+    chunk = Chunk(
+        at_s=10.5, usage=TokenUsage(prompt=30, cached=None, completion=1), server=ServerFigures(cached_tokens=20)
+    )
     assert figures(chunk)["cached_tokens"] == 20
 
 
@@ -130,7 +133,7 @@ def test_a_chunk_is_read_with_usage_and_timings() -> None:
     timings = {"cache_n": 4, "prompt_per_second": 50.0, "predicted_per_second": 7, "queue_ms": 2, "ttft_ms": "late"}
     usage = {"prompt_tokens": 9, "completion_tokens": 3.0, "prompt_tokens_details": {"cached_tokens": 4}}
     chunk = read(choices=[{"delta": {}, "finish_reason": "length"}], usage=usage, timings=timings)
-    assert chunk.usage == Usage(prompt=9, cached=4, output=3)
+    assert chunk.usage == TokenUsage(prompt=9, cached=4, completion=3)
     assert chunk.server == ServerFigures(queue_ms=2, prefill_tok_s=50, decode_tok_s=7, cached_tokens=4)
     assert chunk.finish_reason == "length"
 
@@ -138,7 +141,7 @@ def test_a_chunk_is_read_with_usage_and_timings() -> None:
 @pytest.mark.parametrize("value", [None, True, -1, "3", 1e400, float("nan"), [], {}])
 def test_what_is_no_count_is_unknown(value: Any) -> None:
     chunk = read(choices=[{"delta": {}}], usage={"prompt_tokens": value, "prompt_tokens_details": value})
-    assert chunk.usage == Usage(prompt=None, cached=None, output=None)
+    assert chunk.usage == TokenUsage(prompt=None, cached=None, completion=None)
 
 
 def test_an_error_in_a_stream_is_raised_and_a_null_is_none() -> None:
@@ -147,7 +150,7 @@ def test_an_error_in_a_stream_is_raised_and_a_null_is_none() -> None:
     assert read(error=None, choices=[{"delta": {"content": "a"}}]).tokens == 1
 
 
-@pytest.mark.parametrize("data", [b"", b"[1]", b"no", b"\xff", b"[" * 100_000])
-def test_what_is_no_chunk_is_refused(data: bytes) -> None:
+@pytest.mark.parametrize("data", ["[1]", "no", "\ufffd", "[" * 100_000])
+def test_what_is_no_chunk_is_refused(data: str) -> None:
     with pytest.raises(UnreachableError, match="unlike"):
-        ChunkReader("http://x").read(data, 1.0)
+        ChunkReader("http://x").read(data)

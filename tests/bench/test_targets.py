@@ -76,7 +76,7 @@ async def test_a_lab_with_llama_cpp_is_described_as_such(tiny_home: Path, tiny_g
             assert (facts.model, facts.quantization) == (lab.engine.snapshot.model, "F32")
             assert facts.blas is None
             chunks = await asked(target, max_tokens=12)
-            assert [chunk.usage.output for chunk in chunks if chunk.usage] == [12]
+            assert [chunk.usage.completion for chunk in chunks if chunk.usage] == [12]
             assert all(chunk.server.decode_tok_s for chunk in chunks if chunk.server)
         lab.load("tiny")
         for target in (EngineTarget(lab.engine), ChatTarget(lab.url)):
@@ -93,7 +93,7 @@ async def test_an_answer_of_the_lab_has_the_requested_length(target: Target) -> 
     assert moments == sorted(moments)
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
     (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
-    assert usage.output == 100
+    assert usage.completion == 100
     (server,) = [chunk.server for chunk in chunks if chunk.server]
     assert server.decode_tok_s
 
@@ -264,7 +264,7 @@ async def test_a_json_document_instead_of_a_stream_is_one_piece() -> None:
     with Scripted(json_answer(document)) as server:
         _, whole = await asked(ChatTarget(server.url))
     assert whole.usage is not None
-    assert (whole.tokens, whole.finish_reason, whole.usage.output) == (1, "stop", 5)
+    assert (whole.tokens, whole.finish_reason, whole.usage.completion) == (1, "stop", 5)
 
 
 def test_a_key_is_never_shown() -> None:

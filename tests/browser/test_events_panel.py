@@ -48,7 +48,7 @@ give(said.created(), said.event("turn.started", {"model": "tiny"}), said.token("
      said.reset(500), said.snapshot(500, partial="It is"), LIVE, said.token(" sunny, and warm."), said.asks(),
      said.asks("per-2", tool="files__write", arguments={"path": "notes.txt", "text": "one\\ntwo"}))
 """
-IMPORTS = "from lmx_lab.client.subscription import ConnectionState\nfrom lmx_lab.errors import UnreachableError\n"
+IMPORTS = "from lmx_lab.client.event_receiver import ConnectionState\nfrom lmx_lab.errors import UnreachableError\n"
 # What a reader sees of the rows' table, without what is drawn beyond its edges.
 VISIBLE = """(box) => {
     const {top, bottom} = box.getBoundingClientRect();
@@ -65,7 +65,7 @@ def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
     tab.open("events.ipynb")
     tab.run(0)
     tab.run(1)
-    tab.kernel(IMPORTS + "from lmx_lab.panels.event_words import GROUPS")
+    tab.kernel(IMPORTS + "from lmx_lab.panels.event_log import GROUPS")
     yield tab
     tab.open("events.ipynb")
     tab.close_notebook()

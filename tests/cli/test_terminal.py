@@ -6,7 +6,7 @@ import pytest
 
 from lmx_lab.cli import commands
 from lmx_lab.cli.entry import run
-from lmx_lab.cli.following import as_json
+from lmx_lab.cli.event_printer import as_json
 from lmx_lab.cli.terminal import line, shown
 from lmx_lab.errors import LabError
 from lmx_lab.wire.events import Envelope

@@ -21,7 +21,7 @@ from lmx_lab.daemon.storage.log import note_pruned
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed, McpTestPassed
 from lmx_lab.wire.sessions import CancelTurns, ChangeSession, ForkSession, SessionMessage, SubmitTurn
 from tests.client.raw import RawServer, answering, whole
-from tests.client.test_access import write
+from tests.client.test_credentials import write
 from tests.daemon.face import serving, write_tokens
 from tests.daemon.scripted import STALL, Scripted, calls, says, token
 
@@ -446,7 +446,7 @@ async def test_another_place_has_to_say_who_it_is_too(tmp_path: Path) -> None:
         async with AsyncDaemonClient.discover(tmp_path) as client:
             await client.permissions()
             write(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
-            assert client.access.refresh()
+            assert client.credentials.refresh()
             with pytest.raises(errors.UnreachableError, match="dmn_3"):
                 await client.permissions()
     assert [TOKEN in request for request in first.requests + second.requests] == [False, True, False]

@@ -19,7 +19,8 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
-from lmx_lab.client.limits import COMPONENTS, SHORT_BYTES, embeddings_bytes, rerank_bytes
+from lmx_lab.client.connection import SHORT_BYTES
+from lmx_lab.client.inference import COMPONENTS, embeddings_bytes, rerank_bytes
 from lmx_lab.lab import Lab
 from lmx_lab.lab.prompt import chat_request
 from lmx_lab.weights import ModelEntry

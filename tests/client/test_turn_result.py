@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lmx_lab.client.failures import KINDS
-from lmx_lab.client.turn_result import TurnSoFar, turn_error
+from lmx_lab.client.errors import ERROR_CLASSES
+from lmx_lab.client.turn_result import TurnAccumulator, turn_error
 from lmx_lab.errors import LabError, TurnError
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.sessions import TurnRecord
 
 
-@pytest.mark.parametrize(("code", "kind"), KINDS.items())
+@pytest.mark.parametrize(("code", "kind"), ERROR_CLASSES.items())
 def test_every_code_has_its_class(code: str, kind: type[LabError]) -> None:
     error = turn_error("t1", ErrorDetail(code=code, message="what, the limit, the next step", type="t", param="p"))
     assert type(error) is kind
@@ -40,4 +40,4 @@ def test_a_record_with_an_error_raises_it() -> None:
         ended_at="",
     )
     with pytest.raises(TurnError, match="turn t1: it ended"):
-        TurnSoFar("s", "t1").result(record, reconnects=0)
+        TurnAccumulator("s", "t1").result(record, reconnects=0)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.client import backoff, resuming
-from lmx_lab.client.access import Access
+from lmx_lab.client import backoff, event_receiver
+from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.cursors import FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import DaemonEvent, ResetFrame, SessionCreatedEvent, SnapshotFrame
 from lmx_lab.client.daemon_routes import DaemonRoutes
-from lmx_lab.client.subscription import Subscription
+from lmx_lab.client.event_subscription import Subscription
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.errors import InvalidRequestError, QueueFullError
@@ -27,7 +27,7 @@ WAIT_S = 20.0
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backoff, "FIRST_S", 0.005)
-    monkeypatch.setattr(resuming, "REFUSED_S", 0.005)
+    monkeypatch.setattr(event_receiver, "REFUSED_S", 0.005)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ async def test_a_cursor_ahead_of_the_log_gets_everything_as_it_is_and_then_goes_
 async def test_a_slow_reader_gets_all_of_it_and_little_is_kept_for_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmx_lab.client.mailbox.ITEMS", 50)
+    monkeypatch.setattr("lmx_lab.client.streams.ITEMS", 50)
     start = latest(daemon)
     last = write_tokens(daemon, 3000)
     async with client_of(daemon) as client, client.events(after=start) as events:
@@ -124,9 +124,9 @@ async def test_a_slow_reader_gets_all_of_it_and_little_is_kept_for_it(
             while len(seqs) < 3000:
                 if len(seqs) % 500 == 0:
                     # Until no more is read ahead.
-                    while events._connections.mailbox.has_room:  # noqa: ASYNC110
+                    while events._receiver.buffer.has_room:  # noqa: ASYNC110
                         await asyncio.sleep(0)
-                most = max(most, len(events._connections.mailbox))
+                most = max(most, len(events._receiver.buffer))
                 seqs.append((await anext(events)).seq)
         assert seqs == list(range(start + 1, last + 1))
         assert most <= 50
@@ -185,7 +185,7 @@ async def test_a_new_daemon_at_the_same_port_has_a_new_token(tmp_path: Path) -> 
 
 async def test_a_stale_token_is_replaced_by_the_state_files_without_a_wait(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
-        access = Access(daemon.url, "stale", state_path=tmp_path / "daemon" / "state.json")
+        access = Credentials(daemon.url, "stale", state_path=tmp_path / "daemon" / "state.json")
         async with DaemonRoutes(access) as routes, Subscription(routes, after=0) as events:
             states = events.states()
             told = [(await anext(states)).state]

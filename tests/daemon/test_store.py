@@ -16,7 +16,7 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.log import EventLog
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.errors import HostingError, StoppingError, StorageFullError
-from lmx_lab.wire.events import DATA, SessionDeleted, ToolOutput
+from lmx_lab.wire.events import EVENT_CLASSES, SessionDeleted, ToolOutput
 
 pytestmark = pytest.mark.anyio
 
@@ -222,6 +222,6 @@ asyncio.run(main())
 
 def test_every_event_has_a_shape() -> None:
     """The design's table of events."""
-    assert {kind.partition(".")[0] for kind in DATA} == {
+    assert {kind.partition(".")[0] for kind in EVENT_CLASSES} == {
         *("stream", "daemon", "session", "turn", "message", "tool", "permission", "mcp", "model"),
     }

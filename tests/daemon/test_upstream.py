@@ -105,7 +105,7 @@ async def test_news_are_told_once() -> None:
         news = upstream.news()
         assert news is not None
         assert (news.reachable, news.model, news.url) == (True, "scripted", server.url)
-        upstream.told(news)
+        upstream.reported(news)
         await text(upstream)
         assert upstream.news() is None
         await upstream.aclose()

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from tests.kernel.conftest import Notebook
 
 CODE = """
-from lmx_lab.client.daemon_blocking import DaemonClient
-from lmx_lab.client.lab_blocking import LabClient
+from lmx_lab.client.blocking.daemon import DaemonClient
+from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.wire.chat import ChatMessage, ChatRequest
 from lmx_lab.wire.sessions import TurnOverrides
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
-from lmx_lab.client.subscription import ConnectionState
-from lmx_lab.wire.events import DATA
+from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.wire.events import EVENT_CLASSES
 
 LIVE = ConnectionState(state="live")
 AT = "2026-11-22T10:00:00.123Z"
@@ -37,7 +37,7 @@ class Said:
     def _made(self, kind: str, data: Any, **fields: Any) -> DaemonEvent:
         frame = {"event": kind, "at": AT, "stream_id": self.stream_id, "data": data, **fields}
         event: Any = daemon_event(json.dumps(frame))
-        assert isinstance(event, UnknownEvent) == (kind not in DATA), f"not as on the wire: {frame}"
+        assert isinstance(event, UnknownEvent) == (kind not in EVENT_CLASSES), f"not as on the wire: {frame}"
         return event
 
     def token(self, text: str, *, message: str = "msg-1", kind: str = "turn.token", **where: Any) -> Any:

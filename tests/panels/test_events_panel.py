@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.client.subscription import ConnectionState
+from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import PermissionNotFoundError, UnauthorizedError, UnreachableError
 from lmx_lab.panels import event_log, event_sessions
 from lmx_lab.panels.composition import composed
 from lmx_lab.panels.event_log import COLUMNS, MOST_ROWS, EventLog, Filter
-from lmx_lab.panels.event_words import GROUPS, MARKS, group_of
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.events import DATA
 from tests.panels.event_standins import LIVE, Flood, Said, ScriptedDaemon, asked
 from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource
 
@@ -120,11 +118,6 @@ def test_rows_are_filtered_by_group_session_and_text(reader: Reader, daemon: Scr
 def test_an_impossible_filter_is_refused(reader: Reader, fields: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="invalid-request"):
         reader.ask("filter", **fields)
-
-
-def test_every_kind_of_event_is_in_a_group() -> None:
-    assert {group_of(kind) for kind in DATA} == {MARKS, *GROUPS} - {"other"}
-    assert group_of("quite.new") == "other"
 
 
 def test_a_frame_has_the_newest_rows_and_a_view_asks_for_others(

@@ -24,7 +24,7 @@ from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.log import EVERYTHING, Page
 from lmx_lab.daemon.storage.store import Reading, as_json
 from lmx_lab.errors import CursorExpiredError, LabError, SessionNotFoundError
-from lmx_lab.wire.events import Closing, Heartbeat, Hello, Reset, Synced
+from lmx_lab.wire.event_stream import Closing, Hello, Reset, StreamHeartbeat, Synced
 
 log = logging.getLogger(__name__)
 PATH = "/v3/events"
@@ -178,7 +178,7 @@ class _Stream:
         waiting = {grown, gone, self._services.subscribers.closing}
         done, _ = await asyncio.wait(waiting, timeout=max(0.0, rest_s), return_when=asyncio.FIRST_COMPLETED)
         if not done:
-            await self._control("stream.heartbeat", Heartbeat(cursor=self._cursor))
+            await self._control("stream.heartbeat", StreamHeartbeat(cursor=self._cursor))
 
     async def _control(self, event: str, data: BaseModel) -> None:
         await self._send(self._encode([self._frame(event, as_json(data))]))

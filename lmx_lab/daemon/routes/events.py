@@ -25,7 +25,7 @@ from lmx_lab.daemon.routes.responses import reading
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.log import EventFilter, Page
 from lmx_lab.errors import CursorExpiredError, QueueFullError, SessionNotFoundError
-from lmx_lab.wire.events import EventPage
+from lmx_lab.wire.event_stream import EventPage
 
 SOCKET = """With `Upgrade: websocket` the address is a stream of events without an end.
 

@@ -14,13 +14,13 @@ from lmx_lab.asgi.bodies import StrictRoute
 from lmx_lab.asgi.errors import invalid
 from lmx_lab.daemon.storage.log import EVERYTHING, EventFilter
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.wire.events import DATA
+from lmx_lab.wire.events import LOG_EVENTS
 from lmx_lab.wire.identifiers import Identifier
 
 REPEATABLE = {"session_id", "types"}
 NAMES_LIMIT = 256
 CONTROL = "stream"
-KINDS = frozenset(kind for kind in DATA if not kind.startswith(f"{CONTROL}."))
+KINDS = LOG_EVENTS
 GROUPS = frozenset(f"{kind.partition('.')[0]}.*" for kind in KINDS)
 _WHOLE = re.compile(r"[0-9]{1,16}", re.ASCII)
 # As JSON writes numbers, which is how programs write them out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from lmx_lab.client.calls import WholeCall
+from lmx_lab.client.chat_chunks import WholeCall
 from lmx_lab.daemon.turns.turn import Call
 from lmx_lab.wire.identifiers import new_id
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lmx_lab.client.calls import CallAssembly, WholeCall
-from lmx_lab.client.chat_format import Piece
+from lmx_lab.client.chat_chunks import CallAssembly, Piece, WholeCall
 from lmx_lab.wire.sessions import CONTENT_CHARACTERS, TurnStats
 
 Kind = Literal["turn.token", "turn.thinking"]
@@ -41,11 +40,12 @@ class Draft:
         if self.closed:
             return False
         if piece.usage is not None:
-            self.prompt_tokens, self._counted = piece.usage.prompt, piece.usage.completion
+            self.prompt_tokens = piece.usage.prompt or 0
+            self._counted = piece.usage.completion
         self._reason = piece.finish_reason or self._reason
         for call in piece.calls:
             self._calls.add(call)
-        if piece.text or piece.thinking or piece.calls:
+        if piece.has_output:
             self.first_s = now_s if self.first_s is None else self.first_s
             self.last_s = now_s
             self._pieces += 1

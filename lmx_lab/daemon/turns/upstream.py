@@ -1,4 +1,4 @@
-"""The server of the model: calls, which model is meant, and whether anybody is there."""
+"""The model server: calls, the choice of the model, and whether the server is reachable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx2
 
-from lmx_lab.client.chat_format import ChatFormatClient, Piece
+from lmx_lab.client.chat_chunks import Piece
+from lmx_lab.client.chat_format import ChatFormatClient
 from lmx_lab.errors import (
     ConnectionLostError,
     LabError,
@@ -25,17 +26,17 @@ from lmx_lab.wire.daemon import Upstream as UpstreamRecord
 from lmx_lab.wire.events import ModelStatus
 
 LOADED = "default"
-"""The lab's own word for whatever is loaded."""
+"""LMX Lab's name for the loaded model."""
 LISTED_S = 30.0
-"""So long the first model of another server's list is taken for the one that is meant."""
+"""Time for which the first model of another server's list is remembered."""
 WITHOUT_MODEL = (NotLoadedError, ModelBusyError, OutOfMemoryError)
 
 
 class Upstream:
-    """One chat-format server, on one loop; whoever makes it closes it.
+    """One chat-format server, on one event loop. The creator has to close it.
 
     Raises:
-        InvalidRequestError: an address or a key that could never do.
+        InvalidRequestError: the address or the key is not valid.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Upstream:
         self._client = ChatFormatClient(url, api_key=api_key, transport=transport)
         self.url = self._client.url
         self._state = UpstreamRecord(url=self.url, reachable=None, model=None, error=None)
-        self._told = self._state
-        self._meant: tuple[str, float] | None = None
+        self._reported = self._state
+        self._chosen: tuple[str, float] | None = None
 
     def __repr__(self) -> str:
         return f"<Upstream {self.url}>"
@@ -54,21 +55,21 @@ class Upstream:
         await self._client.aclose()
 
     def state(self) -> UpstreamRecord:
-        """As of the last call or look."""
+        """The state as of the last call or check."""
         return self._state
 
     def news(self) -> ModelStatus | None:
-        """The state, if it is another than the one that was ``told`` last."""
-        if self._state == self._told:
+        """The state, if it differs from the one that was reported last."""
+        if self._state == self._reported:
             return None
         return ModelStatus(**self._state.model_dump())
 
-    def told(self, news: ModelStatus) -> None:
-        """It is in the log."""
-        self._told = UpstreamRecord(**news.model_dump())
+    def reported(self, news: ModelStatus) -> None:
+        """Note that this state was written to the log."""
+        self._reported = UpstreamRecord(**news.model_dump())
 
     async def look(self) -> UpstreamRecord:
-        """Ask whether it is there; never raises ``LabError``."""
+        """Check whether the server is reachable; never raises ``LabError``."""
         try:
             await self._client.models()
             self._note(reachable=True)
@@ -77,14 +78,14 @@ class Upstream:
         return self._state
 
     async def call(self, body: Mapping[str, Any], *, model: str | None) -> AsyncGenerator[Piece, None]:
-        """A chat, streamed; closing this closes the server's stream.
+        """Stream a chat; closing the generator closes the server's stream.
 
         Args:
-            model: None is whatever the server has: what is loaded there if it is the lab's, else the first it lists.
+            model: None is the loaded model of an LMX Lab server, or the first model that another server lists.
 
         Raises:
-            UpstreamUnreachableError: nobody answers, or not in the words of such a server.
-            ConnectionLostError: it went away in the middle of its answer.
+            UpstreamUnreachableError: no server answers, or it is not a chat-format server.
+            ConnectionLostError: the connection ended before the answer did.
             LabError: the server's own.
         """
         try:
@@ -101,10 +102,10 @@ class Upstream:
             raise
 
     async def _model(self) -> str:
-        if self._meant is None or self._meant[1] < time.monotonic():
+        if self._chosen is None or self._chosen[1] < time.monotonic():
             name = await self._look_up()
-            self._meant = (name, time.monotonic() + LISTED_S if name != LOADED else math.inf)
-        return self._meant[0]
+            self._chosen = (name, time.monotonic() + LISTED_S if name != LOADED else math.inf)
+        return self._chosen[0]
 
     async def _look_up(self) -> str:
         try:
@@ -112,7 +113,7 @@ class Upstream:
         except UnreachableError:
             raise
         except LabError:
-            # It lists none, and most servers of one model take any name.
+            # The server lists no models; most servers with one model accept any name.
             return LOADED
         if self._client.is_lab:
             return LOADED
@@ -122,7 +123,7 @@ class Upstream:
 
     def _failed(self, exc: LabError) -> None:
         if isinstance(exc, ModelNotFoundError | UnreachableError):
-            self._meant = None
+            self._chosen = None
         if isinstance(exc, ConnectionLostError):
             return  # The next call will know whether it is gone.
         if isinstance(exc, UnreachableError):

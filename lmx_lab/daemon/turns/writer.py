@@ -42,7 +42,7 @@ class TurnWriter:
         await self._store.write(partial(_apply, due, news), ending=ending)
         del self.due[: len(due)]
         if news is not None:
-            self._upstream.told(news)
+            self._upstream.reported(news)
 
     async def write_end(self, patient_of: type[LabError] = StorageFullError) -> bool:
         """The same, tried again until there is room; False if that was given up.

@@ -27,6 +27,7 @@ from lmx_lab.client import (
     UnknownLabEvent,
     as_array,
 )
+from lmx_lab.client.blocking.stream import BlockingStream
 from lmx_lab.client.daemon_events import (
     DaemonEvent,
     PermissionRequestEvent,
@@ -34,7 +35,6 @@ from lmx_lab.client.daemon_events import (
     TurnTokenEvent,
     UnknownEvent,
 )
-from lmx_lab.client.waiting import BlockingStream
 from lmx_lab.errors import LabError, TurnError
 from lmx_lab.wire.admin import ModelEvent, NotReady
 from lmx_lab.wire.chat import ChatChunk

@@ -1,0 +1,111 @@
+"""The position of a subscription in the log, which decides what each frame delivers. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmx_lab.client.cursors import Cursor
+from lmx_lab.wire.event_stream import (
+    ClosingFrame,
+    ControlFrame,
+    HeartbeatFrame,
+    HelloFrame,
+    ResetFrame,
+    SnapshotFrame,
+    SyncedFrame,
+)
+from lmx_lab.wire.events import DaemonEvent, LogEvent, UnknownEvent
+
+Frame = LogEvent | ControlFrame | UnknownEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """What a frame delivers to the reader."""
+
+    event: DaemonEvent | None = None
+    """None if the reader has received it before, or if the frame is about the connection."""
+    cursor: Cursor | None = None
+    """The reader's cursor after everything delivered so far; None if the frame does not move it."""
+
+
+NOTHING = Delivery()
+
+
+class EventPosition:
+    """The position of one subscription, over all of its connections.
+
+    Args:
+        cursor: All events up to it were read before.
+        after: The same in any database; used only without a cursor. With neither, only new events are delivered.
+    """
+
+    def __init__(self, cursor: Cursor | None = None, after: int | None = None) -> None:
+        self.cursor = cursor
+        """The cursor from which the next connection continues."""
+        self._after = after
+        self._last = -1
+        """The last ``seq`` of this connection; events up to it are duplicates."""
+        self._resetting = False
+        self._in_snapshots: dict[str, int] = {}
+        """The ``seq`` up to which a delivered snapshot includes a session's events."""
+
+    def begin(self) -> dict[str, str]:
+        """Start a connection; returns the query parameters that continue from here."""
+        self._resetting = False
+        if self.cursor is not None:
+            self._last = self.cursor.seq
+            return {"after": str(self.cursor.seq), "stream_id": self.cursor.stream_id}
+        if self._after is not None:
+            self._last = self._after
+            return {"after": str(self._after)}
+        self._last = -1
+        return {}
+
+    def take(self, frame: Frame) -> Delivery:
+        """Process a frame.
+
+        Raises:
+            ValueError: a cursor in it is invalid.
+        """
+        match frame:
+            case HelloFrame():
+                return self._greeted(frame)
+            case ResetFrame():
+                # The cursor moves only after the last snapshot, so that an interrupted reset is repeated.
+                self._resetting, self._last = True, frame.data.cursor
+                self._in_snapshots.clear()
+                return Delivery(event=frame)
+            case SnapshotFrame():
+                self._in_snapshots[frame.data.session.session_id] = frame.data.session.cursor
+                return Delivery(event=frame)
+            case SyncedFrame():
+                self._resetting = False
+                return self._moved(frame.stream_id, frame.data.cursor)
+            case HeartbeatFrame() | ClosingFrame():
+                return NOTHING if self._resetting else self._moved(frame.stream_id, frame.data.cursor)
+            case _:
+                return self._event(frame)
+
+    def _greeted(self, hello: HelloFrame) -> Delivery:
+        if self.cursor is not None:
+            return NOTHING
+        # If ``after`` cannot be resumed, the greeting has another cursor.
+        seq = hello.data.cursor if self._after is None else self._after
+        return self._moved(hello.stream_id, seq)
+
+    def _event(self, event: LogEvent | UnknownEvent) -> Delivery:
+        if event.seq is None:
+            return Delivery(event=event)
+        if event.seq <= self._last:
+            return NOTHING
+        self._resetting = False
+        moved = self._moved(event.stream_id, event.seq)
+        is_in_snapshot = event.seq <= self._in_snapshots.get(event.session_id or "", -1)
+        return moved if is_in_snapshot else Delivery(event=event, cursor=moved.cursor)
+
+    def _moved(self, stream_id: str, seq: int) -> Delivery:
+        # Never backwards: a heartbeat may be older than the last event.
+        self._last = max(self._last, seq)
+        self.cursor = Cursor(stream_id=stream_id, seq=self._last)
+        return Delivery(cursor=self.cursor)

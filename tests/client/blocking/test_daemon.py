@@ -1,0 +1,368 @@
+"""The blocking client of the daemon: a real daemon in this process, an upstream that says what is written down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from lmx_lab import errors, hosting
+from lmx_lab.client.blocking.daemon import DaemonClient
+from lmx_lab.client.blocking.session import Session
+from lmx_lab.client.cursors import MemoryCursor
+from lmx_lab.client.daemon_events import DaemonEvent, PermissionRequestEvent, TurnDoneEvent
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed
+from lmx_lab.wire.sessions import (
+    CancelTurns,
+    ChangeSession,
+    CreateSession,
+    ForkSession,
+    PermissionRecord,
+    SubmitTurn,
+    TurnOverrides,
+)
+from tests.client.blocking.test_portal import app, run_script
+from tests.daemon.face import serving
+from tests.daemon.scripted import STALL, Scripted, calls, says, token
+from tests.flows.conftest import wait_until
+
+pytestmark = pytest.mark.anyio
+HELLO = says("Hello ", "there.", thinks=["Hm."])
+NO_TOOLS = TurnOverrides(tools=[])
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[Scripted]:
+    with Scripted(lambda body: _script(body["messages"][-1])) as upstream:
+        yield upstream
+
+
+def _script(last: dict[str, str]) -> list:  # type: ignore[type-arg]
+    if last["content"] == "stall":
+        return [token("never"), STALL]
+    if last["content"] == "call":
+        return calls(("add", {"a": 1, "b": 2}))
+    return HELLO
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, upstream: Scripted) -> Iterator[Daemon]:
+    with serving(tmp_path_factory.mktemp("home"), upstream=upstream.url) as daemon:
+
+        @daemon.tool
+        def add(a: int, b: int) -> int:
+            """Adds."""
+            return a + b
+
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def client(daemon: Daemon) -> Iterator[DaemonClient]:
+    with DaemonClient.discover(daemon.folder.parent) as client:
+        yield client
+
+
+@pytest.fixture
+def session(client: DaemonClient) -> Iterator[Session]:
+    session = client.session(title="a test")
+    yield session
+    session.delete()
+
+
+# --- turns
+
+
+def test_a_turn_is_run_to_its_result(session: Session) -> None:
+    threads: set[int] = set()
+    seen: list[DaemonEvent] = []
+
+    def note(event: DaemonEvent) -> None:
+        threads.add(threading.get_ident())
+        seen.append(event)
+
+    result = session.run("hi", on_event=note)
+    assert (result.text, result.thinking, result.stop_reason) == ("Hello there.", "Hm.", "end")
+    assert isinstance(seen[-1], TurnDoneEvent)
+    assert threads == {threading.get_ident()}
+    assert session.turn(result.turn_id, wait_s=1).text == "Hello there."
+
+
+def test_a_turn_is_streamed(session: Session) -> None:
+    with session.stream("hi", turn_id="t-1") as events:
+        kinds = [event.event for event in events]
+    assert kinds[-1] == "turn.done"
+    assert "turn.token" in kinds
+    assert session.run("hi", turn_id="t-1").text == "Hello there."
+
+
+@pytest.mark.parametrize("way", ["run", "stream"])
+@pytest.mark.parametrize(("verdict", "status"), [(True, "ok"), ("deny", "denied")])
+def test_permissions_are_asked_for_in_the_callers_thread(
+    session: Session, way: str, verdict: bool, status: str
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def decide(permission: PermissionRecord) -> bool:
+        asked.append((permission.tool, threading.get_ident()))
+        return verdict
+
+    if way == "run":
+        assert [call.status for call in session.run("call", on_permission=decide).tool_calls] == [status]
+    else:
+        ends = [
+            event.data.status for event in session.stream("call", on_permission=decide) if event.event == "tool.end"
+        ]
+        assert ends == [status]
+    assert asked == [("add", threading.get_ident())]
+
+
+def test_a_standing_answer_needs_no_function(session: Session) -> None:
+    assert [call.text for call in session.run("call", on_permission="allow").tool_calls] == ["3"]
+
+
+def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
+    def press() -> None:
+        wait_until(true)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("way", ["run", "stream", "body"])
+def test_an_interrupt_cancels_the_turn(session: Session, way: str) -> None:
+    def ask() -> None:
+        if way == "run":
+            session.run("stall", turn_id="t")
+            return
+        for event in session.stream("stall", turn_id="t"):
+            if way == "body" and event.event == "turn.token":
+                raise KeyboardInterrupt
+
+    def streaming() -> bool:
+        return bool(session.snapshot().partial_text)
+
+    thread = interrupt_when(streaming) if way != "body" else None
+    with pytest.raises(KeyboardInterrupt):
+        ask()
+    if thread is not None:
+        thread.join()
+    record = session.turn("t", wait_s=20)
+    assert (record.status, record.stop_reason) == ("done", "cancelled")
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_what_a_callback_raises_cancels_the_turn(session: Session, error: type[BaseException]) -> None:
+    def decide(permission: PermissionRecord) -> bool:
+        raise error
+
+    with pytest.raises(error):
+        session.run("call", turn_id="t", on_permission=decide)
+    record = session.turn("t", wait_s=20)
+    assert (record.status, record.stop_reason) == ("done", "cancelled")
+
+
+def test_a_stream_that_is_left_cancels_its_turn(session: Session) -> None:
+    for _ in session.stream("stall", turn_id="t"):
+        break
+    assert session.turn("t", wait_s=20).stop_reason == "cancelled"
+
+
+# --- sessions, permissions, MCP servers: each verb once
+
+
+def test_closing_the_client_cancels_a_turn_whose_stream_was_dropped(daemon: Daemon, session: Session) -> None:
+    with DaemonClient.discover(daemon.folder.parent) as other:
+        for event in other.session(session.session_id).stream("stall"):
+            if event.event == "turn.token":
+                break
+    turn_id = session.snapshot().active_turn_id or event.turn_id
+    assert turn_id is not None
+    assert session.turn(turn_id, wait_s=20).stop_reason == "cancelled"
+
+
+def test_a_policy_that_could_decide_nothing_is_refused_before_anything_is_asked(session: Session) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="maybe"):
+        session.run("hello", on_permission="maybe")  # type: ignore[arg-type]
+    assert session.snapshot().messages == []
+
+
+def test_sessions_are_made_read_changed_forked_and_deleted(client: DaemonClient) -> None:
+    session = client.session("mine", title="one", tools=[])
+    assert session.session_id == client.session("mine").session_id == "mine"
+    turn = session.run("hi").turn_id
+    record = session.change(title="two")
+    with pytest.raises(errors.RevisionConflictError):
+        session.change(title="three", revision=record.revision - 1)
+    assert client.change_session("mine", ChangeSession(archived=True)).title == "two"
+    assert [it.session_id for it in client.sessions(archived=True).sessions] == ["mine"]
+    forks = [session.fork(through_turn_id=turn), session.fork(title="f")]
+    ids = [fork.session_id for fork in forks] + [client.fork_session("mine", ForkSession()).session_id]
+    assert len(client.read_session(ids[0]).messages) == len(session.snapshot().messages) == 2
+    assert client.create_session(CreateSession(session_id="mine")).session_id == "mine"
+    for session_id in ids:
+        client.delete_session(session_id)
+    session.delete()
+    with pytest.raises(errors.SessionNotFoundError):
+        session.snapshot()
+    assert repr(session) == f"<Session mine of {client.url}>"
+
+
+def test_turns_are_submitted_read_and_cancelled_by_hand(client: DaemonClient, session: Session) -> None:
+    accepted = client.submit_turn(session.session_id, SubmitTurn(content="stall", overrides=NO_TOOLS))
+    assert client.cancel_turns(session.session_id, CancelTurns(turn_id=accepted.turn_id)).cancelled == 1
+    assert client.read_turn(session.session_id, accepted.turn_id, 20).stop_reason == "cancelled"
+    assert session.cancel().cancelled == 0
+
+
+def test_permissions_are_listed_and_decided_by_another_client(client: DaemonClient, session: Session) -> None:
+    def decide(event: DaemonEvent) -> None:
+        if isinstance(event, PermissionRequestEvent):
+            (pending,) = client.permissions()
+            assert client.decide(pending.permission_id, "allow", scope="session").decision == "allow"
+
+    assert [call.status for call in session.run("call", on_event=decide).tool_calls] == ["ok"]
+
+
+def test_mcp_servers_are_configured(client: DaemonClient) -> None:
+    config = McpServerConfig(name="none", command="no-such-program", enabled=False)
+    assert client.add_mcp_server(config).state == "disabled"
+    assert client.change_mcp_server("none", ChangeMcpServer(args=("x",))).args == ["x"]
+    assert [server.name for server in client.mcp_servers()] == [client.mcp_server("none").name]
+    assert client.mcp_tools("none") == []
+    assert isinstance(client.test_mcp_server(config), McpTestFailed)
+    with pytest.raises(errors.InvalidRequestError):
+        client.restart_mcp_server("none")
+    client.remove_mcp_server("none")
+    with pytest.raises(errors.McpServerNotFoundError):
+        client.mcp_server("none")
+
+
+# --- events
+
+
+def test_events_are_followed_and_the_cursor_is_that_of_what_was_seen(client: DaemonClient, session: Session) -> None:
+    store = MemoryCursor()
+    with client.events(session_ids=[session.session_id], cursor=store) as events:
+        assert events.opened() is not None
+        session.run("hi")
+        first = next(events)
+        assert (events.state.state, events.reconnects) == ("live", 0)
+        assert repr(events) == f"<BlockingSubscription to {client.url}: live>"
+    saved = store.load()
+    assert saved is not None
+    assert saved.seq == first.seq
+    rest = client.events(session_ids=[session.session_id], cursor=store)
+    seqs = []
+    for event in rest:
+        seqs.append(event.seq)
+        if isinstance(event, TurnDoneEvent):
+            break
+    page = client.page(after=0, session_ids=[session.session_id])
+    assert [first.seq, *seqs] == [event.seq for event in page.events if event.seq >= (first.seq or 0)]
+
+
+def test_the_state_of_the_connection_is_told_to_another_thread(client: DaemonClient) -> None:
+    states: list[str] = []
+    with client.events(types=["turn.started"]) as events:
+        told = threading.Thread(target=lambda: states.extend(state.state for state in events.states()))
+        told.start()
+        events.opened()
+        wait_until(lambda: "live" in states)
+    told.join()
+    assert states[-1] == "closed"
+
+
+def test_an_interrupt_ends_the_waiting_for_events(client: DaemonClient, session: Session) -> None:
+    with client.events(session_ids=[session.session_id]) as events:
+        events.opened()
+        session.run("hi")
+        last = client.page(after=0, session_ids=[session.session_id]).events[-1].seq
+        thread = interrupt_when(lambda: events.cursor is not None and events.cursor.seq == last)
+        with pytest.raises(KeyboardInterrupt):
+            list(events)
+        thread.join()
+        assert list(events) == []
+
+
+def test_a_subscription_that_was_closed_does_not_connect(client: DaemonClient) -> None:
+    events = client.events()
+    events.close()
+    with pytest.raises(errors.HostingError, match="closed"):
+        events.opened()
+    assert events.state.state == "connecting"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_leaves_its_parents_streams_alone(daemon: Daemon) -> None:
+    said = run_script(f"""
+import os
+from lmx_lab.client.blocking import stream as waiting
+from lmx_lab.client.blocking.daemon import DaemonClient
+waiting.END_S = 3600.0
+client = DaemonClient.discover({str(daemon.folder.parent)!r})
+events = client.events(after=0)
+first = next(events).seq
+child = os.fork()
+if not child:
+    events.close()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+client.session()
+assert next(events).seq > first
+print("more")
+""")
+    assert said == "more\n"
+
+
+# --- who would wait for itself
+
+
+async def test_a_turn_whose_model_the_callers_loop_serves_is_refused(tmp_path: Path) -> None:
+    server = await hosting.serve(app, hosting.bind("127.0.0.1", 0, explicit=False))
+    with serving(tmp_path, upstream=server.url) as daemon, DaemonClient(daemon.url, token=daemon.token) as client:
+        session = client.session("s")
+        for ask in (
+            lambda: session.run("hi"),
+            lambda: session.stream("hi"),
+            lambda: session.turn("t", wait_s=1),
+            lambda: client.read_turn("s", "t", 1),
+            lambda: client.page(wait_s=1),
+            lambda: next(client.events()),
+        ):
+            with pytest.raises(errors.HostingError, match="offload"):
+                ask()
+        assert session.snapshot().messages == []
+        # Elsewhere one may wait; this server has no model to answer with.
+        with pytest.raises(errors.LabError) as caught:
+            await asyncio.to_thread(session.run, "hi")
+        assert not isinstance(caught.value, errors.HostingError)
+    await server.stop(0)
+
+
+def test_a_client_is_made_with_a_token_that_is_shown_nowhere(daemon: Daemon) -> None:
+    with DaemonClient(daemon.url, token=daemon.token) as client:
+        assert client.state().daemon_id == client.health().daemon_id == daemon.daemon_id
+        assert daemon.token not in repr(client) + repr(client.session("s")) + repr(vars(client))
+    with pytest.raises(errors.UnauthorizedError), DaemonClient(daemon.url, token="wrong") as client:
+        client.state()
+
+
+def test_a_daemon_is_shut_down(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        with DaemonClient.discover(tmp_path) as client:
+            client.shut_down(mode="now")
+            wait_until(lambda: not daemon.running)
+            with suppress(errors.LabError):
+                client.health()
+        with pytest.raises(errors.UnreachableError):
+            DaemonClient.discover(tmp_path)

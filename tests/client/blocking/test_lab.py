@@ -1,0 +1,221 @@
+"""The blocking client of the inference server, against a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.client import AsyncLabClient, as_array
+from lmx_lab.client.blocking.lab import LabClient
+from lmx_lab.client.inference import Over
+from lmx_lab.engine import LoadReport
+from lmx_lab.lab import Lab
+from lmx_lab.lab.prompt import chat_request
+from lmx_lab.weights import ModelEntry
+from lmx_lab.wire.admin import ModelEvent, NotReady, Sample
+from lmx_lab.wire.chat import ChatChunk, ChatRequest
+from lmx_lab.wire.embeddings import EmbeddingsBody
+from lmx_lab.wire.rerank import RerankBody
+from tests.flows.conftest import serving, wait_until, wait_until_idle
+from tests.tiny import write_tiny_llama
+
+pytestmark = pytest.mark.anyio
+KEY = "open-sesame-42"
+ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
+
+
+def asked(**changes: Any) -> ChatRequest:
+    return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
+
+
+def text_of(chunks: list[ChatChunk]) -> str:
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[Lab]:
+    home = tmp_path_factory.mktemp("long-home")
+    write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
+    with serving(home, "tiny-long", api_key=KEY) as lab:
+        yield lab
+
+
+@pytest.fixture
+def client(lab: Lab) -> Iterator[LabClient]:
+    with LabClient(lab.url, api_key=KEY) as client:
+        yield client
+    wait_until_idle(lab)
+
+
+def test_the_verbs_give_what_their_twins_give(lab: Lab, client: LabClient) -> None:
+    async def elsewhere() -> tuple[str | None, list[str]]:
+        async with AsyncLabClient(lab.url, api_key=KEY) as twin:
+            return (await twin.chat(asked())).choices[0].message.content, [it.id for it in (await twin.models()).models]
+
+    text, models = asyncio.run(elsewhere())
+    assert client.chat(asked()).choices[0].message.content == text
+    assert text_of(list(client.stream(asked()))) == text
+    assert text_of(list(client.stream(asked(), over="websocket"))) == text
+    parts = list(client.stream_with_remarks(asked()))
+    assert text_of([part for part in parts if isinstance(part, ChatChunk)]) == text
+    assert [record.id for record in client.models().models] == models
+    assert client.version()
+    assert client.ready().model == "tiny-long"
+    with client.events(["samples"]) as events:
+        assert any(isinstance(event, Sample) for event in events)
+
+
+def test_vectors_and_scores(starter_home: Path, minilm: ModelEntry) -> None:
+    with serving(starter_home, minilm.id) as lab, LabClient(lab.url) as client:
+        assert as_array(client.embed(EmbeddingsBody(model="default", input=["a", "b"]))).shape == (2, 384)
+        asked = RerankBody(model="default", query="sea", documents=["Bread.", "Sea water."])
+        assert client.rerank(asked).results[0].index == 1
+
+
+def test_errors_are_the_servers_own(lab: Lab, client: LabClient) -> None:
+    with pytest.raises(errors.ModelNotFoundError):
+        client.chat(asked(model="no-such"))
+    with pytest.raises(errors.ModelNotFoundError):
+        next(client.stream(asked(model="no-such")))
+    with LabClient(lab.url) as stranger, pytest.raises(errors.UnauthorizedError):
+        stranger.models()
+
+
+def test_the_transport_is_a_parameter() -> None:
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, headers={"x-lmx-lab": "9.9"}, json={"status": "ok"})
+
+    with LabClient("http://far", transport=httpx2.MockTransport(answer)) as client:
+        assert client.version() == "9.9"
+
+
+def test_many_threads_use_one_client(client: LabClient) -> None:
+    texts: list[str] = []
+    threads = [threading.Thread(target=lambda: texts.append(text_of(list(client.stream(asked()))))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 4
+    assert len(set(texts)) == 1
+
+
+# --- leaving
+
+
+def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
+    def press() -> None:
+        wait_until(true)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("way", ["chat", "sse", "websocket"])
+def test_an_interrupt_ends_the_generation_on_the_server(lab: Lab, client: LabClient, way: Over | str) -> None:
+    before = lab.engine.snapshot.output_tokens
+
+    def ask() -> None:
+        if way == "chat":
+            client.chat(asked(**ENDLESS))
+        else:
+            for _ in client.stream(asked(**ENDLESS), over="sse" if way == "sse" else "websocket"):
+                pass
+
+    thread = interrupt_when(lambda: lab.engine.snapshot.output_tokens > before)
+    with pytest.raises(KeyboardInterrupt):
+        ask()
+    thread.join()
+    wait_until_idle(lab)
+    assert lab.engine.snapshot.output_tokens - before < 7500
+    assert client.chat(asked()).usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize("over", ["sse", "websocket"])
+def test_a_stream_that_is_left_frees_the_slot(lab: Lab, client: LabClient, over: Over) -> None:
+    gc.disable()
+    try:
+        for _ in client.stream(asked(**ENDLESS), over=over):
+            break
+        wait_until_idle(lab)
+    finally:
+        gc.enable()
+
+
+def test_a_stream_outlives_the_name_of_its_client(lab: Lab) -> None:
+    stream = LabClient(lab.url, api_key=KEY).stream(asked())
+    gc.collect()
+    assert len(list(stream)) > 2
+
+
+# --- loads
+
+
+@pytest.fixture
+def loading(tiny_home: Path) -> Iterator[tuple[Lab, list[ModelEvent]]]:
+    """A server that does not load before its step was seen."""
+    seen: list[ModelEvent] = []
+    with serving(tiny_home, None) as lab, pytest.MonkeyPatch.context() as patched:
+        load = lab._server.loader.load
+
+        async def slowly(model: str, *, local: bool) -> LoadReport:
+            lab._server.feed.publish(ModelEvent(model=model, stage="verify", done_bytes=1, total_bytes=2))
+            while not seen:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            return await load(model, local=local)
+
+        patched.setattr(lab._server.loader, "load", slowly)
+        yield lab, seen
+
+
+def test_a_load_tells_its_steps_in_the_callers_thread(loading: tuple[Lab, list[ModelEvent]]) -> None:
+    threads: set[int] = set()
+    lab, seen = loading
+
+    def show(step: ModelEvent) -> None:
+        threads.add(threading.get_ident())
+        seen.append(step)
+
+    with LabClient(lab.url) as client:
+        assert client.load("tiny-two", progress=show).model == "tiny-two"
+        assert client.load("tiny").model == "tiny"
+        assert client.unload().freed_vram_gb > 0
+        assert isinstance(client.ready(), NotReady)
+    assert (seen[0].model, seen[0].stage, seen[0].done_bytes) == ("tiny-two", "verify", 1)
+    assert {step.stage for step in seen} <= {"verify", "load"}
+    assert threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_what_progress_raises_ends_the_waiting_and_not_the_load(
+    loading: tuple[Lab, list[ModelEvent]], blocking: bool
+) -> None:
+    lab, seen = loading
+
+    def fail(step: ModelEvent) -> None:
+        seen.append(step)
+        raise errors.InvalidRequestError("no more")
+
+    async with AsyncLabClient(lab.url) as twin:
+        with LabClient(lab.url) as client, pytest.raises(errors.InvalidRequestError, match="no more"):
+            _ = client.load("tiny", progress=fail) if blocking else await twin.load("tiny", progress=fail)
+    wait_until(lambda: lab.engine.snapshot.model == "tiny")
+
+
+async def test_a_load_that_fails_says_why_with_and_without_steps(lab: Lab) -> None:
+    async with AsyncLabClient(lab.url, api_key=KEY) as client:
+        for name, error in (("no-such", errors.ModelNotFoundError), ("", errors.InvalidRequestError)):
+            with pytest.raises(error):
+                await client.load(name, progress=print)

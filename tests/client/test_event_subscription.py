@@ -1,0 +1,535 @@
+"""Subscriptions to a server that does whatever servers, proxies and clocks do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from lmx_lab.client import backoff, event_receiver
+from lmx_lab.client.cursors import Cursor, MemoryCursor
+from lmx_lab.client.daemon import AsyncDaemonClient
+from lmx_lab.client.daemon_events import (
+    DaemonEvent,
+    ResetFrame,
+    SnapshotFrame,
+    TurnTokenEvent,
+    UnknownEvent,
+)
+from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.client.event_subscription import Subscription
+from lmx_lab.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    QueueFullError,
+    UnauthorizedError,
+    UnreachableError,
+    WrongServerError,
+)
+from tests.client.event_server import (
+    CUT,
+    HALF,
+    STAY,
+    EventServer,
+    Raw,
+    Refused,
+    event,
+    frame,
+    heartbeat,
+    hello,
+    reset,
+    snapshot,
+    synced,
+)
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "FIRST_S", 0.001)
+    monkeypatch.setattr(event_receiver, "REFUSED_S", 0.001)
+
+
+@asynccontextmanager
+async def subscribed(server: EventServer, **options: Any) -> AsyncIterator[Subscription]:
+    async with (
+        AsyncDaemonClient(server.url, token="secret") as client,
+        asyncio.timeout(WAIT_S),
+        Subscription(client, **options) as events,
+    ):
+        yield events
+
+
+async def take(events: Subscription, count: int) -> list[DaemonEvent]:
+    return [await anext(events) for _ in range(count)]
+
+
+async def seqs_of(server: EventServer, count: int, **options: Any) -> list[int | None]:
+    async with subscribed(server, **options) as events:
+        return [event.seq for event in await take(events, count)]
+
+
+def error(code: str, message: str = "no") -> str:
+    return json.dumps({"error": {"code": code, "message": message, "type": "t"}})
+
+
+# Going on
+
+
+async def test_the_next_connection_goes_on_after_the_last_event() -> None:
+    async with EventServer([hello(3), event(4), event(5), CUT], [hello(5), event(6), STAY]) as server:
+        assert await seqs_of(server, 3, after=3) == [4, 5, 6]
+    assert server.queries == [{"after": "3"}, {"after": "5", "stream_id": "stm_1"}]
+
+
+async def test_what_was_seen_is_dropped() -> None:
+    async with EventServer(
+        [hello(3), event(4), event(5), CUT], [hello(5), event(4), event(5), event(6), STAY]
+    ) as server:
+        assert await seqs_of(server, 3, after=3) == [4, 5, 6]
+
+
+async def test_nothing_is_missed_between_the_greeting_and_the_first_event() -> None:
+    async with EventServer([hello(7), CUT], [hello(9), event(8), event(9), STAY]) as server:
+        assert await seqs_of(server, 2) == [8, 9]
+    assert server.queries == [{}, {"after": "7", "stream_id": "stm_1"}]
+
+
+async def test_heartbeats_move_the_cursor_over_what_the_filter_leaves_out() -> None:
+    async with EventServer([hello(3), event(4), heartbeat(90), CUT], [hello(90), event(91), STAY]) as server:
+        assert await seqs_of(server, 2, after=3, types=["turn.*"]) == [4, 91]
+    assert server.queries[1] == {"after": "90", "stream_id": "stm_1", "types": "turn.*"}
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        [HALF],
+        ["this is no JSON", STAY],
+        ['{"event": "turn.token"}', STAY],
+        ["[" * 100_000, STAY],
+        ['{"event": "turn.new", "seq": 5, "at": "", "stream_id": "s", "data": ' + "[" * 100_000, STAY],
+        ["[]", STAY],
+        [b'{"bytes": true}', STAY],
+        [Raw(b"\x81\x02\xff\xfe"), STAY],
+        [Raw(b"\xff\xff\xff\xff"), STAY],
+        [Raw(b"HTTP/1.1 200 OK\r\n\r\n"), STAY],
+        [event(-5), event(5, stream_id=""), STAY],
+        [event(10**17), STAY],
+    ],
+    ids=[
+        "half a frame",
+        "text",
+        "half an event",
+        "deep",
+        "deep event",
+        "list",
+        "bytes",
+        "no UTF-8",
+        "no frame",
+        "HTTP",
+        "no stream",
+        "huge",
+    ],
+)
+async def test_rubbish_costs_a_connection_and_no_event(end: list[Any]) -> None:
+    async with (
+        EventServer([hello(3), event(4), *end], [hello(4), event(5), STAY]) as server,
+        subscribed(server, after=3) as events,
+    ):
+        assert [found.seq for found in await take(events, 2)] == [4, 5]
+        assert events.reconnects == 1
+
+
+async def test_kinds_and_fields_of_a_newer_daemon_are_passed_on() -> None:
+    new = frame("turn.dreamt", {"of": ["sheep"]}, seq=5, mood="calm")
+    odd = frame("turn.token", {"letters": "abc"}, seq=6)
+    control = frame("stream.weather", {"sunny": True})
+    more = json.dumps({**json.loads(event(7, text="x")), "colour": "red"})
+    async with (
+        EventServer([hello(4), new, odd, control, more, STAY]) as server,
+        subscribed(server, after=4) as events,
+    ):
+        dreamt, token, weather, known = await take(events, 4)
+        assert isinstance(dreamt, UnknownEvent)
+        assert (dreamt.event, dreamt.seq, dreamt.data) == ("turn.dreamt", 5, {"of": ["sheep"]})
+        assert isinstance(token, UnknownEvent)
+        assert (token.event, token.seq) == ("turn.token", 6)
+        assert isinstance(weather, UnknownEvent)
+        assert weather.seq is None
+        assert isinstance(known, TurnTokenEvent)
+
+
+async def test_silence_for_some_heartbeats_ends_a_connection() -> None:
+    async with EventServer([hello(3, heartbeat_s=0.4), event(4), STAY], [hello(4), event(5), STAY]) as server:
+        assert await seqs_of(server, 2, after=3) == [4, 5]
+
+
+@pytest.mark.parametrize("heartbeat_s", [float("nan"), float("inf"), 0.0, -1.0, 1e9])
+async def test_heartbeats_that_cannot_be_are_not_believed(heartbeat_s: float) -> None:
+    async with (
+        EventServer([hello(3, heartbeat_s=heartbeat_s), synced(3), event(4), STAY]) as server,
+        subscribed(server, after=3) as events,
+    ):
+        assert (await anext(events)).seq == 4
+        assert events._receiver._silence_s == 37.5
+
+
+async def test_a_defect_is_raised_and_not_taken_for_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("lmx_lab.client.event_position.EventPosition.take", fail)
+    async with EventServer([hello(3), STAY]) as server, subscribed(server, after=3) as events:
+        with pytest.raises(ZeroDivisionError):
+            await anext(events)
+        assert events.state == ConnectionState(state="closed")
+
+
+async def test_a_reader_that_takes_its_time_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.client.streams.ITEMS", 2)
+    many = [event(seq) for seq in range(4, 40)]
+    async with (
+        EventServer([hello(3, heartbeat_s=0.6), *many, STAY]) as server,
+        subscribed(server, after=3) as events,
+    ):
+        first = await anext(events)
+        # Longer than the silence that ends a connection.
+        await asyncio.sleep(2.0)
+        rest = await take(events, len(many) - 1)
+        assert [found.seq for found in [first, *rest]] == list(range(4, 40))
+        assert events.reconnects == 0
+
+
+# Resets
+
+
+async def test_after_a_reset_come_snapshots_and_what_is_not_in_them() -> None:
+    script = [hello(50), reset(50), snapshot("a", 52), snapshot("b", 50), synced(50)]
+    live = [event(51, session_id="a"), event(52, session_id="b"), event(53, session_id="a"), STAY]
+    async with EventServer([*script, *live]) as server, subscribed(server, after=3) as events:
+        found = await take(events, 5)
+    assert isinstance(found[0], ResetFrame)
+    assert all(isinstance(frame, SnapshotFrame) for frame in found[1:3])
+    assert [(event.seq, event.session_id) for event in found[3:]] == [(52, "b"), (53, "a")]
+
+
+async def test_a_reset_that_breaks_off_comes_again_whole() -> None:
+    whole = [hello(50), reset(50), snapshot("a", 50), snapshot("b", 50), synced(50), event(51), CUT]
+    async with (
+        EventServer([hello(50), reset(50), snapshot("a", 50), CUT], whole, [STAY]) as server,
+        subscribed(server, after=3) as events,
+    ):
+        found = await take(events, 6)
+        await server.asked(3)
+    assert [event.event.removeprefix("stream.") for event in found] == [
+        *("reset", "snapshot", "reset", "snapshot", "snapshot"),
+        "turn.token",
+    ]
+    assert [query["after"] for query in server.queries] == ["3", "3", "51"]
+
+
+async def test_the_numbers_of_another_database_may_be_smaller() -> None:
+    other: dict[str, Any] = {"stream_id": "stm_2"}
+    script = [hello(7, **other), reset(7, "other-stream", **other), synced(7, **other), event(8, **other), CUT]
+    store = MemoryCursor(Cursor(stream_id="stm_1", seq=900))
+    async with EventServer(script, [STAY]) as server, subscribed(server, cursor=store) as events:
+        found = await take(events, 2)
+        await server.asked(2)
+    assert [event.seq for event in found] == [None, 8]
+    assert server.queries == [{"after": "900", "stream_id": "stm_1"}, {"after": "8", "stream_id": "stm_2"}]
+    assert store.load() == Cursor(stream_id="stm_2", seq=8)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("headers", [{}, {"Retry-After": "7"}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}])
+async def test_a_server_that_is_busy_is_asked_again(headers: dict[str, str]) -> None:
+    refused = Refused(503, error("queue-full"), headers=headers)
+    async with EventServer(refused, [hello(3), event(4), STAY]) as server, subscribed(server, after=3) as events:
+        state = await until(events, "waiting")
+        assert isinstance(state.error, QueueFullError)
+        assert state.retry_in_s is not None
+        if headers.get("Retry-After") == "7":
+            assert state.retry_in_s >= 7
+        else:
+            assert state.retry_in_s < 1
+            assert (await anext(events)).seq == 4
+
+
+async def test_a_proxy_without_its_server_is_asked_again() -> None:
+    bad_gateway = Refused(502, "<html>Bad Gateway</html>", kind="text/html")
+    async with EventServer(bad_gateway, bad_gateway, bad_gateway, [hello(3), event(4), STAY]) as server:
+        assert await seqs_of(server, 1, after=3) == [4]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "asked"),
+    [
+        (Refused(401, error("unauthorized")), UnauthorizedError, 2),
+        (Refused(200, "<html>Welcome</html>", kind="text/html"), WrongServerError, 2),
+        (Refused(404, "not found", kind="text/plain"), WrongServerError, 2),
+        (Refused(200, "{}"), WrongServerError, 2),
+        (Refused(400, error("invalid-request")), InvalidRequestError, 1),
+    ],
+    ids=["token", "web page", "404", "other JSON", "filter"],
+)
+async def test_some_refusals_are_final(answer: Refused, kind: type[Exception], asked: int) -> None:
+    async with EventServer(answer) as server, subscribed(server) as events:
+        with pytest.raises(kind) as caught:
+            await anext(events)
+        with pytest.raises(kind):
+            await anext(events)
+        assert events.state == ConnectionState(state="closed", attempts=events.state.attempts, error=events.state.error)
+        assert events.state.error is caught.value
+    assert len(server.queries) == asked
+    assert "secret" not in f"{caught.value!r} {events!r} {events.state!r}"
+
+
+async def test_a_refused_token_may_be_good_a_moment_later() -> None:
+    async with EventServer(Refused(401, error("unauthorized")), [hello(3), event(4), STAY]) as server:
+        assert await seqs_of(server, 1, after=3) == [4]
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+async def test_what_came_before_a_final_refusal_is_read_first() -> None:
+    async with (
+        EventServer([hello(3), event(4), event(5), CUT], Refused(400, error("invalid-request"))) as server,
+        subscribed(server, after=3) as events,
+    ):
+        await until(events, "closed")
+        assert [event.seq for event in await take(events, 2)] == [4, 5]
+        with pytest.raises(InvalidRequestError):
+            await anext(events)
+
+
+async def test_where_nobody_is_one_waits_until_somebody_is() -> None:
+    async with EventServer([STAY]) as server:
+        address = server.url
+    async with AsyncDaemonClient(address, token=None) as client, Subscription(client) as events:
+        assert await events.opened() is None
+        state = await until(events, "waiting")
+        assert isinstance(state.error, UnreachableError)
+
+
+# States and delays
+
+
+async def until(events: Subscription, state: str) -> ConnectionState:
+    async for found in events.states():
+        if found.state == state:
+            return found
+    raise AssertionError(f"closed without {state}")
+
+
+async def test_states_tell_of_the_connection() -> None:
+    async with EventServer([hello(3), synced(3), event(4), CUT], [hello(4), synced(4), STAY]) as server:
+        told: list[ConnectionState] = []
+        async with AsyncDaemonClient(server.url, token=None) as client:
+            async with (
+                Subscription(client, after=3) as events,
+                asyncio.timeout(WAIT_S),
+            ):
+                async for state in events.states():
+                    told.append(state)
+                    if [found.state for found in told].count("live") == 2:
+                        break
+            told += [state async for state in events.states()]
+    once = ["connecting", "catching-up", "live"]
+    assert [state.state for state in told] == [*once, "waiting", *once, "closed"]
+    assert isinstance(told[3].error, ConnectionLostError)
+    assert told[3].attempts == 1
+    assert told[-1].error is None
+
+
+async def test_a_server_that_greets_and_leaves_at_once_is_backed_off_from() -> None:
+    async with EventServer([hello(3), "rubbish", STAY]) as server, subscribed(server, after=3) as events:
+        async for state in events.states():
+            if state.attempts == 6:
+                break
+
+
+async def test_a_connection_that_brought_something_makes_delays_short_again() -> None:
+    bad: list[Any] = [hello(3), CUT]
+    async with (
+        EventServer(bad, bad, bad, [hello(3), event(4), CUT], [hello(4), STAY]) as server,
+        subscribed(server, after=3) as events,
+    ):
+        attempts = []
+        async for state in events.states():
+            if state.state == "waiting":
+                attempts.append(state.attempts)
+            if len(attempts) == 4:
+                break
+    assert attempts == [1, 2, 3, 1]
+
+
+class Clock:
+    """A wall clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return asyncio.get_running_loop().time() + self.ahead_s
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, 86_400.0 * 365])
+async def test_after_sleep_the_connection_is_a_new_one_at_once(monkeypatch: Any, ahead_s: float) -> None:
+    monkeypatch.setattr(backoff, "LOOK_S", 0.01)
+    clock = Clock()
+    async with (
+        EventServer([hello(3), synced(3), STAY], [hello(3), event(4), STAY]) as server,
+        subscribed(server, after=3, wall=clock) as events,
+    ):
+        await until(events, "live")
+        clock.ahead_s = ahead_s
+        assert (await anext(events)).seq == 4
+    assert len(server.queries) == 2
+
+
+async def test_after_sleep_nobody_waits_for_the_next_attempt(monkeypatch: Any) -> None:
+    monkeypatch.setattr(backoff, "LOOK_S", 0.01)
+    clock = Clock()
+    busy = Refused(503, error("queue-full"), headers={"Retry-After": "3600"})
+    async with (
+        EventServer(busy, [hello(3), event(4), STAY]) as server,
+        subscribed(server, after=3, wall=clock) as events,
+    ):
+        state = await until(events, "waiting")
+        assert (state.retry_in_s or 0) > WAIT_S
+        clock.ahead_s = 60.0
+        assert (await anext(events)).seq == 4
+
+
+async def test_a_clock_that_is_set_back_means_nothing(monkeypatch: Any) -> None:
+    monkeypatch.setattr(backoff, "LOOK_S", 0.01)
+    clock = Clock()
+    looks = asyncio.Event()
+
+    def wall() -> float:
+        if clock.ahead_s:
+            looks.set()
+        return clock()
+
+    async with EventServer([hello(3), synced(3), STAY]) as server, subscribed(server, after=3, wall=wall) as events:
+        await until(events, "live")
+        clock.ahead_s = -3600.0
+        await looks.wait()
+        looks.clear()
+        await looks.wait()
+        assert events.state.state == "live"
+    assert len(server.queries) == 1
+
+
+# Readers
+
+
+async def test_giving_up_the_wait_for_an_event_loses_none() -> None:
+    async with (
+        EventServer([hello(3), *[event(seq) for seq in range(4, 60)], STAY]) as server,
+        subscribed(server, after=3) as events,
+    ):
+        found: list[int | None] = []
+        while len(found) < 56:
+            task = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                found.append(task.result().seq)
+            else:
+                found.append((await anext(events)).seq)
+    assert found == list(range(4, 60))
+
+
+async def test_two_tasks_cannot_read_one_subscription() -> None:
+    async with EventServer([hello(3), STAY]) as server, subscribed(server) as events:
+        first = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="one for each"):
+            await anext(events)
+        first.cancel()
+
+
+async def test_a_loop_that_is_left_closes_its_subscription() -> None:
+    async with (
+        EventServer([hello(3), event(4), event(5), STAY]) as server,
+        AsyncDaemonClient(server.url, token=None) as client,
+    ):
+        events = Subscription(client, after=3)
+        async for found in events:
+            assert found.seq == 4
+            break
+        await until(events, "closed")
+        with pytest.raises(StopAsyncIteration):
+            await anext(events)
+
+
+async def test_closing_ends_the_loop_of_whoever_reads() -> None:
+    async with (
+        EventServer([hello(3), event(4), STAY]) as server,
+        AsyncDaemonClient(server.url, token=None) as client,
+    ):
+        events = Subscription(client, after=3)
+        read = []
+        async with events, asyncio.timeout(WAIT_S):
+            async for found in events:
+                read.append(found.seq)
+                closing = asyncio.create_task(events.aclose())
+        await closing
+    assert read == [4]
+
+
+async def test_one_that_is_closed_before_it_has_begun_is_closed() -> None:
+    async with AsyncDaemonClient("http://127.0.0.1:9", token=None) as client, asyncio.timeout(WAIT_S):
+        events = Subscription(client)
+        told = asyncio.create_task(until(events, "closed"))
+        opened = asyncio.create_task(events.opened())
+        await asyncio.sleep(0)
+        async with events:
+            pass
+        assert (await told).state == events.state.state == "closed"
+        assert await opened is None
+
+
+# Cursors
+
+
+async def test_an_event_has_been_seen_when_the_next_one_is_asked_for() -> None:
+    store = MemoryCursor()
+
+    async def read() -> None:
+        async with subscribed(server, after=3, cursor=store) as events:
+            async for found in events:
+                if found.seq == 5:
+                    raise ZeroDivisionError
+
+    async with EventServer([hello(3), event(4), event(5), STAY]) as server:
+        with pytest.raises(ZeroDivisionError):
+            await read()
+        assert store.load() == Cursor(stream_id="stm_1", seq=4)
+        async with subscribed(server, after=0, cursor=store) as events:
+            assert (await anext(events)).seq == 5
+        assert store.load() == Cursor(stream_id="stm_1", seq=5)
+    assert server.queries[-1]["after"] == "4"
+
+
+async def test_a_cursor_is_saved_when_the_reader_waits() -> None:
+    store = MemoryCursor()
+    async with (
+        EventServer([hello(3), event(4), event(5), STAY]) as server,
+        subscribed(server, after=3, cursor=store) as events,
+    ):
+        await take(events, 2)
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        assert store.load() == Cursor(stream_id="stm_1", seq=5)
+        waiting.cancel()
