@@ -9,7 +9,7 @@ from lmx_lab.cli.entry import run
 from lmx_lab.cli.event_printer import as_json
 from lmx_lab.cli.terminal import line, shown
 from lmx_lab.errors import LabError
-from lmx_lab.wire.events import Envelope
+from lmx_lab.wire.event_stream import Envelope
 
 
 @pytest.mark.parametrize(
