@@ -34,7 +34,10 @@ LONGEST = {
 """The folders whose tests take longest."""
 SLOW_FIXTURES = frozenset({"browser", "fresh_notebook", "starter_home"})
 NOT_FAST = frozenset(
-    {"browser", "contract", "faults", "gguf", "kernel", "notebooks", "other_clients", "package", "parity", "soak"}
+    {
+        *("browser", "contract", "cpu_blas", "doctor", "faults", "gguf", "kernel"),
+        *("notebooks", "other_clients", "package", "parity", "soak"),
+    }
 )
 """The folders whose tests start browsers, kernels or other programs, or need long to be imported."""
 # Beside other processes an example may take any time, and no test is about that. In CI hypothesis' own profile, which

@@ -15,6 +15,8 @@ import pytest
 
 from tests.command_process import WAIT_S, Serving, serving
 
+pytestmark = pytest.mark.slow
+
 END_S = 20.0
 """5 s are promised; this machine may be busy."""
 LATE = "did not end in time"

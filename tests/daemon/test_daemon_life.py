@@ -28,6 +28,8 @@ from lmx_lab.settings import Settings
 from tests.daemon.face import UPSTREAM, client, serving, settled
 from tests.daemon.scripted import STALL, Gate, Scripted, says
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 20.0
 
 

@@ -17,7 +17,7 @@ from lmx_lab.wire.mcp import McpServerConfig
 from tests.daemon.http_mcp import TOKEN
 from tests.daemon.mcp_place import RUN, Place, opened_place
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SCRIPT = Path(__file__).parent / "http_mcp.py"
 EVERYTHING = "@modelcontextprotocol/server-everything@2026.8.31"
 CACHE = Path(__file__).parents[2] / ".cache" / "npm"

@@ -22,7 +22,7 @@ from lmx_lab.loops import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
 from tests.daemon.mcp_place import HOSTILE, RUN, SECRET, Place, hostile, left_over, opened_place, quick
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture

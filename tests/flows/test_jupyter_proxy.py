@@ -26,6 +26,8 @@ from lmx_lab.hosting import bind
 from lmx_lab.lab import Lab, attach
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 
+pytestmark = pytest.mark.slow
+
 BASE = "/user/somebody/"
 TOKEN = "not-a-secret"
 AUTH = {"authorization": f"token {TOKEN}"}
