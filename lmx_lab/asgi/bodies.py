@@ -135,7 +135,7 @@ def _walk(value: Any) -> Iterator[None]:
         InvalidRequestError: nested too deeply, or a number that is too large.
     """
     level, walked = [value], 0
-    for _ in range(NESTING_LIMIT + 1):
+    for _ in range(NESTING_LIMIT):
         below: list[Any] = []
         for values in _pieces(level):
             # 1e400 is read as infinity, which no answer could repeat.
