@@ -54,9 +54,9 @@ FULL_RETRY_S = 5
 LINGER_S = 2.0
 """Who is refused while it sends may send on for so long, unread: closing at once would lose the answer on its way."""
 UNFINISHED_BYTES = 256 * 2**20
-"""Of WebSocket messages that have not ended, over all connections of a server; bodies have as much, in ``asgi``."""
+"""For unfinished WebSocket messages of all connections of a server together; ``asgi`` has as much for bodies."""
 SHORT_BYTES = 8
-"""A body in chunks may have ``SHORT_ONES`` line ends, and one more for so many bytes: each chunk has two of its own."""
+"""A body in chunks may have ``SHORT_ONES`` line ends, and one more for this many bytes. Each chunk has two."""
 SHORT_ONES = 4096
 FRAMES_PER_S = 500
 """Messages, pings and pongs of one WebSocket; and fragments of one message, beside one for each 64 bytes."""
