@@ -1,8 +1,8 @@
 """Reading JSON from clients: size, depth and content type are checked before anything else runs. ``lmx_lab.transport``
 limits how slowly a body may come.
 
-Parsing and validation are one call each, which holds the interpreter's lock, also in a thread. Their time depends on how
-many items, members, lists and objects a body has. These are therefore counted first, a piece at a time.
+Parsing and validation are one call each, which holds the interpreter's lock, also in a thread. Their time depends on
+how many items, members, lists and objects a body has. These are therefore counted first, a piece at a time.
 """
 
 from __future__ import annotations
