@@ -37,11 +37,11 @@ ANSWER_HEADERS = (
 """Headers of every answer."""
 CONTENT_POLICY = "frame-ancestors 'self'"
 """The ``Content-Security-Policy`` of every answer that does not bring its own. Only pages of the same origin may frame
-it; behind jupyter-server-proxy that is JupyterLab's."""
+it; behind jupyter-server-proxy these are JupyterLab's."""
 FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
 """Headers that proxies and tunnels add. They are never believed; their presence shows that the caller is elsewhere."""
 REFRESH_S = 2.0
-"""The names and addresses of this machine are read again at most so often."""
+"""The names and addresses of this machine are read again at most this often."""
 PASSED = "lmx_lab.policy"
 """Where a request's scope has the policy that it passed."""
 # RFC 3986 reg-names that occur in practice, IPv4, bracketed IPv6; no userinfo, no percent-encoding, no zone.
@@ -64,8 +64,8 @@ class GuardPolicy:
     webviews: bool = False
     """Whether VS Code's webviews are accepted: their origins are drawn by lot, and no web site can have one."""
     passes_on: Callable[[tuple[str, int], tuple[str, int]], bool] | None = None
-    """Whether the peer of this connection (its end, and ours) has asked its caller who he is, and passes his Host on as
-    it came; asked last."""
+    """Whether the peer of this connection (its address, and ours) has authenticated its caller and passes ``Host`` on
+    unchanged; called last, since it is slow."""
     key: str | None = field(default=None, repr=False)
     key_hint: str = "send the header Authorization: Bearer KEY"
     """What a caller without it is told."""
@@ -110,11 +110,11 @@ def local_policy(
 
 
 class LivePolicy:
-    """A policy that follows what it depends on; to be called for every request.
+    """A policy that follows what it depends on. Call it for every request.
 
     Args:
         make: Makes the policy.
-        depends_on: Is read at most every ``REFRESH_S``; where its value has changed, the policy is made again.
+        depends_on: Called at most every ``REFRESH_S``; where its value has changed, the policy is made again.
     """
 
     def __init__(self, make: Callable[[], GuardPolicy], depends_on: Callable[[], object]) -> None:
@@ -128,7 +128,7 @@ class LivePolicy:
         now = time.monotonic()
         if now - self._read_at >= REFRESH_S:
             self._read_at = now
-            # Where the system cannot say, what was known last stays.
+            # If the system cannot say, the last value stays.
             with suppress(OSError):
                 if (value := self._depends_on()) != self._value:
                     self._policy, self._value = self._make(), value

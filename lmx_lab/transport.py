@@ -20,10 +20,12 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.server import ServerProtocol
 
 from lmx_lab.guard import ANSWER_HEADERS, CONTENT_POLICY, is_loopback
+from lmx_lab.pacing import PIECE_BYTES, READ_BYTES, PacedTransport
 
 SILENT_S = 5
 """A connection on which nothing has come for so long is asked whether the other end is there,"""
@@ -35,6 +37,8 @@ TIMES = 3
 HEAD_S = 20.0
 """The head of a request may take so long from its first byte; before that, a connection may be idle for uvicorn's
 ``timeout_keep_alive``."""
+HEAD_LINES = 256
+"""Headers of one request; h11 would parse 20,000 in one step of 100 ms."""
 BODY_S = 30.0
 BODY_BYTES = 128 * 1024
 """Every 30 s so much of a body has to come, or its end: 4.3 KB/s, so that 8 MiB may take half an hour."""
@@ -50,7 +54,12 @@ FULL_RETRY_S = 5
 LINGER_S = 2.0
 """Who is refused while it sends may send on for so long, unread: closing at once would lose the answer on its way."""
 UNFINISHED_BYTES = 256 * 2**20
-"""Of WebSocket messages that have not ended, over all connections of a server; bodies have as much, in ``asgi``."""
+"""For unfinished WebSocket messages of all connections of a server together; ``asgi`` has as much for bodies."""
+SHORT_BYTES = 8
+"""A body in chunks may have ``SHORT_ONES`` line ends, and one more for this many bytes. Each chunk has two."""
+SHORT_ONES = 4096
+FRAMES_PER_S = 500
+"""Messages, pings and pongs of one WebSocket; and fragments of one message, beside one for each 64 bytes."""
 SMALL_BYTES = 64 * 1024
 """So much of each message does not count: large ones keep no small one out."""
 RESTART = 1012
@@ -123,9 +132,12 @@ class HttpProtocol(H11Protocol):
     _held_up = False
     """Since then too: more of the body could not come for a time, as what had come was not read."""
     _ending = False
+    _body_bytes = _line_ends = 0
+    """Of a body in chunks, as it came."""
+    transport: PacedTransport  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(PacedTransport(transport))  # type: ignore[arg-type]
         sock = transport.get_extra_info("socket")
         notice_vanishing(sock)
         if len(self.connections) > CONNECTIONS or nearly_last(sock.fileno()):
@@ -141,12 +153,46 @@ class HttpProtocol(H11Protocol):
             self._watch()
 
     def data_received(self, data: bytes) -> None:
-        if not self._ending:
-            self._came_bytes += len(data)
+        self._came_bytes += len(data)
+        self.transport.take(data, self)
+
+    @property
+    def piece_bytes(self) -> int:
+        return READ_BYTES if self._ending or (self._in_body and not self._is_chunked) else PIECE_BYTES
+
+    def feed(self, data: bytes) -> None:
+        """Parse a piece of what came."""
+        if not self._ending and self._has_few_headers() and self._has_long_chunks(data):
             super().data_received(data)
             if self.flow.read_paused:
                 self.loop.call_later(LATE_S, self._note_pause)
             self._watch()
+
+    def _has_few_headers(self) -> bool:
+        """Whether the head that is being received has no more lines than it may; if it has, the request is refused."""
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0].count(b"\n") > HEAD_LINES:
+            too_many = f"the head of the request has more than {HEAD_LINES} lines, the limit of this server"
+            self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, too_many)
+        return not self._ending
+
+    def _has_long_chunks(self, data: bytes) -> bool:
+        """Whether the body that is being received does not consist of chunks of a few bytes; else it is refused."""
+        if not (self._in_body and self._is_chunked):
+            self._body_bytes = self._line_ends = 0
+            return True
+        self._body_bytes += len(data)
+        self._line_ends += data.count(b"\r\n")
+        if self._line_ends > SHORT_ONES + self._body_bytes // SHORT_BYTES:
+            self._end(HTTPStatus.BAD_REQUEST, "the body comes in chunks of a few bytes; send longer ones")
+        return not self._ending
+
+    @property
+    def _in_body(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
+
+    @property
+    def _is_chunked(self) -> bool:
+        return any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def _note_pause(self) -> None:
         # Shorter ones hold nobody up: each has let 64 KiB through.
@@ -209,7 +255,12 @@ class HttpProtocol(H11Protocol):
             self._end(HTTPStatus.REQUEST_TIMEOUT, slow)
 
     def _sends_as_it_may(self) -> bool:
-        return self._held_up or self._came_bytes >= BODY_BYTES or not self._reads_body()
+        return (
+            self._held_up
+            or self.transport.waiting_bytes > 0
+            or self._came_bytes >= BODY_BYTES
+            or not self._reads_body()
+        )
 
     def _reads_body(self) -> bool:
         """Whether more of the body is waited for. While an answer is being sent it may come as it likes."""
@@ -298,6 +349,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     _pongs = b""
     _stopping = False
+    _fragments = 0
+    """Of the message that has not ended, after its first."""
+    _frames = 0
+    """Other frames since ``_counted_since``."""
+    _counted_since = 0.0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -309,7 +365,20 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """Of a message that has not ended."""
         return sum(map(len, self.frames)) + len(self.conn.reader.buffer)
 
+    transport: PacedTransport  # type: ignore[assignment]
+
     def data_received(self, data: bytes) -> None:
+        self.transport.take(data, self)
+
+    @property
+    def piece_bytes(self) -> int:
+        if self.close_sent:
+            return READ_BYTES
+        # Within a long frame, the parser only waits for its end.
+        return 8 * PIECE_BYTES if len(self.conn.reader.buffer) >= 8 * PIECE_BYTES else PIECE_BYTES
+
+    def feed(self, data: bytes) -> None:
+        """Parse a piece of what came."""
         super().data_received(data)
         self._bound_messages()
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
@@ -320,12 +389,38 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.close()
 
     def handle_cont(self, event: Any) -> None:
+        if self.close_sent:
+            return
         # One buffer: objects for fragments of a byte each would take many times what came.
         message = self.frames[0] if isinstance(self.frames[0], bytearray) else bytearray(self.frames[0])
         message += event.data
         self.frames = [message]  # type: ignore[list-item]
-        if event.fin:
+        self._fragments += 1
+        if self._fragments > FRAMES_PER_S + len(message) // 64:
+            self._refuse(1008, "a message in fragments of a few bytes; send longer ones")
+        elif event.fin:
+            self._fragments = 0
             self.send_receive_event_to_app()
+
+    def handle_events(self) -> None:
+        now = self.loop.time()
+        if now - self._counted_since > 1.0:
+            self._counted_since, self._frames = now, 0
+        self._frames += sum(isinstance(event, Frame) and event.opcode is not Opcode.CONT for event in self.conn.events)
+        if self._frames > FRAMES_PER_S and not self.close_sent:
+            self._refuse(1008, f"more than {FRAMES_PER_S} messages and pings in a second")
+        else:
+            super().handle_events()
+
+    def _refuse(self, code: int, why: str) -> None:
+        """Close with this code. What the client still sends is read and dropped for ``LINGER_S``."""
+        self.frames = []
+        self.conn.fail(code, why)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        gone: Any = {"type": "websocket.disconnect", "code": code, "reason": why}
+        self.queue.put_nowait(gone)
+        self._close_and_linger()
 
     def handle_parser_exception(self) -> None:
         if self.conn.close_sent is None:  # the handshake is not answered yet, and there are no closes before that
@@ -338,8 +433,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             return
         held = (each.held_bytes for each in self.connections if isinstance(each, WebSocketProtocol))
         if sum(max(0, size - SMALL_BYTES) for size in held) > UNFINISHED_BYTES:
-            self.conn.fail(1013, "no room for so long a message beside those of others; try again in a while")
-            self.handle_parser_exception()
+            self._refuse(1013, "no room for so long a message beside those of others; try again in a while")
 
     async def run_asgi(self) -> None:
         own: Any = {"lmx_lab.frames": text_frames, "lmx_lab.send": self._send, "lmx_lab.abort": self.transport.abort}
@@ -395,16 +489,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.handshake_complete |= self.close_sent
 
     def send_receive_event_to_app(self) -> None:
-        self.frames = [b"".join(self.frames)]
+        # As uvicorn's, with one copy less of a message of megabytes, and without a traceback for one that is not UTF-8.
+        data, self.frames = self.frames[0], []
+        if self.close_sent:
+            return
         try:
-            b"".join(self.frames if self.curr_msg_data_type == "text" else ()).decode()
+            text = {"text": data.decode()} if self.curr_msg_data_type == "text" else {"bytes": bytes(data)}
         except UnicodeDecodeError:
-            # uvicorn logs a traceback for it, and fails where the client's own close came in the same packet.
-            self.frames = []
             self.conn.fail(1007, "a text that is not UTF-8")
             self.handle_parser_exception()
-        else:
-            super().send_receive_event_to_app()
+            return
+        message: Any = {"type": "websocket.receive", **text}
+        self.queue.put_nowait(message)
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
 
     def handle_ping(self) -> None:
         # Who takes nothing is still read, so that its cancel, close and end are seen. But answers to a flood of pings

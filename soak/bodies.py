@@ -1,4 +1,4 @@
-"""Hostile bodies, one and then six at once: refused within two seconds, while health is answered as if nothing were."""
+"""Hostile bodies, one and then six at once: refused within two seconds, without delaying answers to health requests."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ from soak.watch import Watch
 
 AT_ONCE = 6
 ROUNDS_S = 2.0
-"""Sent again and again for so long, so that health is asked for some hundred times meanwhile."""
+"""Each is sent repeatedly for this long, so that health is requested about a hundred times meanwhile."""
 ANSWER_S = 2.0
-"""In which each has to be answered."""
+"""Each has to be answered within this time."""
 HEALTH_S = 0.05
-"""What 99 of 100 requests for health may take beyond what they take beside as many
-bytes that are refused unread."""
+"""How much longer 99 of 100 health requests may take than while as many bytes are refused unread."""
 PROBE = Path(__file__).parent / "probe.py"
 GROWTH = 1.2
 SETTLED_S = 60.0

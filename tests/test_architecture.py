@@ -31,7 +31,8 @@ TABLE = {
     "feed": Row(),
     "plaintext": Row(),
     # guard: which headers answers have that come before the application.
-    "transport": Row("guard", "uvicorn h11 websockets"),
+    "pacing": Row(),
+    "transport": Row("guard pacing", "uvicorn h11 websockets"),
     "guard": Row("errors"),
     # loops: there it is noted which loop serves which port, for those who would wait for themselves.
     "hosting": Row("errors loops plaintext transport", "uvicorn"),

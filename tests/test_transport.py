@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -154,3 +154,104 @@ def test_texts_are_framed_as_the_protocol_has_it(size: int) -> None:
     texts = ["x" * size, "é"]
     expected = b"".join(Frame(Opcode.TEXT, text.encode()).serialize(mask=False) for text in texts)
     assert transport.text_frames(texts) == expected
+
+
+REQUEST = b"GET /other HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+SOCKET = (
+    b"GET /ws HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+FRAGMENT, PING = b"\x00\x81\0\0\0\0a", b"\x89\x80\0\0\0\0"
+
+
+async def _echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the length of the body or of the message."""
+    if scope["type"] == "http":
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": f"{size} bytes".encode()})
+    elif scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": f"{len(message['text'])} characters"})
+    else:
+        await _app(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def _opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host = await serve(_echo, bind("127.0.0.1", 0, explicit=True))
+    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+    try:
+        async with asyncio.timeout(30):
+            yield reader, writer
+    finally:
+        writer.close()
+        await host.stop()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (CHUNKED + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n", b"chunks of a few bytes"),
+        (b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 5000 + b"\r\n", b"more than 256 lines"),
+    ],
+)
+async def test_what_costs_the_parser_much_for_few_bytes_is_refused(sent: bytes, answer: bytes) -> None:
+    async with _opened() as (reader, writer):
+        writer.write(sent)
+        assert answer in await reader.read()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("sent", [b"\x01\x81\0\0\0\0a" + FRAGMENT * 20_000, PING * 20_000])
+async def test_a_flood_of_short_frames_ends_the_socket(sent: bytes) -> None:
+    async with _opened() as (reader, writer):
+        writer.write(SOCKET)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(sent)
+        assert (1008).to_bytes(2) in await reader.read()
+
+
+@pytest.mark.anyio
+async def test_long_chunks_and_fragments_are_received_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n"
+    async with _opened() as (reader, writer):
+        writer.write(CHUNKED + chunk * 500 + b"0\r\n\r\n" + REQUEST)
+        answer = await reader.read()
+        assert b"2048000 bytes" in answer
+        assert b"0 bytes" in answer.partition(b"2048000 bytes")[2]
+    async with _opened() as (reader, writer):
+        writer.write(SOCKET)
+        await reader.readuntil(b"\r\n\r\n")
+        frame = b"\x81\xff" + (3_000_000).to_bytes(8) + b"\0\0\0\0" + b"a" * 3_000_000
+        fragment = b"\xff" + (200_000).to_bytes(8) + b"\0\0\0\0" + b"a" * 200_000
+        writer.write(frame + b"\x01" + fragment + (b"\x00" + fragment) * 9 + b"\x80" + fragment)
+        for size in (b"3000000", b"2200000"):
+            assert size in await reader.readuntil(b" characters")
+
+
+@pytest.mark.anyio
+async def test_the_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "FRAMES_PER_S", 10**9)
+    pieces: list[int] = []
+    feed = transport.WebSocketProtocol.feed
+
+    def noting(self: transport.WebSocketProtocol, data: bytes) -> None:
+        pieces.append(len(data))
+        feed(self, data)
+
+    monkeypatch.setattr(transport.WebSocketProtocol, "feed", noting)
+    async with _opened() as (reader, writer):
+        writer.write(SOCKET)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x01\x81\0\0\0\0a" + FRAGMENT * 40_000 + b"\x80" + FRAGMENT[1:])
+        assert b"40002" in await reader.readuntil(b" characters")
+    assert sum(pieces) > 40_000 * len(FRAGMENT)
+    assert max(pieces) <= transport.PIECE_BYTES

@@ -1,8 +1,8 @@
-"""Reading JSON from strangers: size, depth, content type and strictness are checked before anything else runs. How
-slowly a body may come is ``lmx_lab.transport``'s.
+"""Reading JSON from clients: size, depth and content type are checked before anything else runs. ``lmx_lab.transport``
+limits how slowly a body may come.
 
-The JSON parser and the validation each are one call that holds the interpreter's lock, in a thread too. What bounds
-their time is how many items, members, lists and objects a body has; these are counted first, a piece at a time.
+Parsing and validation are one call each, which holds the interpreter's lock, also in a thread. Their time depends on
+how many items, members, lists and objects a body has. These are therefore counted first, a piece at a time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DRAIN_FACTOR = 8
 ROOM_BYTES = 256 * 2**20
 """For the bodies of all requests under way."""
 SMALL_BODY_BYTES = 64 * 1024
-"""So much of each body does not count: large ones, however slowly they come, keep no chat out. Larger bodies are
-counted before they are parsed, a piece of this size at a time; smaller ones cannot hold too much."""
+"""This much of each body does not count, so that large bodies, however slowly they come, do not keep small ones out.
+Larger bodies are counted before they are parsed, a piece of this size at a time; smaller ones cannot hold too much."""
 TURN_S = 0.005
-"""Between two steps of large bodies, which take up to some 50 ms each: all that waits on the loop runs meanwhile."""
+"""Between two steps of large bodies, which take up to about 50 ms each. Everything else on the loop runs meanwhile."""
 WALK_ITEMS = 10_000
-"""Walked through in about 3 ms."""
+"""Checked in about 3 ms."""
 ROOM_RETRY_S = 2
 CONTAINERS = (dict, list)
 Text = bytes | bytearray | str
@@ -73,8 +73,8 @@ def parse_json(text: Text) -> Any:
 
 
 async def read_json(text: Text, turns: Turns) -> Any:
-    """``parse_json`` without holding up the loop. A large body is counted first, and leaves the caller its turn to
-    validate the value.
+    """``parse_json`` in steps between which the loop runs. A large body is counted first. On return, the caller has the
+    turn, to validate the value.
 
     Raises:
         InvalidRequestError: as ``parse_json``.
@@ -110,8 +110,8 @@ def _parse(text: Text) -> Any:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """What is parsed is not garbage, and tracing 50,000 lists again and again takes longer than parsing them."""
-    # One thread at a time, so that none takes another's pause for the state to return to.
+    """Pause the collection of garbage: tracing 50,000 lists repeatedly takes longer than parsing them."""
+    # One thread at a time; otherwise one could restore the state that another has set.
     with _PAUSED:
         enabled = gc.isenabled()
         gc.disable()
@@ -135,7 +135,7 @@ def _walk(value: Any) -> Iterator[None]:
         InvalidRequestError: nested too deeply, or a number that is too large.
     """
     level, walked = [value], 0
-    for _ in range(NESTING_LIMIT + 1):
+    for _ in range(NESTING_LIMIT):
         below: list[Any] = []
         for values in _pieces(level):
             # 1e400 is read as infinity, which no answer could repeat.
@@ -163,7 +163,7 @@ def _pieces(level: list[Any]) -> Iterator[list[Any]]:
 
 
 class BodyRoom:
-    """The memory that all bodies under way have together; ``taken_bytes`` of it are in use."""
+    """The memory for all bodies under way together; ``taken_bytes`` of it are in use."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes

@@ -117,8 +117,8 @@ def _answer(error: LabError, shown: ErrorDetail, status: int) -> JSONResponse:
 
 
 def detail_for(connection: HTTPConnection, error: LabError) -> ErrorDetail:
-    """``detail`` as this caller may see it: where the application has ``state.without_paths``, which takes paths out of
-    a message, only local callers see them.
+    """``detail`` as this caller may see it. If the application has ``state.without_paths``, which removes paths from a
+    message, only local callers see paths.
     """
     shown = detail(error, request_id_of(connection))
     without_paths: Callable[[str], str] | None = getattr(connection.app.state, "without_paths", None)

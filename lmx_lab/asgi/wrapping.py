@@ -1,5 +1,8 @@
-"""What is around an application, outermost first: headers of every answer, CORS, guard. CORS is outside the guard, so
-that a page can read a refusal; what it answers by itself it answers only where the guard would let it pass."""
+"""The layers around an application, outermost first: headers of every answer, CORS, guard.
+
+CORS is outside the guard, so that a page can read a refusal. It answers preflights only if the guard would let
+them pass.
+"""
 
 from __future__ import annotations
 

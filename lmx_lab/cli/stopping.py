@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM for commands that run until a signal: an orderly end, and where that hangs a hard one."""
+"""SIGINT and SIGTERM for commands that run until a signal: an orderly end or, if that hangs, a hard one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stop_on_signals(
     Args:
         stop: Called in the signal handler with the number of signals so far. It begins the end and returns at once.
         numbers: The signals; those that are ignored stay so.
-        most: After so many calls, the next signal ends the process as it would any other.
+        most: After this many calls, the next signal ends the process as it would any other.
     """
     handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     received: list[int] = []
@@ -33,7 +33,7 @@ def stop_on_signals(
     def handle(number: int, frame: object) -> None:
         received.append(number)
         if len(received) == 1:
-            # A thread, since the main one may be waiting for what never ends.
+            # A thread, since the main one may wait for something that never ends.
             threading.Thread(target=_end_late, name="lmx-lab-stop", daemon=True).start()
         if len(received) >= most:
             for each in handled:

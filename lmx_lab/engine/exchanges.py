@@ -16,7 +16,7 @@ STOP_S = 5.0
 
 
 class Exchanges:
-    """One after the other, on a loop of their own: an exchange continues when its caller leaves."""
+    """Runs exchanges one after the other, on their own loop. An exchange continues when its caller leaves."""
 
     def __init__(self) -> None:
         self._thread = LoopThread("lmx-lab-models")
@@ -25,7 +25,7 @@ class Exchanges:
         self._turn = asyncio.Lock()
 
     def submit(self, entry: ModelEntry, work: Callable[[Load], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:
-        """Do this, for the sake of one entry, after the exchanges before it.
+        """Do this work, which loads ``entry``, after the exchanges before it.
 
         Raises:
             NotLoadedError: an unload, or the load of another model, was asked for before it began.
@@ -42,12 +42,12 @@ class Exchanges:
                 return await work(load)
 
     def give_up(self, why: str) -> None:
-        """Tell those that have not ended to end. Returns at once."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and they with it
+        """Cancel the exchanges that have not ended. Returns at once."""
+        with contextlib.suppress(RuntimeError):  # the loop and all exchanges have ended
             self._thread.loop.call_soon_threadsafe(self._loads.give_up, why)
 
     def stop(self) -> None:
-        """Let what was cancelled end, then end the loop."""
+        """Wait until cancelled exchanges have ended, then end the loop."""
         with contextlib.suppress(TimeoutError):
             self._thread.submit(self._turn.acquire()).result(STOP_S)
         self._thread.stop()

@@ -16,7 +16,7 @@ def total_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """What this machine, or the container, would still give without ending a process."""
+    """Memory that this machine, or the container, can still provide without ending a process."""
     free, inside = psutil.virtual_memory().available, container_limits.free_bytes()
     return free if inside is None else min(free, inside)
 

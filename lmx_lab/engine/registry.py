@@ -1,4 +1,4 @@
-"""The engines there are: one row for each format of models.
+"""The available engines: one row for each format of models.
 
 An engine is imported when its first model comes: MLX with mlx-lm takes two seconds, and many processes use one engine
 or none.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LAST_WORDS_S = 1.0
-"""How long clients have at least to take the end of their answers."""
+"""The least time that clients have to receive the end of their answers."""
 REQUESTS_S = 2.5
 """How long running requests may continue before they end with an error."""
 LATE_S = 0.7

@@ -90,6 +90,8 @@ async def _refuse_messages(socket: WebSocket) -> bool:
             await _receive(socket, None)
             second = InvalidRequestError("a connection takes one request: open another for more")
             await _send(socket, _error(socket, second))
+            # Neither of these waits while many messages are there already.
+            await asyncio.sleep(0)
     except _ServerStops:
         return True
     except WebSocketDisconnect:

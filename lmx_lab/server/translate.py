@@ -156,13 +156,13 @@ def _unanswerable(given: str | None, calls: Mapping[str, bool]) -> str:
         calls: The ids of the message before, and whether each is answered.
     """
     if not calls:
-        said = "is missing" if given is None else f"{given!r:.80} answers no call"
+        said = "is missing" if given is None else f"{given[:80]!r:.80} answers no call"
         return f"{said}; a tool message follows an assistant message with tool_calls, and none is before this one"
     if given is None:
         return f"is missing; the calls before this message are {listed(list(calls))}"
     if given in calls:
-        return f"{given!r:.80} was answered by a message before; a call has one answer"
-    return f"{given!r:.80} is not among the calls before this message; they are {listed(list(calls))}"
+        return f"{given[:80]!r:.80} was answered by a message before; a call has one answer"
+    return f"{given[:80]!r:.80} is not among the calls before this message; they are {listed(list(calls))}"
 
 
 def _tool_use(request: ChatRequest) -> ToolUse | None:

@@ -101,7 +101,7 @@ def check_files(folder: Path) -> None:
         # The reader reports files that are missing or cannot be opened.
         with suppress(OSError):
             if is_read(path.name):
-                # Opened as well: a disk that hangs is waited for here, without Python's lock, and not by MLX with it.
+                # Opened as well: if the disk hangs, this waits without Python's lock; MLX would wait with it.
                 open_regular(path).close()
             else:
                 _check(path, os.stat(path))

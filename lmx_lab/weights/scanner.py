@@ -73,7 +73,7 @@ class Scanner:
         self._overdue = False
         """Whether a caller's wait for the running scan has timed out."""
         self._last: Listing | None = None
-        """The last one that came to its end."""
+        """The result of the last complete scan."""
 
     def listing(self) -> Listing:
         """The models on the disk; blocks for ``limit_s`` at most."""
@@ -85,7 +85,7 @@ class Scanner:
         """As ``listing``, on an event loop."""
         asked = self._ask()
         waiting = asyncio.wrap_future(asked.done)
-        # The failure is raised below, once; without this it is also logged.
+        # The failure is raised below. Without this, asyncio would also log it.
         waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.wait([waiting], timeout=self._wait_s)
         return self._outcome(asked)
@@ -109,7 +109,7 @@ class Scanner:
             return asked.done.result()
         with self._lock:
             running = self._running
-            if running is None or asked.done.done():  # it has ended at this very moment
+            if running is None or asked.done.done():  # it has just ended
                 return asked.done.result()
             self._overdue = True
         problem = (

@@ -12,19 +12,19 @@ ITEM_LIMIT = 400_000
 MEMBERS_LIMIT = 150_000
 """Members of objects in one body: enough for 16,384 documents of nine fields."""
 CONTAINER_LIMIT = 50_000
-"""Lists and objects in one body. Each costs the parser, and Python's collector of garbage, as much as ten numbers."""
+"""Lists and objects in one body. Each costs the parser and Python's garbage collector as much as ten numbers."""
 TEXT_LIMIT = ITEM_LIMIT + MEMBERS_LIMIT + CONTAINER_LIMIT
 """Texts and names of members in one body: more are not valid JSON within the limits above."""
 MEMBER_LIMIT = 256
 """Members of one object, unless its field has a limit of its own."""
 PIECE_CHARACTERS = 65_536
-"""Counted at a time: most of a text that is refused need not be looked at."""
+"""Counted at a time. Counting stops at the piece in which a limit is exceeded."""
 VALUE_LIMIT = 10_000
 """Values at all depths of an object whose shape is the caller's own, such as metadata."""
 
 
 class Structure:
-    """Counts what JSON holds without parsing it. Exact as far as the text is valid JSON."""
+    """Counts what JSON holds without parsing it. The counts are exact if the text is valid JSON."""
 
     def __init__(self) -> None:
         self.items = 0

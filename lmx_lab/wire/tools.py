@@ -37,7 +37,7 @@ SHOWN = 5
 def listed(names: Sequence[str]) -> str:
     """Some of the names, for messages: a caller chose them, so there may be many and long ones."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(f"{name!r:.80}" for name in names[:SHOWN]) + more
+    return ", ".join(f"{name[:80]!r:.80}" for name in names[:SHOWN]) + more
 
 
 # Definitions
@@ -136,12 +136,13 @@ def check_choice(choice: NamedToolChoice | str | None, tools: Sequence[FunctionT
     if choice in (None, "none", "auto"):
         return
     if not tools:
-        asked = repr(choice) if isinstance(choice, str) else f"the function {choice.function.name!r:.80}"
+        asked = repr(choice) if isinstance(choice, str) else f"the function {choice.function.name[:80]!r:.80}"
         raise ValueError(f"is {asked}, and there are no tools; send tools, or leave tool_choice out")
     if isinstance(choice, NamedToolChoice):
         names = [tool.function.name for tool in tools]
         if choice.function.name not in names:
-            raise ValueError(f"names {choice.function.name!r:.80}, which is not in tools; there are {listed(names)}")
+            named = choice.function.name[:80]
+            raise ValueError(f"names {named!r:.80}, which is not in tools; there are {listed(names)}")
 
 
 # In a history
@@ -198,7 +199,7 @@ def _check_ids(calls: list[MessageToolCall]) -> list[MessageToolCall]:
     seen: set[str] = set()
     for call in calls:
         if call.id in seen:
-            raise ValueError(f"two calls have the id {call.id!r:.80}; ids have to differ within a message")
+            raise ValueError(f"two calls have the id {call.id[:80]!r:.80}; ids have to differ within a message")
         seen.add(call.id)
     return calls
 

@@ -80,7 +80,7 @@ async def test_a_body_within_the_limits_is_read() -> None:
     [
         (b"[" + b"1," * SMALL_BODY_BYTES, "not valid JSON"),
         (b"[" + b"1," * SMALL_BODY_BYTES + b"1e400]", "beyond"),
-        (b"[" * 70 + b"1," * SMALL_BODY_BYTES + b"1" + b"]" * 70, "deeper than 64"),
+        (b"[" * 65 + b"1," * SMALL_BODY_BYTES + b"1" + b"]" * 65, "deeper than 64"),
         (b'{"a":"\\ud800"}' + LARGE, "lone surrogate"),
         (b"\xef\xbb\xbf1" + LARGE, "byte order mark"),
         (b'"' + b"\\" * 2 * SMALL_BODY_BYTES, "not valid JSON"),
@@ -127,6 +127,13 @@ async def test_large_bodies_take_their_steps_one_at_a_time(monkeypatch: pytest.M
     await asyncio.gather(*(step() for _ in range(5)))
     other.cancel()
     assert len(set(steps)) == len(steps) == 15
+
+
+@pytest.mark.parametrize(("before", "after"), [(b"[", b"]"), (b'{"a":', b"}")])
+def test_64_levels_are_read_and_65_are_not(before: bytes, after: bytes) -> None:
+    bodies.parse_json(before * 64 + b"1" + after * 64)
+    with pytest.raises(InvalidRequestError, match="deeper than 64"):
+        bodies.parse_json(before * 65 + b"1" + after * 65)
 
 
 @pytest.mark.parametrize("text", [b"1e400", b"[1, -1e999]", b'{"a": [{"b": 1e309}]}'])

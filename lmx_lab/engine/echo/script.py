@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,9 +112,13 @@ def read_script(path: Path) -> Script:
     """The answers in a file.
 
     Raises:
-        UnusableModelError: the file cannot be read, or an answer in it is wrong; the message names the line.
+        UnusableModelError: it is no regular file, it cannot be read, or an answer in it is wrong; the message names the
+            line.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            # To open a FIFO without a writer would block the loop of the caller.
+            raise _wrong(path, "it is no regular file")
         with path.open("rb") as file:
             data = file.read(LARGEST_BYTES + 1)
     except OSError as exc:

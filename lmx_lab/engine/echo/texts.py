@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lmx_lab.engine.echo.model import EchoModel
+from lmx_lab.engine.echo.vocabulary import LONGEST_PIECE
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.prompt_checks import check_characters
 from lmx_lab.engine.requests import EncodeReport, Vectors
@@ -72,9 +73,13 @@ class Texts:
         vocabulary, limit, id_ = self._model.vocabulary, self._entry.context_length or 0, self._entry.id
         if isinstance(text, str):
             check_characters(text, place)
-            tokens = vocabulary.encode(text)
+            # No more than it takes to know that a text is too long: encoding holds Python's lock.
+            enough = (limit + 1) * LONGEST_PIECE
+            tokens = vocabulary.encode(text[:enough])
+            count = f"more than {limit}" if len(text) > enough else str(len(tokens))
         else:
             tokens = list(text)
+            count = str(len(tokens))
             unknown = next((token for token in tokens if not 0 <= token < vocabulary.size), None)
             if unknown is not None:
                 raise InvalidRequestError(
@@ -84,7 +89,7 @@ class Texts:
             raise InvalidRequestError(f"{place} is empty: no token came out of it", param=place)
         if len(tokens) > limit and not truncate:
             raise ContextLengthError(
-                f"{place} has {len(tokens)} tokens and {id_} takes {limit}; shorten it"
+                f"{place} has {count} tokens and {id_} takes {limit}; shorten it"
                 f"{'' if place == 'query' else ' or send truncate: true'}",
                 param=place,
             )

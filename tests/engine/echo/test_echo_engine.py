@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, EmbeddingRequest, Engine, RerankRequest, TextPrompt
-from lmx_lab.errors import EngineError, InvalidRequestError, QueueFullError, UnusableModelError
+from lmx_lab.engine.echo.vocabulary import EchoVocabulary
+from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ECHO
 from tests.engine.test_answers_in_engine import JSON, NAMED, TOOLS, Answer, finish, is_place, request
@@ -181,3 +182,22 @@ with launch("echo", port=0, loop="thread") as lab:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == ""
+
+
+async def test_a_text_that_is_far_too_long_is_not_read_to_its_end(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    encode = EchoVocabulary.encode
+
+    def noting(vocabulary: EchoVocabulary, text: str) -> list[int]:
+        read.append(len(text))
+        return encode(vocabulary, text)
+
+    monkeypatch.setattr(EchoVocabulary, "encode", noting)
+    text = "word " * 1_000_000
+    with pytest.raises(ContextLengthError, match="more than 32768 tokens"):
+        await engine.embed(EmbeddingRequest(inputs=(text,), model="echo"))
+    cut = await engine.embed(EmbeddingRequest(inputs=(text,), model="echo", truncate=True))
+    assert cut.report.tokens == 32768
+    assert max(read) < 200_000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b'"fine"\n"caf\xe9"\n')
     with pytest.raises(UnusableModelError, match=r"line 2 is not UTF-8"):
         read_script(tmp_path / "latin")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_script_that_is_no_regular_file_is_refused_at_once(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "script.json")
+    with pytest.raises(UnusableModelError, match="no regular file"):
+        read_script(tmp_path / "script.json")
