@@ -92,7 +92,7 @@ def encoding_lab(starter_home: Path, minilm: ModelEntry) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def http(lab: Lab) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=lab.url, timeout=60) as client:
         yield client
@@ -104,7 +104,7 @@ def fresh_http(fresh_lab: Lab) -> Iterator[httpx2.Client]:
         yield client
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_http(tiny_lab: Lab) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as client:
         yield client
