@@ -83,8 +83,8 @@ def test_token_ids_are_the_same_prompt(tiny_http: httpx2.Client, ids: list[int])
 
 def test_several_prompts_are_answered_in_order_and_counted_together(http: httpx2.Client) -> None:
     prompts = [SEA, "One two three", "Dear", SEA, "x"]
-    answer = complete(http, prompt=prompts)
-    alone = [complete(http, prompt=prompt) for prompt in prompts]
+    answer = complete(http, prompt=prompts, ignore_eos=True)
+    alone = [complete(http, prompt=prompt, ignore_eos=True) for prompt in prompts]
     assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3, 4]
     assert [one["text"] for one in answer["choices"]] == [one["choices"][0]["text"] for one in alone]
     assert answer["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
@@ -259,7 +259,9 @@ def test_a_queue_that_others_fill_only_delays_the_rest(lab: Lab, http: httpx2.Cl
     answer = None
     try:
         # Accepted while there is room; the others come when it is under way.
-        with http.stream("POST", PATH, json=body(prompt=[SEA] * 8, max_tokens=20, stream=True)) as response:
+        with http.stream(
+            "POST", PATH, json=body(prompt=[SEA] * 8, max_tokens=150, ignore_eos=True, stream=True)
+        ) as response:
             for other in others:
                 other.start()
             answer = events("".join(response.iter_text()))
