@@ -58,6 +58,13 @@ def lab(echo_home: Path) -> Iterator[Lab]:
         yield lab
 
 
+@pytest.fixture(scope="session")
+def quick_lab(echo_home: Path) -> Iterator[Lab]:
+    """The same without a pace, which embeddings have, too."""
+    with serving(echo_home, "echo") as lab:
+        yield lab
+
+
 @pytest.fixture
 def fresh_lab(echo_home: Path) -> Iterator[Lab]:
     with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab:

@@ -87,8 +87,8 @@ def slot_taken(lab: Lab) -> Iterator[None]:
 
 
 def test_who_waits_is_told_so_in_comments(long_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.02)
-    long = [{"role": "user", "content": "word " * 7000}]
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.005)
+    long = [{"role": "user", "content": "word " * 3500}]
     with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         body = chat_body(model="tiny-long", messages=long, stream=True, max_tokens=1)
         with http.stream("POST", PATH, json=chat_body(model="tiny-long", stream=True, max_tokens=4000)) as running:
