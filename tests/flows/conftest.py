@@ -18,6 +18,7 @@ import pytest
 from lmx_lab.lab import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
+from tests.encoders.models import write_tiny_bert
 from tests.tiny import write_tiny_llama
 from tests.weights.conftest import LLAMA, safetensors_bytes
 
@@ -89,6 +90,16 @@ def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> 
     """A lab's home with ``tiny-long``: 8192 tokens of context, for prompts that take a while."""
     home = tmp_path_factory.mktemp("long-home")
     write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
+    return home
+
+
+@pytest.fixture(scope="session")
+def three_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """A lab's home with a chat model, an embedder and a reranker, all tiny."""
+    home = tmp_path_factory.mktemp("three-home")
+    write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0)
+    write_tiny_bert(home / "models" / "tiny-embedder")
+    write_tiny_bert(home / "models" / "tiny-reranker", labels=1)
     return home
 
 

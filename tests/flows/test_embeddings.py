@@ -243,18 +243,16 @@ async def test_the_verb_can_be_awaited(quick_lab: Lab) -> None:
     assert (await quick_lab.aembed(SEA, model=MODEL, dimensions=3)).shape == (3,)
 
 
-def test_with_swap_a_request_brings_its_model(starter_home: Path, minilm: ModelEntry) -> None:
-    with (
-        serving(starter_home, "smollm2-135m", swap=True) as lab,
-        httpx2.Client(base_url=lab.url, timeout=120) as real_http,
-    ):
-        refused = error_of(real_http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")
-        assert lab.engine.snapshot.model == "smollm2-135m"
-        assert embed(real_http, model=MINILM)["model"] == MINILM
-        assert lab.engine.snapshot.model == MINILM
-        error_of(real_http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")
-        error_of(real_http.post("/v1/chat/completions", json=chat_body(model=MINILM)), 400, "invalid-request")
-        assert lab.engine.snapshot.model == MINILM
-        chat = real_http.post("/v1/chat/completions", json=chat_body(model="smollm2-135m"))
-    assert chat.status_code == 200
+def test_with_swap_a_request_brings_its_model(three_home: Path) -> None:
+    chat, embedder = "tiny", "tiny-embedder"
+    with serving(three_home, chat, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=120) as http:
+        refused = error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")
+        assert lab.engine.snapshot.model == chat
+        assert embed(http, model=embedder)["model"] == embedder
+        assert lab.engine.snapshot.model == embedder
+        error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")
+        error_of(http.post("/v1/chat/completions", json=chat_body(model=embedder)), 400, "invalid-request")
+        assert lab.engine.snapshot.model == embedder
+        answer = http.post("/v1/chat/completions", json=chat_body(model=chat))
+    assert answer.status_code == 200
     assert "chat model" in refused["message"]
