@@ -1,4 +1,4 @@
-"""Both programs, running: the inference server with tiny models, and a daemon whose turns ask it."""
+"""Both programs, running: the inference server with the echo engine or tiny models, and a daemon whose turns ask it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,31 @@ CONTEXT = 64
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
     home = tmp_path_factory.mktemp("contract")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=CONTEXT)
-    # Where tools and their calls have to fit, too.
-    write_tiny_llama(home / "models" / "tiny-wide", smollm2.path, seed=1)
     write_tiny_bert(home / "models" / "tiny-embedder")
     write_tiny_bert(home / "models" / "tiny-reranker", labels=1)
     return home
 
 
 @pytest.fixture(scope="module")
-def lab(home: Path) -> Iterator[Lab]:
+def tiny_lab(home: Path) -> Iterator[Lab]:
     # Names of models are drawn too: none of them may be looked for elsewhere than on this disk.
     with serving(home, "tiny", embedder="tiny-embedder", reranker="tiny-reranker", downloads=False) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tiny_lab: Lab) -> Contract:
+    return Contract(f"{tiny_lab.url}/openapi.json", config=HERE / "server.toml")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """On the echo engine."""
+    with serving(tmp_path_factory.mktemp("echo"), "echo", downloads=False) as lab:
         yield lab
 
 
@@ -54,9 +64,9 @@ def _no_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def daemon(lab: Lab, home: Path, _no_programs: None) -> Iterator[Daemon]:
+def daemon(lab: Lab, tmp_path_factory: pytest.TempPathFactory, _no_programs: None) -> Iterator[Daemon]:
     # Whatever a request may wait for, it does not wait long.
-    settings, limits = Settings(home=home, daemon_port=0), Limits(wait_s=0.1)
+    settings, limits = Settings(home=tmp_path_factory.mktemp("daemon"), daemon_port=0), Limits(wait_s=0.1)
     daemon = Daemon(settings=settings, limits=limits, upstream_url=lab.url)
     daemon.start()
     try:

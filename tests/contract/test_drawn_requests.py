@@ -37,10 +37,10 @@ def covered(said: str) -> int:
     return int(found[1])
 
 
-def test_the_inference_server_keeps_its_document(server: Contract, lab: Lab) -> None:
+def test_the_inference_server_keeps_its_document(tiny_server: Contract, tiny_lab: Lab) -> None:
     # Without a model nearly all would be one refusal.
-    lab.load("tiny")
-    assert_whole(server.draw(*SINGLE, "--exclude-tag", "admin"))
+    tiny_lab.load("tiny")
+    assert_whole(tiny_server.draw(*SINGLE, "--exclude-tag", "admin"))
 
 
 @pytest.fixture
@@ -59,12 +59,17 @@ def test_it_keeps_its_document_on_llama_cpp_too(on_llama_cpp: Contract) -> None:
     assert_whole(on_llama_cpp.draw("--phases", "examples,fuzzing", "--exclude-tag", "admin"))
 
 
-def test_its_administration_keeps_its_document(server: Contract) -> None:
-    assert_whole(server.draw(*SINGLE, "--include-tag", "admin"))
+def test_it_keeps_its_document_on_echo_too(server: Contract, lab: Lab) -> None:
+    lab.load("echo")
+    assert_whole(server.draw(*SINGLE, "--exclude-tag", "admin"))
 
 
-def test_what_the_inference_server_lists_can_be_read_loaded_and_unloaded(server: Contract) -> None:
-    assert covered(server.draw(*CHAINS, examples=CHAIN_EXAMPLES)) >= 3
+def test_its_administration_keeps_its_document(tiny_server: Contract) -> None:
+    assert_whole(tiny_server.draw(*SINGLE, "--include-tag", "admin"))
+
+
+def test_what_the_inference_server_lists_can_be_read_loaded_and_unloaded(tiny_server: Contract) -> None:
+    assert covered(tiny_server.draw(*CHAINS, examples=CHAIN_EXAMPLES)) >= 3
 
 
 def test_the_daemon_keeps_its_document(api: Contract) -> None:

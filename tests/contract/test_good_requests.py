@@ -16,16 +16,16 @@ from tests.contract.keeping import Contract
 from tests.flows.conftest import serving
 
 HELLO = [{"role": "user", "content": "hello"}]
-CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 8}
+CHAT: dict[str, Any] = {"model": "echo", "messages": HELLO, "max_tokens": 8}
 LONG = {"max_tokens": 400, "ignore_eos": True}
-PLAIN: dict[str, Any] = {"model": "tiny", "prompt": ["the sea", "a house"], "max_tokens": 8}
+PLAIN: dict[str, Any] = {"model": "echo", "prompt": ["the sea", "a house"], "max_tokens": 8}
 TEXTS = ["a cat", "a dog"]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture(autouse=True)
 def _loaded(lab: Lab) -> None:
-    lab.load("tiny")
+    lab.load("echo")
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def _loaded(lab: Lab) -> None:
         ("POST", "/v1/rerank", {"model": "default", "query": "cats", "documents": TEXTS}),
         ("POST", "/v2/rerank", {"model": "default", "query": "cats", "documents": TEXTS, "top_n": 1}),
         ("POST", "/rerank", {"query": "cats", "texts": TEXTS, "return_text": True}),
-        ("POST", "/admin/models/load", {"model": "tiny"}),
-        ("POST", "/admin/models/unload", {"model": "tiny"}),
+        ("POST", "/admin/models/load", {"model": "echo"}),
+        ("POST", "/admin/models/unload", {"model": "echo"}),
         ("POST", "/admin/models/unload", None),
     ],
 )
@@ -59,22 +59,21 @@ def test_the_inference_server_answers_as_described(server: Contract, method: str
 
 
 def test_a_model_is_described_under_its_own_address(server: Contract) -> None:
-    assert server.ask("GET", "/v1/models/{model}", at={"model": "tiny"}).status_code == 200
+    assert server.ask("GET", "/v1/models/{model}", at={"model": "echo"}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_of_tools_are_as_described(server: Contract, lab: Lab, stream: bool) -> None:
-    lab.load("tiny-wide")
+def test_calls_of_tools_are_as_described(server: Contract, stream: bool) -> None:
     body = {**CHAT, "model": "default", "tools": [WEATHER], "tool_choice": "required", "stream": stream}
     answer = server.ask("POST", "/v1/chat/completions", body={**body, "max_tokens": 48})
     assert answer.status_code == 200
     assert '"name":"weather"' in answer.text
 
 
-def test_a_stream_that_breaks_off_says_so_as_described(home: Path) -> None:
-    with serving(home, "tiny-wide", request_timeout_s=0.05) as lab:
+def test_a_stream_that_breaks_off_says_so_as_described(tmp_path: Path) -> None:
+    with serving(tmp_path, "echo", request_timeout_s=0.05, echo_tokens_per_s=1000) as lab:
         server = Contract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
-        body = {**CHAT, **LONG, "model": "tiny-wide", "stream": True, "n": 4}
+        body = {**CHAT, **LONG, "stream": True, "n": 4}
         # Too late for its status to say it, or just not: both are described.
         answer = server.ask("POST", "/v1/chat/completions", body=body)
         assert "lmx-timeout" in answer.text
@@ -126,8 +125,7 @@ def test_events_are_as_described(api: Contract) -> None:
     assert api.ask("GET", "/v3/events", query={"after": 10**9}).status_code == 410
 
 
-def test_permissions_are_as_described(api: Contract, daemon: Daemon, lab: Lab) -> None:
-    lab.load("tiny-wide")
+def test_permissions_are_as_described(api: Contract, daemon: Daemon) -> None:
 
     @daemon.tool
     def remember() -> str:

@@ -4,6 +4,7 @@ document names."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -24,9 +25,9 @@ def contract(request: pytest.FixtureRequest) -> Contract:
 
 
 @pytest.fixture
-def keyed(home: Any) -> Iterator[Contract]:
+def keyed(tmp_path: Path) -> Iterator[Contract]:
     """An inference server that asks for a key."""
-    with serving(home, "tiny", api_key="s3cret", downloads=False) as lab, httpx2.Client() as http:
+    with serving(tmp_path, "echo", api_key="s3cret", downloads=False) as lab, httpx2.Client() as http:
         authorization = {"authorization": "Bearer s3cret"}
         document = http.get(f"{lab.url}/openapi.json", headers=authorization)
         assert document.json()["security"] == [{"key": []}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from lmx_lab.weights import Catalog, ModelEntry, Progress, hub
 from lmx_lab.weights.hub_unverified import NOTE, note
 from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
 from tests.flows.conftest import wait_until
+from tests.weights.conftest import LLAMA, safetensors_bytes
 
 WEIGHTS = "model.safetensors"
 FETCH = """
@@ -39,9 +41,23 @@ Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("org/tiny"
 """
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that passes every check and is never loaded."""
+    folder = tmp_path_factory.mktemp("small")
+    for name, content in (
+        ("config.json", LLAMA),
+        ("tokenizer.json", {}),
+        ("tokenizer_config.json", {"model_max_length": 9}),
+    ):
+        (folder / name).write_text(json.dumps(content))
+    (folder / WEIGHTS).write_bytes(safetensors_bytes(count=2**18))
+    return folder
+
+
 @pytest.fixture
-def server(tiny: ModelEntry) -> Iterator[Hub]:
-    with hub_with(tiny.path) as server:
+def server(small: Path) -> Iterator[Hub]:
+    with hub_with(small) as server:
         yield server
 
 

@@ -1,8 +1,12 @@
-"""A running server on a loopback socket: real uvicorn, real engine, a tiny model."""
+"""Running servers on loopback sockets: with the echo engine, where any engine will do, or with a tiny model.
+
+``lab`` and ``http`` are on the echo engine. Tests that do not change what is loaded share one server for the session.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +18,17 @@ import pytest
 from lmx_lab.lab import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
+from tests.encoders.models import write_tiny_bert
 from tests.tiny import write_tiny_llama
+from tests.weights.conftest import LLAMA, safetensors_bytes
 
 HELLO = [{"role": "user", "content": "hello"}]
+SEA = [{"role": "user", "content": "The sea is wide and deep, and what it says it says again and again."}]
+"""What the echo engine repeats: more tokens than ``echo_body`` asks for."""
+ENDLESS: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
+"""Half a minute at ``PACE``: no test waits for its end."""
+PACE = 1000.0
+"""Tokens a second, so that an answer can be cancelled while it is made."""
 
 
 @contextlib.contextmanager
@@ -28,15 +40,47 @@ def serving(home: Path, model: str | None, **settings: Any) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture(scope="module")
-def lab(tiny_home: Path) -> Iterator[Lab]:
-    """One server with ``tiny`` loaded; tests that unload use ``fresh_lab``."""
+@pytest.fixture(scope="session")
+def echo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A lab's home with ``other``, a model that is listed and cannot be loaded: its weights are one tensor."""
+    home = tmp_path_factory.mktemp("echo-home")
+    other = home / "models" / "other"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text(json.dumps(LLAMA))
+    (other / "tokenizer.json").write_text("{}")
+    (other / "model.safetensors").write_bytes(safetensors_bytes())
+    return home
+
+
+@pytest.fixture(scope="session")
+def lab(echo_home: Path) -> Iterator[Lab]:
+    """One server with ``echo`` loaded; tests that unload use ``fresh_lab``."""
+    with serving(echo_home, "echo", slots=2, queue_limit=2, echo_tokens_per_s=PACE) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="session")
+def quick_lab(echo_home: Path) -> Iterator[Lab]:
+    """The same without a pace, which embeddings have, too."""
+    with serving(echo_home, "echo") as lab:
+        yield lab
+
+
+@pytest.fixture
+def fresh_lab(echo_home: Path) -> Iterator[Lab]:
+    with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="session")
+def tiny_lab(tiny_home: Path) -> Iterator[Lab]:
+    """One server with ``tiny`` loaded; tests that unload use ``fresh_tiny_lab``."""
     with serving(tiny_home, "tiny", slots=2, queue_limit=2) as lab:
         yield lab
 
 
 @pytest.fixture
-def fresh_lab(tiny_home: Path) -> Iterator[Lab]:
+def fresh_tiny_lab(tiny_home: Path) -> Iterator[Lab]:
     with serving(tiny_home, "tiny") as lab:
         yield lab
 
@@ -49,14 +93,24 @@ def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> 
     return home
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def three_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """A lab's home with a chat model, an embedder and a reranker, all tiny."""
+    home = tmp_path_factory.mktemp("three-home")
+    write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0)
+    write_tiny_bert(home / "models" / "tiny-embedder")
+    write_tiny_bert(home / "models" / "tiny-reranker", labels=1)
+    return home
+
+
+@pytest.fixture(scope="session")
 def encoding_lab(starter_home: Path, minilm: ModelEntry) -> Iterator[Lab]:
     """One server with the real MiniLM loaded."""
     with serving(starter_home, minilm.id) as lab:
         yield lab
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def http(lab: Lab) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=lab.url, timeout=60) as client:
         yield client
@@ -66,6 +120,22 @@ def http(lab: Lab) -> Iterator[httpx2.Client]:
 def fresh_http(fresh_lab: Lab) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=fresh_lab.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def tiny_http(tiny_lab: Lab) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=tiny_lab.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def fresh_tiny_http(fresh_tiny_lab: Lab) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=fresh_tiny_lab.url, timeout=60) as client:
+        yield client
+
+
+def echo_body(**changes: Any) -> dict[str, Any]:
+    return {"model": "echo", "messages": SEA, "temperature": 0, "max_tokens": 8, **changes}
 
 
 def chat_body(**changes: Any) -> dict[str, Any]:

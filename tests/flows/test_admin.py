@@ -15,7 +15,7 @@ import pytest
 
 from lmx_lab.lab import Lab
 from lmx_lab.weights import ModelEntry
-from tests.flows.conftest import chat_body, serving
+from tests.flows.conftest import ENDLESS, PACE, chat_body, echo_body, serving
 from tests.tiny import write_tiny_llama
 from tests.weights.conftest import gguf_bytes
 
@@ -37,7 +37,7 @@ def test_health_says_the_process_runs(http: httpx2.Client) -> None:
 def test_readiness_follows_the_model(fresh_http: httpx2.Client) -> None:
     ready = fresh_http.get("/readyz")
     assert ready.status_code == 200
-    assert (ready.json()["ready"], ready.json()["model"]) == (True, "tiny")
+    assert (ready.json()["ready"], ready.json()["model"]) == (True, "echo")
     assert ready.json()["vram_gb"] > 0
     unloaded = fresh_http.post("/admin/models/unload")
     assert unloaded.json()["success"] is True
@@ -47,10 +47,10 @@ def test_readiness_follows_the_model(fresh_http: httpx2.Client) -> None:
     body = not_ready.json()
     assert (body["ready"], body["model"], body["vram_gb"]) == (False, "", 0.0)
     assert body["error"]["code"] == "no-model-loaded"
-    refused = fresh_http.post(CHAT, json=chat_body())
+    refused = fresh_http.post(CHAT, json=echo_body())
     assert (refused.status_code, code(refused)) == (503, "no-model-loaded")
     assert "load" in refused.json()["error"]["message"]
-    assert load(fresh_http, "tiny").status_code == 200
+    assert load(fresh_http, "echo").status_code == 200
     assert fresh_http.get("/readyz").status_code == 200
 
 
@@ -59,15 +59,15 @@ def test_unloading_nothing_succeeds(fresh_http: httpx2.Client) -> None:
     assert fresh_http.post("/admin/models/unload").json() == {"success": True, "freed_vram_gb": 0.0}
 
 
-def test_the_list_has_everything_on_disk_and_what_is_loaded(http: httpx2.Client, tiny_home: Path) -> None:
+def test_the_list_has_everything_on_disk_and_what_is_loaded(http: httpx2.Client, echo_home: Path) -> None:
     records = {record["id"]: record for record in http.get("/admin/models").json()["models"]}
-    assert {"tiny", "tiny-two"} <= set(records)
-    loaded, other = records["tiny"], records["tiny-two"]
-    assert (loaded["loaded"], loaded["format"], loaded["kind"]) == (True, "mlx", "chat")
+    assert {"echo", "other"} <= set(records)
+    loaded, other = records["echo"], records["other"]
+    assert (loaded["loaded"], loaded["format"], loaded["kind"]) == (True, "echo", "chat")
     assert loaded["vram_gb"] > 0
-    assert loaded["context_length"] == 512
-    assert Path(loaded["path"]) == tiny_home / "models" / "tiny"
-    assert (other["loaded"], other["vram_gb"]) == (False, None)
+    assert loaded["context_length"] == 32_768
+    assert (other["loaded"], other["format"], other["vram_gb"]) == (False, "mlx", None)
+    assert Path(other["path"]) == echo_home / "models" / "other"
 
 
 def test_the_list_has_the_engines_and_which_of_them_runs_what(http: httpx2.Client) -> None:
@@ -78,33 +78,33 @@ def test_the_list_has_the_engines_and_which_of_them_runs_what(http: httpx2.Clien
     ]
     assert all(engine["version"] for engine in body["engines"])
     assert body["preference"] is None
-    assert {(record["engine"], record["problem"]) for record in body["models"]} == {("mlx", None)}
+    assert {(record["engine"], record["problem"]) for record in body["models"]} == {("echo", None), ("mlx", None)}
 
 
 def test_the_chat_formats_list(http: httpx2.Client) -> None:
     body = http.get("/v1/models").json()
     assert body["object"] == "list"
-    assert {"tiny", "tiny-two"} <= {card["id"] for card in body["data"]}
-    assert http.get("/v1/models/tiny").json()["object"] == "model"
+    assert {"echo", "other"} <= {card["id"] for card in body["data"]}
+    assert http.get("/v1/models/echo").json()["object"] == "model"
 
 
-def test_a_load_takes_the_place_of_what_is_loaded(fresh_http: httpx2.Client) -> None:
-    body = load(fresh_http, "tiny-two").json()
+def test_a_load_takes_the_place_of_what_is_loaded(fresh_tiny_http: httpx2.Client) -> None:
+    body = load(fresh_tiny_http, "tiny-two").json()
     assert set(body) == {"success", "model", "load_time_ms", "vram_gb"}
     assert (body["success"], body["model"]) == (True, "tiny-two")
     assert body["load_time_ms"] > 0
-    loaded = [record["id"] for record in fresh_http.get("/admin/models").json()["models"] if record["loaded"]]
+    loaded = [record["id"] for record in fresh_tiny_http.get("/admin/models").json()["models"] if record["loaded"]]
     assert loaded == ["tiny-two"]
-    assert fresh_http.post(CHAT, json=chat_body(model="tiny-two")).status_code == 200
-    assert fresh_http.post(CHAT, json=chat_body(model="tiny")).status_code == 503
+    assert fresh_tiny_http.post(CHAT, json=chat_body(model="tiny-two")).status_code == 200
+    assert fresh_tiny_http.post(CHAT, json=chat_body(model="tiny")).status_code == 503
 
 
 def test_loading_what_is_loaded_is_done_at_once(fresh_http: httpx2.Client) -> None:
-    assert load(fresh_http, "tiny").json()["load_time_ms"] == 0
+    assert load(fresh_http, "echo").json()["load_time_ms"] == 0
 
 
-def test_a_path_can_be_loaded_from_this_machine(fresh_http: httpx2.Client, tiny_home: Path) -> None:
-    assert load(fresh_http, str(tiny_home / "models" / "tiny-two")).json()["success"] is True
+def test_a_path_can_be_loaded_from_this_machine(fresh_tiny_http: httpx2.Client, tiny_home: Path) -> None:
+    assert load(fresh_tiny_http, str(tiny_home / "models" / "tiny-two")).json()["success"] is True
 
 
 @pytest.mark.parametrize("body", [{}, {"model": ""}, {"model": 3}, {"model": "tiny", "quickly": True}])
@@ -117,9 +117,9 @@ class TestWhatCannotBeLoaded:
     """The loaded model stays and answers."""
 
     @pytest.fixture(autouse=True)
-    def _tiny_still_answers(self, http: httpx2.Client) -> Iterator[None]:
+    def _echo_still_answers(self, http: httpx2.Client) -> Iterator[None]:
         yield
-        assert http.post(CHAT, json=chat_body()).status_code == 200
+        assert http.post(CHAT, json=echo_body()).status_code == 200
 
     @pytest.mark.parametrize("name", ["unheard-of", "/no/such/folder", "../no/such/folder"])
     def test_an_unknown_name_is_404(self, http: httpx2.Client, name: str) -> None:
@@ -136,10 +136,10 @@ class TestWhatCannotBeLoaded:
         assert (response.status_code, code(response)) == (400, "invalid-request")
         assert "config.json" in response.json()["error"]["message"]
 
-    def test_a_truncated_safetensors_file(self, http: httpx2.Client, tiny_home: Path, tmp_path: Path) -> None:
-        shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "cut")
+    def test_a_truncated_safetensors_file(self, http: httpx2.Client, echo_home: Path, tmp_path: Path) -> None:
+        shutil.copytree(echo_home / "models" / "other", tmp_path / "cut")
         weights = tmp_path / "cut" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1000])
+        weights.write_bytes(weights.read_bytes()[:-1])
         response = load(http, str(tmp_path / "cut"))
         assert (response.status_code, code(response)) == (400, "invalid-request")
         assert "model.safetensors" in response.json()["error"]["message"]
@@ -159,25 +159,34 @@ class TestWhatCannotBeLoaded:
         assert "qwen2.gguf" in message
         assert reason in message
 
+
+class TestWhatMlxCannotLoad:
+    """The loaded model stays and answers."""
+
+    @pytest.fixture(autouse=True)
+    def _tiny_still_answers(self, tiny_http: httpx2.Client) -> Iterator[None]:
+        yield
+        assert tiny_http.post(CHAT, json=chat_body()).status_code == 200
+
     def test_weights_that_do_not_fit_the_architecture(
-        self, http: httpx2.Client, tiny_home: Path, tmp_path: Path
+        self, tiny_http: httpx2.Client, tiny_home: Path, tmp_path: Path
     ) -> None:
         shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "odd")
         config = json.loads((tmp_path / "odd" / "config.json").read_text())
         (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-        response = load(http, str(tmp_path / "odd"))
+        response = load(tiny_http, str(tmp_path / "odd"))
         assert (response.status_code, code(response)) == (400, "invalid-request")
         assert "tiny is loaded again" in response.json()["error"]["message"]
 
     def test_an_architecture_that_mlx_lm_does_not_know(
-        self, http: httpx2.Client, tiny_home: Path, tmp_path: Path
+        self, tiny_http: httpx2.Client, tiny_home: Path, tmp_path: Path
     ) -> None:
         shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "new")
         config = json.loads((tmp_path / "new" / "config.json").read_text())
         (tmp_path / "new" / "config.json").write_text(
             json.dumps({**config, "model_type": "from_the_future", "architectures": ["FutureForCausalLM"]})
         )
-        response = load(http, str(tmp_path / "new"))
+        response = load(tiny_http, str(tmp_path / "new"))
         assert (response.status_code, code(response)) == (400, "invalid-request")
 
 
@@ -190,15 +199,15 @@ def test_a_full_disk_is_507_before_the_first_byte(tmp_path: Path) -> None:
     assert [path for path in home.rglob("*") if path.stat().st_size > 4096] == []
 
 
-def test_unload_and_load_at_once_are_both_answered(fresh_http: httpx2.Client) -> None:
-    with fresh_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=300)) as response:
+def test_unload_and_load_at_once_are_both_answered(fresh_tiny_http: httpx2.Client) -> None:
+    with fresh_tiny_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=300)) as response:
         pieces = response.iter_text()
         next(pieces)
         answers: list[httpx2.Response] = []
         calls = [
-            threading.Thread(target=lambda: answers.append(fresh_http.post("/admin/models/unload"))),
-            threading.Thread(target=lambda: answers.append(load(fresh_http, "tiny-two"))),
-            threading.Thread(target=lambda: answers.append(fresh_http.post("/admin/models/unload"))),
+            threading.Thread(target=lambda: answers.append(fresh_tiny_http.post("/admin/models/unload"))),
+            threading.Thread(target=lambda: answers.append(load(fresh_tiny_http, "tiny-two"))),
+            threading.Thread(target=lambda: answers.append(fresh_tiny_http.post("/admin/models/unload"))),
         ]
         for call in calls:
             call.start()
@@ -209,14 +218,14 @@ def test_unload_and_load_at_once_are_both_answered(fresh_http: httpx2.Client) ->
     assert {code(answer) for answer in answers if answer.status_code == 409} <= {"model-busy"}
 
 
-def test_default_is_told_503_not_404_while_the_model_goes(tiny_home: Path) -> None:
-    with serving(tiny_home, "tiny") as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
-        with http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=450)) as response:
+def test_default_is_told_503_not_404_while_the_model_goes(echo_home: Path) -> None:
+    with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+        with http.stream("POST", CHAT, json=echo_body(stream=True, max_tokens=200, ignore_eos=True)) as response:
             pieces = response.iter_text()
             next(pieces)
             unload = threading.Thread(target=http.post, args=("/admin/models/unload",))
             unload.start()
-            while (answer := http.post(CHAT, json=chat_body(model="default"))).status_code == 200:
+            while (answer := http.post(CHAT, json=echo_body(model="default"))).status_code == 200:
                 pass
             "".join(pieces)
         unload.join()
@@ -224,29 +233,29 @@ def test_default_is_told_503_not_404_while_the_model_goes(tiny_home: Path) -> No
 
 
 def test_a_path_is_another_model_than_the_one_of_that_name(
-    fresh_http: httpx2.Client, tiny_home: Path, tmp_path: Path
+    fresh_tiny_http: httpx2.Client, tiny_home: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "tiny"
     write_tiny_llama(path, tiny_home / "models" / "tiny", seed=7)
-    before = fresh_http.post(CHAT, json=chat_body(model="default")).json()["choices"][0]["message"]
-    answer = load(fresh_http, str(path)).json()
+    before = fresh_tiny_http.post(CHAT, json=chat_body(model="default")).json()["choices"][0]["message"]
+    answer = load(fresh_tiny_http, str(path)).json()
     assert answer["model"] == str(path)
     assert answer["load_time_ms"] > 0
-    records = [record for record in fresh_http.get("/admin/models").json()["models"] if record["loaded"]]
+    records = [record for record in fresh_tiny_http.get("/admin/models").json()["models"] if record["loaded"]]
     assert [record["path"] for record in records] == [str(path)]
-    assert str(path) in [card["id"] for card in fresh_http.get("/v1/models").json()["data"]]
-    after = fresh_http.post(CHAT, json=chat_body(model=str(path))).json()["choices"][0]["message"]
+    assert str(path) in [card["id"] for card in fresh_tiny_http.get("/v1/models").json()["data"]]
+    after = fresh_tiny_http.post(CHAT, json=chat_body(model=str(path))).json()["choices"][0]["message"]
     assert before != after
 
 
-def test_odd_folders_do_not_hide_the_others(fresh_http: httpx2.Client, tiny_home: Path) -> None:
-    odd = tiny_home / "models" / os.fsdecode(b"caf\xe9")
+def test_odd_folders_do_not_hide_the_others(fresh_http: httpx2.Client, echo_home: Path) -> None:
+    odd = echo_home / "models" / os.fsdecode(b"caf\xe9")
     odd.mkdir()
     (odd / "config.json").write_text("{}")
-    locked = tiny_home / "models" / "locked"
+    locked = echo_home / "models" / "locked"
     locked.mkdir(mode=0)
     try:
-        assert "tiny" in [record["id"] for record in fresh_http.get("/admin/models").json()["models"]]
+        assert "other" in [record["id"] for record in fresh_http.get("/admin/models").json()["models"]]
     finally:
         shutil.rmtree(odd)
         locked.rmdir()
@@ -257,17 +266,17 @@ def test_downloads_can_be_forbidden(tmp_path: Path) -> None:
         assert load(http, "smollm2-135m").status_code == 404
 
 
-def test_running_requests_end_well_before_a_swap(fresh_http: httpx2.Client) -> None:
-    with fresh_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=200)) as response:
+def test_running_requests_end_well_before_a_swap(fresh_tiny_http: httpx2.Client) -> None:
+    with fresh_tiny_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=200)) as response:
         pieces = response.iter_text()
         first = next(pieces)
-        swapped = threading.Thread(target=load, args=(fresh_http, "tiny-two"))
+        swapped = threading.Thread(target=load, args=(fresh_tiny_http, "tiny-two"))
         swapped.start()
         text = first + "".join(pieces)
     swapped.join()
     assert text.endswith("data: [DONE]\n\n")
     assert '"predicted_n":200' in text
-    assert fresh_http.get("/readyz").json()["model"] == "tiny-two"
+    assert fresh_tiny_http.get("/readyz").json()["model"] == "tiny-two"
 
 
 def test_an_embedding_model_says_that_it_does_not_chat(starter_home: Path, minilm: ModelEntry) -> None:
@@ -306,7 +315,7 @@ def test_metrics_have_the_specified_three_types_and_no_others(lab: Lab) -> None:
 def test_throughput_shows_running_work(lab: Lab, http: httpx2.Client) -> None:
     stream = events(lab)
     next(stream)
-    with http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=450)) as response:
+    with http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as response:
         assert response.status_code == 200
         pieces = response.iter_text()  # dropped, it would close the connection
         next(pieces)
@@ -317,37 +326,38 @@ def test_throughput_shows_running_work(lab: Lab, http: httpx2.Client) -> None:
 def test_watchers_who_ask_see_loads_and_requests(fresh_lab: Lab, fresh_http: httpx2.Client) -> None:
     stream = events(fresh_lab, "?include=models,requests")
     next(stream)
-    fresh_http.post(CHAT, json=chat_body())
-    load(fresh_http, "tiny-two")
+    fresh_http.post(CHAT, json=echo_body())
+    fresh_http.post("/admin/models/unload")
+    load(fresh_http, "echo")
     seen: list[dict[str, Any]] = []
     while not any(event["type"] == "model" and event["stage"] == "loaded" for event in seen):
         seen.append(next(stream))
     (request,) = [event for event in seen if event["type"] == "request"]
-    assert (request["model"], request["completion_tokens"]) == ("tiny", 8)
+    assert (request["model"], request["completion_tokens"]) == ("echo", 8)
 
 
 def test_an_unknown_include_is_400(http: httpx2.Client) -> None:
     assert http.get("/admin/events?include=secrets").status_code == 400
 
 
-def test_a_key_is_needed_where_one_is_set_but_not_for_health(tiny_home: Path) -> None:
-    with serving(tiny_home, "tiny", api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
+def test_a_key_is_needed_where_one_is_set_but_not_for_health(echo_home: Path) -> None:
+    with serving(echo_home, "echo", api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
-        refused = http.post(CHAT, json=chat_body())
+        refused = http.post(CHAT, json=echo_body())
         assert (refused.status_code, code(refused)) == (401, "unauthorized")
         assert "s3cret" not in refused.text
-        allowed = http.post(CHAT, json=chat_body(), headers={"authorization": "Bearer s3cret"})
+        allowed = http.post(CHAT, json=echo_body(), headers={"authorization": "Bearer s3cret"})
         assert allowed.status_code == 200
         assert "s3cret" not in repr(lab)
 
 
 def test_any_key_is_accepted_where_none_is_set(http: httpx2.Client) -> None:
-    assert http.post(CHAT, json=chat_body(), headers={"authorization": "Bearer anything"}).status_code == 200
+    assert http.post(CHAT, json=echo_body(), headers={"authorization": "Bearer anything"}).status_code == 200
 
 
-def test_a_page_that_was_allowed_can_call_and_read_refusals(tiny_home: Path) -> None:
+def test_a_page_that_was_allowed_can_call_and_read_refusals(echo_home: Path) -> None:
     page = "http://localhost:3000"
-    with serving(tiny_home, "tiny", cors_origins=(page,)) as lab, httpx2.Client(base_url=lab.url) as http:
+    with serving(echo_home, "echo", cors_origins=(page,)) as lab, httpx2.Client(base_url=lab.url) as http:
         preflight = http.options(
             CHAT,
             headers={
@@ -356,8 +366,8 @@ def test_a_page_that_was_allowed_can_call_and_read_refusals(tiny_home: Path) -> 
                 "access-control-request-headers": "content-type",
             },
         )
-        answer = http.post(CHAT, json=chat_body(), headers={"origin": page})
-        foreign = http.post(CHAT, json=chat_body(), headers={"origin": "http://evil.example"})
+        answer = http.post(CHAT, json=echo_body(), headers={"origin": page})
+        foreign = http.post(CHAT, json=echo_body(), headers={"origin": "http://evil.example"})
     assert preflight.status_code == 200
     assert answer.headers["access-control-allow-origin"] == preflight.headers["access-control-allow-origin"] == page
     assert foreign.status_code == 403

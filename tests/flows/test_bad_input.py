@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from lmx_lab.lab import Lab
-from tests.flows.conftest import HELLO, chat_body
+from tests.flows.conftest import HELLO, echo_body
 
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -22,7 +22,7 @@ TOOL = {"type": "function", "function": {"name": "look"}}
 @pytest.fixture(autouse=True)
 def _next_good_request_works(http: httpx2.Client) -> Iterator[None]:
     yield
-    assert http.post(PATH, json=chat_body(max_tokens=1)).status_code == 200
+    assert http.post(PATH, json=echo_body(max_tokens=1)).status_code == 200
 
 
 def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any]:
@@ -120,20 +120,20 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
     ],
 )
 def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
-    error = error_of(http.post(PATH, json=chat_body(**changes)), 400, "invalid-request")
+    error = error_of(http.post(PATH, json=echo_body(**changes)), 400, "invalid-request")
     assert error["param"] == param
     assert param.partition(".")[0] in error["message"]
 
 
 @pytest.mark.parametrize("missing", ["model", "messages"])
 def test_a_missing_field_is_400_and_named(http: httpx2.Client, missing: str) -> None:
-    body = chat_body()
+    body = echo_body()
     del body[missing]
     assert error_of(http.post(PATH, json=body), 400, "invalid-request")["param"] == missing
 
 
 def test_the_message_names_value_and_limit(http: httpx2.Client) -> None:
-    message = error_of(http.post(PATH, json=chat_body(temperature=2.1)), 400, "invalid-request")["message"]
+    message = error_of(http.post(PATH, json=echo_body(temperature=2.1)), 400, "invalid-request")["message"]
     assert "2.1" in message
     assert "2" in message.replace("2.1", "")
 
@@ -141,7 +141,7 @@ def test_the_message_names_value_and_limit(http: httpx2.Client) -> None:
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
 def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None) -> None:
     headers = {"content-type": content_type} if content_type else {}
-    request = http.build_request("POST", PATH, content=b'{"model": "tiny"}', headers=headers)
+    request = http.build_request("POST", PATH, content=b'{"model": "echo"}', headers=headers)
     error = error_of(http.send(request), 400, "invalid-request")
     assert "application/json" in error["message"]
 
@@ -165,7 +165,7 @@ def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None)
 def test_a_message_says_what_was_given_what_may_be_and_what_to_do(
     http: httpx2.Client, changes: dict[str, Any], said: list[str]
 ) -> None:
-    message = error_of(http.post(PATH, json=chat_body(**changes)), 400, "invalid-request")["message"]
+    message = error_of(http.post(PATH, json=echo_body(**changes)), 400, "invalid-request")["message"]
     assert [part for part in said if part not in message] == []
 
 
@@ -189,17 +189,17 @@ def test_a_compressed_body_is_named_as_such(http: httpx2.Client) -> None:
 
 
 def test_a_long_name_is_not_echoed_whole(http: httpx2.Client) -> None:
-    error = error_of(http.post(PATH, json=chat_body(model="x" * 200_000)), 404, "model-not-found")
+    error = error_of(http.post(PATH, json=echo_body(model="x" * 200_000)), 404, "model-not-found")
     assert len(error["message"]) < 1000
 
 
 def test_a_long_field_name_is_not_echoed_whole(http: httpx2.Client) -> None:
-    error = error_of(http.post(PATH, json=chat_body(**{"x" * 200_000: 1})), 400, "invalid-request")
+    error = error_of(http.post(PATH, json=echo_body(**{"x" * 200_000: 1})), 400, "invalid-request")
     assert len(error["message"]) < 1000
 
 
 def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http: httpx2.Client) -> None:
-    body = chat_body(messages=[{"role": "user", "content": "a" * 20_000_000}])
+    body = echo_body(messages=[{"role": "user", "content": "a" * 20_000_000}])
     error_of(http.post(PATH, json=body), 413, "body-too-large")
 
 
@@ -225,20 +225,20 @@ def test_a_body_that_holds_too_much_is_413_and_the_limit_is_named(
 
 
 def test_a_prompt_longer_than_the_context_is_400_with_both_numbers(http: httpx2.Client) -> None:
-    body = chat_body(messages=[{"role": "user", "content": "word " * 1000}])
+    body = echo_body(messages=[{"role": "user", "content": "word " * 40_000}])
     message = error_of(http.post(PATH, json=body), 400, "context-length-exceeded")["message"]
-    assert "512" in message
+    assert "32768" in message
 
 
 def test_an_unknown_model_is_404(http: httpx2.Client) -> None:
-    error_of(http.post(PATH, json=chat_body(model="unheard-of")), 404, "model-not-found")
+    error_of(http.post(PATH, json=echo_body(model="unheard-of")), 404, "model-not-found")
 
 
 def test_a_model_that_is_on_disk_but_not_loaded_is_503_naming_both(http: httpx2.Client) -> None:
-    response = http.post(PATH, json=chat_body(model="tiny-two"))
+    response = http.post(PATH, json=echo_body(model="other"))
     message = error_of(response, 503, "no-model-loaded")["message"]
-    assert "tiny-two" in message
-    assert "tiny is" in message
+    assert "other" in message
+    assert "echo is" in message
     assert "--swap" in message
     assert response.headers["x-should-retry"] == "false"
 

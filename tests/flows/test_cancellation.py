@@ -14,12 +14,12 @@ import pytest
 from websockets.sync.client import connect
 
 from lmx_lab.lab import Lab
-from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
+from tests.flows.conftest import ENDLESS, PACE, chat_body, echo_body, serving, wait_until, wait_until_idle
 
 PATH = "/v1/chat/completions"
 Way = Literal["sse", "whole", "socket"]
 LONG: list[Any] = [{"role": "user", "content": "word " * 7000}]
-ENDLESS: dict[str, Any] = {"model": "default", "max_tokens": 7500, "ignore_eos": True}
+BUSY: dict[str, Any] = {"model": "default", "max_tokens": 7500, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +45,43 @@ def asked(lab: Lab, way: Way, body: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+@pytest.fixture(scope="module")
+def echoing(echo_home: Path) -> Iterator[Lab]:
+    with serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("phase", ["queued", "decode"])
 @pytest.mark.parametrize("way", ["sse", "whole", "socket"])
-def test_the_slot_is_free_and_the_next_request_is_served(one_slot: Lab, way: Way, phase: str) -> None:
-    before = one_slot.engine.snapshot
+def test_the_slot_is_free_and_the_next_request_is_served(echoing: Lab, way: Way, phase: str) -> None:
+    before = echoing.engine.snapshot
     with ExitStack() as others:
         if phase == "queued":
-            others.enter_context(asked(one_slot, "sse", chat_body(**ENDLESS)))
+            others.enter_context(asked(echoing, "sse", echo_body(**ENDLESS)))
+            wait_until(lambda: echoing.engine.snapshot.output_tokens > before.output_tokens)
+        with asked(echoing, way, echo_body(**ENDLESS)):
+            if phase == "queued":
+                wait_until(lambda: echoing.engine.snapshot.queued_requests == 1)
+            else:
+                wait_until(lambda: echoing.engine.snapshot.output_tokens > before.output_tokens)
+        wait_until(lambda: echoing.engine.snapshot.queued_requests == 0)
+    wait_until_idle(echoing)
+    assert 0 < echoing.engine.snapshot.output_tokens - before.output_tokens < ENDLESS["max_tokens"]
+    assert httpx2.post(f"{echoing.url}{PATH}", json=echo_body(), timeout=30).status_code == 200
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("way", ["sse", "whole", "socket"])
+def test_a_model_stops_computing(one_slot: Lab, way: Way, phase: str) -> None:
+    before = one_slot.engine.snapshot
+    messages = {"messages": LONG} if phase == "prefill" else {}
+    with asked(one_slot, way, chat_body(**BUSY, **messages)):
+        if phase == "prefill":
+            wait_until(lambda: one_slot.engine.snapshot.active_requests == 1)
+        else:
             wait_until(lambda: one_slot.engine.snapshot.output_tokens > before.output_tokens)
-        messages = {"messages": LONG} if phase == "prefill" else {}
-        with asked(one_slot, way, chat_body(**ENDLESS, **messages)):
-            match phase:
-                case "queued":
-                    wait_until(lambda: one_slot.engine.snapshot.queued_requests == 1)
-                case "prefill":
-                    wait_until(lambda: one_slot.engine.snapshot.active_requests == 1)
-                case "decode":
-                    wait_until(lambda: one_slot.engine.snapshot.output_tokens > before.output_tokens)
-        wait_until(lambda: one_slot.engine.snapshot.queued_requests == 0)
     wait_until_idle(one_slot)
     made = one_slot.engine.snapshot.output_tokens - before.output_tokens
-    assert made == 0 if phase == "prefill" else 0 < made < 7500
+    assert made == 0 if phase == "prefill" else 0 < made < BUSY["max_tokens"]
     fresh = httpx2.post(f"{one_slot.url}{PATH}", json=chat_body(model="tiny-long"), timeout=30)
     assert fresh.status_code == 200

@@ -12,23 +12,23 @@ from openai.types.chat import ChatCompletionMessage
 
 from lmx_lab.lab import Lab
 from lmx_lab.server import chat
-from tests.flows.conftest import chat_body, events, serving, wait_until_idle
+from tests.flows.conftest import ENDLESS, HELLO, PACE, chat_body, echo_body, events, serving, wait_until_idle
 
 PATH = "/v1/chat/completions"
 
 
 def lines(http: httpx2.Client, **changes: Any) -> list[str]:
-    with http.stream("POST", PATH, json=chat_body(stream=True, **changes)) as response:
+    with http.stream("POST", PATH, json=echo_body(stream=True, **changes)) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         return events("".join(response.iter_text()))
 
 
 def test_a_completion_has_the_specified_shape(http: httpx2.Client) -> None:
-    body = http.post(PATH, json=chat_body()).json()
+    body = http.post(PATH, json=echo_body()).json()
     assert body["object"] == "chat.completion"
     assert isinstance(body["id"], str)
-    assert body["model"] == "tiny"
+    assert body["model"] == "echo"
     (choice,) = body["choices"]
     assert choice["index"] == 0
     assert choice["message"]["role"] == "assistant"
@@ -37,7 +37,8 @@ def test_a_completion_has_the_specified_shape(http: httpx2.Client) -> None:
     usage = body["usage"]
     assert usage["completion_tokens"] == 8
     assert usage["total_tokens"] == usage["prompt_tokens"] + 8
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    (cached,) = usage["prompt_tokens_details"].values()
+    assert 0 <= cached < usage["prompt_tokens"]
     assert body["timings"]["predicted_n"] == 8
     assert body["timings"]["predicted_per_second"] > 0
 
@@ -57,8 +58,8 @@ def test_a_stream_has_one_id_an_empty_last_delta_and_a_terminator(http: httpx2.C
 
 @pytest.mark.parametrize("stop", [None, ["zzz"], "e"])
 def test_streamed_text_equals_the_whole(http: httpx2.Client, stop: object) -> None:
-    whole = http.post(PATH, json=chat_body(max_tokens=40, stop=stop)).json()["choices"][0]
-    chunks = [json.loads(line)["choices"][0] for line in lines(http, max_tokens=40, stop=stop)[:-1]]
+    whole = http.post(PATH, json=echo_body(max_tokens=16, stop=stop)).json()["choices"][0]
+    chunks = [json.loads(line)["choices"][0] for line in lines(http, max_tokens=16, stop=stop)[:-1]]
     assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == whole["message"]["content"]
     assert chunks[-1]["finish_reason"] == whole["finish_reason"]
 
@@ -71,15 +72,15 @@ def test_include_usage_adds_one_chunk_without_choices(http: httpx2.Client) -> No
 
 
 def test_a_stop_string_is_not_part_of_the_text(http: httpx2.Client) -> None:
-    whole = http.post(PATH, json=chat_body()).json()["choices"][0]["message"]["content"]
+    whole = http.post(PATH, json=echo_body()).json()["choices"][0]["message"]["content"]
     stop = whole[len(whole) // 2 :][:3]
-    choice = http.post(PATH, json=chat_body(stop=[stop])).json()["choices"][0]
+    choice = http.post(PATH, json=echo_body(stop=[stop])).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == whole[: whole.index(stop)]
 
 
 def choices(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
-    response = http.post(PATH, json=chat_body(**changes))
+    response = http.post(PATH, json=echo_body(**changes))
     assert response.status_code == 200, response.text
     found: list[dict[str, Any]] = response.json()["choices"]
     return found
@@ -94,16 +95,17 @@ def by_index(http: httpx2.Client, **changes: Any) -> dict[int, list[dict[str, An
     return found
 
 
-WARM: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
+WARM: dict[str, Any] = {"messages": HELLO, "temperature": 1.5, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+"""After its two tokens the echo engine draws."""
 
 
 def test_n_choices_differ_share_a_seed_and_count_the_prompt_once(http: httpx2.Client) -> None:
-    body = http.post(PATH, json=chat_body(n=2, **WARM)).json()
+    body = http.post(PATH, json=echo_body(n=2, **WARM)).json()
     texts = [choice["message"]["content"] for choice in body["choices"]]
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert texts[0] != texts[1]
     assert [choice["message"]["content"] for choice in choices(http, n=2, **WARM)] == texts
-    alone = http.post(PATH, json=chat_body(**WARM)).json()
+    alone = http.post(PATH, json=echo_body(**WARM)).json()
     assert alone["choices"][0]["message"]["content"] == texts[0]
     assert body["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
     assert body["usage"]["completion_tokens"] == 24
@@ -124,14 +126,14 @@ def test_streamed_choices_have_a_role_and_an_end_each(http: httpx2.Client) -> No
 
 
 def test_choices_that_are_left_free_all_their_slots(lab: Lab, http: httpx2.Client) -> None:
-    with http.stream("POST", PATH, json=chat_body(stream=True, n=2, max_tokens=450)) as response:
+    with http.stream("POST", PATH, json=echo_body(stream=True, n=2, **ENDLESS)) as response:
         next(response.iter_text())
         assert lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests > 0
     wait_until_idle(lab)
 
 
 def test_more_choices_than_the_server_ever_takes_are_no_matter_of_waiting(lab: Lab, http: httpx2.Client) -> None:
-    refused = http.post(PATH, json=chat_body(n=5))
+    refused = http.post(PATH, json=echo_body(n=5))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
     wait_until_idle(lab)
 
@@ -159,7 +161,7 @@ def test_without_top_logprobs_there_are_no_rivals(http: httpx2.Client) -> None:
 
 @pytest.mark.parametrize("stop", [None, "e"])
 def test_streamed_logprobs_equal_the_whole(http: httpx2.Client, stop: str | None) -> None:
-    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 40, "stop": stop}
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 16, "stop": stop}
     whole = choices(http, **asked)[0]["logprobs"]["content"]
     first, *pieces, last = by_index(http, **asked)[0]
     assert first["logprobs"] is last["logprobs"] is None
@@ -175,33 +177,35 @@ def test_a_bias_of_100_is_the_only_token(http: httpx2.Client) -> None:
 
 
 def test_unknown_ids_in_a_bias_are_named(http: httpx2.Client) -> None:
-    response = http.post(PATH, json=chat_body(logit_bias={"49152": 1}))
+    response = http.post(PATH, json=echo_body(logit_bias={"49152": 1}))
     assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
     assert "49152" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/completions"])
 def test_a_program_on_this_machine_may_name_the_loaded_model_by_its_path(
-    http: httpx2.Client, tiny_home: Path, path: str
+    tiny_http: httpx2.Client, tiny_home: Path, path: str
 ) -> None:
     where = tiny_home / "models" / "tiny"
     what = {"prompt": "a", "max_tokens": 1} if path != PATH else chat_body(max_tokens=1)
-    assert http.post(path, json={**what, "model": f"{where}/"}).json()["model"] == "tiny"
-    refused = http.post(path, json={**what, "model": f"{where}-two"})
+    assert tiny_http.post(path, json={**what, "model": f"{where}/"}).json()["model"] == "tiny"
+    refused = tiny_http.post(path, json={**what, "model": f"{where}-two"})
     assert refused.status_code == 404
     assert "by id" in refused.json()["error"]["message"]
 
 
-def test_others_name_models_by_id_only(http: httpx2.Client, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_name_models_by_id_only(
+    tiny_http: httpx2.Client, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chat, "is_local", lambda request: False)
-    refused = http.post(PATH, json=chat_body(model=str(tiny_home / "models" / "tiny")))
+    refused = tiny_http.post(PATH, json=chat_body(model=str(tiny_home / "models" / "tiny")))
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model-not-found")
     assert "by id" in refused.json()["error"]["message"]
     assert "tiny is loaded" in refused.json()["error"]["message"]
 
 
 def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
-    assert http.post(PATH, json=chat_body(model="default")).json()["model"] == "tiny"
+    assert http.post(PATH, json=echo_body(model="default")).json()["model"] == "echo"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
         {"modalities": ["text"], "functions": [], "function_call": "none", "prompt_cache_retention": "24h"},
         {
             "messages": [
-                *chat_body()["messages"],
+                *echo_body()["messages"],
                 ChatCompletionMessage(role="assistant", content="Hello.").model_dump(),
                 {"role": "assistant", "content": "Hello.", "annotations": [], "reasoning_content": None},
                 {"role": "user", "content": "and?"},
@@ -235,11 +239,11 @@ def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
         {"max_tokens": 5.0},
         {
             "messages": [{"role": "developer", "content": [{"type": "text", "text": "be brief"}]}]
-            + chat_body()["messages"]
+            + echo_body()["messages"]
         },
         {
             "messages": [
-                *chat_body()["messages"],
+                *echo_body()["messages"],
                 {"role": "assistant", "content": None},
                 {"role": "user", "content": ""},
             ]
@@ -247,32 +251,32 @@ def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
     ],
 )
 def test_what_the_format_knows_and_changes_nothing_is_accepted(http: httpx2.Client, extra: dict[str, Any]) -> None:
-    response = http.post(PATH, json=chat_body(**extra))
+    response = http.post(PATH, json=echo_body(**extra))
     assert response.status_code == 200, response.text
 
 
 def test_a_client_that_leaves_a_stream_frees_its_slot(lab: Lab, http: httpx2.Client) -> None:
-    with http.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as response:
+    with http.stream("POST", PATH, json=echo_body(stream=True, **ENDLESS)) as response:
         next(response.iter_text())
     wait_until_idle(lab)
-    assert http.post(PATH, json=chat_body()).status_code == 200
+    assert http.post(PATH, json=echo_body()).status_code == 200
 
 
 def test_a_client_that_leaves_a_whole_answer_frees_its_slot(lab: Lab, http: httpx2.Client) -> None:
     tokens = lab.engine.snapshot.output_tokens
     with pytest.raises(httpx2.ReadTimeout):
-        http.post(PATH, json=chat_body(max_tokens=450), timeout=0.05)
+        http.post(PATH, json=echo_body(**ENDLESS), timeout=0.05)
     wait_until_idle(lab)
-    assert lab.engine.snapshot.output_tokens - tokens < 450
-    assert http.post(PATH, json=chat_body()).status_code == 200
+    assert lab.engine.snapshot.output_tokens - tokens < ENDLESS["max_tokens"]
+    assert http.post(PATH, json=echo_body()).status_code == 200
 
 
 def test_a_full_queue_is_429_with_retry_after(lab: Lab, http: httpx2.Client) -> None:
-    streams = [http.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) for _ in range(4)]
+    streams = [http.stream("POST", PATH, json=echo_body(stream=True, **ENDLESS)) for _ in range(4)]
     for stream in streams:
         stream.__enter__()
     try:
-        refused = http.post(PATH, json=chat_body())
+        refused = http.post(PATH, json=echo_body())
     finally:
         for stream in streams:
             stream.__exit__(None, None, None)
@@ -282,10 +286,11 @@ def test_a_full_queue_is_429_with_retry_after(lab: Lab, http: httpx2.Client) -> 
     wait_until_idle(lab)
 
 
-def test_a_deadline_is_504_before_the_first_byte_and_an_error_line_after_it(tiny_home: Path) -> None:
-    with serving(tiny_home, "tiny", request_timeout_s=0.02) as lab, httpx2.Client(base_url=lab.url) as http:
-        late = http.post(PATH, json=chat_body(max_tokens=450))
-        *_, last = lines(http, max_tokens=450)
+def test_a_deadline_is_504_before_the_first_byte_and_an_error_line_after_it(echo_home: Path) -> None:
+    settings = {"request_timeout_s": 0.1, "echo_tokens_per_s": PACE}
+    with serving(echo_home, "echo", **settings) as lab, httpx2.Client(base_url=lab.url) as http:
+        late = http.post(PATH, json=echo_body(**ENDLESS))
+        *_, last = lines(http, **ENDLESS)
     assert late.status_code == 504
     assert late.json()["error"]["code"] == "lmx-timeout"
     assert late.headers["x-should-retry"] == "false"
@@ -299,11 +304,11 @@ def test_every_answer_has_a_request_id(http: httpx2.Client) -> None:
     assert error.json()["error"]["request_id"] == error.headers["x-request-id"]
 
 
-def test_stopping_the_server_ends_a_stream_with_an_error_line(tiny_home: Path) -> None:
+def test_stopping_the_server_ends_a_stream_with_an_error_line(echo_home: Path) -> None:
     with (
-        serving(tiny_home, "tiny") as lab,
+        serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as http,
-        http.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as response,
+        http.stream("POST", PATH, json=echo_body(stream=True, **ENDLESS)) as response,
     ):
         pieces = response.iter_text()
         text = next(pieces)

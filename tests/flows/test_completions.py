@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 
 from lmx_lab.lab import Lab
 from lmx_lab.weights import ModelEntry
-from tests.flows.conftest import chat_body, events, serving, wait_until_idle
+from tests.flows.conftest import ENDLESS, chat_body, echo_body, events, serving, wait_until_idle
 from tests.flows.test_bad_input import error_of
 
 PATH = "/v1/completions"
-SEA = "The sea is"
-WARM: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
+SEA = "The sea is wide and deep, and what it says it says again."
+WARM: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 40, "ignore_eos": True}
 
 
 def body(**changes: Any) -> dict[str, Any]:
-    return {"model": "tiny", "prompt": SEA, "temperature": 0, "max_tokens": 8, **changes}
+    return {"model": "echo", "prompt": SEA, "temperature": 0, "max_tokens": 8, **changes}
 
 
 def complete(http: httpx2.Client, **changes: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def test_a_completion_has_the_formats_shape(http: httpx2.Client) -> None:
     answer = complete(http)
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
-    assert answer["model"] == "tiny"
+    assert answer["model"] == "echo"
     (only,) = answer["choices"]
     assert set(only) == {"text", "index", "logprobs", "finish_reason"}
     assert (only["index"], only["logprobs"], only["finish_reason"]) == (0, None, "length")
@@ -76,15 +76,15 @@ def test_the_formats_defaults_are_16_tokens_at_temperature_1(http: httpx2.Client
     assert response.json()["usage"]["completion_tokens"] == 16
 
 
-def test_token_ids_are_the_same_prompt(http: httpx2.Client, ids: list[int]) -> None:
-    assert choice(http, prompt=ids)["text"] == choice(http)["text"]
-    assert choice(http, prompt=[ids])["text"] == choice(http)["text"]
+def test_token_ids_are_the_same_prompt(tiny_http: httpx2.Client, ids: list[int]) -> None:
+    assert choice(tiny_http, model="tiny", prompt=ids)["text"] == choice(tiny_http, model="tiny")["text"]
+    assert choice(tiny_http, model="tiny", prompt=[ids])["text"] == choice(tiny_http, model="tiny")["text"]
 
 
 def test_several_prompts_are_answered_in_order_and_counted_together(http: httpx2.Client) -> None:
     prompts = [SEA, "One two three", "Dear", SEA, "x"]
-    answer = complete(http, prompt=prompts)
-    alone = [complete(http, prompt=prompt) for prompt in prompts]
+    answer = complete(http, prompt=prompts, ignore_eos=True)
+    alone = [complete(http, prompt=prompt, ignore_eos=True) for prompt in prompts]
     assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3, 4]
     assert [one["text"] for one in answer["choices"]] == [one["choices"][0]["text"] for one in alone]
     assert answer["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
@@ -127,10 +127,10 @@ def test_streamed_text_and_logprobs_equal_the_whole(http: httpx2.Client, asked: 
             ][name]
 
 
-def test_echo_puts_the_prompt_before_the_text(http: httpx2.Client, ids: list[int]) -> None:
-    text = choice(http)["text"]
-    assert choice(http, echo=True)["text"] == SEA + text
-    assert choice(http, prompt=ids, echo=True)["text"] == SEA + text
+def test_echo_puts_the_prompt_before_the_text(tiny_http: httpx2.Client, ids: list[int]) -> None:
+    text = choice(tiny_http, model="tiny")["text"]
+    assert choice(tiny_http, model="tiny", echo=True)["text"] == SEA + text
+    assert choice(tiny_http, model="tiny", prompt=ids, echo=True)["text"] == SEA + text
 
 
 def test_no_tokens_only_echo(http: httpx2.Client) -> None:
@@ -140,8 +140,8 @@ def test_no_tokens_only_echo(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_an_echo_with_logprobs_scores_the_prompt(http: httpx2.Client, ids: list[int], max_tokens: int) -> None:
-    logprobs = choice(http, prompt=ids, echo=True, logprobs=1, max_tokens=max_tokens)["logprobs"]
+def test_an_echo_with_logprobs_scores_the_prompt(tiny_http: httpx2.Client, ids: list[int], max_tokens: int) -> None:
+    logprobs = choice(tiny_http, model="tiny", prompt=ids, echo=True, logprobs=1, max_tokens=max_tokens)["logprobs"]
     assert {len(values) for values in logprobs.values()} == {len(ids) + max_tokens}
     assert "".join(logprobs["tokens"][: len(ids)]) == SEA
     assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
@@ -158,14 +158,14 @@ def continued(tokenizer: Tokenizer, ids: list[int], made: dict[str, Any]) -> lis
 
 
 def test_a_harness_sees_what_is_greedy_and_what_is_not(
-    http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
+    tiny_http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
 ) -> None:
     """lm-evaluation-harness compares each token's logprob with the highest in its place."""
-    greedy = choice(http, prompt=ids, logprobs=1, max_tokens=4)["logprobs"]
-    wrong = choice(http, prompt=ids, logprobs=1, max_tokens=4, temperature=2, seed=1)["logprobs"]
+    greedy = choice(tiny_http, model="tiny", prompt=ids, logprobs=1, max_tokens=4)["logprobs"]
+    wrong = choice(tiny_http, model="tiny", prompt=ids, logprobs=1, max_tokens=4, temperature=2, seed=1)["logprobs"]
     for made, expected in ((greedy, True), (wrong, False)):
         prompt = continued(tokenizer, ids, made)
-        scored = choice(http, prompt=prompt, echo=True, logprobs=1, max_tokens=1)["logprobs"]
+        scored = choice(tiny_http, model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=1)["logprobs"]
         rest = slice(len(ids), -1)
         pairs = list(zip(scored["token_logprobs"][rest], scored["top_logprobs"][rest], strict=True))
         assert len(pairs) == 4
@@ -173,11 +173,11 @@ def test_a_harness_sees_what_is_greedy_and_what_is_not(
 
 
 def test_the_score_of_a_continuation_is_what_generating_it_said(
-    http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
+    tiny_http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
 ) -> None:
-    made = choice(http, prompt=ids, logprobs=0, max_tokens=4)["logprobs"]
+    made = choice(tiny_http, model="tiny", prompt=ids, logprobs=0, max_tokens=4)["logprobs"]
     prompt = continued(tokenizer, ids, made)
-    scored = choice(http, prompt=prompt, echo=True, logprobs=0, max_tokens=1)["logprobs"]
+    scored = choice(tiny_http, model="tiny", prompt=prompt, echo=True, logprobs=0, max_tokens=1)["logprobs"]
     assert scored["tokens"][len(ids) : -1] == made["tokens"]
     assert scored["token_logprobs"][len(ids) : -1] == pytest.approx(made["token_logprobs"], abs=1e-3)
 
@@ -188,7 +188,7 @@ def test_the_score_of_a_continuation_is_what_generating_it_said(
         ({"prompt": []}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": [1, -1]}, "prompt.1"),
-        ({"prompt": [1, 49152]}, "prompt"),
+        ({"prompt": [1, 99999]}, "prompt"),
         ({"prompt": [[1], []]}, "prompt.1"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
@@ -196,7 +196,7 @@ def test_the_score_of_a_continuation_is_what_generating_it_said(
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"messages": []}, "messages"),
-        ({"logit_bias": {"49152": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ],
 )
 def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
@@ -206,14 +206,14 @@ def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_bad_prompt_among_the_first_refuses_all(lab: Lab, http: httpx2.Client, stream: bool) -> None:
-    response = http.post(PATH, json=body(prompt=["a", "word " * 1000], stream=stream))
+    response = http.post(PATH, json=body(prompt=["a", "word " * 40_000], stream=stream))
     error = error_of(response, 400, "context-length-exceeded")
     assert error["param"] == "prompt"
     wait_until_idle(lab)
 
 
 def test_a_bad_prompt_later_on_ends_all(lab: Lab, http: httpx2.Client) -> None:
-    prompts = ["a"] * 5 + ["word " * 1000]
+    prompts = ["a"] * 5 + ["word " * 40_000]
     error_of(http.post(PATH, json=body(prompt=prompts)), 400, "context-length-exceeded")
     with http.stream("POST", PATH, json=body(prompt=prompts, stream=True)) as response:
         *_, last = events("".join(response.iter_text()))
@@ -222,22 +222,22 @@ def test_a_bad_prompt_later_on_ends_all(lab: Lab, http: httpx2.Client) -> None:
 
 
 def test_a_client_that_leaves_frees_the_slots_of_all_prompts(lab: Lab, http: httpx2.Client) -> None:
-    with http.stream("POST", PATH, json=body(prompt=["a", "b"] * 50, stream=True, max_tokens=400)) as response:
+    with http.stream("POST", PATH, json=body(prompt=["a", "b"] * 50, stream=True, **ENDLESS)) as response:
         next(response.iter_text())
     wait_until_idle(lab)
     with pytest.raises(httpx2.ReadTimeout):
-        http.post(PATH, json=body(prompt=["a", "b"] * 50, max_tokens=400), timeout=0.1)
+        http.post(PATH, json=body(prompt=["a", "b"] * 50, **ENDLESS), timeout=0.1)
     wait_until_idle(lab)
 
 
 def test_another_model_is_said_as_in_chat(http: httpx2.Client) -> None:
     error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
-    error_of(http.post(PATH, json=body(model="tiny-two")), 503, "no-model-loaded")
+    error_of(http.post(PATH, json=body(model="other")), 503, "no-model-loaded")
 
 
-def test_nothing_loaded_is_said_as_in_chat(tiny_home: Path) -> None:
-    with serving(tiny_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
-        on_disk = error_of(http.post(PATH, json=body()), 503, "no-model-loaded")
+def test_nothing_loaded_is_said_as_in_chat(echo_home: Path) -> None:
+    with serving(echo_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
+        on_disk = error_of(http.post(PATH, json=body(model="other")), 503, "no-model-loaded")
         nowhere = error_of(http.post(PATH, json=body(model="unheard-of")), 503, "no-model-loaded")
     assert "--swap" in on_disk["message"]
     assert "--swap" not in nowhere["message"]
@@ -252,14 +252,16 @@ def test_a_queue_that_others_fill_only_delays_the_rest(lab: Lab, http: httpx2.Cl
         with httpx2.Client(base_url=lab.url, timeout=60) as client:
             # Enough of a crowd; it would delay the rest for minutes on a busy machine.
             while not over.is_set() and refused < 20:
-                response = client.post("/v1/chat/completions", json=chat_body(max_tokens=40, ignore_eos=True))
+                response = client.post("/v1/chat/completions", json=echo_body(max_tokens=40, ignore_eos=True))
                 refused += response.status_code == 429
 
     others = [threading.Thread(target=crowd) for _ in range(6)]
     answer = None
     try:
         # Accepted while there is room; the others come when it is under way.
-        with http.stream("POST", PATH, json=body(prompt=[SEA] * 8, max_tokens=20, stream=True)) as response:
+        with http.stream(
+            "POST", PATH, json=body(prompt=[SEA] * 8, max_tokens=150, ignore_eos=True, stream=True)
+        ) as response:
             for other in others:
                 other.start()
             answer = events("".join(response.iter_text()))
@@ -275,9 +277,9 @@ def test_a_queue_that_others_fill_only_delays_the_rest(lab: Lab, http: httpx2.Cl
 
 @pytest.mark.parametrize("bias", [{}, {"2": 100}], ids=["the model goes on", "the model ends its text"])
 def test_a_harness_that_leaves_out_the_last_entry_sums_the_whole_prompt(
-    http: httpx2.Client, bias: dict[str, int]
+    tiny_http: httpx2.Client, bias: dict[str, int]
 ) -> None:
-    answer = complete(http, max_tokens=1, echo=True, logprobs=1, logit_bias=bias)
+    answer = complete(tiny_http, model="tiny", max_tokens=1, echo=True, logprobs=1, logit_bias=bias)
     logprobs, usage = answer["choices"][0]["logprobs"], answer["usage"]
     assert usage["completion_tokens"] == 1
     for entries in logprobs.values():
@@ -288,8 +290,8 @@ def test_a_harness_that_leaves_out_the_last_entry_sums_the_whole_prompt(
         assert answer["choices"][0]["text"] == SEA
 
 
-def test_chat_logprobs_leave_out_the_token_that_ends_the_text(http: httpx2.Client) -> None:
+def test_chat_logprobs_leave_out_the_token_that_ends_the_text(tiny_http: httpx2.Client) -> None:
     asked = chat_body(logprobs=True, logit_bias={"2": 100})
-    answer = http.post("/v1/chat/completions", json=asked).json()
+    answer = tiny_http.post("/v1/chat/completions", json=asked).json()
     assert answer["choices"][0]["logprobs"]["content"] == []
     assert answer["usage"]["completion_tokens"] == 1

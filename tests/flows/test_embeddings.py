@@ -1,4 +1,5 @@
-"""/v1/embeddings on the real MiniLM: openai-python, every shape of input, what is too long and what is no embedder."""
+"""/v1/embeddings: openai-python, every shape of input, what is too long and what is no embedder; on the real MiniLM
+where meaning or tokens matter."""
 
 from __future__ import annotations
 
@@ -25,20 +26,27 @@ from tests.flows.test_events_of_requests import watching
 from tests.flows.test_metrics import scrape
 
 PATH = "/v1/embeddings"
-MODEL = "minilm-l6"
+MODEL = "echo"
+MINILM = "minilm-l6"
 SEA, OCEAN, BREAD = "The sea is salty.", "Oceans contain salt water.", "Bread is baked in an oven."
 LONG = "word " * 200_000
 
 
 @pytest.fixture(scope="module")
-def http(encoding_lab: Lab) -> Iterator[httpx2.Client]:
+def http(quick_lab: Lab) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=quick_lab.url, timeout=300) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def real_http(encoding_lab: Lab) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=encoding_lab.url, timeout=300) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def client(encoding_lab: Lab) -> Iterator[OpenAI]:
-    with OpenAI(**encoding_lab.openai, max_retries=0) as client:
+def client(quick_lab: Lab) -> Iterator[OpenAI]:
+    with OpenAI(**quick_lab.openai, max_retries=0) as client:
         yield client
 
 
@@ -75,8 +83,8 @@ def test_the_answer_has_the_formats_shape(http: httpx2.Client) -> None:
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
 
 
-def test_what_means_alike_lies_close(http: httpx2.Client) -> None:
-    sea, ocean, bread = vectors(http, input=[SEA, OCEAN, BREAD])
+def test_what_means_alike_lies_close(real_http: httpx2.Client) -> None:
+    sea, ocean, bread = vectors(real_http, model=MINILM, input=[SEA, OCEAN, BREAD])
     assert sea @ ocean > 0.5
     assert sea @ bread < 0.2
     assert np.linalg.norm(sea) == pytest.approx(1, abs=1e-5)
@@ -92,11 +100,11 @@ def test_openai_python_reads_the_base64_that_it_asks_for(client: OpenAI, http: h
     assert answer.usage.total_tokens == as_floats.usage.total_tokens
 
 
-def test_token_ids_are_the_same_text(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+def test_token_ids_are_the_same_text(real_http: httpx2.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(SEA).ids
-    plain = vectors(http)
-    assert np.allclose(vectors(http, input=ids), plain, atol=1e-5)
-    assert np.allclose(vectors(http, input=[ids, ids]), np.vstack([plain, plain]), atol=1e-5)
+    plain = vectors(real_http, model=MINILM)
+    assert np.allclose(vectors(real_http, model=MINILM, input=ids), plain, atol=1e-5)
+    assert np.allclose(vectors(real_http, model=MINILM, input=[ids, ids]), np.vstack([plain, plain]), atol=1e-5)
 
 
 def test_fewer_dimensions_are_the_first_ones_of_length_one(http: httpx2.Client, client: OpenAI) -> None:
@@ -108,15 +116,15 @@ def test_fewer_dimensions_are_the_first_ones_of_length_one(http: httpx2.Client, 
 @pytest.mark.parametrize(
     "text", ["", " ", "\n", "🙂🙃", "ünïcödé", "日本語のテキスト", "\u0000", "\u202eabc", "a" * 300]
 )
-def test_every_text_has_a_vector(http: httpx2.Client, text: str) -> None:
-    (vector,) = vectors(http, input=[text])
+def test_every_text_has_a_vector(real_http: httpx2.Client, text: str) -> None:
+    (vector,) = vectors(real_http, model=MINILM, input=[text])
     assert np.isfinite(vector).all()
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-4)
 
 
-def test_a_text_has_the_same_vector_whatever_is_beside_it(http: httpx2.Client) -> None:
-    alone = vectors(http)[0]
-    crowd = vectors(http, input=["a", BREAD * 20, SEA, "", OCEAN * 5])
+def test_a_text_has_the_same_vector_whatever_is_beside_it(real_http: httpx2.Client) -> None:
+    alone = vectors(real_http, model=MINILM)[0]
+    crowd = vectors(real_http, model=MINILM, input=["a", BREAD * 20, SEA, "", OCEAN * 5])
     assert np.allclose(crowd[2], alone, atol=1e-5)
 
 
@@ -125,16 +133,16 @@ def test_ten_thousand_texts_are_one_request(encoding_lab: Lab) -> None:
     # Equal ones are computed once.
     texts = [f"Document {number % 1000}." for number in range(9_999)] + [SEA]
     with OpenAI(**encoding_lab.openai, max_retries=0, timeout=300) as client:
-        data = client.embeddings.create(model=MODEL, input=texts).data
+        data = client.embeddings.create(model=MINILM, input=texts).data
     assert [item.index for item in data] == list(range(10_000))
     for at in (0, 5_432, 9_999):
         assert np.allclose(np.array(data[at].embedding, np.float32), encoding_lab.embed(texts[at]), atol=1e-5)
 
 
-def test_a_megabyte_is_refused_with_numbers_and_cut_if_asked(http: httpx2.Client) -> None:
-    error = error_of(http.post(PATH, json=body(input=[SEA, LONG])), 400, "context-length-exceeded")
+def test_a_megabyte_is_refused_with_numbers_and_cut_if_asked(real_http: httpx2.Client) -> None:
+    error = error_of(real_http.post(PATH, json=body(model=MINILM, input=[SEA, LONG])), 400, "context-length-exceeded")
     assert "256" in error["message"] or "512" in error["message"]
-    cut, short = vectors(http, input=[LONG, "word " * 2000], truncate=True)
+    cut, short = vectors(real_http, model=MINILM, input=[LONG, "word " * 2000], truncate=True)
     assert np.allclose(cut, short, atol=1e-5)
 
 
@@ -154,19 +162,22 @@ def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, 
     assert error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")["param"] == param
 
 
-def test_a_token_that_the_model_does_not_know_is_400(http: httpx2.Client) -> None:
-    error_of(http.post(PATH, json=body(input=[10**6])), 400, "invalid-request")
+def test_a_token_that_the_model_does_not_know_is_400(real_http: httpx2.Client) -> None:
+    error_of(real_http.post(PATH, json=body(model=MINILM, input=[10**6])), 400, "invalid-request")
 
 
-def test_other_models_are_refused_each_in_its_way(http: httpx2.Client) -> None:
-    error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
-    assert "chat model" in error_of(http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")["message"]
-    error_of(http.post("/v1/chat/completions", json=chat_body(model=MODEL)), 400, "invalid-request")
-    error_of(http.post("/v1/chat/completions", json=chat_body(model="default")), 503, "no-model-loaded")
+def test_other_models_are_refused_each_in_its_way(real_http: httpx2.Client) -> None:
+    error_of(real_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
+    assert (
+        "chat model"
+        in error_of(real_http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")["message"]
+    )
+    error_of(real_http.post("/v1/chat/completions", json=chat_body(model=MINILM)), 400, "invalid-request")
+    error_of(real_http.post("/v1/chat/completions", json=chat_body(model="default")), 503, "no-model-loaded")
 
 
-def test_a_chat_model_embeds_nothing(lab: Lab) -> None:
-    with httpx2.Client(base_url=lab.url, timeout=60) as http:
+def test_a_chat_model_embeds_nothing(tiny_lab: Lab) -> None:
+    with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
         named = error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
         error_of(http.post(PATH, json=body(model="default")), 503, "no-model-loaded")
     assert "chat model" in named["message"]
@@ -181,7 +192,7 @@ def test_openai_python_has_its_own_errors(client: OpenAI) -> None:
 
 def test_a_client_that_leaves_ends_the_work(minilm: ModelEntry, starter_home: Path) -> None:
     with serving(starter_home, minilm.id) as lab, watching(lab) as seen:
-        content = json.dumps(body(input=[f"{SEA} {number}" for number in range(10_000)])).encode()
+        content = json.dumps(body(model=MINILM, input=[f"{SEA} {number}" for number in range(10_000)])).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost:{lab.port}\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", lab.port)) as leaving:
             leaving.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
@@ -194,7 +205,7 @@ def test_a_client_that_leaves_ends_the_work(minilm: ModelEntry, starter_home: Pa
         ("embedding", "cancelled"),
         ("embedding", "stop"),
     ]
-    assert seen[1]["model"] == MODEL
+    assert seen[1]["model"] == MINILM
     assert seen[1]["prompt_tokens"] > 0
 
 
@@ -211,36 +222,37 @@ def test_requests_show_in_the_figures(http: httpx2.Client) -> None:
         assert after[name] - before[name] == grows
 
 
-def test_the_verb_gives_an_array(encoding_lab: Lab) -> None:
-    both = encoding_lab.embed([SEA, BREAD])
+def test_the_verb_gives_an_array(quick_lab: Lab) -> None:
+    both = quick_lab.embed([SEA, BREAD])
     assert (both.shape, both.dtype) == ((2, 384), np.float32)
-    assert np.allclose(encoding_lab.embed(SEA), both[0], atol=1e-5)
-    assert np.allclose(encoding_lab.embed(np.array([SEA, BREAD])), both, atol=1e-5)
-    assert encoding_lab.embed((text for text in (SEA,)), dimensions=8).shape == (1, 8)
-    assert encoding_lab.embed(LONG, truncate=True).shape == (384,)
+    assert np.allclose(quick_lab.embed(SEA), both[0], atol=1e-5)
+    assert np.allclose(quick_lab.embed(np.array([SEA, BREAD])), both, atol=1e-5)
+    assert quick_lab.embed((text for text in (SEA,)), dimensions=8).shape == (1, 8)
+    assert quick_lab.embed(LONG, truncate=True).shape == (384,)
 
 
 @pytest.mark.parametrize("wrong", [[], None, [None], 5, b"text", [SEA, 1]])
-def test_the_verb_refuses_what_the_route_refuses(encoding_lab: Lab, wrong: Any) -> None:
+def test_the_verb_refuses_what_the_route_refuses(quick_lab: Lab, wrong: Any) -> None:
     with pytest.raises(InvalidRequestError):
-        encoding_lab.embed(wrong)
+        quick_lab.embed(wrong)
 
 
 @pytest.mark.anyio
-async def test_the_verb_can_be_awaited(encoding_lab: Lab) -> None:
-    assert (await encoding_lab.aembed([SEA])).shape == (1, 384)
-    assert (await encoding_lab.aembed(SEA, model=MODEL, dimensions=3)).shape == (3,)
+async def test_the_verb_can_be_awaited(quick_lab: Lab) -> None:
+    assert (await quick_lab.aembed([SEA])).shape == (1, 384)
+    assert (await quick_lab.aembed(SEA, model=MODEL, dimensions=3)).shape == (3,)
 
 
-def test_with_swap_a_request_brings_its_model(starter_home: Path, minilm: ModelEntry) -> None:
-    with serving(starter_home, "smollm2-135m", swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=120) as http:
-        refused = error_of(http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")
-        assert lab.engine.snapshot.model == "smollm2-135m"
-        assert embed(http)["model"] == MODEL
-        assert lab.engine.snapshot.model == MODEL
-        error_of(http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")
-        error_of(http.post("/v1/chat/completions", json=chat_body(model=MODEL)), 400, "invalid-request")
-        assert lab.engine.snapshot.model == MODEL
-        chat = http.post("/v1/chat/completions", json=chat_body(model="smollm2-135m"))
-    assert chat.status_code == 200
+def test_with_swap_a_request_brings_its_model(three_home: Path) -> None:
+    chat, embedder = "tiny", "tiny-embedder"
+    with serving(three_home, chat, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=120) as http:
+        refused = error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")
+        assert lab.engine.snapshot.model == chat
+        assert embed(http, model=embedder)["model"] == embedder
+        assert lab.engine.snapshot.model == embedder
+        error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")
+        error_of(http.post("/v1/chat/completions", json=chat_body(model=embedder)), 400, "invalid-request")
+        assert lab.engine.snapshot.model == embedder
+        answer = http.post("/v1/chat/completions", json=chat_body(model=chat))
+    assert answer.status_code == 200
     assert "chat model" in refused["message"]

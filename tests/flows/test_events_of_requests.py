@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from lmx_lab.lab import Lab
 from lmx_lab.server import connections
-from tests.flows.conftest import HELLO, chat_body, serving, wait_until, wait_until_idle
+from tests.flows.conftest import ENDLESS, PACE, SEA, chat_body, echo_body, serving, wait_until, wait_until_idle
 
 PATH = "/v1/chat/completions"
 
@@ -40,18 +40,18 @@ def watching(lab: Lab) -> Iterator[list[dict[str, Any]]]:
         reader.join()
 
 
-def test_every_end_is_told_once(tiny_home: Path) -> None:
+def test_every_end_is_told_once(echo_home: Path) -> None:
     with (
-        serving(tiny_home, "tiny", slots=2, queue_limit=0) as lab,
+        serving(echo_home, "echo", slots=2, queue_limit=0, echo_tokens_per_s=PACE) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as http,
         watching(lab) as seen,
     ):
-        good = http.post(PATH, json=chat_body())
-        http.post(PATH, json=chat_body(stream=True, max_tokens=3)).read()
-        http.post(PATH, json=chat_body(n=2))
-        http.post(PATH, json=chat_body(messages=[{"role": "user", "content": "word " * 1000}]))
-        http.post("/v1/completions", json={"model": "tiny", "prompt": ["a", "b"], "max_tokens": 1})
-        with http.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as response:
+        good = http.post(PATH, json=echo_body())
+        http.post(PATH, json=echo_body(stream=True, max_tokens=3)).read()
+        http.post(PATH, json=echo_body(n=2))
+        http.post(PATH, json=echo_body(messages=[{"role": "user", "content": "word " * 40_000}]))
+        http.post("/v1/completions", json={"model": "echo", "prompt": ["a b c", "b c d"], "max_tokens": 1})
+        with http.stream("POST", PATH, json=echo_body(stream=True, **ENDLESS)) as response:
             wait_for(response.iter_lines(), '"delta":{"content":')
         wait_until_idle(lab)
         wait_until(lambda: len(seen) == 8)
@@ -62,16 +62,16 @@ def test_every_end_is_told_once(tiny_home: Path) -> None:
     refused = ("error", "context-length-exceeded")
     assert told == [length, length, length, length, refused, length, length, ("cancelled", None), length]
     assert seen[0]["request_id"] == good.headers["x-request-id"]
-    assert (seen[0]["model"], seen[0]["completion_tokens"]) == ("tiny", 8)
-    assert 0 < seen[7]["completion_tokens"] < 450
+    assert (seen[0]["model"], seen[0]["completion_tokens"]) == ("echo", 8)
+    assert 0 < seen[7]["completion_tokens"] < ENDLESS["max_tokens"]
     assert seen[8]["request_id"] == ""
     # One answer's two choices, and another's two prompts, are numbered.
     assert [{event["index"] for event in seen[at : at + 2]} for at in (2, 5)] == [{0, 1}, {0, 1}]
 
 
-def test_a_dropped_reply_stream_is_told_too(tiny_home: Path) -> None:
-    with serving(tiny_home, "tiny") as lab, watching(lab) as seen:
-        for _ in lab.chat("hello", stream=True, max_tokens=450):
+def test_a_dropped_reply_stream_is_told_too(echo_home: Path) -> None:
+    with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, watching(lab) as seen:
+        for _ in lab.chat("hello again and again", stream=True, ignore_eos=True, max_tokens=30_000):
             break
         wait_until(lambda: len(seen) == 1)
     assert seen[0]["finish_reason"] == "cancelled"
@@ -79,7 +79,7 @@ def test_a_dropped_reply_stream_is_told_too(tiny_home: Path) -> None:
 
 @contextmanager
 def slot_taken(lab: Lab) -> Iterator[None]:
-    body = chat_body(stream=True, max_tokens=450, ignore_eos=True)
+    body = echo_body(stream=True, **ENDLESS)
     with httpx2.stream("POST", f"{lab.url}{PATH}", json=body, timeout=60) as response:
         pieces = response.iter_text()  # dropped, it would close the connection
         next(pieces)
@@ -87,8 +87,8 @@ def slot_taken(lab: Lab) -> Iterator[None]:
 
 
 def test_who_waits_is_told_so_in_comments(long_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.02)
-    long = [{"role": "user", "content": "word " * 7000}]
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.005)
+    long = [{"role": "user", "content": "word " * 3500}]
     with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         body = chat_body(model="tiny-long", messages=long, stream=True, max_tokens=1)
         with http.stream("POST", PATH, json=chat_body(model="tiny-long", stream=True, max_tokens=4000)) as running:
@@ -110,14 +110,17 @@ def wait_for(lines: Iterator[str], part: str) -> None:
     raise AssertionError(f"no line had {part!r}")
 
 
-def test_openai_python_ignores_the_comments(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openai_python_ignores_the_comments(echo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.001)
-    with serving(tiny_home, "tiny", slots=1) as lab, OpenAI(**lab.openai, max_retries=0) as client:
+    with (
+        serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE) as lab,
+        OpenAI(**lab.openai, max_retries=0) as client,
+    ):
         with slot_taken(lab):
-            messages: Any = HELLO
+            messages: Any = SEA
             stream = client.chat.completions.create(
-                model="tiny", messages=messages, temperature=0, max_tokens=8, stream=True
+                model="echo", messages=messages, temperature=0, max_tokens=8, stream=True
             )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-        whole = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=8)
+        whole = client.chat.completions.create(model="echo", messages=messages, temperature=0, max_tokens=8)
     assert text == whole.choices[0].message.content

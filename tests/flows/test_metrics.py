@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmx_lab.lab import Lab
-from tests.flows.conftest import chat_body, serving
+from tests.flows.conftest import ENDLESS, echo_body, serving
 
 CHAT = "/v1/chat/completions"
 
@@ -32,8 +32,8 @@ def scrape(http: httpx2.Client) -> dict[str, float]:
 
 def test_a_request_shows_in_the_figures(fresh_http: httpx2.Client) -> None:
     before = scrape(fresh_http)
-    assert (before["engine_up"], before["model_loaded{model=tiny}"], before["requests_active"]) == (1, 1, 0)
-    usage = fresh_http.post(CHAT, json=chat_body(max_tokens=8)).json()["usage"]
+    assert (before["engine_up"], before["model_loaded{model=echo}"], before["requests_active"]) == (1, 1, 0)
+    usage = fresh_http.post(CHAT, json=echo_body(max_tokens=8)).json()["usage"]
     after = scrape(fresh_http)
     assert after["requests_total{code=,kind=chat,outcome=length}"] == 1
     assert after["output_tokens_total"] - before["output_tokens_total"] == usage["completion_tokens"] == 8
@@ -45,13 +45,13 @@ def test_a_request_shows_in_the_figures(fresh_http: httpx2.Client) -> None:
 
 
 def test_a_refusal_is_counted_with_its_code_and_no_name_that_the_caller_chose(fresh_http: httpx2.Client) -> None:
-    assert fresh_http.post(CHAT, json=chat_body(model="no-such-model")).status_code == 404
+    assert fresh_http.post(CHAT, json=echo_body(model="no-such-model")).status_code == 404
     assert scrape(fresh_http)["requests_total{code=model-not-found,kind=chat,outcome=error}"] == 1
     assert "no-such-model" not in fresh_http.get("/metrics").text
 
 
 def test_a_client_that_leaves_is_counted(fresh_http: httpx2.Client) -> None:
-    with fresh_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=450)) as response:
+    with fresh_http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as response:
         next(response.iter_text())
     while "requests_total{code=,kind=chat,outcome=cancelled}" not in (figures := scrape(fresh_http)):
         assert figures.get("requests_total{code=,kind=chat,outcome=length}", 0) == 0
@@ -71,8 +71,8 @@ def test_an_accept_header_that_makes_no_sense_does_no_harm(http: httpx2.Client, 
     assert http.get("/metrics", headers=[(b"accept", accept.encode())]).status_code == 200
 
 
-def test_the_key_is_needed_where_one_is_set(tiny_home: Path) -> None:
-    with serving(tiny_home, None, api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
+def test_the_key_is_needed_where_one_is_set(echo_home: Path) -> None:
+    with serving(echo_home, None, api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.get("/metrics").status_code == 401
         assert http.get("/metrics", headers={"authorization": "Bearer s3cret"}).status_code == 200
         assert http.post("/metrics", headers={"authorization": "Bearer s3cret"}).status_code == 405
@@ -85,23 +85,23 @@ def events(lab: Lab, query: str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line.removeprefix("data: "))
 
 
-def test_watchers_see_an_idle_model_go_and_readiness_says_why(tiny_home: Path) -> None:
-    with serving(tiny_home, None, idle_unload_s=1.5) as lab, httpx2.Client(base_url=lab.url, timeout=30) as http:
+def test_watchers_see_an_idle_model_go_and_readiness_says_why(echo_home: Path) -> None:
+    with serving(echo_home, None, idle_unload_s=0.2) as lab, httpx2.Client(base_url=lab.url, timeout=30) as http:
         stream = events(lab, "?include=models")
         next(stream)
-        http.post("/admin/models/load", json={"model": "tiny"})
+        http.post("/admin/models/load", json={"model": "echo"})
         while (event := next(stream))["type"] != "model" or event["stage"] != "unloaded":
             pass
-        assert (event["model"], event["message"]) == ("tiny", "idle for 1.5 s")
+        assert (event["model"], event["message"]) == ("echo", "idle for 0.2 s")
         ready = http.get("/readyz")
         error = ready.json()["error"]
         assert (ready.status_code, error["code"]) == (503, "no-model-loaded")
-        assert "tiny was unloaded because no request came for 1.5 s" in error["message"]
+        assert "echo was unloaded because no request came for 0.2 s" in error["message"]
         assert not [name for name in scrape(http) if name.startswith("model_loaded")]
 
 
 def test_what_is_counted_is_said_and_a_wrong_shape_is_not(fresh_http: httpx2.Client) -> None:
-    assert fresh_http.post(CHAT, json=chat_body(temperature=9)).status_code == 400
+    assert fresh_http.post(CHAT, json=echo_body(temperature=9)).status_code == 400
     assert not [name for name in scrape(fresh_http) if name.startswith("requests_total")]
     (said,) = [line for line in fresh_http.get("/metrics").text.splitlines() if "HELP lmx_lab_requests_total" in line]
     assert "shape of its body" in said

@@ -23,10 +23,10 @@ UNLOAD = "/admin/models/unload"
 
 
 @pytest.fixture(scope="module")
-def in_vscode(tiny_home: Path) -> Iterator[Lab]:
+def in_vscode(echo_home: Path) -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VSCODE_PID", "1")
-        with serving(tiny_home, None, api_key="s3cret") as lab:
+        with serving(echo_home, None, api_key="s3cret") as lab:
             yield lab
 
 

@@ -14,25 +14,12 @@ import lmx_lab
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.lab import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
-from tests.encoders.models import write_tiny_bert
 from tests.flows.conftest import chat_body, serving
-from tests.tiny import write_tiny_llama
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """A chat model, an embedder and a reranker, all tiny."""
-    home = tmp_path_factory.mktemp("pinned-home")
-    write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0)
-    write_tiny_bert(home / "models" / "tiny-embedder")
-    write_tiny_bert(home / "models" / "tiny-reranker", labels=1)
-    return home
-
-
-@pytest.fixture(scope="module")
-def lab(home: Path) -> Iterator[Lab]:
-    with serving(home, "tiny", embedder="tiny-embedder", reranker="tiny-reranker") as lab:
+def lab(three_home: Path) -> Iterator[Lab]:
+    with serving(three_home, "tiny", embedder="tiny-embedder", reranker="tiny-reranker") as lab:
         yield lab
 
 
@@ -97,8 +84,8 @@ def test_what_multiplies_matrices_is_told(http: httpx2.Client) -> None:
     assert compute["gflops"] is None or compute["gflops"] > 0
 
 
-def test_unloading_leaves_them(home: Path) -> None:
-    with serving(home, "tiny", embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
+def test_unloading_leaves_them(three_home: Path) -> None:
+    with serving(three_home, "tiny", embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
         refused = http.post("/admin/models/unload", json={"model": "tiny-embedder"})
         assert (refused.status_code, "is pinned" in refused.json()["error"]["message"]) == (400, True)
         assert http.post("/admin/models/unload", json={"model": "tiny"}).json()["freed_vram_gb"] > 0
@@ -107,8 +94,8 @@ def test_unloading_leaves_them(home: Path) -> None:
         assert http.post("/v1/embeddings", json={"model": "tiny-embedder", "input": "a cat"}).status_code == 200
 
 
-def test_a_pinned_model_can_be_loaded_too_and_then_unloaded(home: Path) -> None:
-    with serving(home, None, embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
+def test_a_pinned_model_can_be_loaded_too_and_then_unloaded(three_home: Path) -> None:
+    with serving(three_home, None, embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post("/admin/models/load", json={"model": "tiny-embedder"}).status_code == 200
         assert http.get("/readyz").json()["model"] == "tiny-embedder"
         assert http.post("/admin/models/unload").status_code == 200
@@ -116,16 +103,16 @@ def test_a_pinned_model_can_be_loaded_too_and_then_unloaded(home: Path) -> None:
         assert http.post("/v1/embeddings", json={"model": "default", "input": "a cat"}).status_code == 200
 
 
-def test_launch_keeps_them_and_running_the_cell_again_changes_nothing(home: Path) -> None:
-    with lmx_lab.launch(home=home, port=0, embedder="tiny-embedder") as lab:
+def test_launch_keeps_them_and_running_the_cell_again_changes_nothing(three_home: Path) -> None:
+    with lmx_lab.launch(home=three_home, port=0, embedder="tiny-embedder") as lab:
         assert lab.embed("a cat").shape == (32,)
-        assert lmx_lab.launch(home=home, port=0, embedder="tiny-embedder") is lab
+        assert lmx_lab.launch(home=three_home, port=0, embedder="tiny-embedder") is lab
         assert [model.id for model in lab.models() if model.pinned] == ["tiny-embedder"]
 
 
 @pytest.mark.anyio
-async def test_a_lab_on_a_loop_of_its_own_keeps_them(home: Path) -> None:
-    async with Lab(Settings(home=home, port=0, embedder="tiny-embedder")) as lab:
+async def test_a_lab_on_a_loop_of_its_own_keeps_them(three_home: Path) -> None:
+    async with Lab(Settings(home=three_home, port=0, embedder="tiny-embedder")) as lab:
         assert (await lab.aembed("a cat")).shape == (32,)
 
 
@@ -139,18 +126,18 @@ async def test_a_lab_on_a_loop_of_its_own_keeps_them(home: Path) -> None:
     ],
 )
 def test_the_wrong_model_for_the_place_is_an_error_at_the_start(
-    home: Path, settings: dict[str, str], error: type[Exception], said: str
+    three_home: Path, settings: dict[str, str], error: type[Exception], said: str
 ) -> None:
-    lab = Lab(Settings(home=home, port=0, **settings), loop="thread")
+    lab = Lab(Settings(home=three_home, port=0, **settings), loop="thread")
     with pytest.raises(error, match=said), lab:
         pass
     assert not lab.running
 
 
-def test_a_launch_that_could_not_keep_one_says_so_each_time(home: Path) -> None:
+def test_a_launch_that_could_not_keep_one_says_so_each_time(three_home: Path) -> None:
     for _ in range(2):
         with pytest.raises(UnusableModelError):
-            lmx_lab.launch(home=home, port=0, embedder="tiny")
+            lmx_lab.launch(home=three_home, port=0, embedder="tiny")
     running = lmx_lab.current()
     assert running is not None
     running.stop()

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion
 from websockets.sync.client import connect
 
 from lmx_lab.lab import Lab
-from tests.flows.conftest import HELLO, chat_body, events, serving
+from tests.flows.conftest import HELLO, chat_body, echo_body, events, serving
 from tests.flows.schemas import DIGIT, SHORT, closed
 
 PATH = "/v1/chat/completions"
@@ -199,3 +199,28 @@ def test_a_history_with_thoughts_goes_through_the_template_as_the_client_dumps_i
 def test_log_probabilities_are_of_thoughts_and_content_alike(http: httpx2.Client) -> None:
     choice, usage = ask(http, **THINKING, logprobs=True)
     assert len(choice["logprobs"]["content"]) == usage["completion_tokens"]
+
+
+# --- any engine
+
+
+def test_every_way_brings_the_same_thoughts_apart_from_the_content(lab: Lab) -> None:
+    said = [{"role": "user", "content": "<think>Is it wide?</think>It is."}]
+    asked = echo_body(messages=said, max_tokens=40)
+    whole = httpx2.post(f"{lab.url}{PATH}", json=asked).json()
+    *chunks, done = events(httpx2.post(f"{lab.url}{PATH}", json={**asked, "stream": True}).text)
+    deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+    with connect(lab.url.replace("http", "ws") + "/v1/chat/stream") as socket:
+        socket.send(json.dumps(asked))
+        messages = [json.loads(socket.recv(timeout=30))]
+        while "done" not in messages[-1]:
+            messages.append(json.loads(socket.recv(timeout=30)))
+    *tokens, last = messages
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Is it wide?", "It is.")
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Is it wide?"
+    assert "".join(delta.get("content", "") for delta in deltas) == "It is."
+    assert done == "[DONE]"
+    assert "".join(token.get("reasoning_content", "") for token in tokens) == "Is it wide?"
+    assert "".join(token["token"] for token in tokens) == "It is."
+    assert last["stats"]["reasoning_tokens"] == thought_tokens(whole["usage"]) > 0

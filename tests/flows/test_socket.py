@@ -19,7 +19,7 @@ from websockets.sync.client import ClientConnection, connect
 from lmx_lab.hosting import bind
 from lmx_lab.lab import Lab
 from lmx_lab.settings import Settings
-from tests.flows.conftest import chat_body, wait_until, wait_until_idle
+from tests.flows.conftest import ENDLESS, HELLO, echo_body, wait_until, wait_until_idle
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def address(lab: Lab) -> str:
 
 
 def ask(socket: ClientConnection, **changes: Any) -> None:
-    socket.send(json.dumps(chat_body(**changes)))
+    socket.send(json.dumps(echo_body(**changes)))
 
 
 def receive(socket: ClientConnection) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def until_done(socket: ClientConnection) -> list[dict[str, Any]]:
 def test_tokens_come_then_statistics_then_the_client_closes(socket: ClientConnection, http: httpx2.Client) -> None:
     ask(socket)
     *tokens, last = until_done(socket)
-    whole = http.post("/v1/chat/completions", json=chat_body()).json()
+    whole = http.post("/v1/chat/completions", json=echo_body()).json()
     assert all(set(message) == {"token"} for message in tokens)
     assert "".join(message["token"] for message in tokens) == whole["choices"][0]["message"]["content"]
     assert last["done"] is True
@@ -75,7 +75,7 @@ def test_a_message_that_holds_too_much_is_refused_and_the_limit_named(socket: Cl
     assert socket.close_code == 1011
 
 
-@pytest.mark.parametrize("message", ["{", "[]", '{"model": NaN}', json.dumps({"model": "tiny"}), b"\x00\x01"])
+@pytest.mark.parametrize("message", ["{", "[]", '{"model": NaN}', json.dumps({"model": "echo"}), b"\x00\x01"])
 def test_a_bad_message_is_answered_and_the_socket_closed(socket: ClientConnection, message: str | bytes) -> None:
     socket.send(message)
     assert receive(socket)["error"]["code"] == "invalid-request"
@@ -85,7 +85,7 @@ def test_a_bad_message_is_answered_and_the_socket_closed(socket: ClientConnectio
 
 
 def test_a_model_that_is_not_loaded_is_said(socket: ClientConnection) -> None:
-    ask(socket, model="tiny-two")
+    ask(socket, model="other")
     assert receive(socket)["error"]["code"] == "no-model-loaded"
 
 
@@ -98,10 +98,17 @@ def test_logprobs_come_with_their_tokens_for_those_who_ask(socket: ClientConnect
 
 
 def test_sampling_is_as_in_the_other_routes(socket: ClientConnection, http: httpx2.Client) -> None:
-    warm: dict[str, Any] = {"temperature": 1.5, "seed": 3, "top_k": 50, "presence_penalty": 1}
+    warm: dict[str, Any] = {
+        "messages": HELLO,
+        "temperature": 1.5,
+        "seed": 3,
+        "top_k": 50,
+        "presence_penalty": 1,
+        "ignore_eos": True,
+    }
     ask(socket, **warm)
     *tokens, _ = until_done(socket)
-    whole = http.post("/v1/chat/completions", json=chat_body(**warm)).json()
+    whole = http.post("/v1/chat/completions", json=echo_body(**warm)).json()
     assert "".join(message["token"] for message in tokens) == whole["choices"][0]["message"]["content"]
 
 
@@ -112,7 +119,7 @@ def test_a_socket_carries_one_answer(socket: ClientConnection) -> None:
 
 
 def test_a_second_message_is_refused_and_the_first_answer_goes_on(socket: ClientConnection) -> None:
-    ask(socket, max_tokens=60)
+    ask(socket, max_tokens=60, ignore_eos=True)
     first = receive(socket)
     ask(socket)
     messages = [first]
@@ -126,18 +133,18 @@ def test_a_second_message_is_refused_and_the_first_answer_goes_on(socket: Client
 def test_closing_early_frees_the_slot(lab: Lab) -> None:
     tokens = lab.engine.snapshot.output_tokens
     with connect(address(lab)) as socket:
-        ask(socket, max_tokens=450)
+        ask(socket, **ENDLESS)
         receive(socket)
     wait_until_idle(lab)
-    assert lab.engine.snapshot.output_tokens - tokens < 450
+    assert lab.engine.snapshot.output_tokens - tokens < ENDLESS["max_tokens"]
 
 
 def test_a_client_that_closes_as_a_server_would_leaves_the_queue(lab: Lab) -> None:
     with connect(address(lab)) as first, connect(address(lab)) as second, connect(address(lab)) as third:
         for running in (first, second):
-            ask(running, max_tokens=450, ignore_eos=True)
+            ask(running, **ENDLESS)
             receive(running)
-        ask(third, max_tokens=450)
+        ask(third, **ENDLESS)
         wait_until(lambda: lab.engine.snapshot.queued_requests == 1)
         read = read_tokens(lab)
         third.close(1012)
@@ -152,23 +159,23 @@ def read_tokens(lab: Lab) -> int:
 
 def test_a_client_that_vanishes_without_a_word_frees_the_slot(lab: Lab) -> None:
     with connect(address(lab)) as socket:
-        ask(socket, max_tokens=450)
+        ask(socket, **ENDLESS)
         receive(socket)
         socket.socket.shutdown(stream.SHUT_RDWR)
         wait_until_idle(lab)
 
 
-def test_why_a_server_that_stops_ends_an_answer_reaches_a_client_that_is_slow(long_home: Path) -> None:
+def test_why_a_server_that_stops_ends_an_answer_reaches_a_client_that_is_slow(echo_home: Path) -> None:
     listening, client = bind("127.0.0.1", 0, explicit=True), stream.socket()
     listening.setsockopt(stream.SOL_SOCKET, stream.SO_SNDBUF, 2**12)
     client.setsockopt(stream.SOL_SOCKET, stream.SO_RCVBUF, 2**12)
-    lab = Lab(Settings(home=long_home, port=0), loop="thread")
+    lab = Lab(Settings(home=echo_home, port=0), loop="thread")
     lab.start(listening)
     with lab, ThreadPoolExecutor() as aside:
-        lab.load("tiny-long")
+        lab.load("echo")
         client.connect(("127.0.0.1", lab.port))
         with connect(address(lab), sock=client, max_queue=1, max_size=None) as socket:
-            ask(socket, model="tiny-long", max_tokens=8000, ignore_eos=True, logprobs=True, top_logprobs=20)
+            ask(socket, max_tokens=1500, ignore_eos=True, logprobs=True, top_logprobs=20)
             receive(socket)
             wait_until(lambda: lab.engine.snapshot.output_tokens > 600)
             stopping = aside.submit(lab.stop)
@@ -176,7 +183,7 @@ def test_why_a_server_that_stops_ends_an_answer_reaches_a_client_that_is_slow(lo
             # The server closes next; of more than a megabyte not a tenth is on its way.
             time.sleep(0.5)
             *tokens, last = until_done(socket)
-            # Where 8000 tokens take less than the 3 s that a stop leaves them, there is nothing to complain of.
+            # Where 1500 tokens take less than the 3 s that a stop leaves them, there is nothing to complain of.
             assert last.get("done") or last["error"]["code"] == "no-model-loaded"
             assert len(json.dumps(tokens)) > 2**20
             with pytest.raises(ConnectionClosed):

@@ -85,11 +85,11 @@ def test_requests_for_two_models_that_come_together_need_two_loads(tiny_home: Pa
     assert len(loads) <= 3
 
 
-def test_default_has_nothing_to_bring_where_nothing_was(tiny_home: Path) -> None:
-    with serving(tiny_home, None, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
+def test_default_has_nothing_to_bring_where_nothing_was(echo_home: Path) -> None:
+    with serving(echo_home, None, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
         refused = ask(client, "default")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
-        assert ask(client, "tiny").status_code == 200
+        assert ask(client, "echo").status_code == 200
 
 
 def test_only_ids_of_what_is_on_disk_are_loaded(
@@ -188,6 +188,5 @@ def test_the_deadline_also_holds_for_the_wait(tiny_home: Path) -> None:
     assert (late.status_code, late.json()["error"]["code"]) == (504, "lmx-timeout")
 
 
-def test_without_swap_another_model_is_refused(tiny_home: Path) -> None:
-    with serving(tiny_home, "tiny") as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
-        assert ask(client, "tiny-two").status_code == 503
+def test_without_swap_another_model_is_refused(http: httpx2.Client) -> None:
+    assert ask(http, "other").status_code == 503

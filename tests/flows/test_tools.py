@@ -16,10 +16,8 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
 from lmx_lab.lab import Lab
-from lmx_lab.weights import ModelEntry
-from tests.flows.conftest import HELLO, chat_body, serving
+from tests.flows.conftest import HELLO, echo_body, serving
 from tests.flows.schemas import DIGIT, SHORT, closed
-from tests.tiny import write_tiny_llama
 
 PATH = "/v1/chat/completions"
 TEMPERATURE: list[Any] = [{"role": "user", "content": "What is the temperature in Paris, in celsius?"}]
@@ -53,9 +51,15 @@ def real(starter_home: Path) -> Iterator[OpenAI]:
         yield client
 
 
-@pytest.fixture
-def tiny(lab: Lab) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{lab.url}/v1", api_key="anything", max_retries=0) as client:
+@pytest.fixture(scope="module")
+def tiny(tiny_lab: Lab) -> Iterator[OpenAI]:
+    with OpenAI(**tiny_lab.openai, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def echo(lab: Lab) -> Iterator[OpenAI]:
+    with OpenAI(**lab.openai, max_retries=0) as client:
         yield client
 
 
@@ -95,17 +99,17 @@ def test_a_forced_call_of_the_real_model_fits_its_tool(real: OpenAI, choice: Any
 
 
 def test_the_real_model_asks_for_what_it_was_asked(real: OpenAI) -> None:
-    answer = ask(real, tools=TOOLS, tool_choice=function("get_weather"))
+    answer = ask(real, tools=TOOLS[:1], tool_choice=function("get_weather"))
     call = only_call(answer)
     assert check_call(call) == {"city": "Paris", "unit": "celsius"}
 
 
 @pytest.mark.parametrize("choice", ["required", function("add")], ids=["required", "named"])
-def test_a_stream_has_the_name_first_and_then_the_arguments(real: OpenAI, choice: Any) -> None:
+def test_a_stream_has_the_name_first_and_then_the_arguments(echo: OpenAI, choice: Any) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
-    whole = only_call(ask(real, **asked))
+    whole = only_call(ask(echo, **asked))
     body = {"model": "default", "messages": TEMPERATURE, "temperature": 0, "max_tokens": 150, **asked}
-    chunks = [chunk.choices[0] for chunk in real.chat.completions.create(**body, stream=True)]
+    chunks = [chunk.choices[0] for chunk in echo.chat.completions.create(**body, stream=True)]
     assert [chunk.delta.content for chunk in chunks if chunk.delta.content] == []
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
     first, *rest = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
@@ -125,9 +129,9 @@ class GetWeather(BaseModel):
     unit: Literal["celsius", "fahrenheit"]
 
 
-def test_the_clients_own_helper_parses_the_arguments(real: OpenAI) -> None:
+def test_the_clients_own_helper_parses_the_arguments(echo: OpenAI) -> None:
     tools = [openai.pydantic_function_tool(GetWeather)]
-    parsed = real.chat.completions.parse(
+    parsed = echo.chat.completions.parse(
         model="default", messages=TEMPERATURE, tools=tools, tool_choice="required", parallel_tool_calls=False
     )
     for call in parsed.choices[0].message.tool_calls or []:
@@ -204,30 +208,25 @@ def test_several_calls_come_unless_they_must_not(tiny: OpenAI) -> None:
     assert max(counts) > 1
 
 
-def test_128_tools_are_taken_and_any_of_them_is_called(tmp_path: Path, smollm2: ModelEntry) -> None:
-    write_tiny_llama(tmp_path / "models" / "roomy", smollm2.path, seed=0, context=16384)
+def test_128_tools_are_taken_and_any_of_them_is_called(echo: OpenAI) -> None:
     tools = [function(f"tool_{at}", closed(**{f"a{at}": DIGIT})) for at in range(128)]
-    with (
-        serving(tmp_path, "roomy") as lab,
-        OpenAI(base_url=f"{lab.url}/v1", api_key="anything", max_retries=0) as client,
-    ):
-        for choice, name in ((function("tool_127"), "tool_127"), ("required", None)):
-            answer = ask(client, messages=HELLO, tools=tools, tool_choice=choice, parallel_tool_calls=False)
-            assert answer.choices[0].finish_reason == "tool_calls"
-            found = only_call(answer).function
-            assert name in {None, found.name}
-            Draft202012Validator(closed(**{f"a{found.name[5:]}": DIGIT})).validate(json.loads(found.arguments))
+    for choice, name in ((function("tool_127"), "tool_127"), ("required", None)):
+        answer = ask(echo, messages=HELLO, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        found = only_call(answer).function
+        assert name in {None, found.name}
+        Draft202012Validator(closed(**{f"a{found.name[5:]}": DIGIT})).validate(json.loads(found.arguments))
 
 
-def test_a_call_that_is_cut_off_says_so(tiny: OpenAI) -> None:
+def test_a_call_that_is_cut_off_says_so(echo: OpenAI) -> None:
     asked: dict[str, Any] = {"messages": HELLO, "tools": [function("add", ADD)], "tool_choice": "required"}
-    (choice,) = ask(tiny, **asked, max_tokens=18).choices
+    (choice,) = ask(echo, **asked, max_tokens=18).choices
     assert choice.finish_reason == "length"
     assert not choice.message.content
 
 
-def test_a_free_answer_with_tools_is_content_that_hides_nothing(tiny: OpenAI) -> None:
-    (choice,) = ask(tiny, messages=HELLO, tools=TOOLS[1:2], max_tokens=20).choices
+def test_a_free_answer_with_tools_is_content_that_hides_nothing(echo: OpenAI) -> None:
+    (choice,) = ask(echo, tools=TOOLS[1:2], max_tokens=5).choices
     assert choice.finish_reason == "length"
     assert choice.message.content
     assert choice.message.tool_calls is None
@@ -240,7 +239,7 @@ def test_a_free_answer_with_tools_is_content_that_hides_nothing(tiny: OpenAI) ->
 def next_request_works(http: httpx2.Client) -> Iterator[None]:
     yield
     asked = {"tools": [function("look")], "tool_choice": "required", "max_tokens": 60}
-    assert http.post(PATH, json=chat_body(**asked)).status_code == 200
+    assert http.post(PATH, json=echo_body(**asked)).status_code == 200
 
 
 def calling(arguments: Any) -> list[Any]:
@@ -268,7 +267,7 @@ RESULT = {"role": "tool", "content": "seen", "tool_call_id": "c1"}
     ],
 )
 def test_a_wrong_tool_or_history_is_named(http: httpx2.Client, changes: dict[str, Any], param: str, said: str) -> None:
-    response = http.post(PATH, json=chat_body(**changes))
+    response = http.post(PATH, json=echo_body(**changes))
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("invalid-request", param)
@@ -282,9 +281,9 @@ def test_parameters_that_cannot_be_enforced_are_named_where_they_would_have_to_b
     http: httpx2.Client, choice: Any
 ) -> None:
     tools = [function("first", ADD), function("second", closed(a={"type": "array", "uniqueItems": True}))]
-    error = http.post(PATH, json=chat_body(tools=tools, tool_choice=choice)).json()["error"]
+    error = http.post(PATH, json=echo_body(tools=tools, tool_choice=choice)).json()["error"]
     assert (error["code"], error["param"]) == ("invalid-request", "tools.1.function.parameters")
     assert "uniqueItems" in error["message"]
     assert "'second'" in error["message"]
-    other = http.post(PATH, json=chat_body(tools=tools, tool_choice=function("first"), max_tokens=60))
+    other = http.post(PATH, json=echo_body(tools=tools, tool_choice=function("first"), max_tokens=60))
     assert other.status_code == 200

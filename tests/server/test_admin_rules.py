@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Scope
@@ -51,8 +53,8 @@ def test_other_hosts_change_something_only_where_the_operator_said_so() -> None:
         ("GET", "/healthz", 200),
     ],
 )
-async def test_the_routes_ask_who_calls(tiny_home: str, method: str, path: str, status: int) -> None:
-    settings = Settings.read({}, home=tiny_home)
+async def test_the_routes_ask_who_calls(tmp_path: Path, method: str, path: str, status: int) -> None:
+    settings = Settings.read({}, home=tmp_path)
     policy = local_policy(8400)
     server = create_server(engine=Engine(settings), catalog=Catalog(settings), settings=settings, policy=lambda: policy)
     assert isinstance(server.api, FastAPI)

@@ -9,7 +9,7 @@ from urllib.parse import urljoin
 
 import httpx2
 import pytest
-from playwright.sync_api import Page, Route
+from playwright.sync_api import Browser, Page, Route
 
 from lmx_lab.lab import Lab
 from tests.browser.chromium import chromium
@@ -22,17 +22,24 @@ ELSEWHERE = re.compile("^https://")
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_home: Path) -> Iterator[Lab]:
-    with serving(tiny_home, "tiny") as lab:
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
         yield lab
 
 
-@pytest.fixture
-def tab() -> Iterator[Page]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
     with chromium() as browser:
-        page = browser.new_page()
-        page.set_default_timeout(WAIT_MS)
-        yield page
+        yield browser
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Page]:
+    # In a context of its own: with its own cache.
+    page = browser.new_page()
+    page.set_default_timeout(WAIT_MS)
+    yield page
+    page.close()
 
 
 def links(page: httpx2.Response) -> list[str]:
@@ -53,8 +60,8 @@ def test_every_link_is_relative_and_leads_somewhere(lab: Lab, path: str) -> None
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_whoever_may_not_use_the_server_does_not_see_them(tiny_home: Path, path: str) -> None:
-    with serving(tiny_home, None, api_key="s3cret") as keyed:
+def test_whoever_may_not_use_the_server_does_not_see_them(tmp_path: Path, path: str) -> None:
+    with serving(tmp_path, None, api_key="s3cret") as keyed:
         refused = httpx2.get(f"{keyed.url}{path}")
         shown = httpx2.get(f"{keyed.url}{path}", headers={"authorization": "Bearer s3cret"})
         stranger = httpx2.get(f"{keyed.url}{path}", headers={"host": "evil.example"})

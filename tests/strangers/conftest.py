@@ -1,4 +1,4 @@
-"""Both servers as they run: the inference server with the tiny model and a key, and a daemon."""
+"""Both servers as they run: the inference server with the echo engine or with a key, and a daemon."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ import pytest
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.lab import Lab
 from tests.daemon.face import serving as serving_daemon
-from tests.flows.conftest import serving
+from tests.flows.conftest import echo_home, serving
+
+__all__ = ["echo_home"]
 
 KEY = "a-key-that-nobody-is-shown"
 FRIEND = "http://friend.example:3000"
 
 
 @pytest.fixture(scope="package")
-def open_lab(tiny_home: Path) -> Iterator[Lab]:
+def open_lab(echo_home: Path) -> Iterator[Lab]:
     """Without a key, as by default."""
-    with serving(tiny_home, "tiny", slots=2) as lab:
+    with serving(echo_home, "echo", slots=2) as lab:
         yield lab
 
 
 @pytest.fixture(scope="package")
-def keyed_lab(tiny_home: Path) -> Iterator[Lab]:
-    with serving(tiny_home, None, api_key=KEY, cors_origins=(FRIEND,)) as lab:
+def keyed_lab(echo_home: Path) -> Iterator[Lab]:
+    with serving(echo_home, None, api_key=KEY, cors_origins=(FRIEND,)) as lab:
         yield lab
 
 

@@ -20,8 +20,8 @@ SPELLINGS = [
         "..%5c..%5cetc",
         "%252e%252e%252f",
     ),
-    *("%2fetc%2fpasswd", "/etc/passwd", "//etc/passwd", "tiny%00", "%00", "tiny/..", "tiny/../tiny-two", "tiny%2f.."),
-    *("%c0%ae%c0%ae%c0%af", "~", "%7e%2f.ssh", "file:%2f%2f%2fetc", "tiny%0d%0aX-Injected:%201", "a" * 5000),
+    *("%2fetc%2fpasswd", "/etc/passwd", "//etc/passwd", "echo%00", "%00", "echo/..", "echo/../other", "other%2f.."),
+    *("%c0%ae%c0%ae%c0%af", "~", "%7e%2f.ssh", "file:%2f%2f%2fetc", "other%0d%0aX-Injected:%201", "a" * 5000),
 ]
 BODIES = [
     "..",

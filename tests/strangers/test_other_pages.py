@@ -102,6 +102,13 @@ def evil() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
+def tiny_lab(tiny_home: Path) -> Iterator[Lab]:
+    """With two models, so that a load would be noticed."""
+    with serving(tiny_home, "tiny", slots=2) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     arguments = [each for each in ARGUMENTS if "host-resolver" not in each]
     with chromium([*arguments, REBOUND]) as browser:
@@ -117,13 +124,13 @@ def page(browser: Browser, evil: int) -> Iterator[Page]:
     page.close()
 
 
-def test_another_page_reads_nothing_and_changes_nothing(page: Page, open_lab: Lab) -> None:
-    socket = f"ws://127.0.0.1:{open_lab.port}/v1/chat/stream"
-    seen = page.evaluate(TRIES, [open_lab.url, socket])
+def test_another_page_reads_nothing_and_changes_nothing(page: Page, tiny_lab: Lab) -> None:
+    socket = f"ws://127.0.0.1:{tiny_lab.port}/v1/chat/stream"
+    seen = page.evaluate(TRIES, [tiny_lab.url, socket])
     assert {name: what for name, what in seen.items() if what != "refused"} == {"beacon": "true"}
     for sandboxed in (False, True):
-        page.evaluate(FORM, [open_lab.url, sandboxed])
-    assert open_lab.engine.snapshot.model == "tiny"
+        page.evaluate(FORM, [tiny_lab.url, sandboxed])
+    assert tiny_lab.engine.snapshot.model == "tiny"
 
 
 def test_another_page_gets_nothing_of_the_daemon_even_with_its_token(page: Page, daemon: Daemon) -> None:
@@ -134,9 +141,9 @@ def test_another_page_gets_nothing_of_the_daemon_even_with_its_token(page: Page,
 
 
 @pytest.mark.parametrize("path", ["", "docs", "v1/models"])
-def test_another_page_frames_nothing(page: Page, open_lab: Lab, path: str) -> None:
+def test_another_page_frames_nothing(page: Page, tiny_lab: Lab, path: str) -> None:
     """Clicks on a page that is framed and cannot be seen would be those of its reader."""
-    page.evaluate(FRAMING, f"{open_lab.url}/{path}")
+    page.evaluate(FRAMING, f"{tiny_lab.url}/{path}")
     *_, framed = page.frames
     framed.wait_for_url("chrome-error://chromewebdata/")
 
@@ -147,16 +154,16 @@ def test_an_allowed_page_still_fetches(page: Page, evil: int, tiny_home: Path) -
 
 
 @pytest.mark.parametrize("name", ["rebound.evil.example", "127.0.0.1.evil.example"])
-def test_a_rebound_name_is_refused_whatever_the_page_does(browser: Browser, open_lab: Lab, name: str) -> None:
+def test_a_rebound_name_is_refused_whatever_the_page_does(browser: Browser, tiny_lab: Lab, name: str) -> None:
     """The page's own origin is then the server's address under the attacker's name: its requests are same-origin."""
     page = browser.new_page()
-    base = f"http://{name}:{open_lab.port}"
+    base = f"http://{name}:{tiny_lab.port}"
     answer = page.goto(f"{base}/v1/models")
     assert answer is not None
     assert (answer.status, answer.json()["error"]["code"]) == (421, "host-forbidden")
-    seen = page.evaluate(TRIES, [base, f"ws://{name}:{open_lab.port}/v1/chat/stream"])
+    seen = page.evaluate(TRIES, [base, f"ws://{name}:{tiny_lab.port}/v1/chat/stream"])
     page.close()
     read = {what[:4] for what in seen.values() if what not in ("refused", "opaque", "true")}
     assert read == {"421 "}
     assert "tiny" not in str(seen)
-    assert open_lab.engine.snapshot.model == "tiny"
+    assert tiny_lab.engine.snapshot.model == "tiny"

@@ -124,26 +124,38 @@ SECRETS = {
 }
 
 
-@pytest.fixture(scope="module")
-def served(tiny_home: Path, tiny_gguf: Path) -> Iterator[Serving]:
-    """A program with all the keys in its environment that it may have, and a model on llama.cpp."""
+@contextlib.contextmanager
+def served(home: Path, model: str) -> Iterator[Serving]:
+    """A program with all the keys in its environment that it may have."""
     with pytest.MonkeyPatch.context() as patched:
         for name, value in SECRETS.items():
             patched.setenv(name, value)
-        with serving(tiny_home, "--port", "0", "--model", str(tiny_gguf), "--log-level", "debug") as server:
+        with serving(home, "--port", "0", "--model", model, "--log-level", "debug") as server:
             yield server
 
 
+@pytest.fixture
+def on_llama_cpp(tiny_home: Path, tiny_gguf: Path) -> Iterator[Serving]:
+    with served(tiny_home, str(tiny_gguf)) as server:
+        yield server
+
+
+@pytest.fixture
+def on_echo(tmp_path: Path) -> Iterator[Serving]:
+    with served(tmp_path, "echo") as server:
+        yield server
+
+
 @pytest.mark.long
-def test_no_process_of_ours_has_a_key_in_its_arguments_or_its_environment(served: Serving) -> None:
-    url, headers = f"http://127.0.0.1:{served.port}", {"authorization": "Bearer key-of-the-server"}
+def test_no_process_of_ours_has_a_key_in_its_arguments_or_its_environment(on_llama_cpp: Serving) -> None:
+    url, headers = f"http://127.0.0.1:{on_llama_cpp.port}", {"authorization": "Bearer key-of-the-server"}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     body = {"model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     answer = httpx2.post(
         f"{url}/v1/chat/completions", json={**body, "response_format": schema}, headers=headers, timeout=60
     )
     assert answer.status_code == 200, answer.text
-    own = psutil.Process(served.process.pid)
+    own = psutil.Process(on_llama_cpp.process.pid)
     children = own.children(recursive=True)
     names = {Path(part).name for child in children for part in child.cmdline() if part.endswith(".py")}
     assert names >= {"worker.py", "template_rendering.py", "grammar_trial.py"}
@@ -151,22 +163,23 @@ def test_no_process_of_ours_has_a_key_in_its_arguments_or_its_environment(served
     assert [secret for secret in SECRETS.values() if found(secret, *told)] == []
 
 
-def test_what_strangers_ask_for_does_nothing_to_the_servers_terminal(served: Serving) -> None:
-    port, right = served.port, ("Authorization", "Bearer key-of-the-server")
+@pytest.mark.slow
+def test_what_strangers_ask_for_does_nothing_to_the_servers_terminal(on_echo: Serving) -> None:
+    port, right = on_echo.port, ("Authorization", "Bearer key-of-the-server")
     for path in (f"/{QUOTED}", f"/v1/models/{QUOTED}", f"/v1/chat/completions/{QUOTED}", f"/docs?{QUOTED}"):
         assert send(port, f"GET {path}", [right]).status < 500
         send(port, f"GET {path}", [right, *HANDSHAKE])
         json_called = [right, ("Content-Type", "application/json"), ("User-Agent", ESCAPES[:5])]
         assert send(port, f"POST {path}", json_called, b"{").status < 500
     body = {"model": ESCAPES, "messages": [{"role": "user", "content": "x"}]}
-    for name in (ESCAPES, f"tiny\n2026-01-01 INFO forged{ESCAPES}"):
+    for name in (ESCAPES, f"echo\n2026-01-01 INFO forged{ESCAPES}"):
         assert post(port, "/v1/chat/completions", {**body, "model": name}, [right]).status == 404
         assert post(port, "/admin/models/load", {"model": name}, [right]).status in (400, 404)
-    status, errors = served.end(signal.SIGTERM)
+    status, errors = on_echo.end(signal.SIGTERM)
     assert status == 0
-    assert not set(errors + served.output) & CONTROLS
+    assert not set(errors + on_echo.output) & CONTROLS
     assert not [line for line in errors.splitlines() if line.startswith("2026-01-01")]
-    assert [secret for secret in SECRETS.values() if found(secret, errors, served.output)] == []
+    assert [secret for secret in SECRETS.values() if found(secret, errors, on_echo.output)] == []
 
 
 LAUNCHED = """
@@ -177,6 +190,7 @@ lab.stop()
 """
 
 
+@pytest.mark.slow
 def test_what_strangers_ask_for_does_nothing_to_the_terminal_of_a_script(tmp_path: Path) -> None:
     said = f"{ESCAPES}\n2026-01-01 INFO forged"
     script = LAUNCHED.format(home=str(tmp_path), said=said)
@@ -229,9 +243,9 @@ def test_what_strangers_write_is_one_line_of_a_log_without_controls() -> None:
 
 
 def test_what_model_files_and_servers_say_does_nothing_to_a_terminal(
-    tmp_path: Path, tiny_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, echo_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = tiny_home / "models" / "tiny"
+    source = echo_home / "models" / "other"
     folder = tmp_path / "models" / "odd"
     folder.mkdir(parents=True)
     for path in source.iterdir():

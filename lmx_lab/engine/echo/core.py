@@ -16,6 +16,7 @@ from lmx_lab.engine.echo.jobs import Job, Jobs, Totals
 from lmx_lab.engine.echo.model import EchoModel
 from lmx_lab.engine.echo.script import Script, read_script
 from lmx_lab.engine.echo.texts import DIMENSIONS, Text, Texts
+from lmx_lab.engine.machine import total_bytes
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -82,7 +83,7 @@ class EchoCore:
         self._totals = Totals()
         self._encoded_tokens = 0
         self._idle_timer: asyncio.TimerHandle | None = None
-        self.snapshot = EngineSnapshot()
+        self.snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
         self._publish()
 
     # Models
