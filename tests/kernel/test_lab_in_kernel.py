@@ -95,7 +95,7 @@ def test_the_launch_cell_run_again_gives_the_same_lab(lab: Notebook) -> None:
 def test_changed_arguments_restart_in_place_on_the_same_port(lab: Notebook) -> None:
     assert int(lab.run("old = lab\n" + launch(lab, "port=0, slots=2"))) == lab.port
     assert lab.run("print(old.running, lab.settings.slots, listening().count(lab.port), sorted(threads()))") == (
-        f"False 2 1 {['lmx-lab-engine', 'lmx-lab-panels', *(['lmx-lab-server'] if lab.mode == 'thread' else [])]}"
+        f"False 2 1 {['lmx-lab-panels', *(['lmx-lab-server'] if lab.mode == 'thread' else [])]}"
     )
     assert healthz(lab.port) == 200
 
