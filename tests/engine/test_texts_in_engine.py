@@ -98,7 +98,7 @@ def long(count: int) -> EmbeddingRequest:
 
 async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedder: Engine) -> None:
     (alone,) = await vectors(embedder, SENTENCES[0])
-    crowd = [*SENTENCES, *(f"{at} " * (at % 60 + 1) for at in range(200))]
+    crowd = [*SENTENCES, *(f"{at} " * (at + 1) for at in range(60))]
     beside = (await vectors(embedder, *crowd))[0]
     assert np.abs(alone - beside).max() < 1e-5
     assert alone @ beside > 0.999999
@@ -459,7 +459,7 @@ async def test_a_deadline_is_kept(embedder: Engine) -> None:
 async def test_too_many_requests_are_told_so(minilm: ModelEntry) -> None:
     async with Engine(Settings(slots=1, queue_limit=1)) as engine:
         await engine.load(minilm)
-        running = [asyncio.create_task(engine.embed(long(200))) for _ in range(2)]
+        running = [asyncio.create_task(engine.embed(long(100))) for _ in range(2)]
         await until_busy(engine, requests=2)
         with pytest.raises(QueueFullError):
             await vectors(engine, SENTENCES[0])
@@ -472,7 +472,7 @@ async def test_stopping_the_engine_ends_what_runs(minilm: ModelEntry, gate: Gate
     await asyncio.to_thread(engine.start)
     await engine.load(minilm)
     gate.shut()
-    embedding = asyncio.create_task(engine.embed(long(2000)))
+    embedding = asyncio.create_task(engine.embed(long(200)))
     await gate.reached()
     gate.open()
     await asyncio.to_thread(engine.stop)
