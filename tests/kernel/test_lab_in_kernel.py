@@ -70,6 +70,13 @@ def lab(running: Notebook) -> Notebook:
     return running
 
 
+@pytest.fixture
+def tiny_lab(running: Notebook) -> Notebook:
+    """On MLX."""
+    running.port = int(running.run(LAUNCH_TINY.format(mode=running.mode)))
+    return running
+
+
 def healthz(port: int) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
@@ -196,18 +203,18 @@ def test_leaving_a_stream_early_frees_its_slot(lab: Notebook) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "lab.chat(hi)",
-        "''.join(lab.chat(hi, stream=True))",
-        "await lab.achat(hi)",
-        "[piece async for piece in await lab.astream(hi)]",
+        "lab.chat('hi')",
+        "''.join(lab.chat('hi', stream=True))",
+        "await lab.achat('hi')",
+        "[piece async for piece in await lab.astream('hi')]",
     ],
 )
-def test_the_stop_button_ends_the_generation_and_the_next_one_works(lab: Notebook, body: str) -> None:
-    output = lab.interrupt(f"print('started', flush=True)\nwhile True:\n    {body}")
+def test_the_stop_button_ends_the_generation_and_the_next_one_works(tiny_lab: Notebook, body: str) -> None:
+    output = tiny_lab.interrupt(f"print('started', flush=True)\nwhile True:\n    {body}")
     # ipykernel cancels a cell that awaits.
     assert output.error in ({"CancelledError", "KeyboardInterrupt"} if "await lab" in body else {"KeyboardInterrupt"})
-    assert lab.run("print(settled(), lab.chat(hi, max_tokens=2).usage.completion_tokens)") == "True 2"
-    assert healthz(lab.port) == 200
+    assert tiny_lab.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
+    assert healthz(tiny_lab.port) == 200
 
 
 def test_others_are_answered_while_a_cell_chats(lab: Notebook) -> None:
