@@ -539,7 +539,7 @@ async def test_a_client_that_takes_nothing_and_leaves_does_not_break_off_the_sto
         await asyncio.sleep(0.1)
         writer.write(end)
         await asyncio.sleep(0.1)
-        await host.stop()
+        await host.stop(grace_s=0.3)
         assert app.ended
         writer.transport.abort()
 

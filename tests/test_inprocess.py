@@ -27,14 +27,32 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(params=["kernel", "thread"])
-async def lab(request: pytest.FixtureRequest, tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+async def lab(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[lmx_lab.Lab]:
+    """Of 4,000 tokens it sends for some seconds."""
+    settings = Settings(home=tmp_path, port=0, echo_tokens_per_s=1000)
+    async with lmx_lab.Lab(settings, loop=request.param) as lab:
+        await lab.aload("echo")
+        yield lab
+
+
+@pytest.fixture(params=["kernel", "thread"])
+async def tiny_lab(request: pytest.FixtureRequest, tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+    """For memory, and for what a chat model cannot do."""
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop=request.param) as lab:
         await lab.aload("tiny")
         yield lab
 
 
 @pytest.fixture
-async def on_this_loop(tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+async def on_this_loop(tmp_path: Path) -> AsyncIterator[lmx_lab.Lab]:
+    async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="kernel") as lab:
+        await lab.aload("echo")
+        yield lab
+
+
+@pytest.fixture
+async def tiny_on_this_loop(tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+    """For loads of another model."""
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
         await lab.aload("tiny")
         yield lab
@@ -50,29 +68,31 @@ def while_this_loop_waits(lab: lmx_lab.Lab, work: Any) -> Any:
 
 
 async def test_an_answer_comes_whole_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:
-    *pieces, end = while_this_loop_waits(lab, whole(lab.workbench.source, max_tokens=30))
-    reply = await lab.achat("hello", temperature=0, max_tokens=30)
+    *pieces, end = while_this_loop_waits(lab, whole(lab.workbench.source, max_tokens=30, ignore_eos=True))
+    reply = await lab.achat("hello", temperature=0, max_tokens=30, ignore_eos=True)
     assert "".join(piece.text for piece in pieces) == reply.text
     assert end.stats is not None
-    assert (end.stats.model, end.stats.output_tokens, end.stats.finish_reason) == ("tiny", 30, "length")
+    assert (end.stats.model, end.stats.output_tokens, end.stats.finish_reason) == ("echo", 30, "length")
 
 
-async def test_unload_and_load_work_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:
-    source = lab.workbench.source
-    assert while_this_loop_waits(lab, source.unload()) > 0
+async def test_unload_and_load_work_while_the_loop_is_blocked(tiny_lab: lmx_lab.Lab) -> None:
+    source = tiny_lab.workbench.source
+    assert while_this_loop_waits(tiny_lab, source.unload()) > 0
     assert source.state().model is None
     with pytest.raises(NotLoadedError):
-        while_this_loop_waits(lab, whole(source))
-    assert while_this_loop_waits(lab, source.load("tiny")).model == "tiny"
-    assert [record.id for record in while_this_loop_waits(lab, source.models()).models if record.loaded] == ["tiny"]
+        while_this_loop_waits(tiny_lab, whole(source))
+    assert while_this_loop_waits(tiny_lab, source.load("tiny")).model == "tiny"
+    assert [record.id for record in while_this_loop_waits(tiny_lab, source.models()).models if record.loaded] == [
+        "tiny"
+    ]
 
 
-async def test_what_the_model_cannot_do_is_said(lab: lmx_lab.Lab) -> None:
-    source = lab.workbench.source
+async def test_what_the_model_cannot_do_is_said(tiny_lab: lmx_lab.Lab) -> None:
+    source = tiny_lab.workbench.source
     with pytest.raises(InvalidRequestError, match="temperature"):
-        while_this_loop_waits(lab, whole(source, temperature=9))
+        while_this_loop_waits(tiny_lab, whole(source, temperature=9))
     with pytest.raises(LabError, match="load"):
-        while_this_loop_waits(lab, source.rerank("a", ["b"]))
+        while_this_loop_waits(tiny_lab, source.rerank("a", ["b"]))
 
 
 async def test_leaving_an_answer_frees_its_slot(lab: lmx_lab.Lab) -> None:
@@ -111,8 +131,8 @@ async def test_a_blocked_loop_is_noticed_and_the_remedy_named(on_this_loop: lmx_
     assert "%%offload" in source.state().note
 
 
-async def test_on_a_thread_no_cell_is_blamed(tiny_home: Path) -> None:
-    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="thread") as lab:
+async def test_on_a_thread_no_cell_is_blamed(tmp_path: Path) -> None:
+    async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
         assert lab._thread is not None
 
         async def sleep() -> None:
@@ -134,16 +154,16 @@ async def test_a_loop_that_comes_round_has_no_lag(monkeypatch: pytest.MonkeyPatc
     assert lag.now_s == 0
 
 
-async def test_the_history_has_figures_and_requests(lab: lmx_lab.Lab) -> None:
-    while_this_loop_waits(lab, whole(lab.workbench.source, max_tokens=5))
-    history = lab.workbench.history
+async def test_the_history_has_figures_and_requests(tiny_lab: lmx_lab.Lab) -> None:
+    while_this_loop_waits(tiny_lab, whole(tiny_lab.workbench.source, max_tokens=5))
+    history = tiny_lab.workbench.history
     await until(lambda: len(history.requests) == 1 and len(history.samples) >= 2)
     assert history.requests[0].event.completion_tokens == 5
     assert history.samples[-1].memory_active_gb > 0
 
 
-async def test_a_stopped_lab_says_so(tiny_home: Path) -> None:
-    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="thread") as lab:
+async def test_a_stopped_lab_says_so(tmp_path: Path) -> None:
+    async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
         source = lab.workbench.source
     assert (source.state().state, source.sample()) == ("stopped", None)
     assert "launch" in source.state().note
@@ -153,15 +173,15 @@ async def test_a_stopped_lab_says_so(tiny_home: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"]
 
 
-def test_the_next_lab_is_shown_where_the_last_one_was(tiny_home: Path) -> None:
-    first = lmx_lab.launch(port=0, home=tiny_home)
+def test_the_next_lab_is_shown_where_the_last_one_was(tmp_path: Path) -> None:
+    first = lmx_lab.launch(port=0, home=tmp_path)
     workbench = first.workbench
     first.stop()
     assert workbench.source.state().state == "stopped"
-    with lmx_lab.launch(port=0, home=tiny_home) as second:
+    with lmx_lab.launch(port=0, home=tmp_path) as second:
         assert second.workbench is workbench
         assert workbench.source.state().url == second.url
-        with lmx_lab.launch(port=0, home=tiny_home, slots=2) as third:
+        with lmx_lab.launch(port=0, home=tmp_path, slots=2) as third:
             assert (third.workbench is workbench, workbench.source.state().state) == (True, "running")
 
 
@@ -169,9 +189,9 @@ def test_the_next_lab_is_shown_where_the_last_one_was(tiny_home: Path) -> None:
 
 
 async def test_who_asks_for_a_model_that_another_loop_loads_waits_for_the_same_load(
-    on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+    tiny_on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lab, checking, go_on, seen = on_this_loop, threading.Event(), threading.Event(), []
+    lab, checking, go_on, seen = tiny_on_this_loop, threading.Event(), threading.Event(), []
     check = lab.catalog.check
 
     def slow_check(entry: ModelEntry) -> None:
@@ -221,13 +241,13 @@ async def test_a_load_that_fetches_can_be_given_up(on_this_loop: lmx_lab.Lab, mo
         await asyncio.wrap_future(loading)
     go_on.set()
     await until(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in seen))
-    assert lab.engine.snapshot.model == "tiny"
+    assert lab.engine.snapshot.model == "echo"
     watching.cancel()
 
 
-def test_a_lab_that_was_replaced_leaves_the_panels_to_the_next_one(tiny_home: Path) -> None:
-    first = lmx_lab.launch("tiny", port=0, home=tiny_home)
-    with lmx_lab.launch(port=0, home=tiny_home, slots=2) as second:
+def test_a_lab_that_was_replaced_leaves_the_panels_to_the_next_one(tmp_path: Path) -> None:
+    first = lmx_lab.launch("echo", port=0, home=tmp_path)
+    with lmx_lab.launch(port=0, home=tmp_path, slots=2) as second:
         workbench = second.workbench
         first.stop()
         # Its panels have gone; what it says is about itself.
@@ -238,19 +258,19 @@ def test_a_lab_that_was_replaced_leaves_the_panels_to_the_next_one(tiny_home: Pa
 
 
 def test_a_stopped_lab_that_was_asked_something_falls_asleep_again(
-    tiny_home: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
-    with lmx_lab.launch(port=0, home=tiny_home) as lab:
+    with lmx_lab.launch(port=0, home=tmp_path) as lab:
         pass
     with pytest.raises(HostingError, match="launch"):
         lab.workbench.submit(lab.workbench.source.unload()).result(WAIT_S)
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"])
 
 
-def test_a_source_that_fails_once_does_not_stop_the_clock(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_fails_once_does_not_stop_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
-    with lmx_lab.launch(port=0, home=tiny_home) as lab:
+    with lmx_lab.launch(port=0, home=tmp_path) as lab:
         sample, failed = lab.workbench.source.sample, threading.Event()
 
         def fail_once() -> Any:
@@ -265,7 +285,7 @@ def test_a_source_that_fails_once_does_not_stop_the_clock(tiny_home: Path, monke
         wait_until(lambda: len(lab.workbench.history.samples) > seen)
 
 
-def test_a_launch_that_waits_for_another_one_gives_up(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_waits_for_another_one_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmx_lab.lab.launching.PATIENCE_S", 0.05)
     held, release = threading.Event(), threading.Event()
 
@@ -279,7 +299,7 @@ def test_a_launch_that_waits_for_another_one_gives_up(tiny_home: Path, monkeypat
     held.wait(WAIT_S)
     try:
         with pytest.raises(HostingError, match="another launch"):
-            lmx_lab.launch(port=0, home=tiny_home)
+            lmx_lab.launch(port=0, home=tmp_path)
     finally:
         release.set()
         other.join()
@@ -292,10 +312,10 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_in_process_is_a_source(tiny_home: Path) -> None:
+def test_in_process_is_a_source(tmp_path: Path) -> None:
     from lmx_lab.panels.source import Source
 
-    source: Source = InProcess(lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="thread"))
+    source: Source = InProcess(lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread"))
     assert source.state().state == "stopped"
 
 

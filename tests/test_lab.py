@@ -33,19 +33,30 @@ from lmx_lab.weights import Progress
 pytestmark = pytest.mark.anyio
 
 
+HELLO = "hi " * 4000
+"""The engine repeats it, which takes some seconds."""
+
+
 @pytest.fixture(scope="module", params=["kernel", "thread"])
-async def lab(request: pytest.FixtureRequest, tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+async def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[lmx_lab.Lab]:
     """A lab in a program with a loop of its own, which is what ``kernel`` means there."""
-    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop=request.param) as lab:
-        await lab.aload("tiny")
+    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, echo_tokens_per_s=1000)
+    async with lmx_lab.Lab(settings, loop=request.param) as lab:
+        await lab.aload("echo")
         yield lab
 
 
 @pytest.fixture
-def launched(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
-    with lmx_lab.launch(port=0, home=tiny_home) as lab:
+def launched(tmp_path: Path) -> Iterator[lmx_lab.Lab]:
+    with lmx_lab.launch(port=0, home=tmp_path, echo_tokens_per_s=1000) as lab:
         yield lab
     assert lmx_lab.current() is None
+
+
+@pytest.fixture
+def launched_with_models(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
+    with lmx_lab.launch(port=0, home=tiny_home) as lab:
+        yield lab
 
 
 async def until_idle(lab: lmx_lab.Lab) -> None:
@@ -62,14 +73,14 @@ def lab_threads() -> set[threading.Thread]:
 
 
 async def test_a_chat_gives_text_usage_and_timings(lab: lmx_lab.Lab) -> None:
-    reply = await lab.achat("hi", max_tokens=4, temperature=0, system="Be brief.")
-    assert (reply.model, reply.finish_reason, reply.usage.completion_tokens) == ("tiny", "length", 4)
+    reply = await lab.achat(HELLO, max_tokens=4, temperature=0, system="Be brief.")
+    assert (reply.model, reply.finish_reason, reply.usage.completion_tokens) == ("echo", "length", 4)
     assert reply.timings.predicted_n == 4
     assert str(reply) == reply.text
 
 
 async def test_the_pieces_of_a_stream_are_its_reply(lab: lmx_lab.Lab) -> None:
-    stream = await lab.astream([{"role": "user", "content": "hi"}], max_tokens=30)
+    stream = await lab.astream([{"role": "user", "content": HELLO}], max_tokens=30)
     pieces = [piece async for piece in stream]
     assert stream.reply is not None
     assert ("".join(pieces), stream.reply.usage.completion_tokens) == (stream.reply.text, 30)
@@ -77,7 +88,7 @@ async def test_the_pieces_of_a_stream_are_its_reply(lab: lmx_lab.Lab) -> None:
 
 
 async def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab) -> None:
-    stream = await lab.astream("hi")
+    stream = await lab.astream(HELLO)
     async for _ in stream:
         break
     await until_idle(lab)
@@ -85,7 +96,7 @@ async def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab) -> None:
 
 
 async def test_closing_a_stream_frees_its_slot(lab: lmx_lab.Lab) -> None:
-    stream = await lab.astream("hi")
+    stream = await lab.astream(HELLO)
     await stream.aclose()
     stream.close()
     await until_idle(lab)
@@ -93,7 +104,7 @@ async def test_closing_a_stream_frees_its_slot(lab: lmx_lab.Lab) -> None:
 
 
 async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab) -> None:
-    chat = asyncio.create_task(lab.achat("hi"))
+    chat = asyncio.create_task(lab.achat(HELLO))
     while not lab.engine.snapshot.active_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     chat.cancel()
@@ -103,13 +114,13 @@ async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab) -> None:
 
 
 async def test_chats_at_once_share_the_engine(lab: lmx_lab.Lab) -> None:
-    replies = await asyncio.gather(*(lab.achat("hi", max_tokens=20, temperature=0) for _ in range(6)))
+    replies = await asyncio.gather(*(lab.achat(HELLO, max_tokens=20, temperature=0) for _ in range(6)))
     assert len({reply.text for reply in replies}) == 1
 
 
 async def test_another_loop_may_ask_too(lab: lmx_lab.Lab) -> None:
     def ask() -> int:
-        return asyncio.run(lab.achat("hi", max_tokens=2)).usage.completion_tokens
+        return asyncio.run(lab.achat(HELLO, max_tokens=2)).usage.completion_tokens
 
     assert await asyncio.to_thread(ask) == 2
 
@@ -117,36 +128,36 @@ async def test_another_loop_may_ask_too(lab: lmx_lab.Lab) -> None:
 async def test_a_failed_load_says_why_and_keeps_what_is_loaded(lab: lmx_lab.Lab) -> None:
     with pytest.raises(ModelNotFoundError):
         await lab.aload("no-such")
-    assert [record.id for record in await lab.amodels() if record.loaded] == ["tiny"]
+    assert [record.id for record in await lab.amodels() if record.loaded] == ["echo"]
 
 
 async def test_without_a_model_a_chat_says_what_to_do(lab: lmx_lab.Lab) -> None:
     assert await lab.aunload() >= 0
     with pytest.raises(NotLoadedError, match=r"lab\.load"):
-        await lab.achat("hi")
-    assert (await lab.aload("tiny")).model == "tiny"
+        await lab.achat(HELLO)
+    assert (await lab.aload("echo")).model == "echo"
 
 
-async def test_a_stopped_lab_cannot_be_used_or_started_again(tiny_home: Path) -> None:
-    async with lmx_lab.Lab(Settings(home=tiny_home, port=0)) as lab:
+async def test_a_stopped_lab_cannot_be_used_or_started_again(tmp_path: Path) -> None:
+    async with lmx_lab.Lab(Settings(home=tmp_path, port=0)) as lab:
         pass
     await lab.astop()
-    for verb in (lab.achat("hi"), lab.aload("tiny"), lab.aunload(), lab.amodels()):
+    for verb in (lab.achat(HELLO), lab.aload("echo"), lab.aunload(), lab.amodels()):
         with pytest.raises(HostingError, match="was stopped"):
             await verb
     assert repr(lab).startswith("LMX Lab: stopped")
 
 
-async def test_a_failing_start_leaves_nothing(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = lab_threads()
     monkeypatch.setattr("lmx_lab.hosting.ANSWER_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other:
-        taken = Settings(home=tiny_home, port=other.getsockname()[1])
+        taken = Settings(home=tmp_path, port=other.getsockname()[1])
         with pytest.raises(PortTakenError):
             await lmx_lab.Lab(taken, loop="thread").astart()
     monkeypatch.setattr("lmx_lab.engine.Engine.start", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        await lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="thread").astart()
+        await lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread").astart()
     gc.collect()  # a socket that was left open would be a warning here, and warnings are errors
     assert lab_threads() <= before
 
@@ -161,21 +172,21 @@ async def test_what_could_never_match_is_refused_before_anything_starts() -> Non
 
 def test_where_no_loop_runs_a_thread_serves(launched: lmx_lab.Lab) -> None:
     assert launched.mode == "thread"
-    assert lmx_lab.launch(port=0, home=launched.settings.home) is launched is lmx_lab.current()
+    assert lmx_lab.launch(port=0, home=launched.settings.home, echo_tokens_per_s=1000) is launched is lmx_lab.current()
 
 
 def test_a_stream_left_in_the_middle_frees_its_slot(launched: lmx_lab.Lab) -> None:
-    launched.load("tiny")
-    for _ in launched.chat("hi", stream=True):
+    launched.load("echo")
+    for _ in launched.chat(HELLO, stream=True):
         break
     asyncio.run(until_idle(launched))
 
 
 def test_threads_may_chat_at_once(launched: lmx_lab.Lab) -> None:
-    launched.load("tiny")
+    launched.load("echo")
     texts: list[str] = []
     threads = [
-        threading.Thread(target=lambda: texts.append(launched.chat("hi", max_tokens=9, temperature=0).text))
+        threading.Thread(target=lambda: texts.append(launched.chat(HELLO, max_tokens=9, temperature=0).text))
         for _ in range(4)
     ]
     for thread in threads:
@@ -186,10 +197,10 @@ def test_threads_may_chat_at_once(launched: lmx_lab.Lab) -> None:
     assert len(set(texts)) == 1
 
 
-def test_threads_that_launch_at_once_get_one_lab(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "PATIENCE_S", 120)
     labs: list[lmx_lab.Lab] = []
-    threads = [threading.Thread(target=lambda: labs.append(lmx_lab.launch(port=0, home=tiny_home))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: labs.append(lmx_lab.launch(port=0, home=tmp_path))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -201,16 +212,16 @@ def test_threads_that_launch_at_once_get_one_lab(tiny_home: Path, monkeypatch: p
 def test_a_restart_that_cannot_listen_leaves_what_runs(launched: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmx_lab.hosting.ANSWER_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other, pytest.raises(PortTakenError):
-        lmx_lab.launch(port=other.getsockname()[1], home=launched.settings.home)
+        lmx_lab.launch(port=other.getsockname()[1], home=launched.settings.home, echo_tokens_per_s=1000)
     with pytest.raises(HostingError):
-        lmx_lab.launch(port=0, host="192.0.2.77", home=launched.settings.home)
+        lmx_lab.launch(port=0, host="192.0.2.77", home=launched.settings.home, echo_tokens_per_s=1000)
     with pytest.raises(InvalidRequestError):
-        lmx_lab.launch(port=0, cors_origins=["*"], home=launched.settings.home)
+        lmx_lab.launch(port=0, cors_origins=["*"], home=launched.settings.home, echo_tokens_per_s=1000)
     assert lmx_lab.current() is launched
 
 
 def test_asking_for_the_port_that_it_has_changes_nothing(launched: lmx_lab.Lab) -> None:
-    assert lmx_lab.launch(port=launched.port, home=launched.settings.home) is launched
+    assert lmx_lab.launch(port=launched.port, home=launched.settings.home, echo_tokens_per_s=1000) is launched
 
 
 def test_the_kernels_loop_needs_one() -> None:
@@ -253,9 +264,9 @@ async def main():
 asyncio.run(main())
 """
 SCRIPTS = {
-    "stopped": SCRIPT.format(end="lab.stop()"),
+    "stopped": SCRIPT.format(end="lab.stop()").replace("tiny", "echo").replace("hi", "hi " * 9),
     "left": SCRIPT.format(end=""),
-    "async, stopped": ASYNC_SCRIPT.format(end="await lab.astop()"),
+    "async, stopped": ASYNC_SCRIPT.format(end="await lab.astop()").replace("tiny", "echo").replace("hi", "hi " * 9),
     "async, left": ASYNC_SCRIPT.format(end=""),
     # A nested loop patches asyncio for the whole process.
     "two launches": TWO_LAUNCHES,
@@ -295,17 +306,17 @@ def test_two_launches_at_once_on_one_loop_start_one_lab(scripts: dict[str, subpr
 # --- looks
 
 
-def test_the_html_of_a_lab_is_escaped(tiny_home: Path) -> None:
-    lab = lmx_lab.Lab(Settings(home=tiny_home, host="<script>alert(1)</script>"), loop="thread")
+def test_the_html_of_a_lab_is_escaped(tmp_path: Path) -> None:
+    lab = lmx_lab.Lab(Settings(home=tmp_path, host="<script>alert(1)</script>"), loop="thread")
     assert "<script" not in lab._repr_html_()
     assert "&lt;script&gt;" in lab._repr_html_()
 
 
 def test_a_list_of_models_is_a_table(launched: lmx_lab.Lab) -> None:
-    launched.load("tiny")
+    launched.load("echo")
     table = launched.models()._repr_html_()
     assert table.startswith("<table>")
-    assert "<td>tiny</td><td>yes</td>" in table
+    assert "<td>echo</td><td>yes</td>" in table
 
 
 LIVE = [
@@ -494,37 +505,37 @@ def test_nothing_is_drawn_into_a_file_or_before_the_first_step(terminal: bool) -
 
 
 @pytest.mark.parametrize("model", [5, "", b"tiny", ["tiny"]])
-def test_a_model_that_is_no_name_is_refused_before_anything_starts(model: object, tiny_home: Path) -> None:
+def test_a_model_that_is_no_name_is_refused_before_anything_starts(model: object, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="model is"):
-        lmx_lab.launch(model, port=0, home=tiny_home)  # type: ignore[arg-type]
+        lmx_lab.launch(model, port=0, home=tmp_path)  # type: ignore[arg-type]
     assert lmx_lab.current() is None
 
 
-def test_the_loaded_model_may_be_named_by_its_path_too(launched: lmx_lab.Lab, tiny_home: Path) -> None:
+def test_the_loaded_model_may_be_named_by_its_path_too(launched_with_models: lmx_lab.Lab, tiny_home: Path) -> None:
     where = tiny_home / "models" / "tiny"
-    launched.load("tiny")
-    assert launched.chat("hello", model=str(where), max_tokens=1).model == "tiny"
+    launched_with_models.load("tiny")
+    assert launched_with_models.chat("hello", model=str(where), max_tokens=1).model == "tiny"
 
 
-def test_a_path_object_is_a_path(launched: lmx_lab.Lab, tiny_home: Path) -> None:
-    assert launched.load(tiny_home / "models" / "tiny-two").model == "tiny-two"
+def test_a_path_object_is_a_path(launched_with_models: lmx_lab.Lab, tiny_home: Path) -> None:
+    assert launched_with_models.load(tiny_home / "models" / "tiny-two").model == "tiny-two"
 
 
 @pytest.mark.parametrize("arguments", [{"lan": "no"}, {"lan": True, "host": "127.0.0.1"}, {"host": ""}])
-def test_arguments_that_contradict_each_other_start_nothing(arguments: dict[str, object], tiny_home: Path) -> None:
+def test_arguments_that_contradict_each_other_start_nothing(arguments: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError):
-        lmx_lab.launch(port=0, home=tiny_home, **arguments)  # type: ignore[arg-type]
+        lmx_lab.launch(port=0, home=tmp_path, **arguments)  # type: ignore[arg-type]
     assert lmx_lab.current() is None
 
 
 def test_a_lone_surrogate_is_named(launched: lmx_lab.Lab) -> None:
-    launched.load("tiny")
+    launched.load("echo")
     with pytest.raises(InvalidRequestError, match="surrogate"):
         launched.chat("half \ud800")
 
 
 def test_a_stream_says_what_to_do_with_it_and_keeps_its_text(launched: lmx_lab.Lab) -> None:
-    launched.load("tiny")
+    launched.load("echo")
     stream = launched.chat("hello", stream=True, max_tokens=20)
     assert "iterate" in repr(stream)
     first = next(iter(stream))

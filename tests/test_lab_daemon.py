@@ -21,9 +21,7 @@ from tests.daemon.face import client, serving
 
 
 @pytest.fixture
-def options(tiny_home: Path, tmp_path: Path) -> dict[str, Any]:
-    """A home of its own, which has the models."""
-    (tmp_path / "models").symlink_to(tiny_home / "models")
+def options(tmp_path: Path) -> dict[str, Any]:
     return {"home": tmp_path, "port": 0, "daemon_port": 0, "daemon": True}
 
 
@@ -36,7 +34,7 @@ def _nothing_left() -> Iterator[None]:
 
 
 def test_a_turn_of_the_labs_daemon_asks_the_labs_model(options: dict[str, Any]) -> None:
-    lab = lmx_lab.launch("tiny", api_key="key-of-the-lab", **options)
+    lab = lmx_lab.launch("echo", api_key="key-of-the-lab", **options)
     assert lab.daemon is not None
 
     @lab.daemon.tool
@@ -46,7 +44,7 @@ def test_a_turn_of_the_labs_daemon_asks_the_labs_model(options: dict[str, Any]) 
 
     with client(lab.daemon) as http:
         http.post("/v3/sessions", json={"session_id": "s"})
-        body = {"turn_id": "t", "content": "hi", "overrides": {"max_tokens": 4, "tools": []}}
+        body = {"turn_id": "t", "content": "one two three four five", "overrides": {"max_tokens": 4, "tools": []}}
         assert http.post("/v3/sessions/s/turns", json=body).status_code == 202
         turn = http.get("/v3/sessions/s/turns/t", params={"wait": 20}).json()
         assert (turn["status"], turn["stop_reason"], turn["stats"]["tokens"]) == ("done", "length", 4), turn

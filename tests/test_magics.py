@@ -37,7 +37,14 @@ def shell(terminal: InteractiveShell) -> Iterator[InteractiveShell]:
 
 
 @pytest.fixture
-def lab(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
+def lab(tmp_path: Path) -> Iterator[lmx_lab.Lab]:
+    with lmx_lab.launch("echo", home=tmp_path, port=0) as lab:
+        yield lab
+
+
+@pytest.fixture
+def tiny_lab(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
+    """For loads of another model."""
     with lmx_lab.launch("tiny", home=tiny_home, port=0) as lab:
         yield lab
 
@@ -158,9 +165,9 @@ def test_without_a_lab_and_a_verb_it_says_how_one_is_launched(
 
 
 def test_the_verbs_are_those_of_the_lab(
-    shell: InteractiveShell, lab: lmx_lab.Lab, capsys: pytest.CaptureFixture[str]
+    shell: InteractiveShell, tiny_lab: lmx_lab.Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert shell.run_line_magic("lmx", "") is lab
+    assert shell.run_line_magic("lmx", "") is tiny_lab
     assert shell.run_line_magic("lmx", "load tiny-two").model == "tiny-two"
     assert [model.id for model in shell.run_line_magic("lmx", "models") if model.loaded] == ["tiny-two"]
     shell.run_line_magic("lmx", "unload")
@@ -170,11 +177,13 @@ def test_the_verbs_are_those_of_the_lab(
     with pytest.raises(UsageError, match="load"):
         shell.run_line_magic("lmx", "ask hi")
     shell.run_line_magic("lmx", "stop")
-    assert not lab.running
+    assert not tiny_lab.running
 
 
-def test_launch_takes_its_options(shell: InteractiveShell, lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMX_LAB_HOME", str(lab.settings.home))
+def test_launch_takes_its_options(
+    shell: InteractiveShell, tiny_lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMX_LAB_HOME", str(tiny_lab.settings.home))
     other = shell.run_line_magic("lmx", "launch tiny-two --loop thread --port 0 --lan")
     assert other is lmx_lab.current()
     assert (other.mode, other.settings.host, other.engine.snapshot.model) == ("thread", "0.0.0.0", "tiny-two")

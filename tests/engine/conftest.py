@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
@@ -34,9 +35,91 @@ GREEDY = Sampling(temperature=0)
 PROMPT = TokenPrompt(tokens=(300, 301, 302))
 
 
+TWO_SLOTS = Settings(slots=2, queue_limit=2)
+
+
+class Shared:
+    """An engine that tests of a module use one after the other.
+
+    There is one at a time, since the memory that an engine reports is that of the process.
+    """
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._made_of: tuple[object, ...] = ()
+
+    @contextlib.contextmanager
+    def lend(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[Engine]:
+        """An engine with these models, which nothing is kept in; the test must leave it with them, and idle soon."""
+        made_of = (settings, main, *pinned)
+        if self._engine is None or self._made_of != made_of:
+            self.end()
+            self._engine, self._made_of = Engine(settings), made_of
+            self._engine.start()
+            asyncio.run(load_all(self._engine, main, *pinned))
+        engine = self._engine
+        asyncio.run(rest(engine))
+        models = asyncio.run(loaded_models(engine))
+        yield engine
+        if not (engine.alive and asyncio.run(are_loaded(engine, models))):
+            self.end()
+            pytest.fail("this test changes the engine that others use; let it have one of its own")
+
+    def end(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+        self._engine = None
+
+
+async def load_all(engine: Engine, main: ModelEntry, *pinned: ModelEntry) -> None:
+    for entry in pinned:
+        await engine.pin(entry)
+    await engine.load(main)
+
+
+async def rest(engine: Engine) -> None:
+    """Wait until nothing runs, and drop what is kept of prompts."""
+    async with asyncio.timeout(60):
+        await until_idle(engine)
+    await engine._mlx._thread.call(lambda core: core.generating.shrink_prefixes(2**60))
+
+
+async def loaded_models(engine: Engine) -> list[weakref.ref[Any]]:
+    return await engine._mlx._thread.call(lambda core: list(map(weakref.ref, (core.main, *core._pinned.values()))))
+
+
+async def are_loaded(engine: Engine, models: list[weakref.ref[Any]]) -> bool:
+    def same(core: EngineCore) -> bool:
+        now = (core.main, *core._pinned.values())
+        return len(now) == len(models) and all(model() is other for model, other in zip(models, now, strict=True))
+
+    return await engine._mlx._thread.call(same)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    shared = Shared()
+    yield shared
+    shared.end()
+
+
 @pytest.fixture
-async def engine(tiny: ModelEntry) -> AsyncIterator[Engine]:
-    async with Engine(Settings(slots=2, queue_limit=2)) as engine:
+def alone(shared: Shared) -> None:
+    """No other engine takes memory: for tests that measure it, or that limit it."""
+    shared.end()
+
+
+@pytest.fixture
+def engine(shared: Shared, tiny: ModelEntry) -> Iterator[Engine]:
+    """For tests that leave the model as it is."""
+    with shared.lend(TWO_SLOTS, tiny) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def own_engine(alone: None, tiny: ModelEntry) -> AsyncIterator[Engine]:
+    """For a test that unloads its model, breaks it or ends its thread."""
+    async with Engine(TWO_SLOTS) as engine:
         await engine.load(tiny)
         yield engine
 

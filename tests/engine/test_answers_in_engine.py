@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 from tests.engine.answers import merge
-from tests.engine.conftest import until_idle
+from tests.engine.conftest import Shared, until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -46,9 +46,18 @@ FORCED = replace(TOOLS, forced=True, parallel=False)
 NAMED = replace(TOOLS, forced=True, only="wait")
 
 
+FOUR_SLOTS = Settings(slots=4, queue_limit=8)
+
+
 @pytest.fixture
-async def engine(thinker: ModelEntry) -> AsyncIterator[Engine]:
-    async with Engine(Settings(slots=4, queue_limit=8)) as engine:
+def engine(shared: Shared, thinker: ModelEntry) -> Iterator[Engine]:
+    with shared.lend(FOUR_SLOTS, thinker) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def own_engine(alone: None, thinker: ModelEntry) -> AsyncIterator[Engine]:
+    async with Engine(FOUR_SLOTS) as engine:
         await engine.load(thinker)
         yield engine
 
@@ -298,21 +307,21 @@ async def test_a_constrained_answer_can_be_given_up(engine: Engine) -> None:
     assert is_place((await run(engine, answer_format=JSON, enable_thinking=False)).text)
 
 
-async def test_unloading_frees_the_model_after_constrained_answers(engine: Engine) -> None:
-    loaded = engine.snapshot.model_memory_bytes
-    kept = await engine.submit(request(answer_format=JSON, open_thoughts=True, thinking_budget=2))
+async def test_unloading_frees_the_model_after_constrained_answers(own_engine: Engine) -> None:
+    loaded = own_engine.snapshot.model_memory_bytes
+    kept = await own_engine.submit(request(answer_format=JSON, open_thoughts=True, thinking_budget=2))
     await finish(kept)
-    await run(engine, tools=NAMED)
-    freed = await engine.unload()
+    await run(own_engine, tools=NAMED)
+    freed = await own_engine.unload()
     assert freed >= loaded * 0.95
-    assert engine.snapshot.memory_used_bytes < loaded * 0.05
+    assert own_engine.snapshot.memory_used_bytes < loaded * 0.05
 
 
-async def test_the_first_two_grammars_may_come_at_once(engine: Engine) -> None:
+async def test_the_first_two_grammars_may_come_at_once(own_engine: Engine) -> None:
     found = await asyncio.gather(
-        run(engine, answer_format=JSON, enable_thinking=False),
-        run(engine, tools=NAMED),
-        run(engine, answer_format=AnswerFormat(kind="regex", text="(yes|no)"), enable_thinking=False),
+        run(own_engine, answer_format=JSON, enable_thinking=False),
+        run(own_engine, tools=NAMED),
+        run(own_engine, answer_format=AnswerFormat(kind="regex", text="(yes|no)"), enable_thinking=False),
     )
     assert is_place(found[0].text)
     assert is_place(found[1].calls[0][1])

@@ -14,21 +14,22 @@ from lmx_lab.engine.core import EngineCore
 from lmx_lab.engine.footprint import Footprint
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
-from tests.engine.conftest import finish, numbers, request, run, until_idle
+from tests.engine.conftest import finish, held, numbers, posted, request, run, until_idle
 
 pytestmark = pytest.mark.anyio
 FIRST = numbers(100)
 
 
 async def test_the_next_turn_computes_only_what_is_new(engine: Engine) -> None:
+    before = engine.snapshot
     stream = await engine.submit(request(prompt=FIRST))
     _, first = await finish(stream)
     turn = TokenPrompt(tokens=(*FIRST.tokens, *range(500, 510)))
     _, second = await run(engine, prompt=turn)
     assert (first.cached_tokens, second.cached_tokens) == (0, 100)
     assert second.prompt_tokens == 110
-    assert engine.snapshot.cached_tokens == 100
-    assert engine.snapshot.prompt_tokens == 210
+    assert engine.snapshot.cached_tokens - before.cached_tokens == 100
+    assert engine.snapshot.prompt_tokens - before.prompt_tokens == 210
 
 
 async def test_a_prompt_that_is_kept_whole_says_the_same_again(engine: Engine) -> None:
@@ -63,8 +64,9 @@ async def test_an_answer_cut_by_a_stop_string_or_a_cancel_is_kept_too(engine: En
 
 async def test_requests_that_begin_alike_at_the_same_time_compute_it_once(engine: Engine) -> None:
     prompts = [TokenPrompt(tokens=(*FIRST.tokens, 2000 + at)) for at in range(4)]
-    streams = [await engine.submit(request(prompt=prompt)) for prompt in prompts]
-    reports = [report for _, report in await asyncio.gather(*map(finish, streams))]
+    async with held(engine):
+        submits = [await posted(engine, engine.submit(request(prompt=prompt))) for prompt in prompts]
+    reports = [(await finish(await submit))[1] for submit in submits]
     assert [report.cached_tokens for report in reports] == [0, 100, 100, 100]
 
 
@@ -101,13 +103,13 @@ async def test_what_is_kept_stays_within_its_bytes(small: Engine) -> None:
     assert (await run(small, prompt=numbers(100, start=1000)))[1].cached_tokens == 0
 
 
-async def test_unloading_drops_it(engine: Engine, tiny: ModelEntry) -> None:
-    await run(engine, prompt=FIRST)
-    assert engine.snapshot.prefix_cache_bytes > 0
-    await engine.unload()
-    assert engine.snapshot.prefix_cache_bytes == 0
-    await engine.load(tiny)
-    assert (await run(engine, prompt=FIRST))[1].cached_tokens == 0
+async def test_unloading_drops_it(own_engine: Engine, tiny: ModelEntry) -> None:
+    await run(own_engine, prompt=FIRST)
+    assert own_engine.snapshot.prefix_cache_bytes > 0
+    await own_engine.unload()
+    assert own_engine.snapshot.prefix_cache_bytes == 0
+    await own_engine.load(tiny)
+    assert (await run(own_engine, prompt=FIRST))[1].cached_tokens == 0
 
 
 async def footprint(model: ModelEntry) -> Footprint:
@@ -117,6 +119,7 @@ async def footprint(model: ModelEntry) -> Footprint:
         return await engine._mlx._thread.call(lambda core: core.main.traits.footprint)
 
 
+@pytest.mark.usefixtures("alone")
 async def test_when_memory_is_short_it_goes_first(tiny: ModelEntry, tiny_home: Path) -> None:
     # What the weights leave holds one request of 300 tokens with the transient of its prompt, and not much else.
     needed = (await footprint(tiny)).running_bytes([300], chunk=512)
@@ -129,6 +132,7 @@ async def test_when_memory_is_short_it_goes_first(tiny: ModelEntry, tiny_home: P
         assert (await run(engine, prompt=FIRST))[1].cached_tokens == 0
 
 
+@pytest.mark.usefixtures("alone")
 async def test_requests_wait_for_memory_rather_than_exceed_it(tiny: ModelEntry) -> None:
     two = (await footprint(tiny)).running_bytes([200, 200], chunk=512)
     async with Engine(Settings(memory_limit_bytes=two + 1000, prefix_cache_bytes=0)) as engine:
@@ -150,6 +154,7 @@ async def test_requests_wait_for_memory_rather_than_exceed_it(tiny: ModelEntry) 
         assert [report.output_tokens for report in reports] == [100] * 5
 
 
+@pytest.mark.usefixtures("alone")
 async def test_a_context_that_memory_does_not_hold_is_said_with_both_numbers(tiny: ModelEntry) -> None:
     limit = (await footprint(tiny)).running_bytes([256], chunk=256)
     async with Engine(Settings(memory_limit_bytes=limit)) as engine:
@@ -162,20 +167,20 @@ async def test_a_context_that_memory_does_not_hold_is_said_with_both_numbers(tin
 
 
 async def test_more_in_use_than_allowed_drops_what_is_kept_and_then_the_model(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    own_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lmx_lab.engine import memory
     from lmx_lab.errors import OutOfMemoryError
 
-    await run(engine, prompt=FIRST)
-    await engine._mlx._thread.call(lambda core: setattr(core.generating, "_limit_bytes", 1_000_000))
+    await run(own_engine, prompt=FIRST)
+    await own_engine._mlx._thread.call(lambda core: setattr(core.generating, "_limit_bytes", 1_000_000))
     with pytest.raises(OutOfMemoryError, match="unloaded"):
-        await run(engine, prompt=replace(FIRST, tokens=FIRST.tokens[::-1]))
-    assert engine.snapshot.state == "empty"
-    assert (engine.snapshot.unloaded_model, engine.snapshot.unload_cause) == ("tiny", "memory")
+        await run(own_engine, prompt=replace(FIRST, tokens=FIRST.tokens[::-1]))
+    assert own_engine.snapshot.state == "empty"
+    assert (own_engine.snapshot.unloaded_model, own_engine.snapshot.unload_cause) == ("tiny", "memory")
     assert memory.used_bytes() < 6_000_000
     with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
-        await run(engine)
+        await run(own_engine)
 
 
 async def test_an_engine_step_leaves_no_work_on_other_threads(engine: Engine) -> None:
@@ -189,6 +194,7 @@ async def test_an_engine_step_leaves_no_work_on_other_threads(engine: Engine) ->
     assert isinstance(engine._mlx._thread.core, EngineCore)
 
 
+@pytest.mark.usefixtures("alone")
 async def test_one_that_waits_for_memory_takes_nothing_from_the_others_meanwhile(tiny: ModelEntry) -> None:
     sizes = await footprint(tiny)
     two, one = sizes.running_bytes([500, 500], chunk=512), sizes.running_bytes([500], chunk=512)

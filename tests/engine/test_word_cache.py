@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc
 # 10,000 different ones: as many as the tokenizers library remembers of a model.
 WORDS = " ".join("".join(chr(97 + number // 26**place % 26) for place in range(4)) for number in range(10_000))
 CONTEXT = 32_768
-LOADS = 4
+LOADS = 2
 # Remembered, they take 3.3 MB for each load.
 MOST_BYTES = 1_000_000
 

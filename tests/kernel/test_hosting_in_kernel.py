@@ -1,5 +1,6 @@
-"""The hosting rules in real kernels, one fresh kernel a test."""
+"""The hosting rules in real kernels: one for each loop, and a fresh one for each test that ends or restarts it."""
 
+import contextlib
 import http.client
 import socket
 import textwrap
@@ -11,6 +12,8 @@ from tests.kernels import a_kernel
 
 SETUP = """
 import asyncio, atexit, signal
+first_handler = signal.getsignal(signal.SIGINT)
+host = sock = None
 from lmx_lab.hosting import bind, serve
 from lmx_lab.loops import LoopThread, run_nested
 
@@ -57,6 +60,15 @@ LAUNCH = """
     host = block(serve(app, sock))
     atexit.register(host.stop_at_exit)
     print(host.port)
+"""
+
+
+RESET = """
+    if host is not None and host.running:
+        block(host.stop())
+    if sock is not None:
+        sock.close()
+    host = sock = None
 """
 
 
@@ -117,20 +129,39 @@ class Kernel:
         self.manager.cleanup_resources()
 
 
-@pytest.fixture
-def kernel():
+@contextlib.contextmanager
+def prepared(mode):
     kernel = Kernel()
     try:
+        kernel.run(SETUP)
+        kernel.run(VERBS[mode])
         yield kernel
     finally:
         kernel.leave()
 
 
+@pytest.fixture(scope="module", params=["kernel", "thread"])
+def running(request):
+    with prepared(request.param) as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def lab(running):
+    """Serves nothing at first."""
+    running.run(RESET)
+    return running
+
+
 @pytest.fixture(params=["kernel", "thread"])
-def lab(kernel, request):
-    kernel.run(SETUP)
-    kernel.run(VERBS[request.param])
-    return kernel
+def fresh(request):
+    """A kernel for one test, which may end it."""
+    with prepared(request.param) as kernel:
+        yield kernel
+
+
+UNPATCHED = pytest.mark.parametrize("running", ["thread"], indirect=True)
+"""The kernel in which no test has nested its loop, which patches asyncio."""
 
 
 def fetch(port):
@@ -156,11 +187,11 @@ def test_requests_are_answered_while_the_kernel_is_idle(lab):
     assert is_free(port)
 
 
-def test_an_awaited_start_serves_too(kernel):
-    kernel.run(SETUP)
-    port = int(kernel.run('host = await serve(app, bind("127.0.0.1", 0, explicit=True)); print(host.port)'))
+@UNPATCHED
+def test_an_awaited_start_serves_too(lab):
+    port = int(lab.run('host = await serve(app, bind("127.0.0.1", 0, explicit=True)); print(host.port)'))
     assert fetch(port) == b"ok"
-    kernel.run("await host.stop()")
+    lab.run("await host.stop()")
     assert is_free(port)
 
 
@@ -191,10 +222,10 @@ def test_a_failing_start_is_an_error_in_the_cell_and_the_kernel_lives(lab):
     assert fetch(int(lab.run(LAUNCH))) == b"ok"
 
 
-def test_an_awaited_failing_start_is_an_error_in_the_cell_and_the_kernel_lives(kernel):
-    kernel.run(SETUP)
-    assert kernel.error('await serve(failing, bind("127.0.0.1", 0, explicit=True))') == "HostingError"
-    assert kernel.run("print(1)") == "1"
+@UNPATCHED
+def test_an_awaited_failing_start_is_an_error_in_the_cell_and_the_kernel_lives(lab):
+    assert lab.error('await serve(failing, bind("127.0.0.1", 0, explicit=True))') == "HostingError"
+    assert lab.run("print(1)") == "1"
 
 
 @pytest.mark.parametrize("prefix", ["", "await asyncio.sleep(0)\n"], ids=["plain cell", "cell with await"])
@@ -216,10 +247,8 @@ def test_a_blocking_verb_serves_meanwhile(lab):
 
 
 def test_sigint_stays_the_kernels(lab):
-    handler = "print(signal.getsignal(signal.SIGINT))"
-    before = lab.run(handler)
     lab.run(LAUNCH)
-    assert lab.run(handler) == before
+    assert lab.run("print(signal.getsignal(signal.SIGINT) == first_handler)") == "True"
     lab.start("print('started', flush=True)\nwhile True: pass")
     lab.read(until="started")
     lab.manager.interrupt_kernel()
@@ -238,8 +267,8 @@ def test_nothing_is_logged_into_cells(lab):
     assert "Invalid HTTP" in lab.run("from lmx_lab.hosting import recent_logs; print(recent_logs())")
 
 
-def test_shutting_the_kernel_down_ends_the_lifespan_frees_the_port_and_ends_with_zero(lab, tmp_path):
-    lab.run(f"""
+def test_shutting_the_kernel_down_ends_the_lifespan_frees_the_port_and_ends_with_zero(fresh, tmp_path):
+    fresh.run(f"""
         async def inner(scope, receive, send, app=app):
             await app(scope, receive, send)
             if scope["type"] == "lifespan":
@@ -247,19 +276,19 @@ def test_shutting_the_kernel_down_ends_the_lifespan_frees_the_port_and_ends_with
 
         app = inner
     """)
-    port = int(lab.run(LAUNCH))
+    port = int(fresh.run(LAUNCH))
     assert fetch(port) == b"ok"
-    lab.manager.shutdown_kernel()
-    assert lab.process.wait(60) == 0
+    fresh.manager.shutdown_kernel()
+    assert fresh.process.wait(60) == 0
     assert is_free(port)
     assert (tmp_path / "ended").exists()
 
 
-def test_a_restarted_kernel_gets_the_same_port_again(lab):
-    port = int(lab.run(LAUNCH))
-    lab.manager.restart_kernel()
-    lab.client.wait_for_ready(timeout=60)
-    lab.run(SETUP)
+def test_a_restarted_kernel_gets_the_same_port_again(fresh):
+    port = int(fresh.run(LAUNCH))
+    fresh.manager.restart_kernel()
+    fresh.client.wait_for_ready(timeout=60)
+    fresh.run(SETUP)
     host = f'host = await serve(app, bind("127.0.0.1", {port}, explicit=True)); print(host.port)'
-    assert int(lab.run(host)) == port
+    assert int(fresh.run(host)) == port
     assert fetch(port) == b"ok"

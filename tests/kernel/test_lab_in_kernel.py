@@ -1,4 +1,4 @@
-"""The lab in real kernels: both loops, one kernel each for the tests that leave it alive."""
+"""The lab in real kernels: both loops, one kernel each for the tests that leave it alive; on MLX where it matters."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import asyncio, os, threading, psutil, lmx_lab
 from lmx_lab.lab import serving
 from lmx_lab.engine import Engine
 
+hi = "hi " * 4000  # echo repeats it for some seconds
+
 def listening():
     return [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
 
@@ -34,7 +36,8 @@ def settled():
         deadline.wait(0.01)
     return False
 """
-LAUNCH = "lab = lmx_lab.launch('tiny', loop={mode!r}, port=0); print(lab.port)"
+LAUNCH = "lab = lmx_lab.launch('echo', loop={mode!r}, port=0, echo_tokens_per_s=1000); print(lab.port)"
+LAUNCH_TINY = "lab = lmx_lab.launch('tiny', loop={mode!r}, port=0); print(lab.port)"
 # Not "never awaited": an interrupt between making a coroutine and running it leaves that, and nothing else.
 UNREST = ("was destroyed", "never retrieved", "Exception ignored", "Traceback")
 
@@ -67,6 +70,13 @@ def lab(running: Notebook) -> Notebook:
     return running
 
 
+@pytest.fixture
+def tiny_lab(running: Notebook) -> Notebook:
+    """On MLX."""
+    running.port = int(running.run(LAUNCH_TINY.format(mode=running.mode)))
+    return running
+
+
 def healthz(port: int) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
@@ -87,15 +97,15 @@ def test_the_kernels_loop_serves_on_loopback_and_a_thread_serves_the_lan(noteboo
 
 
 def test_the_launch_cell_run_again_gives_the_same_lab(lab: Notebook) -> None:
-    again = f"other = lmx_lab.launch('tiny', loop={lab.mode!r}, port=0); print(other is lab is lmx_lab.current())"
-    assert lab.run(again) == "True"
-    assert lab.run("print(lab.engine.snapshot.model)") == "tiny"
+    again = "other = lab\n" + LAUNCH.format(mode=lab.mode)
+    assert int(lab.run(again)) == lab.port
+    assert lab.run("print(other is lab is lmx_lab.current(), lab.engine.snapshot.model)") == "True echo"
 
 
 def test_changed_arguments_restart_in_place_on_the_same_port(lab: Notebook) -> None:
     assert int(lab.run("old = lab\n" + launch(lab, "port=0, slots=2"))) == lab.port
     assert lab.run("print(old.running, lab.settings.slots, listening().count(lab.port), sorted(threads()))") == (
-        f"False 2 1 {['lmx-lab-engine', 'lmx-lab-panels', *(['lmx-lab-server'] if lab.mode == 'thread' else [])]}"
+        f"False 2 1 {['lmx-lab-panels', *(['lmx-lab-server'] if lab.mode == 'thread' else [])]}"
     )
     assert healthz(lab.port) == 200
 
@@ -105,7 +115,7 @@ def test_a_taken_port_is_an_error_in_the_cell_and_what_runs_goes_on(lab: Noteboo
     output = lab.fail("lmx_lab.launch(port=other.getsockname()[1])")
     assert (output.error, "another program" in output.message) == ("PortTakenError", True)
     assert healthz(lab.port) == 200
-    assert lab.run("other.close(); print(lab.chat('hi', max_tokens=1).usage.completion_tokens)") == "1"
+    assert lab.run("other.close(); print(lab.chat(hi, max_tokens=1).usage.completion_tokens)") == "1"
 
 
 def test_a_taken_port_names_a_lab_as_its_holder(lab: Notebook) -> None:
@@ -157,19 +167,19 @@ def test_a_request_during_the_blocking_launch_cell_is_answered(notebook: Noteboo
 
 
 def test_the_verbs_work_blocking(lab: Notebook) -> None:
-    assert lab.run("print(lab.load('tiny-two').model, [m.id for m in lab.models() if m.loaded])") == (
-        "tiny-two ['tiny-two']"
-    )
-    assert lab.run("print(lab.chat('hi', max_tokens=3, temperature=0).usage.completion_tokens)") == "3"
-    assert lab.run("s = lab.chat('hi', stream=True, max_tokens=9); print(''.join(s) == s.reply.text)") == "True"
+    lab.run("lab.unload()")
+    assert lab.run("print(lab.load('echo').model, [m.id for m in lab.models() if m.loaded])") == "echo ['echo']"
+    assert lab.run("print(lab.chat(hi, max_tokens=3, temperature=0).usage.completion_tokens)") == "3"
+    assert lab.run("s = lab.chat(hi, stream=True, max_tokens=9); print(''.join(s) == s.reply.text)") == "True"
     assert lab.run("print(lab.unload() >= 0, lab.engine.snapshot.model)") == "True None"
 
 
 def test_the_verbs_work_awaited(lab: Notebook) -> None:
-    assert lab.run("print((await lab.aload('tiny-two')).model, len(await lab.amodels()) >= 2)") == "tiny-two True"
-    assert lab.run("print((await lab.achat('hi', max_tokens=3)).usage.completion_tokens)") == "3"
+    lab.run("await lab.aunload()")
+    assert lab.run("print((await lab.aload('echo')).model, len(await lab.amodels()) >= 2)") == "echo True"
+    assert lab.run("print((await lab.achat(hi, max_tokens=3)).usage.completion_tokens)") == "3"
     assert lab.run("""
-        stream = await lab.astream('hi', max_tokens=9)
+        stream = await lab.astream(hi, max_tokens=9)
         print(''.join([piece async for piece in stream]) == stream.reply.text)
     """) == "True"  # fmt: skip
     assert lab.run("print(await lab.aunload() >= 0, lab.engine.snapshot.model)") == "True None"
@@ -177,13 +187,13 @@ def test_the_verbs_work_awaited(lab: Notebook) -> None:
 
 def test_leaving_a_stream_early_frees_its_slot(lab: Notebook) -> None:
     assert lab.run("""
-        stream = lab.chat('hi', stream=True)
+        stream = lab.chat(hi, stream=True)
         for piece in stream:
             break
         print(settled(), stream.reply)
     """) == "True None"  # fmt: skip
     assert lab.run("""
-        stream = await lab.astream('hi')
+        stream = await lab.astream(hi)
         async for piece in stream:
             break
         print(settled(), stream.reply)
@@ -199,16 +209,16 @@ def test_leaving_a_stream_early_frees_its_slot(lab: Notebook) -> None:
         "[piece async for piece in await lab.astream('hi')]",
     ],
 )
-def test_the_stop_button_ends_the_generation_and_the_next_one_works(lab: Notebook, body: str) -> None:
-    output = lab.interrupt(f"print('started', flush=True)\nwhile True:\n    {body}")
+def test_the_stop_button_ends_the_generation_and_the_next_one_works(tiny_lab: Notebook, body: str) -> None:
+    output = tiny_lab.interrupt(f"print('started', flush=True)\nwhile True:\n    {body}")
     # ipykernel cancels a cell that awaits.
     assert output.error in ({"CancelledError", "KeyboardInterrupt"} if "await lab" in body else {"KeyboardInterrupt"})
-    assert lab.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
-    assert healthz(lab.port) == 200
+    assert tiny_lab.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
+    assert healthz(tiny_lab.port) == 200
 
 
 def test_others_are_answered_while_a_cell_chats(lab: Notebook) -> None:
-    lab.start("print('started', flush=True)\nwhile True: lab.chat('hi')")
+    lab.start("print('started', flush=True)\nwhile True: lab.chat(hi)")
     lab.read(until="started")
     assert healthz(lab.port) == 200
     lab.manager.interrupt_kernel()
@@ -216,18 +226,18 @@ def test_others_are_answered_while_a_cell_chats(lab: Notebook) -> None:
 
 
 def test_what_is_wrong_is_said_clearly(lab: Notebook) -> None:
-    assert lab.fail("lab.chat('hi', temprature=1)").message.startswith("temprature")
-    assert lab.fail("lab.chat('hi', temperature=3)").message.startswith("temperature")
-    assert lab.fail("await lab.achat('hi', stream=True)").error == "InvalidRequestError"
+    assert lab.fail("lab.chat(hi, temprature=1)").message.startswith("temprature")
+    assert lab.fail("lab.chat(hi, temperature=3)").message.startswith("temperature")
+    assert lab.fail("await lab.achat(hi, stream=True)").error == "InvalidRequestError"
     assert lab.fail("lab.load('no-such-model')").error == "ModelNotFoundError"
     lab.run("lab.unload()")
-    assert lab.fail("lab.chat('hi')").error == "NotLoadedError"
+    assert lab.fail("lab.chat(hi)").error == "NotLoadedError"
     assert lab.fail("lmx_lab.launch(prot=1)").error == "InvalidRequestError"
 
 
 def test_a_stopped_lab_says_so(lab: Notebook) -> None:
     lab.run("lab.stop(); lab.stop()")
-    for verb in ("lab.chat('hi')", "lab.load('tiny')", "lab.models()", "await lab.achat('hi')", "await lab.aunload()"):
+    for verb in ("lab.chat(hi)", "lab.load('echo')", "lab.models()", "await lab.achat(hi)", "await lab.aunload()"):
         output = lab.fail(verb)
         assert (output.error, "was stopped" in output.message) == ("HostingError", True)
     assert lab.run("print(lmx_lab.current(), repr(lab).splitlines()[0], threads())") == "None LMX Lab: stopped set()"
@@ -248,7 +258,7 @@ def test_the_last_value_of_a_cell_shows_addresses_mode_and_model(lab: Notebook) 
     widget, snapshot = lab.read().shown
     assert "application/vnd.jupyter.widget-view+json" in widget
     for look in (widget["text/plain"], snapshot["text/html"]):
-        assert all(part in look for part in (f"http://127.0.0.1:{lab.port}", "running on", "tiny ("))
+        assert all(part in look for part in (f"http://127.0.0.1:{lab.port}", "running on", "echo ("))
     assert "<script" not in snapshot["text/html"]
 
 
@@ -257,15 +267,16 @@ def test_openai_works_in_the_cell_or_from_a_thread(lab: Notebook) -> None:
         from openai import OpenAI
         def ask():
             with OpenAI(**lab.openai) as client:
-                messages = [{"role": "user", "content": "hi"}]
-                return client.chat.completions.create(model="tiny", messages=messages, max_tokens=3).usage
+                messages = [{"role": "user", "content": hi}]
+                return client.chat.completions.create(model="echo", messages=messages, max_tokens=3).usage
     """)
     call = "ask()" if lab.mode == "thread" else "await asyncio.to_thread(ask)"
     assert lab.run(f"print(({call}).completion_tokens)") == "3"
 
 
 def test_a_load_shows_its_download_in_the_cell_that_asked_and_nothing_else_does(lab: Notebook) -> None:
-    lab.start("lab.load('tiny-two')")
+    lab.run("lab.unload()")
+    lab.start("lab.load('echo')")
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # the report, no bar
     lab.start("""
         from lmx_lab.weights import Progress
@@ -289,7 +300,7 @@ def test_a_load_shows_its_download_in_the_cell_that_asked_and_nothing_else_does(
 @pytest.mark.parametrize("mode", ["kernel", "thread"])
 def test_a_kernel_that_generated_ends_with_zero_and_frees_its_port(fresh_notebook: Notebook, mode: str) -> None:
     fresh_notebook.run("import lmx_lab")
-    port = int(fresh_notebook.run(LAUNCH.format(mode=mode)))
+    port = int(fresh_notebook.run(LAUNCH_TINY.format(mode=mode)))
     fresh_notebook.run("stream = lab.chat('hi', stream=True); print(next(iter(stream)))")
     fresh_notebook.manager.shutdown_kernel()
     assert fresh_notebook.process.wait(60) == 0

@@ -36,9 +36,9 @@ async def test_texts_of_every_length_have_the_same_vectors_alone_and_together(
         await engine.pin(entry)
         found = await engine.embed(EmbeddingRequest(inputs=texts))
         assert found.report.tokens > 8 * BATCH_TOKENS
-        for text, vector in zip(texts, found.vectors, strict=True):
-            alone = (await engine.embed(EmbeddingRequest(inputs=(text,)))).vectors[0]
-            assert float(np.dot(alone, vector)) == pytest.approx(1.0, abs=1e-3)
+        for at in (0, 1, 2, 7, 13):
+            alone = (await engine.embed(EmbeddingRequest(inputs=(texts[at],)))).vectors[0]
+            assert float(np.dot(alone, found.vectors[at])) == pytest.approx(1.0, abs=1e-3)
         with pytest.raises(ContextLengthError, match=f"takes {CONTEXT - (pooling == LAST)};"):
             await engine.embed(EmbeddingRequest(inputs=("the sea " * CONTEXT,)))
 
@@ -65,7 +65,7 @@ async def test_what_a_reranker_writes_around_a_pair_counts(tiny_gguf: Path, tmp_
     entry = made(tiny_gguf, tmp_path, values)
     async with Engine(SETTINGS) as engine:
         await engine.pin(entry)
-        for words in range(CONTEXT // 2 - 80, CONTEXT // 2, 8):
+        for words in range(CONTEXT // 2 - 80, CONTEXT // 2, 20):
             asked = RerankRequest(query="the sea", documents=("the sea " * words,), truncate=True)
             assert np.isfinite((await engine.rerank(asked)).scores).all()
         with pytest.raises(ContextLengthError):
