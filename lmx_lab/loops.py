@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -127,7 +127,7 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             coro.close()
             raise HostingError("a blocking call on the server's own loop would never return; await the coroutine")
-        with Interrupts() as interrupts:
+        with _interruptible(lambda: call.future), Interrupts() as interrupts:
             call = self._call(coro)
             interrupts.aim(call.cancel)
             if not (settled := _settled(call.future, timeout_s)):
@@ -186,14 +186,14 @@ def run_nested(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) ->
     import nest_asyncio2  # type: ignore[import-untyped,unused-ignore]
 
     nest_asyncio2.apply(loop)
-    with Interrupts() as interrupts:
+    with _interruptible(lambda: task), Interrupts() as interrupts:
         task = loop.create_task(coro)
         interrupts.aim(lambda: loop.call_soon_threadsafe(task.cancel))
         return loop.run_until_complete(task)
 
 
 def _run_across(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> T:
-    with Interrupts() as interrupts:
+    with _interruptible(lambda: call.future), Interrupts() as interrupts:
         call = _Call(loop, coro)
         interrupts.aim(call.cancel)
         # A cell that waits for this very thread keeps the loop from ever coming round.
@@ -253,6 +253,22 @@ class Interrupts:
             raise KeyboardInterrupt
         if self._cancel is not None:
             self._cancel()
+
+
+@contextlib.contextmanager
+def _interruptible(work: Callable[[], concurrent.futures.Future[Any] | asyncio.Task[Any]]) -> Iterator[None]:
+    """Close the result of the work if the block is interrupted: no caller gets it, and the traceback keeps it alive."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with contextlib.suppress(NameError):  # interrupted before the work began
+            work().add_done_callback(_close_result)
+        raise
+
+
+def _close_result(done: concurrent.futures.Future[Any] | asyncio.Task[Any]) -> None:
+    if not done.cancelled() and done.exception() is None and callable(close := getattr(done.result(), "close", None)):
+        close()
 
 
 def _settled(future: concurrent.futures.Future[Any], timeout_s: float | None) -> bool:

@@ -183,6 +183,9 @@ class Deltas(Protocol[Cost_co]):
     def finished(self) -> Cost_co:
         """What it cost, once it was read to its end."""
 
+    def close(self) -> None:
+        """End it if it still runs; from any thread."""
+
 
 class ReplyStream:
     """Text as it is generated: ``for piece in stream`` or ``async for``. Afterwards ``reply`` has the whole.
@@ -235,9 +238,11 @@ class ReplyStream:
         return _AsyncPieces(self)
 
     def close(self) -> None:
-        """End the generation; at once, from any thread. Idempotent."""
-        # A generation that nobody holds is cancelled. That needs no loop, so it also works in a finalizer.
-        self._stream = None
+        """End the generation; at once, from any thread, also in a finalizer. Idempotent."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            # Dropping it would not be enough: the traceback of an interrupted cell refers to it.
+            stream.close()
 
     async def aclose(self) -> None:
         self.close()

@@ -115,6 +115,9 @@ class Pieces:
     def finished(self) -> GenerationReport:
         return report(reasoning=2)
 
+    def close(self) -> None:
+        self._deltas.clear()
+
 
 async def hand_over(work: Coroutine[Any, Any, Any]) -> Any:
     return await work

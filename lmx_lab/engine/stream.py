@@ -139,8 +139,12 @@ class TokenStream:
 
     async def aclose(self) -> None:
         """Stop the generation if it still runs. Idempotent."""
-        self._leave()
+        self.close()
         self._mailbox.changed.set()
+
+    def close(self) -> None:
+        """As ``aclose``, from any thread; no reader may be waiting."""
+        self._leave()
 
     async def __aenter__(self) -> Self:
         return self

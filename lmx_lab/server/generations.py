@@ -127,6 +127,13 @@ class Generation:
         await self._stream.aclose()
         self._end(self._outcome)
 
+    def close(self) -> None:
+        """As ``aclose``, from any thread; no reader may be waiting."""
+        self._stream.close()
+        if self._observe is not None:
+            with suppress(RuntimeError):  # the loop is closed, and no observer is left
+                self._loop.call_soon_threadsafe(lambda: self._end(self._outcome))
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -203,18 +203,19 @@ def test_leaving_a_stream_early_frees_its_slot(lab: Notebook) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "lab.chat('hi')",
-        "''.join(lab.chat('hi', stream=True))",
-        "await lab.achat('hi')",
-        "[piece async for piece in await lab.astream('hi')]",
+        "lab.chat(long)",
+        "''.join(lab.chat(long, stream=True))",
+        "await lab.achat(long)",
+        "[piece async for piece in await lab.astream(long)]",
     ],
 )
-def test_the_stop_button_ends_the_generation_and_the_next_one_works(tiny_lab: Notebook, body: str) -> None:
-    output = tiny_lab.interrupt(f"print('started', flush=True)\nwhile True:\n    {body}")
+def test_the_stop_button_ends_the_generation_and_the_next_one_works(notebook: Notebook, body: str) -> None:
+    # An answer of half a minute: only the button ends it in time.
+    notebook.run(launch(notebook, "model='echo', port=0, echo_tokens_per_s=100"))
+    output = notebook.interrupt(f"long = 'word ' * 2000\nprint('started', flush=True)\nwhile True:\n    {body}")
     # ipykernel cancels a cell that awaits.
     assert output.error in ({"CancelledError", "KeyboardInterrupt"} if "await lab" in body else {"KeyboardInterrupt"})
-    assert tiny_lab.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
-    assert healthz(tiny_lab.port) == 200
+    assert notebook.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
 
 
 def test_others_are_answered_while_a_cell_chats(lab: Notebook) -> None:

@@ -69,7 +69,8 @@ def test_hostile_bodies_are_refused_and_one_that_is_not_is_seen(
         for exchange in (place.post, place.on_socket):
             refused, accepted = (bodies.attack(place, exchange, body) for body in (REPORTED[1], good))
             # How long health takes is this machine's affair.
-            assert (refused.lost, refused.requests) == (0, 1 + bodies.AT_ONCE), refused
+            assert refused.lost == 0, refused
+            assert refused.requests >= 1 + bodies.AT_ONCE, refused
             assert "50,000 lists and objects" in refused.notes
             assert accepted.lost == accepted.requests > 0, accepted
 
