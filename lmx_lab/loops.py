@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import signal
 import threading
 import time
@@ -63,6 +64,7 @@ class _Call(Generic[T]):
     def _finish(self, task: asyncio.Task[T]) -> None:
         self._coro.close()  # it has ended, or was cancelled before its first step
         if not self.future.set_running_or_notify_cancel():
+            _close_result(task)
             return
         if task.cancelled():
             self.future.set_exception(HostingError("this work was cancelled: its loop was stopped"))
@@ -266,9 +268,23 @@ def _interruptible(work: Callable[[], concurrent.futures.Future[Any] | asyncio.T
         raise
 
 
+async def receive(future: concurrent.futures.Future[T]) -> T:
+    """The result of another thread's future. Cancelling the caller cancels the work and closes a late result."""
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(_close_result)
+        raise
+
+
 def _close_result(done: concurrent.futures.Future[Any] | asyncio.Task[Any]) -> None:
-    if not done.cancelled() and done.exception() is None and callable(close := getattr(done.result(), "close", None)):
-        close()
+    """Close what no caller gets. Dropping it would not be enough: tracebacks may refer to it."""
+    if done.cancelled() or done.exception() is not None:
+        return
+    result = done.result()
+    for each in result if isinstance(result, list) else [result]:
+        if not inspect.iscoroutinefunction(close := getattr(each, "close", None)) and callable(close):
+            close()
 
 
 def _settled(future: concurrent.futures.Future[Any], timeout_s: float | None) -> bool:

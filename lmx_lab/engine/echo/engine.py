@@ -7,6 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from lmx_lab.engine.requests import (
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.engine.wanted import LOAD_FIRST
 from lmx_lab.errors import EngineDeadError, NotLoadedError, UnusableModelError
-from lmx_lab.loops import LoopThread
+from lmx_lab.loops import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
 
@@ -122,7 +123,7 @@ class EchoEngine:
     async def submit_all(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
         """See ``InferenceEngine.submit_all``."""
         reader = asyncio.get_running_loop()
-        return await self._on_loop(lambda core: core.accept(request, choices, reader))
+        return await receive(self._submit(lambda core: core.accept(request, choices, reader)))
 
     async def submit_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
         """See ``InferenceEngine.submit_embedding``."""
@@ -137,7 +138,14 @@ class EchoEngine:
         return await self._on_loop(lambda core: core.decode(tokens))
 
     def _on_loop(self, work: Callable[[EchoCore], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:
-        """Have it done on the engine's loop. Cancelling the future cancels it.
+        """As ``_submit``, for this loop. Cancelling the future cancels the work."""
+        future = asyncio.wrap_future(self._submit(work))
+        # The result of work that continues without its caller is not read.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
+
+    def _submit(self, work: Callable[[EchoCore], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Start the work on the engine's loop.
 
         Raises:
             NotLoadedError: there is no loop, so there is no model.
@@ -145,7 +153,4 @@ class EchoEngine:
         thread, core = self._thread, self._core
         if thread is None or core is None:
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        future = asyncio.wrap_future(thread.submit(work(core)))
-        # The result of work that continues without its caller is not read.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return future
+        return thread.submit(work(core))

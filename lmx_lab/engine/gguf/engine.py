@@ -7,6 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from lmx_lab.engine.requests import (
 )
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.errors import EngineDeadError, NotLoadedError, UnusableModelError
-from lmx_lab.loops import LoopThread
+from lmx_lab.loops import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
 from lmx_lab.weights.gguf_model import read_gguf
@@ -156,7 +157,7 @@ class GgufEngine:
     async def submit_all(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
         """See ``InferenceEngine.submit_all``. The prompt is computed once for each choice."""
         reader = asyncio.get_running_loop()
-        return await self._on_loop(lambda core: core.accept(request, choices, reader))
+        return await receive(self._submit(lambda core: core.accept(request, choices, reader)))
 
     async def submit_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
         """See ``InferenceEngine.submit_embedding``."""
@@ -171,7 +172,14 @@ class GgufEngine:
         return await self._on_loop(lambda core: core.decode(list(tokens)))
 
     def _on_loop(self, work: Callable[[GgufCore], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:
-        """Have it done on the loop; whoever stops waiting cancels it.
+        """As ``_submit``, for this loop. Cancelling the future cancels the work."""
+        future = asyncio.wrap_future(self._submit(work))
+        # The result of work that continues without its caller is not read.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
+
+    def _submit(self, work: Callable[[GgufCore], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Start the work on the engine's loop.
 
         Raises:
             NotLoadedError: there is no loop, so there is no model.
@@ -179,7 +187,4 @@ class GgufEngine:
         thread, core = self._thread, self._core
         if thread is None or core is None:
             raise NotLoadedError("no model is loaded; load one first: POST /admin/models/load")
-        future = asyncio.wrap_future(thread.submit(work(core)))
-        # Of those that go on without their caller, nobody asks how they ended.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return future
+        return thread.submit(work(core))
