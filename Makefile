@@ -21,7 +21,7 @@ CLIENTS_STAMP := $(CLIENTS)/installed
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test test-fast test-all check parity panels blocking gallery clients binder package bench soak screenshots lock clean
+.PHONY: setup lab demo test test-fast test-all coverage check parity panels blocking gallery clients binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
@@ -57,6 +57,11 @@ test: setup
 test-all: setup
 	$(PYTEST)
 	$(MAKE) parity
+
+# Lines of the package that make test-all runs; slower than without.
+coverage: setup
+	mkdir -p build/coverage
+	$(PYTEST) --timeout 900 --cov --cov-report=term:skip-covered
 
 check: setup
 	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak install.py
