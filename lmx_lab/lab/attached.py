@@ -21,7 +21,7 @@ from lmx_lab.lab.launching import current
 from lmx_lab.lab.measuring import Measuring
 from lmx_lab.lab.prompt import model_name
 from lmx_lab.lab.remote import RemoteCost, RemoteGeneration, RemoteLoad
-from lmx_lab.loops import LoopThread
+from lmx_lab.loops import LoopThread, receive
 from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.rankings import RerankResult
@@ -340,7 +340,7 @@ class Line:
         self._check_for(work)
         if self._thread.loop is asyncio.get_running_loop():
             return await work
-        return await asyncio.wrap_future(self._thread.submit(work))
+        return await receive(self._thread.submit(work))
 
     def _check_for(self, work: Coroutine[Any, Any, Any]) -> None:
         try:

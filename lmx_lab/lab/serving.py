@@ -20,7 +20,7 @@ from lmx_lab.hosting import GRACE_S, Host, bind, serve
 from lmx_lab.lab.addresses import Addresses
 from lmx_lab.lab.lag import LoopLag
 from lmx_lab.lab.modes import LoopChoice, choose_loop
-from lmx_lab.loops import LoopThread, run_nested
+from lmx_lab.loops import LoopThread, receive, run_nested
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
@@ -206,8 +206,9 @@ class Serving:
         loop = self._check_running(work)
         if loop is asyncio.get_running_loop():
             return await work
-        future = self._thread.submit(work) if self._thread else asyncio.run_coroutine_threadsafe(work, loop)
-        return await asyncio.wrap_future(future)
+        return await receive(
+            self._thread.submit(work) if self._thread else asyncio.run_coroutine_threadsafe(work, loop)
+        )
 
     def _check_running(self, work: Coroutine[Any, Any, Any] | None = None) -> asyncio.AbstractEventLoop:
         if self._stopped or self._loop is None or self._loop.is_closed():

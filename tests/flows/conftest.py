@@ -72,7 +72,8 @@ def fresh_lab(echo_home: Path) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture(scope="session")
+# Not of the session: its model would be in what later tests measure as the memory of this process.
+@pytest.fixture(scope="module")
 def tiny_lab(tiny_home: Path) -> Iterator[Lab]:
     """One server with ``tiny`` loaded; tests that unload use ``fresh_tiny_lab``."""
     with serving(tiny_home, "tiny", slots=2, queue_limit=2) as lab:
@@ -103,7 +104,7 @@ def three_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) ->
     return home
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def encoding_lab(starter_home: Path, minilm: ModelEntry) -> Iterator[Lab]:
     """One server with the real MiniLM loaded."""
     with serving(starter_home, minilm.id) as lab:
@@ -122,7 +123,7 @@ def fresh_http(fresh_lab: Lab) -> Iterator[httpx2.Client]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tiny_http(tiny_lab: Lab) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as client:
         yield client
