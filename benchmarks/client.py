@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any, Self
 
 from benchmarks.bench import BenchError
-from lmx_lab.bench import exchange
+from lmx_lab.bench import http_stream
 
 DONE = "[DONE]"
 
 
-class Exchange(exchange.Exchange):
+class Exchange(http_stream.Exchange):
     """A request on its own connection, as a context manager: entering sends it, leaving closes the connection.
 
     Raises:
@@ -27,7 +27,7 @@ class Exchange(exchange.Exchange):
     """
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
-        super().__init__(exchange.Address(url), json.dumps(body).encode())
+        super().__init__(http_stream.Address(url), json.dumps(body).encode())
         self.sent_at = 0.0
 
     async def __aenter__(self) -> Self:
@@ -114,8 +114,8 @@ async def stream(url: str, body: dict[str, Any]) -> Answer:
     Raises:
         LabError: the server returned an error, or the connection was lost.
     """
-    async with Exchange(url, body) as exchange, aclosing(exchange.data()) as lines:
-        answer = Answer(sent_at=exchange.sent_at)
+    async with Exchange(url, body) as http_stream, aclosing(http_stream.data()) as lines:
+        answer = Answer(sent_at=http_stream.sent_at)
         async for line in lines:
             answer.lines.append(line)
     if not answer.pieces:
@@ -134,6 +134,6 @@ async def whole(url: str, body: dict[str, Any]) -> dict[str, Any]:
     Raises:
         LabError: as ``stream``.
     """
-    async with Exchange(url, body | {"stream": False, "stream_options": None}) as exchange:
-        document: dict[str, Any] = json.loads("".join([data async for _, data in exchange.data()]))
+    async with Exchange(url, body | {"stream": False, "stream_options": None}) as http_stream:
+        document: dict[str, Any] = json.loads("".join([data async for _, data in http_stream.data()]))
     return document

@@ -17,12 +17,12 @@ import psutil
 from benchmarks import client, prompts
 from benchmarks.bench import BenchError
 from benchmarks.processes import START_S, Reply, Worker, end, folder_argument, free_port, log_tail, spawn
-from lmx_lab.engine.gguf.budget import plan
-from lmx_lab.engine.memory import limit_bytes
+from lmx_lab.engine.llama_cpp.memory_plan import plan
+from lmx_lab.engine.mlx.memory import limit_bytes
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
-from lmx_lab.weights.gguf_model import read_gguf
+from lmx_lab.weights.gguf.model import read_gguf
 
 POLL_S = 0.002
 

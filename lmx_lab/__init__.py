@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from lmx_lab.errors import LabError
-    from lmx_lab.lab import Lab, attach, current, launch
-    from lmx_lab.replies import Reply
+    from lmx_lab.notebook import Lab, attach, current, launch
+    from lmx_lab.notebook.reply import Reply
     from lmx_lab.settings import Settings
 
     __version__: str
 
 _HOME = {
-    "Lab": "lmx_lab.lab",
+    "Lab": "lmx_lab.notebook",
     "LabError": "lmx_lab.errors",
-    "Reply": "lmx_lab.replies",
+    "Reply": "lmx_lab.notebook.reply",
     "Settings": "lmx_lab.settings",
-    "attach": "lmx_lab.lab",
-    "current": "lmx_lab.lab",
-    "launch": "lmx_lab.lab",
+    "attach": "lmx_lab.notebook",
+    "current": "lmx_lab.notebook",
+    "launch": "lmx_lab.notebook",
 }
 __all__ = ["Lab", "LabError", "Reply", "Settings", "attach", "current", "launch"]
 
@@ -44,13 +44,13 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """``%load_ext lmx_lab``: adds ``%%offload``, ``%lmx`` and ``%%lmx``."""
-    from lmx_lab.magics import register
+    from lmx_lab.notebook.magics import register
 
     register(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """``%unload_ext lmx_lab``."""
-    from lmx_lab.magics import unregister
+    from lmx_lab.notebook.magics import unregister
 
     unregister(shell)

@@ -52,7 +52,7 @@
         DaemonRunningError         this home has a daemon already
 
 ``code`` is what programs read: it never changes once released. The message is for people: it names the value, the limit
-and the next step. HTTP statuses live in ``lmx_lab.asgi.errors``.
+and the next step. HTTP statuses live in ``lmx_lab.http.error_bodies``.
 """
 
 from __future__ import annotations

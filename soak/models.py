@@ -14,7 +14,7 @@ from benchmarks.models import minilm
 from benchmarks.paths import ROOT
 from soak.row import Row
 from soak.soak import Soak
-from tests.encoders.models import write_tiny_bert
+from tests.engine.encoders.models import write_tiny_bert
 from tests.gguf_files import with_values
 from tests.gguf_models import kept, starter_gguf, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
 from tests.tiny import teach_thinking, write_tiny_llama

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
 from tokenizers import Tokenizer
 
-from lmx_lab.engine import loaded
+from lmx_lab.engine.mlx import model
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from tests.gguf_models import kept, starter_gguf, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
@@ -28,14 +28,26 @@ ROOT = Path(__file__).parent.parent
 LONGEST = {
     folder: at
     for at, folder in enumerate(
-        ("browser", "notebooks", "docs", "kernel", "contract", "flows", "strangers", "daemon", "gguf", "engine")
+        (
+            "browser",
+            "notebooks",
+            "docs",
+            "kernel",
+            "contract",
+            "flows",
+            "strangers",
+            "daemon",
+            "llama_cpp",
+            "engine",
+            "mlx",
+        )
     )
 }
 """The folders whose tests take longest."""
 SLOW_FIXTURES = frozenset({"browser", "fresh_notebook", "starter_home"})
 NOT_FAST = frozenset(
     {
-        *("browser", "contract", "cpu_blas", "doctor", "faults", "gguf", "kernel"),
+        *("browser", "contract", "cpu_blas", "doctor", "faults", "kernel", "llama_cpp"),
         *("notebooks", "other_clients", "package", "parity", "soak"),
     }
 )
@@ -88,7 +100,7 @@ def _tokenizers_are_read_once() -> Iterator[None]:
 
     Each load gets a copy of its own that shares what no test changes: the tokens and the table of their bytes.
     """
-    read, lock = loaded.load_tokenizer, threading.Lock()
+    read, lock = model.load_tokenizer, threading.Lock()
 
     @functools.lru_cache(maxsize=4)
     def known(path: Path, _files: object, options: tuple[tuple[str, Any], ...]) -> Any:
@@ -104,7 +116,7 @@ def _tokenizers_are_read_once() -> Iterator[None]:
         # deepcopy keeps an object whose reduction is a string.
         patched.setitem(copyreg.dispatch_table, Tokenizer, lambda tokenizer: "shared")
         patched.setattr(BPEStreamingDetokenizer, "__deepcopy__", lambda self, memo: copy.copy(self), raising=False)
-        patched.setattr(loaded, "load_tokenizer", copied)
+        patched.setattr(model, "load_tokenizer", copied)
         yield
 
 

@@ -23,83 +23,68 @@ EVERYTHING = "*"
 # A room is a top-level module or package. A room without a row fails, so a new one needs its row first.
 TABLE = {
     # IPython: for the type of its extension hooks.
-    "__init__": Row("errors settings lab replies magics", "IPython"),
+    "__init__": Row("errors settings notebook", "IPython"),
     "__main__": Row("cli"),
     "errors": Row(),
     "settings": Row("errors"),
-    "links": Row(),
-    "feed": Row(),
-    "plaintext": Row(),
-    # guard: which headers answers have that come before the application.
-    "pacing": Row(),
-    "transport": Row("guard pacing", "uvicorn h11 websockets"),
-    "guard": Row("errors"),
-    # loops: there it is noted which loop serves which port, for those who would wait for themselves.
-    "hosting": Row("errors loops plaintext transport", "uvicorn"),
-    # Beside hosting: running a coroutine for a blocking caller knows nothing of servers.
-    "loops": Row("errors", "nest_asyncio2"),
-    "wire": Row("errors", "pydantic"),
-    "weights": Row("errors settings", "huggingface_hub filelock tokenizers mlx"),
-    # psutil: on Linux, MLX does not know the memory's size.
-    # tokenizers: to lower-case what an encoder reads, a normalizer is put before the tokenizer's own.
-    # loops: the engine on llama.cpp waits for processes on a loop of its own.
-    "engine": Row("errors settings loops weights", "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp"),
-    # Apart from server: the daemon reads bodies and answers errors as it does, and the two never see each other.
-    "asgi": Row("errors guard wire", "fastapi starlette pydantic pydantic_core"),
-    "server": Row(
-        "errors settings feed guard asgi wire weights engine",
-        # numpy: what the engine returns as vectors.
-        "fastapi starlette pydantic pydantic_core prometheus_client numpy",
-    ),
-    # settings: where a daemon of this machine has its state file. loops: those that block wait for a background one.
-    # numpy: what vectors are read as.
-    "client": Row("errors settings loops wire", "httpx2 pydantic pydantic_core numpy"),
-    # hosting, loops: it runs on a thread and a port of its own, wherever it is started. httpx2: for the type of what
-    # mcp's HTTP transport takes. anyio: mcp's streams end with its errors. psutil: children of MCP servers, and whether
-    # a pid is still the daemon's.
-    "daemon": Row(
-        "errors settings feed guard asgi hosting loops plaintext wire client",
-        "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil",
-    ),
-    # loops: panels think on a thread of their own, which a busy cell does not delay. What they show they are given as a
-    # ``Source``. client: events of the daemon are shown as they come, by their classes.
-    # links: which frontend shows them. IPython: a panel is two outputs, for notebooks without a kernel. minify: of
-    # developers, for what widgets carry.
-    "panels": Row("errors links loops frames wire client", "anywidget ipywidgets IPython traitlets pandas minify"),
-    # settings: where kept runs live. psutil: cores and memory, which the provenance of a run has.
-    "bench": Row("errors settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"),
-    # pandas, when somebody asks for a table: it takes half a second to import, and not everybody has it.
+    "urls": Row(),
+    "broadcast": Row(),
+    "sanitize": Row(),
+    # pandas: half a second to import, and an optional dependency.
     "frames": Row("", "pandas"),
     "progress": Row("", "rich IPython"),
-    "replies": Row("engine wire"),
-    "rankings": Row("engine frames", "pandas"),
-    # jupyter_core: where Jupyter servers write down their address.
-    # ipywidgets, pandas: for the types of what panel() and bench() return.
-    "lab": Row(EVERYTHING, "ipywidgets pandas psutil pydantic rich jupyter_core"),
-    "magics": Row("errors lab", "IPython"),
-    # pandas, matplotlib: for the types of the tables that bench prints and of what it draws.
+    # Running a coroutine for a blocking caller; knows no servers.
+    "portal": Row("errors", "nest_asyncio2"),
+    "wire": Row("errors", "pydantic"),
+    # What server and daemon share: the two never import each other.
+    # portal: records which loop serves which port, so that a caller that would wait for itself is refused.
+    "http": Row("errors portal sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
+    "weights": Row("errors settings", "huggingface_hub filelock tokenizers mlx"),
+    # psutil: on Linux, MLX does not know the memory's size. tokenizers: encoders lower-case through a normalizer.
+    # portal: llama.cpp's processes are awaited on a loop of their own.
+    "engine": Row("errors settings portal weights", "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp"),
+    "server": Row(
+        "errors settings broadcast http wire weights engine",
+        # numpy: the vectors of the engine.
+        "fastapi starlette pydantic pydantic_core prometheus_client numpy",
+    ),
+    # settings: the state file of a daemon on this machine. numpy: vectors of embeddings.
+    "client": Row("errors settings portal wire", "httpx2 pydantic pydantic_core numpy"),
+    # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.
+    "daemon": Row(
+        "errors settings broadcast http portal sanitize wire client",
+        "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil",
+    ),
+    # A panel is given a ``Source``. client: the classes of the daemon's events. urls: which frontend shows the panels.
+    # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
+    "panels": Row("errors urls portal frames wire client", "anywidget ipywidgets IPython traitlets pandas minify"),
+    # settings: the folder of kept runs. psutil: cores and memory in the provenance of a run.
+    "bench": Row("errors settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"),
+    # jupyter_core: Jupyter servers record their address. ipywidgets, pandas: types of results.
+    "notebook": Row(EVERYTHING, "IPython ipywidgets pandas psutil pydantic rich jupyter_core"),
+    # pandas, matplotlib: types of what bench prints and draws.
     "cli": Row(EVERYTHING, "typer rich pandas matplotlib"),
     "doctor": Row(EVERYTHING, "mlx psutil jupyter_core"),
 }
 # Packages with one importing file: what is behind them can be exchanged there.
 ONLY_IN = {
-    "uvicorn": {"hosting", "transport"},
-    "h11": {"transport"},
-    "nest_asyncio2": {"loops"},
-    "huggingface_hub": {"weights.hub"},
-    "filelock": {"weights.store", "weights.hub"},
+    "uvicorn": {"http.uvicorn_server", "http.protocol"},
+    "h11": {"http.protocol"},
+    "nest_asyncio2": {"portal"},
+    "huggingface_hub": {"weights.hub.download"},
+    "filelock": {"weights.store", "weights.hub.download"},
     "prometheus_client": {"server.metrics"},
     "sqlite3": {"daemon.storage.store"},
     "mcp": {"daemon.mcp.connection"},
-    "xllamacpp": {"engine.gguf.worker"},
+    "xllamacpp": {"engine.llama_cpp.worker"},
     # In a process of its own, within limits: templates are programs of strangers.
-    "jinja2": {"engine.template_rendering"},
+    "jinja2": {"engine.templates.sandbox"},
 }
-MLX_IN_WEIGHTS = {"weights.gguf_import"}
+MLX_IN_WEIGHTS = {"weights.gguf.mlx_import"}
 # Packages whose modules only they themselves import; other code imports names from the package.
 PRIVATE = ("engine.cpu_blas",)
 # Rooms whose imports inside functions still close cycles.
-LAZY_CYCLES = {"lab"}
+LAZY_CYCLES = {"notebook"}
 # Reading a value's own class is no dependency worth a row.
 FREE = {"typing_extensions"}
 

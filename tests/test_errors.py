@@ -7,8 +7,8 @@ import re
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.asgi.errors import respond, status_of
 from lmx_lab.errors import LabError
+from lmx_lab.http.error_bodies import respond, status_of
 
 
 def classes(root: type[LabError] = LabError) -> list[type[LabError]]:

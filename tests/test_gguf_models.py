@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.weights import ModelEntry
 from tests import gguf_models, gguf_templates
-from tests.encoders.models import embed, load
+from tests.engine.encoders.models import embed, load
 from tests.gguf_files import (
     TEMPLATE_KEY,
     foreign,

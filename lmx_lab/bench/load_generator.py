@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmx_lab.bench.case import Case, Closed, Poisson
-from lmx_lab.bench.figures import Trace
+from lmx_lab.bench.metrics import Trace
 from lmx_lab.bench.prompts import prompt, prompt_hash, words
 from lmx_lab.bench.sample import RunClock, Sample, new_run
 from lmx_lab.bench.targets import Target, TargetFacts

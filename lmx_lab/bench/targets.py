@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from typing_extensions import TypeIs
 
 from lmx_lab.bench.chunks import Chunk, ServerFigures, chunk_of
-from lmx_lab.bench.exchange import Address, Exchange
+from lmx_lab.bench.http_stream import Address, Exchange
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
 from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
 from lmx_lab.client.chat_format import DONE, END_S

@@ -14,7 +14,7 @@ from rich.text import Text
 from lmx_lab.cli.parsing import Commands
 from lmx_lab.cli.terminal import shown
 from lmx_lab.errors import LabError
-from lmx_lab.plaintext import LogFormatter
+from lmx_lab.sanitize import LogFormatter
 
 __all__ = [
     "app",

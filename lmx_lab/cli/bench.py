@@ -197,7 +197,7 @@ def _first_target(
         _check_reachable([first])
         yield first
         return
-    from lmx_lab.lab import Lab
+    from lmx_lab.notebook import Lab
 
     assert model is not None
     settings = settings_with_folders(host="127.0.0.1", port=0)

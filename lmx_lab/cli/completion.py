@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.links import bracketed
 from lmx_lab.settings import Settings
+from lmx_lab.urls import bracketed
 
 ANSWER_S = 0.5
 SESSIONS = 100

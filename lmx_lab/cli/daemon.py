@@ -20,8 +20,8 @@ from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.stopping import stop_on_signals
 from lmx_lab.cli.terminal import asked, can_be_asked
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, McpServerExistsError
-from lmx_lab.links import LOOPBACK_NAMES
 from lmx_lab.settings import Settings
+from lmx_lab.urls import LOOPBACK_NAMES
 
 if TYPE_CHECKING:
     from lmx_lab.daemon.daemon import Daemon
@@ -147,7 +147,7 @@ def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_
     exposed = not settings.daemon_host.startswith("127.") and settings.daemon_host not in LOOPBACK_NAMES
     give_back_large_blocks()
     if exposed:
-        from lmx_lab.lab.addresses import lan_addresses
+        from lmx_lab.notebook.addresses import lan_addresses
 
         running = Daemon(settings=settings, explicit_port=explicit_port, own_names=lan_addresses)
     else:

@@ -20,7 +20,7 @@ from lmx_lab.cli.stopping import stop_on_signals
 from lmx_lab.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from lmx_lab.lab import Lab
+    from lmx_lab.notebook import Lab
     from lmx_lab.settings import Settings
 
 
@@ -126,7 +126,7 @@ def _bytes(option: str, size_gb: float | None) -> int | None:
 
 async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) -> None:
     stop = _stop_signal()
-    from lmx_lab.lab import Lab
+    from lmx_lab.notebook import Lab
 
     lab = Lab(settings, loop="kernel", explicit_port=explicit_port)
     await lab.astart()

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from fastapi import FastAPI
 
-from lmx_lab.asgi.documents import DescribedAPI
-from lmx_lab.asgi.wrapping import VERSION, wrapped
 from lmx_lab.daemon.routes.daemon import HEALTH, daemon_routes
 from lmx_lab.daemon.routes.event_stream import PATH, stream_routes
 from lmx_lab.daemon.routes.events import event_routes
@@ -18,7 +16,9 @@ from lmx_lab.daemon.routes.sessions import session_routes
 from lmx_lab.daemon.routes.turns import turn_routes
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.sessions import LIST_LIMIT
-from lmx_lab.guard import ASGIApp, GuardPolicy, local_policy
+from lmx_lab.http.guard import ASGIApp, GuardPolicy, local_policy
+from lmx_lab.http.middleware import VERSION, wrapped
+from lmx_lab.http.openapi import DescribedAPI
 from lmx_lab.settings import Settings
 from lmx_lab.wire.event_stream import Envelope
 from lmx_lab.wire.events import EVENT_DATA

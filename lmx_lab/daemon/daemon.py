@@ -16,15 +16,15 @@ from typing import Any, TypeVar, overload
 
 from lmx_lab.daemon.app import daemon_policy
 from lmx_lab.daemon.home import DaemonHome
-from lmx_lab.daemon.life import Life, Mode, Plan
+from lmx_lab.daemon.lifespan import Life, Mode, Plan
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.logfile import LogFile
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.errors import HostingError, InvalidRequestError
-from lmx_lab.guard import LivePolicy
-from lmx_lab.hosting import Host, bind
-from lmx_lab.loops import LoopThread
+from lmx_lab.http.guard import LivePolicy
+from lmx_lab.http.uvicorn_server import Host, bind
+from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.wire.identifiers import new_id
 

@@ -9,7 +9,7 @@ import os
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from lmx_lab.plaintext import LogFormatter
+from lmx_lab.sanitize import LogFormatter
 
 LOG = "daemon.log"
 LOG_BYTES = 1_000_000

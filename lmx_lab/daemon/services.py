@@ -13,8 +13,8 @@ from lmx_lab.daemon.storage.log import EventLog
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.subscribers import Subscribers
 from lmx_lab.daemon.tools.tool import Toolbox
+from lmx_lab.daemon.turns.model_client import Upstream
 from lmx_lab.daemon.turns.runner import Turns
-from lmx_lab.daemon.turns.upstream import Upstream
 from lmx_lab.wire.daemon import Shutdown
 
 

@@ -25,8 +25,8 @@ def examine_engines(settings: Settings, *, measure: bool = False) -> Iterator[Fi
     Args:
         measure: As of ``examine``.
     """
-    from lmx_lab.engine.preference import versions
     from lmx_lab.engine.registry import ENGINES
+    from lmx_lab.engine.speeds import versions
 
     if (missing := ENGINES["gguf"].problem()) is not None:
         yield Finding(topic="llama.cpp", verdict="note", found=missing)
@@ -43,7 +43,7 @@ def examine_engines(settings: Settings, *, measure: bool = False) -> Iterator[Fi
 
 def _import_failure() -> str | None:
     """What happens when the bindings of llama.cpp are imported, in a process that may die of it."""
-    from lmx_lab.engine.gguf.process import PACKAGE
+    from lmx_lab.engine.llama_cpp.process import PACKAGE
 
     try:
         done = subprocess.run(
@@ -75,8 +75,8 @@ def import_failure(code: int, said: str) -> str | None:
 
 def _speeds(settings: Settings, *, measure: bool) -> Finding:
     """Which engine decodes faster here: as it was measured before, or is now."""
-    from lmx_lab.engine.preference import MODELS, keep_speeds, kept_speeds, since
-    from lmx_lab.engine.speed import measure_speeds
+    from lmx_lab.engine.measure import measure_speeds
+    from lmx_lab.engine.speeds import MODELS, keep_speeds, kept_speeds, since
 
     speeds = None if measure else kept_speeds(settings)
     if speeds is None:

@@ -66,7 +66,7 @@ def examine_device(_: Settings) -> Iterator[Finding]:
 
 
 def examine_memory(settings: Settings) -> Iterator[Finding]:
-    from lmx_lab.engine import memory
+    from lmx_lab.engine.mlx import memory
 
     total, limit = memory.total_bytes(), memory.limit_bytes(settings.memory_limit_bytes)
     yield Finding(topic="memory", verdict="fine", found=f"{total / 1e9:.1f} GB, {limit / 1e9:.1f} GB for models")

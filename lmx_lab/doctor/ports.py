@@ -14,9 +14,9 @@ import psutil
 
 from lmx_lab.doctor.finding import Finding
 from lmx_lab.errors import PortTakenError
-from lmx_lab.hosting import PORTS_TRIED, bind
-from lmx_lab.links import LOOPBACK_FOR, local_url
+from lmx_lab.http.uvicorn_server import PORTS_TRIED, bind
 from lmx_lab.settings import Settings
+from lmx_lab.urls import LOOPBACK_FOR, local_url
 
 ANSWER_S = 1.0
 ASKED_AT_ONCE = 16

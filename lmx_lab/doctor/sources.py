@@ -43,7 +43,7 @@ def examine_models(settings: Settings) -> Iterator[Finding]:
 
 
 def examine_hub(settings: Settings) -> Iterator[Finding]:
-    from lmx_lab.weights.hub import endpoint
+    from lmx_lab.weights.hub.download import endpoint
 
     url = endpoint()
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in YES:

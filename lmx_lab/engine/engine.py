@@ -16,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
-from lmx_lab.engine.contract import NOTHING_LOADED, InferenceEngine
 from lmx_lab.engine.exchanges import Exchanges
+from lmx_lab.engine.interface import NOTHING_LOADED, InferenceEngine
 from lmx_lab.engine.loads import Load
-from lmx_lab.engine.machine import total_bytes
+from lmx_lab.engine.machine_memory import total_bytes
+from lmx_lab.engine.model_lookup import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.requests import (
@@ -32,7 +33,6 @@ from lmx_lab.engine.requests import (
     RerankRequest,
 )
 from lmx_lab.engine.stream import TokenStream
-from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, Kind, ModelEntry
@@ -40,8 +40,8 @@ from lmx_lab.weights.files import check_files
 from lmx_lab.weights.threads import in_thread
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.gguf.engine import GgufEngine
-    from lmx_lab.engine.mlx_engine import MlxEngine
+    from lmx_lab.engine.llama_cpp.engine import GgufEngine
+    from lmx_lab.engine.mlx.engine import MlxEngine
 
 SUMMED = (
     "active_requests",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from lmx_lab.engine.loads import Load, Loads
-from lmx_lab.loops import LoopThread
+from lmx_lab.portal import LoopThread
 from lmx_lab.weights import ModelEntry
 
 T = TypeVar("T")

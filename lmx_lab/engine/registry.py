@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lmx_lab.engine.gguf.process import INSTALL, installed
+from lmx_lab.engine.llama_cpp.process import INSTALL, installed
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.contract import InferenceEngine
     from lmx_lab.engine.echo.engine import EchoEngine
-    from lmx_lab.engine.gguf.engine import GgufEngine
-    from lmx_lab.engine.mlx_engine import MlxEngine
+    from lmx_lab.engine.interface import InferenceEngine
+    from lmx_lab.engine.llama_cpp.engine import GgufEngine
+    from lmx_lab.engine.mlx.engine import MlxEngine
 
 EngineName = Literal["mlx", "llama.cpp", "echo"]
 BesideBytes = Callable[[], int]
@@ -34,13 +34,13 @@ class EngineRow:
 
 
 def _mlx(settings: Settings, beside_bytes: BesideBytes) -> MlxEngine:
-    from lmx_lab.engine.mlx_engine import MlxEngine
+    from lmx_lab.engine.mlx.engine import MlxEngine
 
     return MlxEngine(settings, beside_bytes=beside_bytes)
 
 
 def _gguf(settings: Settings, beside_bytes: BesideBytes) -> GgufEngine:
-    from lmx_lab.engine.gguf.engine import GgufEngine
+    from lmx_lab.engine.llama_cpp.engine import GgufEngine
 
     return GgufEngine(settings, beside_bytes=beside_bytes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import minify
 
 from lmx_lab.panels import code
-from lmx_lab.panels.composition import PANELS
+from lmx_lab.panels.layout import PANELS
 
 
 def built(*names: str) -> str:

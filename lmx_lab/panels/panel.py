@@ -13,7 +13,7 @@ import anywidget
 import traitlets
 
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.panels import code, standin
+from lmx_lab.panels import code, static_fallback
 from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent, Sample
@@ -162,7 +162,7 @@ class Panel(anywidget.AnyWidget):
         return {**data, "text/html": self.snapshot_html()}, metadata
 
     def _ipython_display_(self) -> None:
-        standin.show(self._repr_mimebundle_())
+        static_fallback.show(self._repr_mimebundle_())
 
 
 def text_field(fields: Mapping[str, Any], name: str, *, most: int = 4096) -> str:

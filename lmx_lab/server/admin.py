@@ -11,15 +11,15 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from starlette.requests import HTTPConnection
 
-from lmx_lab import guard
-from lmx_lab.asgi.bodies import StrictRoute
-from lmx_lab.asgi.documents import event_stream, failures, link
+from lmx_lab.broadcast import Feed
 from lmx_lab.engine import Engine, EngineSnapshot
-from lmx_lab.engine.preference import Speeds, kept_speeds, versions
 from lmx_lab.engine.registry import ENGINES
+from lmx_lab.engine.speeds import Speeds, kept_speeds, versions
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
-from lmx_lab.feed import Feed
-from lmx_lab.server.connections import EventStream
+from lmx_lab.http import guard
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.event_stream import EventStream
+from lmx_lab.http.openapi import event_stream, failures, link
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.server.naming import ANY, check_unloads, shown_id, unknown_model
 from lmx_lab.server.openapi import EVENTS, SWAPPED

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from lmx_lab.asgi.documents import DescribedAPI
-from lmx_lab.asgi.wrapping import VERSION, wrapped
+from lmx_lab.broadcast import Feed
 from lmx_lab.engine import Engine
-from lmx_lab.feed import Feed
-from lmx_lab.guard import OPEN_PATHS, ASGIApp, GuardPolicy
+from lmx_lab.http.guard import OPEN_PATHS, ASGIApp, GuardPolicy
+from lmx_lab.http.middleware import VERSION, wrapped
+from lmx_lab.http.openapi import DescribedAPI
 from lmx_lab.server.admin import admin_routes, listing_routes
 from lmx_lab.server.chat import chat_routes
 from lmx_lab.server.completions import completion_routes
@@ -25,11 +25,11 @@ from lmx_lab.server.openapi import SHAPES, SOCKETS
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.service import ChatService
-from lmx_lab.server.socket import socket_routes
-from lmx_lab.server.swapping import ModelSwap
+from lmx_lab.server.swap import ModelSwap
+from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.hub_cache import cache_folder
+from lmx_lab.weights.hub.cache import cache_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,16 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.asgi.bodies import StrictRoute
-from lmx_lab.asgi.documents import event_stream
-from lmx_lab.asgi.errors import detail_for, request_id_of
 from lmx_lab.errors import LabError
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.error_bodies import detail_for, request_id_of
+from lmx_lab.http.event_stream import DONE, EventStream, while_connected
+from lmx_lab.http.openapi import event_stream
 from lmx_lab.server.admin import is_local
-from lmx_lab.server.answers import Answer
-from lmx_lab.server.connections import DONE, EventStream, while_connected
-from lmx_lab.server.generations import Generation, attended
-from lmx_lab.server.joining import merged, together
+from lmx_lab.server.generation import Generation, attended
+from lmx_lab.server.merge_streams import merged, together
 from lmx_lab.server.openapi import INFERENCE
+from lmx_lab.server.serialize import Answer
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import usage
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest

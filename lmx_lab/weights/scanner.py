@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.entry import ModelEntry
-from lmx_lab.weights.places import Place, read_entry
+from lmx_lab.weights.scan import Place, read_entry
 
 SCAN_S = 4.0
 """How long a caller waits for a scan. A first one reads the headers of all GGUF files, 0.2 s each (measured)."""

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire import neutral
+from lmx_lab.wire import unsupported
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
 from lmx_lab.wire.generation import (
@@ -100,10 +100,10 @@ class ChatMessage(RequestShape):
     """The same, as newer versions of vLLM call it; ``reasoning_content`` wins."""
 
     # What answers of other servers have, so that a history can be sent as it came: only what says nothing.
-    refusal: Annotated[Any, neutral.NO_REFUSAL] = None
-    audio: Annotated[Any, neutral.NO_AUDIO] = None
-    annotations: Annotated[Any, neutral.NO_ANNOTATIONS] = None
-    function_call: Annotated[Any, neutral.NO_FUNCTION_CALL] = None
+    refusal: Annotated[Any, unsupported.NO_REFUSAL] = None
+    audio: Annotated[Any, unsupported.NO_AUDIO] = None
+    annotations: Annotated[Any, unsupported.NO_ANNOTATIONS] = None
+    function_call: Annotated[Any, unsupported.NO_FUNCTION_CALL] = None
     # What openai-python's ``parse`` adds to an answer: the content again.
     parsed: Any = None
 
@@ -188,14 +188,14 @@ class ChatRequest(GenerationFields):
     prompt_cache_retention: str | None = None
 
     # Known to the format, not offered: only the values that mean "no".
-    functions: Annotated[Any, neutral.NO_FUNCTIONS] = None
-    function_call: Annotated[Any, neutral.NO_FUNCTION_CHOICE] = None
-    verbosity: Annotated[Any, neutral.NO_VERBOSITY] = None
-    audio: Annotated[Any, neutral.NO_AUDIO] = None
-    modalities: Annotated[Any, neutral.NO_MODALITIES] = None
-    prediction: Annotated[Any, neutral.NO_PREDICTION] = None
-    web_search_options: Annotated[Any, neutral.NO_SEARCH] = None
-    moderation: Annotated[Any, neutral.NO_MODERATION] = None
+    functions: Annotated[Any, unsupported.NO_FUNCTIONS] = None
+    function_call: Annotated[Any, unsupported.NO_FUNCTION_CHOICE] = None
+    verbosity: Annotated[Any, unsupported.NO_VERBOSITY] = None
+    audio: Annotated[Any, unsupported.NO_AUDIO] = None
+    modalities: Annotated[Any, unsupported.NO_MODALITIES] = None
+    prediction: Annotated[Any, unsupported.NO_PREDICTION] = None
+    web_search_options: Annotated[Any, unsupported.NO_SEARCH] = None
+    moderation: Annotated[Any, unsupported.NO_MODERATION] = None
 
     @field_validator("top_logprobs")
     @classmethod

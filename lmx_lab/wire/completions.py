@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationInfo, field_validator
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire import neutral
+from lmx_lab.wire import unsupported
 from lmx_lab.wire.generation import WHOLE, Alternatives, Choices, FinishReason, GenerationFields, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT
 
@@ -58,7 +58,7 @@ class CompletionRequest(GenerationFields):
 
     # Known to the format, not offered: only the value that means "no".
     best_of: Choices | None = None
-    suffix: Annotated[Any, neutral.NO_SUFFIX] = None
+    suffix: Annotated[Any, unsupported.NO_SUFFIX] = None
 
     @field_validator("max_tokens")
     @classmethod

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire import neutral
+from lmx_lab.wire import unsupported
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EncodingUsage, InputTexts
 from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestShape
 
@@ -43,7 +43,7 @@ class Document(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     text: str
-    image: Annotated[Any, neutral.NO_IMAGES] = None
+    image: Annotated[Any, unsupported.NO_IMAGES] = None
 
 
 def _document_shape(document: Any) -> str:
@@ -83,11 +83,11 @@ class RerankBody(RequestShape):
     user: str | None = None
 
     # Known to the formats, not offered: only the value that means "no".
-    max_tokens_per_doc: Annotated[Any, neutral.NO_DOCUMENT_LIMITS] = None
-    return_embeddings: Annotated[Any, neutral.NO_VECTORS] = None
-    priority: Annotated[Any, neutral.NO_PRIORITY] = None
-    max_chunks_per_doc: Annotated[Any, neutral.NO_CHUNKS] = None
-    rank_fields: Annotated[Any, neutral.NO_RANK_FIELDS] = None
+    max_tokens_per_doc: Annotated[Any, unsupported.NO_DOCUMENT_LIMITS] = None
+    return_embeddings: Annotated[Any, unsupported.NO_VECTORS] = None
+    priority: Annotated[Any, unsupported.NO_PRIORITY] = None
+    max_chunks_per_doc: Annotated[Any, unsupported.NO_CHUNKS] = None
+    rank_fields: Annotated[Any, unsupported.NO_RANK_FIELDS] = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class TextsRerankBody(RequestShape):
     raw_scores: bool | None = False
 
     # Known to the format, not offered: only the value that means "no".
-    truncation_direction: Annotated[Any, neutral.NO_LEFT_CUTS] = None
+    truncation_direction: Annotated[Any, unsupported.NO_LEFT_CUTS] = None
 
 
 def _body_shape(body: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.bench.exchange import Address, Dechunker, Event, Exchange
+from lmx_lab.bench.http_stream import Address, Dechunker, Event, Exchange
 from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
 from tests.client.raw import HEAD, answering, streamed, whole
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmx_lab.bench.chunks import Chunk, ServerFigures, chunk_of
-from lmx_lab.bench.figures import Trace
+from lmx_lab.bench.metrics import Trace
 from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
 from lmx_lab.errors import EngineError, UnreachableError
 from tests.daemon.scripted import event

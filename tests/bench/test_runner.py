@@ -20,7 +20,7 @@ from lmx_lab.bench.statistics import median_interval
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.bench.asked import WORDS, after_calibration, collected
 from tests.bench.rows import sample
 from tests.daemon.scripted import STALL, Scripted, token

@@ -27,7 +27,7 @@ from lmx_lab.errors import (
     UnauthorizedError,
     UnreachableError,
 )
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.bench.asked import WORDS, collected
 from tests.daemon.scripted import STALL, Scripted, chunk, ending, event, json_answer, token

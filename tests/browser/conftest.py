@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, BrowserContext, Error, expect
 from lmx_lab.weights import ModelEntry
 from tests.browser.chromium import chromium, machine_only
 from tests.browser.jupyterlab import WAIT_MS, JupyterLab, Tab
-from tests.encoders.models import write_tiny_bert
+from tests.engine.encoders.models import write_tiny_bert
 from tests.panels.endless import write_endless_llama
 
 LAUNCH = "import lmx_lab, os, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"

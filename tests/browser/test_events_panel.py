@@ -17,7 +17,7 @@ from tests.browser.test_traffic import MOST_A_SECOND
 
 BEGIN = """
 import os, time
-from lmx_lab.panels.composition import composed
+from lmx_lab.panels.layout import composed
 from lmx_lab.panels.workbench import Workbench
 from tests.panels.event_standins import *
 from tests.panels.standins import ScriptedSource

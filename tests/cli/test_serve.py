@@ -55,7 +55,7 @@ def test_sigterm_during_a_load_ends_with_zero(starter_home: Path) -> None:
 
 
 def test_a_server_for_the_lan_prints_its_addresses(tmp_path: Path) -> None:
-    from lmx_lab.lab.addresses import lan_addresses
+    from lmx_lab.notebook.addresses import lan_addresses
 
     def look(server: Running) -> None:
         server.wait_for("no model is loaded yet")

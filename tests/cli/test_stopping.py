@@ -35,11 +35,11 @@ lmx_lab.weights.scanner.read_entry = hang("scan")
 lmx_lab.weights.catalog.fetch_starter = hang("download")
 """
 MLX_HANGS = """
-import lmx_lab.engine.core
-lmx_lab.engine.core.load_chat = hang("load")
+import lmx_lab.engine.mlx.state
+lmx_lab.engine.mlx.state.load_chat = hang("load")
 """
 STEP_HANGS = """
-import lmx_lab.engine.generating as generating
+import lmx_lab.engine.mlx.loop as generating
 step = generating.Generating.step
 def stepping(self):
     if self.idle:
@@ -50,7 +50,7 @@ generating.Generating.step = stepping
 """
 GGUF_HANGS = """
 import pathlib
-import lmx_lab.engine.gguf.process as process
+import lmx_lab.engine.llama_cpp.process as process
 process.SCRIPT = pathlib.Path(os.environ["STILL"])
 """
 STILL = "import sys; sys.stdin.readline(); open(__file__ + '.begun', 'w').close(); sys.stdin.read()"

@@ -12,7 +12,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client.chat_chunks import CALLS, CallAssembly, Piece, TokenUsage, WholeCall
 from lmx_lab.client.chat_format import ChatFormatClient
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.client.raw import Endless, answering, streamed
 from tests.daemon.scripted import (
     DONE,

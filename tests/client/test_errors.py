@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lmx_lab.asgi.errors import respond
 from lmx_lab.client.errors import DAEMON, ERROR_CLASSES, UnexpectedResponse, error_in, lab_server_error
 from lmx_lab.errors import CursorExpiredError, LabError, UnreachableError
+from lmx_lab.http.error_bodies import respond
 from tests.test_errors import classes
 
 

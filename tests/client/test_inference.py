@@ -21,8 +21,8 @@ from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
 from lmx_lab.client.connection import SHORT_BYTES
 from lmx_lab.client.inference import COMPONENTS, embeddings_bytes, rerank_bytes
-from lmx_lab.lab import Lab
-from lmx_lab.lab.prompt import chat_request
+from lmx_lab.notebook import Lab
+from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.weights import ModelEntry
 from lmx_lab.wire.admin import ModelEvent, NotReady, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest

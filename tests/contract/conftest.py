@@ -9,11 +9,11 @@ import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 from tests.contract.keeping import Contract
-from tests.encoders.models import write_tiny_bert
+from tests.engine.encoders.models import write_tiny_bert
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama
 

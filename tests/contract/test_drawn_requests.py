@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.contract.conftest import CONTEXT, HERE
 from tests.contract.keeping import EXAMPLES, Contract
 from tests.flows.conftest import serving

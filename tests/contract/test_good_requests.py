@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.contract.conftest import HERE
 from tests.contract.keeping import Contract

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.mcp.owner import Restarts
-from lmx_lab.daemon.mcp.process_family import MARK, alive
+from lmx_lab.daemon.mcp.process_cleanup import MARK, alive
 from lmx_lab.daemon.mcp.servers import McpServers
+from lmx_lab.daemon.mcp.supervisor import Restarts
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lmx_lab.daemon import life
+from lmx_lab.daemon import lifespan
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.home import DaemonHome, read_state
 from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
@@ -192,7 +192,7 @@ def test_wherever_a_start_fails_nothing_is_left(tmp_path: Path, monkeypatch: pyt
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError(f"no {name}")
 
-    monkeypatch.setattr(life, name, fail)
+    monkeypatch.setattr(lifespan, name, fail)
     with pytest.raises(RuntimeError, match=name):
         new(tmp_path).start()
     check_nothing_left(tmp_path)

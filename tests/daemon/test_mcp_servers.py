@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from lmx_lab.daemon.mcp import process as mcp_process
-from lmx_lab.daemon.mcp.process_family import alive
+from lmx_lab.daemon.mcp.process_cleanup import alive
 from lmx_lab.daemon.mcp.secrets import Secrets
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
-from lmx_lab.loops import LoopThread
+from lmx_lab.portal import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
 from tests.daemon.mcp_place import HOSTILE, RUN, SECRET, Place, hostile, left_over, opened_place, quick
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lmx_lab.daemon.mcp.process_family import MARK, Root, alive, end, family, root_of
+from lmx_lab.daemon.mcp.process_cleanup import MARK, Root, alive, end, family, root_of
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 START = f"subprocess.Popen([sys.executable, '-I', '-c', {STUBBORN!r}])"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 from tests.daemon.face import client

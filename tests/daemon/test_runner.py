@@ -11,7 +11,7 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.daemon.tools.tool import Tool, ToolResult
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage, SubmitTurn, TurnOverrides
 from tests.daemon.scripted import (
     DROP,
@@ -138,7 +138,7 @@ async def test_the_state_of_the_upstream_is_news_only_when_it_changes(here: Daem
 
 
 async def test_a_message_has_its_limit(here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.daemon.turns.draft.CONTENT_CHARACTERS", 10)
+    monkeypatch.setattr("lmx_lab.daemon.turns.message_builder.CONTENT_CHARACTERS", 10)
     upstream.then([token("abcdef"), token("ghijkl"), STALL])
     record = await here.run(await here.session())
     assert (record.stop_reason, record.text) == ("length", "abcdefghij")

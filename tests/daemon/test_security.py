@@ -12,7 +12,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.hosting import recent_logs
+from lmx_lab.http.uvicorn_server import recent_logs
 from tests.daemon.face import WAIT_S, client, connect, frames_until, serving
 
 pytestmark = pytest.mark.anyio

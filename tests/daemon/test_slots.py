@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lmx_lab.daemon.turns.slots import Slots
+from lmx_lab.daemon.turns.concurrency import Slots
 
 pytestmark = pytest.mark.anyio
 

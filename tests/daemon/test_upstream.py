@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon.turns.upstream import Upstream
-from lmx_lab.lab import Lab
+from lmx_lab.daemon.turns.model_client import Upstream
+from lmx_lab.notebook import Lab
 from tests.daemon.scripted import DROP, Refusal, Scripted, json_answer, refuses, says, token
 from tests.flows.conftest import serving
 

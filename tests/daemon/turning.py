@@ -15,8 +15,8 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.log import EventLog
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.tool import Tool, ToolResult
+from lmx_lab.daemon.turns.model_client import Upstream
 from lmx_lab.daemon.turns.runner import Turns
-from lmx_lab.daemon.turns.upstream import Upstream
 from lmx_lab.wire.sessions import CreateSession, PermissionRecord, SessionSnapshot, SubmitTurn, TurnRecord
 from tests.daemon.scripted import Scripted
 

@@ -14,8 +14,8 @@ from typer.core import TyperGroup
 
 from lmx_lab.cli.commands import app
 from lmx_lab.engine import Engine
-from lmx_lab.guard import GuardPolicy
-from lmx_lab.lab import AttachedLab, Lab
+from lmx_lab.http.guard import GuardPolicy
+from lmx_lab.notebook import AttachedLab, Lab
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog

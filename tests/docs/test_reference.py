@@ -13,9 +13,9 @@ import typer
 from typer.core import TyperGroup, TyperOption
 from typer.testing import CliRunner
 
-from lmx_lab.asgi.errors import status_of
 from lmx_lab.cli.commands import app
 from lmx_lab.errors import LabError
+from lmx_lab.http.error_bodies import status_of
 from lmx_lab.settings import CHOICES, PREFIX, RANGES, Settings
 from tests.docs.pages import DOCS, ROOT, inline, rows
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.doctor import examine_engines, import_failure
-from lmx_lab.engine import preference, registry, speed
-from lmx_lab.engine.preference import Speeds, conditions
+from lmx_lab.engine import measure as measure_module
+from lmx_lab.engine import registry
+from lmx_lab.engine import speeds as speeds_module
+from lmx_lab.engine.speeds import Speeds, conditions
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Format, ModelEntry
 from tests.command_line import run_command
@@ -42,14 +44,14 @@ def test_each_engine_is_measured_once_and_shown_from_then_on(home: Path) -> None
     first = finding(result.stdout, "engines")
     assert "on this machine, for smollm2-135m: MLX " in first
     assert "(measured just now" in first
-    kept = (home / preference.FILE).read_bytes()
+    kept = (home / speeds_module.FILE).read_bytes()
     rates = json.loads(kept)["tokens_per_second"]
     # Two layers of width 32 take a millisecond on anything.
     assert set(rates) == {"mlx", "llama.cpp"}
     assert min(rates.values()) > 5
     _, again = examine_engines(Settings(home=home, threads=1))
     assert again.text.partition(" (")[0] == first[5:].partition(": ")[2].partition(" (")[0]
-    assert (home / preference.FILE).read_bytes() == kept
+    assert (home / speeds_module.FILE).read_bytes() == kept
 
 
 def test_what_was_never_measured_is_measured_when_asked_and_a_busy_machine_is_no_verdict(
@@ -70,7 +72,7 @@ def test_what_was_never_measured_is_measured_when_asked_and_a_busy_machine_is_no
         asked.append(" ".join(entry.id for entry in models.values()))
         return speeds
 
-    monkeypatch.setattr(speed, "measure_speeds", measured)
+    monkeypatch.setattr(measure_module, "measure_speeds", measured)
     _, unknown = examine_engines(settings)
     assert (unknown.verdict, unknown.remedy.partition(" (")[0]) == ("note", "lmx-lab doctor --measure")
     assert asked == []
@@ -95,7 +97,7 @@ def test_without_the_starters_nothing_is_measured_and_the_command_that_fetches_t
     (tmp_path / "models" / "smollm2-135m").symlink_to(tiny.path)
     _, half = examine_engines(Settings(home=tmp_path), measure=True)
     assert half.remedy.startswith("lmx-lab pull smollm2-135m-gguf && ")
-    assert not (tmp_path / preference.FILE).exists()
+    assert not (tmp_path / speeds_module.FILE).exists()
 
 
 def test_bindings_that_lack_a_library_of_the_system_are_bad_and_the_remedy_is_named(home: Path, tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_bindings_that_lack_a_library_of_the_system_are_bad_and_the_remedy_is_na
 
 
 def test_an_engine_that_is_not_installed_is_no_fault(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "installed", lambda: False)
+    monkeypatch.setattr(speeds_module, "installed", lambda: False)
     monkeypatch.setattr(registry, "installed", lambda: False)
     (found,) = examine_engines(Settings(home=home), measure=True)
     assert (found.topic, found.verdict) == ("llama.cpp", "note")

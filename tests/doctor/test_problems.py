@@ -29,8 +29,8 @@ from lmx_lab.doctor.jupyter import examine_kernel, examine_proxy
 from lmx_lab.doctor.machine import examine_disk, python_finding
 from lmx_lab.doctor.ports import examine_labs, examine_port
 from lmx_lab.doctor.sources import examine_hub, examine_models, unreachable
-from lmx_lab.hosting import bind
-from lmx_lab.lab import Lab
+from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.browser.jupyterlab import free_port
 from tests.command_line import WAIT_S, environment, run_command

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from lmx_lab.engine.requests import ToolCallDelta
-from lmx_lab.engine.shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
-from lmx_lab.engine.text import TextSplitter
+from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.text.splitter import TextSplitter
 
 THOUGHTS = ("<think>", "</think>")
 

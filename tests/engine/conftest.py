@@ -22,8 +22,8 @@ from lmx_lab.engine import (
     TokenPrompt,
     TokenStream,
 )
-from lmx_lab.engine.core import EngineCore
-from lmx_lab.engine.encoding import Encoding
+from lmx_lab.engine.mlx.encoding import Encoding
+from lmx_lab.engine.mlx.state import EngineCore
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
@@ -238,7 +238,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         advance(encoding, batch)
 
     monkeypatch.setattr(Encoding, "_advance", wait_and_advance)
-    monkeypatch.setattr("lmx_lab.engine.core.ENCODE_S", 0)
+    monkeypatch.setattr("lmx_lab.engine.mlx.state.ENCODE_S", 0)
     yield gate
     gate.open()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmx_lab.engine import container_limits, memory
+from lmx_lab.engine import container_limits
 from lmx_lab.engine.container_limits import (
     CGROUPS,
     MEMBERSHIP,
@@ -22,6 +22,7 @@ from lmx_lab.engine.container_limits import (
     free_bytes,
     memory_limit_bytes,
 )
+from lmx_lab.engine.mlx import memory
 
 MIB = 2**20
 GIB = 2**30

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.engine.loaded import load_chat
+from lmx_lab.engine.mlx.model import load_chat
 from lmx_lab.engine.requests import TextPrompt
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
-from tests.encoders.models import load, write_tiny_qwen3
 from tests.engine.conftest import request
+from tests.engine.encoders.models import load, write_tiny_qwen3
 from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone tells what malloc has given")

@@ -12,7 +12,7 @@ import httpx2
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.flows.conftest import chat_body, events
 
 CHAT = "/v1/chat/completions"

@@ -1,5 +1,5 @@
 """The model that other tests keep busy, for the faults that need time to happen."""
 
-from tests.engine.gguf.conftest import long_gguf
+from tests.engine.llama_cpp.conftest import long_gguf
 
 __all__ = ["long_gguf"]

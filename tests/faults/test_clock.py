@@ -25,7 +25,7 @@ from lmx_lab.wire.sessions import CreateSession, Decision
 from tests.daemon.scripted import Scripted, calls, says
 from tests.daemon.turning import ASKS, check_invariants, daemon
 from tests.engine.conftest import finish, request, run
-from tests.engine.gguf.conftest import entry_of
+from tests.engine.llama_cpp.conftest import entry_of
 
 pytestmark = pytest.mark.anyio
 HOUR_S, DAY_S = 3600.0, 86_400.0

@@ -19,8 +19,9 @@ from huggingface_hub import constants, file_download
 
 from lmx_lab.errors import DownloadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry, Progress, hub
-from lmx_lab.weights.hub_unverified import NOTE, note
+from lmx_lab.weights import Catalog, ModelEntry, Progress
+from lmx_lab.weights.hub import download
+from lmx_lab.weights.hub.unverified import NOTE, note
 from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
 from tests.flows.conftest import wait_until
 from tests.weights.conftest import LLAMA, safetensors_bytes
@@ -69,8 +70,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def catalog(tmp_path: Path, cache: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Catalog:
-    real = hub.download
-    monkeypatch.setattr(hub, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+    real = download.download
+    monkeypatch.setattr(download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
     # The pauses between tries are huggingface_hub's, and its patience.
     monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)

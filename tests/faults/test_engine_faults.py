@@ -16,20 +16,21 @@ import psutil
 import pytest
 from mlx_lm.models import llama
 
-from lmx_lab.engine import AnswerFormat, Engine, batch, memory
-from lmx_lab.engine.constraint import Constraint
-from lmx_lab.engine.gguf.answer import Answer
-from lmx_lab.engine.gguf.connection import RefusedError
-from lmx_lab.engine.gguf.hosted import Hosted
-from lmx_lab.engine.gguf.jobs import Jobs
-from lmx_lab.engine.loaded import AnswerText, PromptTokenizer
-from lmx_lab.engine.sampling import Cut
+from lmx_lab.engine import AnswerFormat, Engine
+from lmx_lab.engine.grammar.mask import Constraint
+from lmx_lab.engine.llama_cpp.answer import Answer
+from lmx_lab.engine.llama_cpp.connection import RefusedError
+from lmx_lab.engine.llama_cpp.model import Hosted
+from lmx_lab.engine.llama_cpp.queue import Jobs
+from lmx_lab.engine.mlx import batch, memory
+from lmx_lab.engine.mlx.model import AnswerText, PromptTokenizer
+from lmx_lab.engine.mlx.sampling import Cut
 from lmx_lab.errors import EngineError
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
-from tests.engine.gguf.conftest import process_of
+from tests.engine.llama_cpp.conftest import process_of
 from tests.faults.asking import WAIT_S, WAYS, End, Way, at_once
 from tests.faults.injecting import inject
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle

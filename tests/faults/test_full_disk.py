@@ -18,7 +18,8 @@ from huggingface_hub import constants
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.errors import StorageFullError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry, Progress, hub
+from lmx_lab.weights import Catalog, ModelEntry, Progress
+from lmx_lab.weights.hub import download
 from lmx_lab.wire.events import ToolOutput
 from tests.daemon.program import Program
 from tests.faults.asking import CHAT, WAIT_S
@@ -85,8 +86,8 @@ def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_there_is_room(
         handler.wfile.write(data[len(data) // 2 :])
 
     with hub_with(tiny.path) as server, serving(tiny_home, None, disk_reserve_bytes=0) as lab:
-        real = hub.download
-        monkeypatch.setattr(hub, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+        real = download.download
+        monkeypatch.setattr(download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
         server.faults["model.safetensors"] = half_then_full
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=WAIT_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage-full")

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from lmx_lab.engine import Engine
-from lmx_lab.engine.gguf import process as process_module
+from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
 from tests.engine.conftest import run
-from tests.engine.gguf.conftest import entry_of
+from tests.engine.llama_cpp.conftest import entry_of
 from tests.faults.asking import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import unknown_architecture

@@ -14,12 +14,12 @@ import mlx.core as mx
 import pytest
 
 from lmx_lab.engine import Engine
-from lmx_lab.engine.gguf.process import LlamaProcess
+from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.errors import EngineDeadError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, Format, ModelEntry
 from tests.engine.conftest import run
-from tests.engine.gguf.conftest import process_of
+from tests.engine.llama_cpp.conftest import process_of
 from tests.faults.asking import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import with_context

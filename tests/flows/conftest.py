@@ -15,10 +15,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry
-from tests.encoders.models import write_tiny_bert
+from tests.engine.encoders.models import write_tiny_bert
 from tests.tiny import write_tiny_llama
 from tests.weights.conftest import LLAMA, safetensors_bytes
 

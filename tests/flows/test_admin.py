@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.weights import ModelEntry
 from tests.flows.conftest import ENDLESS, PACE, chat_body, echo_body, serving
 from tests.tiny import write_tiny_llama

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from websockets.sync.client import connect
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.flows.conftest import ENDLESS, PACE, chat_body, echo_body, serving, wait_until, wait_until_idle
 
 PATH = "/v1/chat/completions"

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.server import chat
 from tests.flows.conftest import ENDLESS, HELLO, PACE, chat_body, echo_body, events, serving, wait_until_idle
 

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.weights import ModelEntry
 from tests.flows.conftest import ENDLESS, chat_body, echo_body, events, serving, wait_until_idle
 from tests.flows.test_bad_input import error_of

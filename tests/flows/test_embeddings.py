@@ -18,7 +18,7 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.weights import ModelEntry
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 from tests.flows.test_bad_input import error_of

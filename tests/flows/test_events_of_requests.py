@@ -13,8 +13,8 @@ import httpx2
 import pytest
 from openai import OpenAI
 
-from lmx_lab.lab import Lab
-from lmx_lab.server import connections
+from lmx_lab.http import event_stream
+from lmx_lab.notebook import Lab
 from tests.flows.conftest import ENDLESS, PACE, SEA, chat_body, echo_body, serving, wait_until, wait_until_idle
 
 PATH = "/v1/chat/completions"
@@ -87,7 +87,7 @@ def slot_taken(lab: Lab) -> Iterator[None]:
 
 
 def test_who_waits_is_told_so_in_comments(long_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.005)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.005)
     long = [{"role": "user", "content": "word " * 3500}]
     with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         body = chat_body(model="tiny-long", messages=long, stream=True, max_tokens=1)
@@ -111,7 +111,7 @@ def wait_for(lines: Iterator[str], part: str) -> None:
 
 
 def test_openai_python_ignores_the_comments(echo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.001)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.001)
     with (
         serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE) as lab,
         OpenAI(**lab.openai, max_retries=0) as client,

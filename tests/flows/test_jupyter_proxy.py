@@ -20,10 +20,10 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from lmx_lab import links
+from lmx_lab import urls
 from lmx_lab.errors import UnreachableError
-from lmx_lab.hosting import bind
-from lmx_lab.lab import Lab, attach
+from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.notebook import Lab, attach
 from tests.flows.conftest import ENDLESS, PACE, echo_body, serving, wait_until, wait_until_idle
 
 pytestmark = pytest.mark.slow
@@ -118,7 +118,7 @@ def lab(jupyter: Jupyter, echo_home: Path) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def page(jupyter: Jupyter, lab: Lab) -> str:
-    return links.proxied_url(jupyter.url, lab.port)
+    return urls.proxied_url(jupyter.url, lab.port)
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_the_socket_passes_and_closing_it_ends_the_generation(page: str, jupyter
 
 
 def test_in_a_kernel_any_name_passes_that_jupyter_was_asked_for(jupyter: Jupyter, kernel_port: int) -> None:
-    page = links.proxied_url(jupyter.url, kernel_port)
+    page = urls.proxied_url(jupyter.url, kernel_port)
     asked = {**AUTH, "host": FOREIGN}
     assert httpx2.get(f"{page}healthz", headers=asked).status_code == 200
     # A Hub's proxy adds its own headers.

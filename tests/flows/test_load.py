@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.flows.conftest import chat_body, events, serving, wait_until, wait_until_idle
 
 pytestmark = pytest.mark.long

@@ -11,9 +11,9 @@ import httpx2
 import pytest
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.lab import Lab
-from lmx_lab.lab.addresses import Addresses
-from lmx_lab.lab.notebook_server import notebook_server
+from lmx_lab.notebook import Lab
+from lmx_lab.notebook.addresses import Addresses
+from lmx_lab.notebook.jupyter_server import notebook_server
 from lmx_lab.settings import Settings
 from tests.flows.conftest import serving
 

@@ -12,7 +12,7 @@ from openai import OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.flows.conftest import serving
 
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]

@@ -12,7 +12,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.flows.conftest import chat_body, serving
 

@@ -14,7 +14,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion
 from websockets.sync.client import connect
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.flows.conftest import HELLO, chat_body, echo_body, events, serving
 from tests.flows.schemas import DIGIT, SHORT, closed
 

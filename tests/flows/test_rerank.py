@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.flows.test_bad_input import error_of
 
 PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")

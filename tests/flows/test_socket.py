@@ -16,8 +16,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from lmx_lab.hosting import bind
-from lmx_lab.lab import Lab
+from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.flows.conftest import ENDLESS, HELLO, echo_body, wait_until, wait_until_idle
 

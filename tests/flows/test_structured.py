@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion, ParsedChatCompletion
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.flows.conftest import HELLO, chat_body, echo_body, serving, wait_until, wait_until_idle
 from tests.flows.schemas import DIGIT, MODELS, PLAIN, RECURSIVE, SHORT, Customer, Person, closed
 from tests.flows.test_cancellation import Way, asked

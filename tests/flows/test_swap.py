@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from lmx_lab.engine import LoadReport
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.engine.conftest import unload_when_idle_for
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 

@@ -15,7 +15,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.flows.conftest import HELLO, echo_body, serving
 from tests.flows.schemas import DIGIT, SHORT, closed
 

@@ -14,8 +14,8 @@ SETUP = """
 import asyncio, atexit, signal
 first_handler = signal.getsignal(signal.SIGINT)
 host = sock = None
-from lmx_lab.hosting import bind, serve
-from lmx_lab.loops import LoopThread, run_nested
+from lmx_lab.http.uvicorn_server import bind, serve
+from lmx_lab.portal import LoopThread, run_nested
 
 async def app(scope, receive, send, fail=False):
     if scope["type"] == "lifespan":
@@ -264,7 +264,7 @@ def test_nothing_is_logged_into_cells(lab):
     lab.run("block(host.stop())")
     with pytest.raises(Empty):
         lab.client.get_iopub_msg(timeout=0.2)
-    assert "Invalid HTTP" in lab.run("from lmx_lab.hosting import recent_logs; print(recent_logs())")
+    assert "Invalid HTTP" in lab.run("from lmx_lab.http.uvicorn_server import recent_logs; print(recent_logs())")
 
 
 def test_shutting_the_kernel_down_ends_the_lifespan_frees_the_port_and_ends_with_zero(fresh, tmp_path):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SETUP = """
 import asyncio, os, threading, psutil, lmx_lab
-from lmx_lab.lab import serving
+from lmx_lab.notebook import serving
 from lmx_lab.engine import Engine
 
 hi = "hi " * 4000  # echo repeats it for some seconds
@@ -146,7 +146,7 @@ def test_a_failing_start_is_an_error_in_the_cell_and_leaves_nothing(notebook: No
 
 def test_a_request_during_the_blocking_launch_cell_is_answered(notebook: Notebook) -> None:
     notebook.start(f"""
-        from lmx_lab.lab import launching
+        from lmx_lab.notebook import launching
         def bind_and_tell(*args, real=launching.bind, **kwargs):
             sock = real(*args, **kwargs)
             print(sock.getsockname()[1], flush=True)

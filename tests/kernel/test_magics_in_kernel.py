@@ -36,7 +36,7 @@ def notebook(tiny_home: Path) -> Iterator[Notebook]:
 @pytest.fixture(scope="module")
 def port(notebook: Notebook) -> int:
     """Of a lab on the kernel's loop, from the first test on that asks for it."""
-    notebook.run("import lmx_lab.lab")
+    notebook.run("import lmx_lab.notebook")
     mode, port = notebook.run(LAUNCH).split()
     assert mode == "kernel"
     return int(port)

@@ -9,7 +9,7 @@ def test_what_a_tool_prints_shows_under_the_cell_that_registered_it(fresh_notebo
     fresh_notebook.run(
         """
         from lmx_lab.daemon.tools.python_tools import PythonTools
-        from lmx_lab.loops import LoopThread
+        from lmx_lab.portal import LoopThread
 
         tools, loop = PythonTools(), LoopThread()
         loop.start()

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from lmx_lab.panels.standin import WIDGET_VIEW
+from lmx_lab.panels.static_fallback import WIDGET_VIEW
 from tests.kernels import without_ports
 
 pytestmark = pytest.mark.long

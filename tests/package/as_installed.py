@@ -24,7 +24,7 @@ from tests.package.as_binder import ROOT, STOP_S, PeakMemory, Session, copy_chec
 TARGET = ROOT / "build" / "package"
 INSTALLATIONS = (("", "smollm2-135m"), ("[lab,gguf]", "smollm2-135m-gguf"))
 """Extras, and a starter model that runs with them."""
-PANELS = "from lmx_lab.panels.composition import PANELS; assert all(panel._esm for panel in PANELS.values())"
+PANELS = "from lmx_lab.panels.layout import PANELS; assert all(panel._esm for panel in PANELS.values())"
 QUESTION = {"model": "default", "max_tokens": 12, "messages": [{"role": "user", "content": "Say hello."}]}
 READY = re.compile(r"ready at (http://127\.0\.0\.1:\d+)")
 ANSWER_S = 300.0

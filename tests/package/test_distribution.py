@@ -28,7 +28,7 @@ import lmx_lab
 
 home, place = sys.argv[1:]
 assert Path(lmx_lab.__file__).is_relative_to(place), lmx_lab.__file__
-from lmx_lab.panels.composition import PANELS
+from lmx_lab.panels.layout import PANELS
 assert all(panel._esm for panel in PANELS.values())
 lab = lmx_lab.launch("tiny", home=home, port=0)
 print(lab.chat("hello", max_tokens=3, ignore_eos=True).usage.completion_tokens, "tokens")

@@ -43,10 +43,10 @@ def test_importing_the_package_brings_nothing_but_itself_and_the_standard_librar
 
 def test_the_packages_public_names_are_there_before_they_are_imported() -> None:
     brought = brought_by("import lmx_lab; assert {'launch', 'attach', 'Lab'} <= set(dir(lmx_lab))")
-    assert "lmx_lab.lab" not in brought
+    assert "lmx_lab.notebook" not in brought
 
 
-@pytest.mark.parametrize("module", ["lmx_lab.settings", "lmx_lab.errors", "lmx_lab.links", "lmx_lab.cli"])
+@pytest.mark.parametrize("module", ["lmx_lab.settings", "lmx_lab.errors", "lmx_lab.urls", "lmx_lab.cli"])
 def test_what_everybody_reads_first_brings_nothing_heavy(module: str) -> None:
     assert not {name.split(".")[0] for name in brought_by(f"import {module}")} & HEAVY
 

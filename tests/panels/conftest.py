@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lmx_lab
-from lmx_lab.lab.inprocess import InProcess
+from lmx_lab.notebook.local import InProcess
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.weights import ModelEntry

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.lab.daemon import LabEvents
+from lmx_lab.notebook.daemon import LabEvents
 from lmx_lab.panels.events import EventsPanel
 from lmx_lab.panels.workbench import Workbench
 from tests.daemon.face import client, serving

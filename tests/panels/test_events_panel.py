@@ -13,9 +13,9 @@ import pytest
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import PermissionNotFoundError, UnauthorizedError, UnreachableError
 from lmx_lab.panels import event_log, event_sessions
-from lmx_lab.panels.composition import composed
 from lmx_lab.panels.event_log import COLUMNS, MOST_ROWS, EventLog, Filter
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
+from lmx_lab.panels.layout import composed
 from lmx_lab.panels.workbench import Workbench
 from tests.panels.event_standins import LIVE, Flood, Said, ScriptedDaemon, asked
 from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource

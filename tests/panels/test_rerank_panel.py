@@ -12,7 +12,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import NotLoadedError
-from lmx_lab.lab.inprocess import InProcess
+from lmx_lab.notebook.local import InProcess
 from lmx_lab.panels.rerank import (
     LONGEST_SHOWN,
     MOST_CHARACTERS,
@@ -30,7 +30,7 @@ from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT
-from tests.encoders.models import write_tiny_bert
+from tests.engine.encoders.models import write_tiny_bert
 from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -1,4 +1,4 @@
-"""Write ``tests/encoders/minilm_reference.json``: what PyTorch and transformers make of texts with all-MiniLM-L6-v2.
+"""Write ``minilm_reference.json`` of tests/engine/encoders: what PyTorch and transformers compute with MiniLM-L6-v2.
 
     build/parity/bin/python tests/parity/make_minilm_reference.py FOLDER
 
@@ -17,7 +17,7 @@ import tokenizers
 import torch
 import transformers
 
-TARGET = Path(__file__).parents[1] / "encoders" / "minilm_reference.json"
+TARGET = Path(__file__).parents[1] / "engine" / "encoders" / "minilm_reference.json"
 SCRIPT = "tests/parity/make_minilm_reference.py"
 TEXTS = (
     "Hello world",

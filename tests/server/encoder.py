@@ -13,7 +13,7 @@ import numpy as np
 
 from lmx_lab.engine import EmbeddingRequest, Embeddings, EncodeReport, Engine, EngineSnapshot, Ranking, RerankRequest
 from lmx_lab.errors import LabError
-from lmx_lab.guard import GuardPolicy
+from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, Listing, ModelEntry

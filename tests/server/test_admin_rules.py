@@ -9,10 +9,10 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Scope
 
+from lmx_lab.broadcast import Feed
 from lmx_lab.engine import Engine
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
-from lmx_lab.feed import Feed
-from lmx_lab.guard import local_policy
+from lmx_lab.http.guard import local_policy
 from lmx_lab.server import create_server
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.settings import Settings

@@ -11,9 +11,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from lmx_lab.engine import Delta, TokenStream, ToolCallDelta
 from lmx_lab.engine.stream import Mailbox
-from lmx_lab.server.answers import Answer
 from lmx_lab.server.chat import _lines, _whole
-from lmx_lab.server.generations import Generation
+from lmx_lab.server.generation import Generation
+from lmx_lab.server.serialize import Answer
 from lmx_lab.server.translate import generation_request
 from tests.server.test_translate import chat, report
 

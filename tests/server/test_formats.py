@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lmx_lab.asgi.errors import invalid
 from lmx_lab.engine import AnswerFormat
+from lmx_lab.http.error_bodies import invalid
 from lmx_lab.server.translate import generation_request
 from tests.server.test_translate import chat
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from lmx_lab.asgi.errors import status_of
 from lmx_lab.engine import EngineSnapshot
+from lmx_lab.http.error_bodies import status_of
 from lmx_lab.server.health import problem
 from lmx_lab.settings import Settings
 from tests.server.conftest import ENTRY

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from lmx_lab.engine import Engine, EngineSnapshot, GenerationReport
-from lmx_lab.server.generations import RequestEnd
+from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
 from tests.server.conftest import ENTRY

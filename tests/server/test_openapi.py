@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from lmx_lab.engine import Engine
-from lmx_lab.guard import GuardPolicy
+from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.server.admin import EXTRAS
 from lmx_lab.server.rerank import PATHS

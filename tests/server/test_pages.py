@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from playwright.sync_api import Browser, Page, Route
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.browser.chromium import chromium
 from tests.browser.jupyterlab import WAIT_MS
 from tests.flows.conftest import serving

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lmx_lab.asgi.errors import invalid
 from lmx_lab.engine import ChatPrompt, Tool, ToolCallDelta, ToolUse, merged_calls
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.http.error_bodies import invalid
 from lmx_lab.server.translate import generation_request
 from lmx_lab.wire import tools
 from tests.server.test_translate import chat

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lmx_lab.asgi.errors import invalid
 from lmx_lab.engine import ChatPrompt, GenerationReport, Sampling, TextPrompt, TokenLogprob, TokenPrompt
 from lmx_lab.engine.requests import FinishReason
+from lmx_lab.http.error_bodies import invalid
 from lmx_lab.server.translate import (
     chat_logprobs,
     completion_requests,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.daemon.face import serving as serving_daemon
 from tests.flows.conftest import echo_home, serving
 

@@ -17,14 +17,15 @@ import pytest
 from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
 
-from lmx_lab.engine import memory, templates
-from lmx_lab.engine.gguf import hosted, intake
-from lmx_lab.engine.gguf.process import SCRIPT
-from lmx_lab.engine.templates import TemplateLimitError, TemplateProcess, TemplateRefusalError, rendered
+from lmx_lab.engine.llama_cpp import model, prepare
+from lmx_lab.engine.llama_cpp.process import SCRIPT
+from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.templates import renderer
+from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateProcess, TemplateRefusalError, rendered
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.weights import ModelEntry
-from tests.engine.families import FAMILIES
+from tests.engine.mlx.families import FAMILIES
 from tests.flows.conftest import serving, wait_until
 from tests.gguf_files import with_template
 from tests.tiny import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
@@ -113,7 +114,7 @@ def test_the_process_gets_no_key_of_ours_and_ends_with_us(
 def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) -> None:
     process.render("", {})
     for child in psutil.Process().children():
-        if "template_rendering.py" in " ".join(child.cmdline()):
+        if "templates/sandbox.py" in " ".join(child.cmdline()):
             child.kill()
             child.wait()
     assert process.render("{{ 1 + 1 }}", {}) == "2"
@@ -206,7 +207,7 @@ def hostile_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) 
 def hostile_lab(hostile_home: Path) -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patched:
         process = TemplateProcess(LIMIT_S)
-        patched.setattr(templates, "shared", lambda: process)
+        patched.setattr(renderer, "shared", lambda: process)
         with serving(hostile_home, "sometimes", slots=4) as lab:
             yield lab
         process.end()
@@ -264,8 +265,8 @@ def test_rendering_costs_next_to_nothing(process: TemplateProcess) -> None:
 def gguf_lab(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Iterator[tuple[Lab, Path]]:
     with pytest.MonkeyPatch.context() as patched:
         process = TemplateProcess(LIMIT_S)
-        patched.setattr(hosted, "shared", lambda: process)
-        patched.setattr(intake, "TEMPLATE_S", 2 * LIMIT_S)
+        patched.setattr(model, "shared", lambda: process)
+        patched.setattr(prepare, "TEMPLATE_S", 2 * LIMIT_S)
         with serving(tmp_path_factory.mktemp("home"), None) as lab:
             yield lab, with_template(tiny_gguf, SOMETIMES, tmp_path_factory.mktemp("gguf"))
         process.end()
@@ -292,7 +293,7 @@ def test_a_process_of_llama_cpp_that_takes_too_much_while_it_loads_is_ended(
     gguf_lab: tuple[Lab, Path], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = memory.limit_bytes(None)
-    monkeypatch.setattr(hosted, "BESIDE_MODELS_BYTES", 2**20 - limit - limit // hosted.PREFIX_SHARE)
+    monkeypatch.setattr(model, "BESIDE_MODELS_BYTES", 2**20 - limit - limit // model.PREFIX_SHARE)
     with pytest.raises(UnusableModelError, match=r"took more than .* GB of memory"):
         gguf_lab[0].load(str(tiny_gguf))
 

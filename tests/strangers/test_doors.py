@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.lab import Lab
-from lmx_lab.lab.addresses import lan_addresses
+from lmx_lab.notebook import Lab
+from lmx_lab.notebook.addresses import lan_addresses
 from tests.strangers.conftest import FRIEND, KEY
 from tests.strangers.raw import HANDSHAKE, WAIT_S, post, send
 

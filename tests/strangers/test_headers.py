@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.strangers.conftest import FRIEND, KEY
 from tests.strangers.raw import HANDSHAKE, WAIT_S, Answer, send
 

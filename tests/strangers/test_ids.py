@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.strangers.raw import send
 
 # As they stand in a request line; servers and clients would tidy some of them up.

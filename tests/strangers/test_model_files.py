@@ -21,12 +21,12 @@ import psutil
 import pytest
 
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, OutOfMemoryError, UnusableModelError
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.weights.entry import Progress, ignore_progress
-from lmx_lab.weights.hub import download
-from lmx_lab.weights.index import _take_members
+from lmx_lab.weights.hub.download import download
+from lmx_lab.weights.package_index import _take_members
 from lmx_lab.weights.starters import Starter
 from tests.faults.hub import Hub
 from tests.flows.conftest import serving

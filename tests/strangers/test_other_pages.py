@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.browser.chromium import ARGUMENTS, chromium
 from tests.flows.conftest import serving
 

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 from websockets.sync.client import connect
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from tests.flows.conftest import serving
 
 ELSEWHERE = {"host": "elsewhere.example"}

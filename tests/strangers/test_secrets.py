@@ -20,13 +20,13 @@ import psutil
 import pytest
 
 from lmx_lab.cli.app import complain, note, say
-from lmx_lab.cli.weights import models as list_models
+from lmx_lab.cli.models import models as list_models
 from lmx_lab.client import DaemonClient, LabClient
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import LabError
-from lmx_lab.hosting import recent_logs
-from lmx_lab.lab import Lab
-from lmx_lab.plaintext import LogFormatter, shown
+from lmx_lab.http.uvicorn_server import recent_logs
+from lmx_lab.notebook import Lab
+from lmx_lab.sanitize import LogFormatter, shown
 from lmx_lab.settings import SECRETS as VARIABLES
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
@@ -157,8 +157,8 @@ def test_no_process_of_ours_has_a_key_in_its_arguments_or_its_environment(on_lla
     assert answer.status_code == 200, answer.text
     own = psutil.Process(on_llama_cpp.process.pid)
     children = own.children(recursive=True)
-    names = {Path(part).name for child in children for part in child.cmdline() if part.endswith(".py")}
-    assert names >= {"worker.py", "template_rendering.py", "grammar_trial.py"}
+    names = {"/".join(Path(part).parts[-2:]) for child in children for part in child.cmdline() if part.endswith(".py")}
+    assert names >= {"llama_cpp/worker.py", "templates/sandbox.py", "grammar/sandbox.py"}
     told = [f"{child.cmdline()} {child.environ()}" for child in children] + [str(own.cmdline())]
     assert [secret for secret in SECRETS.values() if found(secret, *told)] == []
 
@@ -185,7 +185,7 @@ def test_what_strangers_ask_for_does_nothing_to_the_servers_terminal(on_echo: Se
 LAUNCHED = """
 import logging, lmx_lab
 lab = lmx_lab.launch(port=0, home={home!r})
-logging.getLogger("lmx_lab.server.socket").warning("refused: %s", {said!r})
+logging.getLogger("lmx_lab.server.websocket").warning("refused: %s", {said!r})
 lab.stop()
 """
 

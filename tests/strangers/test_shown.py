@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.panels import code
-from lmx_lab.panels.composition import PANELS
+from lmx_lab.panels.layout import PANELS
 from tests.browser.chromium import chromium
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama

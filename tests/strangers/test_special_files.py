@@ -15,7 +15,7 @@ import pytest
 
 from lmx_lab.engine import Engine
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.lab import Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, ModelEntry
 from lmx_lab.weights.files import MIB, check_files, open_regular, read_regular

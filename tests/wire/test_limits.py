@@ -18,7 +18,7 @@ from lmx_lab import wire
 from lmx_lab.daemon.app import create_daemon_app
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.engine import Engine
-from lmx_lab.guard import GuardPolicy
+from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog

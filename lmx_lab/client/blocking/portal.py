@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.errors import HostingError, LabError
-from lmx_lab.loops import LoopThread, loops_serving
+from lmx_lab.portal import LoopThread, loops_serving
 
 T = TypeVar("T")
 CLOSE_S = 5.0

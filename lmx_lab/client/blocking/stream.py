@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 from lmx_lab.client.blocking.portal import Portal, is_foreign
 from lmx_lab.client.turn_permissions import OnPermission, Verdict
 from lmx_lab.errors import HostingError
-from lmx_lab.loops import LoopThread
+from lmx_lab.portal import LoopThread
 from lmx_lab.wire.sessions import PermissionRecord
 
 T = TypeVar("T")

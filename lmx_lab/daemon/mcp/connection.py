@@ -31,7 +31,7 @@ from lmx_lab.daemon.mcp.lines import LINE_BYTES, one_line
 from lmx_lab.daemon.mcp.process import McpProcess
 from lmx_lab.daemon.mcp.results import described
 from lmx_lab.daemon.mcp.secrets import Secrets
-from lmx_lab.daemon.mcp.streams import Incoming, Outgoing, Patience
+from lmx_lab.daemon.mcp.stdio import Incoming, Outgoing, Patience
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from lmx_lab.daemon.mcp.process_family import Root, end
+from lmx_lab.daemon.mcp.process_cleanup import Root, end
 
 FILE = "mcp-processes.json"
 _MOST = 1024

@@ -8,13 +8,13 @@ from dataclasses import asdict
 
 from fastapi import APIRouter
 
-from lmx_lab.asgi.documents import BODY, failures
-from lmx_lab.asgi.wrapping import VERSION
 from lmx_lab.daemon.routes.queries import StrictQueryRoute
 from lmx_lab.daemon.routes.responses import reading
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.store import Reading
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.http.middleware import VERSION
+from lmx_lab.http.openapi import BODY, failures
 from lmx_lab.wire.daemon import Counts, DaemonRecord, Health, Retention, Shutdown, ShutdownAnswer
 
 HEALTH = "/v3/health"

@@ -16,7 +16,6 @@ from fastapi import APIRouter, WebSocket
 from pydantic import BaseModel
 from starlette.websockets import WebSocketDisconnect
 
-from lmx_lab.asgi.errors import request_id_of, respond
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.clock import iso
 from lmx_lab.daemon.routes.queries import StreamQuery, event_filter
@@ -24,6 +23,7 @@ from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.log import EVERYTHING, Page
 from lmx_lab.daemon.storage.store import Reading, as_json
 from lmx_lab.errors import CursorExpiredError, LabError, SessionNotFoundError
+from lmx_lab.http.error_bodies import request_id_of, respond
 from lmx_lab.wire.event_stream import Closing, Hello, Reset, StreamHeartbeat, Synced
 
 log = logging.getLogger(__name__)

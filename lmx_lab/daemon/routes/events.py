@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.asgi.documents import switching
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.routes.queries import (
     After,
@@ -25,6 +24,7 @@ from lmx_lab.daemon.routes.responses import reading
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.log import EventFilter, Page
 from lmx_lab.errors import CursorExpiredError, QueueFullError, SessionNotFoundError
+from lmx_lab.http.openapi import switching
 from lmx_lab.wire.event_stream import EventPage
 
 SOCKET = """With `Upgrade: websocket` the address is a stream of events without an end.

@@ -10,10 +10,10 @@ from urllib.parse import parse_qsl
 from fastapi import Query, Request, Response
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from lmx_lab.asgi.bodies import StrictRoute
-from lmx_lab.asgi.errors import invalid
 from lmx_lab.daemon.storage.log import EVERYTHING, EventFilter
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.error_bodies import invalid
 from lmx_lab.wire.events import LOG_EVENTS
 from lmx_lab.wire.identifiers import Identifier
 

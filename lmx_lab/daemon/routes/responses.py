@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lmx_lab.asgi.documents import BODY, Responses, failures, link
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, StoppingError, StorageFullError
+from lmx_lab.http.openapi import BODY, Responses, failures, link
 from lmx_lab.wire.sessions import SessionRecord
 
 STORED = (StoppingError, HostingError)

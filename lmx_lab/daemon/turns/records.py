@@ -8,11 +8,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from lmx_lab.asgi.errors import detail
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.storage.store import Reading, Row, Transaction
 from lmx_lab.daemon.turns.turn import Call, Ending
 from lmx_lab.errors import TurnNotFoundError
+from lmx_lab.http.error_bodies import detail
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (
     MessageDone,

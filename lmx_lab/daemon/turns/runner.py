@@ -13,16 +13,16 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import Toolbox
 from lmx_lab.daemon.turns import permissions, queue, records
-from lmx_lab.daemon.turns.active import ActiveTurn, Parts
-from lmx_lab.daemon.turns.ends import Ends
-from lmx_lab.daemon.turns.finishing import Finishing
-from lmx_lab.daemon.turns.lane import Lane, Lanes
+from lmx_lab.daemon.turns.concurrency import Slots
+from lmx_lab.daemon.turns.effects import ActiveTurn, Parts
+from lmx_lab.daemon.turns.model_client import Upstream
 from lmx_lab.daemon.turns.queue import Begun
 from lmx_lab.daemon.turns.records import TurnKey
 from lmx_lab.daemon.turns.recovery import end_orphans
-from lmx_lab.daemon.turns.slots import Slots
+from lmx_lab.daemon.turns.session_queue import Lane, Lanes
+from lmx_lab.daemon.turns.shielded import Finishing
 from lmx_lab.daemon.turns.turn import Ending
-from lmx_lab.daemon.turns.upstream import Upstream
+from lmx_lab.daemon.turns.waiters import Ends
 from lmx_lab.daemon.turns.writer import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from lmx_lab.errors import LabError, StoppingError
 from lmx_lab.wire.sessions import (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from lmx_lab.daemon.storage.store import Store, Transaction
-from lmx_lab.daemon.turns.upstream import Upstream
+from lmx_lab.daemon.turns.model_client import Upstream
 from lmx_lab.errors import LabError, StoppingError, StorageFullError
 from lmx_lab.wire.events import ModelStatus
 

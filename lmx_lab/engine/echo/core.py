@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from lmx_lab.engine.contract import NOTHING_LOADED
 from lmx_lab.engine.echo.intake import Intake
 from lmx_lab.engine.echo.jobs import Job, Jobs, Totals
 from lmx_lab.engine.echo.model import EchoModel
 from lmx_lab.engine.echo.script import Script, read_script
 from lmx_lab.engine.echo.texts import DIMENSIONS, Text, Texts
-from lmx_lab.engine.machine import total_bytes
+from lmx_lab.engine.interface import NOTHING_LOADED
+from lmx_lab.engine.machine_memory import total_bytes
+from lmx_lab.engine.model_lookup import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -32,7 +33,6 @@ from lmx_lab.engine.requests import (
 )
 from lmx_lab.engine.stream import Mailbox, TokenStream
 from lmx_lab.engine.vectors import cosines, cut
-from lmx_lab.engine.wanted import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.errors import (
     InvalidRequestError,
     LabError,
@@ -42,7 +42,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
-from lmx_lab.weights.stamp import is_loaded
+from lmx_lab.weights.fingerprint import is_loaded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

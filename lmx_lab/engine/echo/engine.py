@@ -11,8 +11,9 @@ from concurrent.futures import Future
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from lmx_lab.engine.contract import Capabilities
 from lmx_lab.engine.echo.core import EchoCore, check
+from lmx_lab.engine.interface import Capabilities
+from lmx_lab.engine.model_lookup import LOAD_FIRST
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -24,9 +25,8 @@ from lmx_lab.engine.requests import (
     RerankRequest,
 )
 from lmx_lab.engine.stream import TokenStream
-from lmx_lab.engine.wanted import LOAD_FIRST
 from lmx_lab.errors import EngineDeadError, NotLoadedError, UnusableModelError
-from lmx_lab.loops import LoopThread, receive
+from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Kind, ModelEntry
 

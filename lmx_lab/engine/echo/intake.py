@@ -10,23 +10,23 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.constraint import Constraint, ThinkingBudget
-from lmx_lab.engine.dialect import Dialect, Thinking
 from lmx_lab.engine.echo.jobs import Prepared
 from lmx_lab.engine.echo.model import EchoModel
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
 from lmx_lab.engine.echo.vocabulary import BEGIN, END, LONGEST_PIECE, MESSAGE
-from lmx_lab.engine.grammars import Grammars
-from lmx_lab.engine.prompt_checks import (
+from lmx_lab.engine.grammar.compile import Grammars
+from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
+from lmx_lab.engine.grammar.trials import Trials
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
+from lmx_lab.engine.templates.tool_prompt import START, written_out
+from lmx_lab.engine.text.chat_format_detection import Dialect, Thinking
+from lmx_lab.engine.validation import (
     check_characters,
     check_length,
     check_messages,
     check_tokens,
     too_long,
 )
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
-from lmx_lab.engine.tool_prompt import START, written_out
-from lmx_lab.engine.trials import Trials
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.weights import ModelEntry
 

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lmx_lab.engine.constraint import Constraint
 from lmx_lab.engine.echo.model import EchoModel, Speaker
 from lmx_lab.engine.echo.script import ScriptAnswer
 from lmx_lab.engine.echo.vocabulary import END
+from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.requests import (
     Delta,
     FinishReason,
@@ -28,9 +28,9 @@ from lmx_lab.engine.requests import (
     TokenLogprob,
 )
 from lmx_lab.engine.scheduler import Scheduler, Verdict
-from lmx_lab.engine.shape import AnswerShape
 from lmx_lab.engine.stream import Item, Mailbox, Outbox
-from lmx_lab.engine.text import Piece, TextSplitter
+from lmx_lab.engine.text.answer_shape import AnswerShape
+from lmx_lab.engine.text.splitter import Piece, TextSplitter
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError
 
 log = logging.getLogger(__name__)

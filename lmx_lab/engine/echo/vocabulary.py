@@ -13,7 +13,7 @@ import string
 import sys
 from collections.abc import Iterable, Sequence
 
-from lmx_lab.engine.grammar_trial import Words
+from lmx_lab.engine.grammar.sandbox import Words
 
 SPECIAL = ("<|begin|>", "<|message|>", "<|end|>")
 BEGIN, MESSAGE, END = range(3)

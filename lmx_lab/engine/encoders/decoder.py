@@ -19,7 +19,7 @@ from lmx_lab.engine.encoders.network import Config
 from lmx_lab.engine.encoders.padding import PaddedBatch
 from lmx_lab.engine.encoders.recipe import LogitTokens
 from lmx_lab.engine.encoders.tensors import require_finite
-from lmx_lab.engine.weights_dtype import DTYPES, fit_weights
+from lmx_lab.engine.mlx.weights_dtype import DTYPES, fit_weights
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 
 TRIAL = [[1, 2, 3]]

@@ -12,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm import tokenizer_utils
 
-from lmx_lab.engine import memory
 from lmx_lab.engine.encoders import bert, modernbert
 from lmx_lab.engine.encoders.bert import Bert, FirstTokenHead
 from lmx_lab.engine.encoders.decoder import read_classifier, read_decoder, read_logit_reranker
@@ -25,8 +24,9 @@ from lmx_lab.engine.encoders.prompts import ChatPairs, PairForm, QwenPairs
 from lmx_lab.engine.encoders.recipe import ChatForm, LogitTokens, Normalize, Pooling, PoolingMode, Recipe, read_recipe
 from lmx_lab.engine.encoders.tensors import Tensors
 from lmx_lab.engine.encoders.tokens import TextRules, TextTokenizer, TextTokens
+from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.mlx.weights_dtype import DTYPES
 from lmx_lab.engine.requests import RerankMethod, Vectors
-from lmx_lab.engine.weights_dtype import DTYPES
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
 from lmx_lab.weights import ModelEntry

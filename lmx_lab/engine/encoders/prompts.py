@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lmx_lab.engine.encoders.recipe import ChatForm
-from lmx_lab.engine.templates import TemplateLimitError, rendered
+from lmx_lab.engine.templates.renderer import TemplateLimitError, rendered
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab import errors, hosting
+from lmx_lab import errors
 from lmx_lab.client.blocking.daemon import DaemonClient
 from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.cursors import MemoryCursor
 from lmx_lab.client.daemon_events import DaemonEvent, PermissionRequestEvent, TurnDoneEvent
 from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.http import uvicorn_server
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed
 from lmx_lab.wire.sessions import (
     CancelTurns,
@@ -328,7 +329,7 @@ print("more")
 
 
 async def test_a_turn_whose_model_the_callers_loop_serves_is_refused(tmp_path: Path) -> None:
-    server = await hosting.serve(app, hosting.bind("127.0.0.1", 0, explicit=False))
+    server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
     with serving(tmp_path, upstream=server.url) as daemon, DaemonClient(daemon.url, token=daemon.token) as client:
         session = client.session("s")
         for ask in (

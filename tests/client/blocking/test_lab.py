@@ -19,8 +19,8 @@ from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.client.inference import Over
 from lmx_lab.engine import LoadReport
-from lmx_lab.lab import Lab
-from lmx_lab.lab.prompt import chat_request
+from lmx_lab.notebook import Lab
+from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.weights import ModelEntry
 from lmx_lab.wire.admin import ModelEvent, NotReady, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from lmx_lab import errors, hosting
+from lmx_lab import errors
 from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.client.blocking.portal import Portal, serves
 from lmx_lab.client.blocking.stream import DUE, BlockingStream, CallbackQueue, run_with_callbacks
-from lmx_lab.loops import LoopThread
+from lmx_lab.http import uvicorn_server
+from lmx_lab.portal import LoopThread
 from tests.client.raw import Endless, answering, whole
 from tests.flows.conftest import wait_until
 
@@ -39,11 +40,11 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextmanager
-def served(host: str = "127.0.0.1") -> Iterator[hosting.Host]:
+def served(host: str = "127.0.0.1") -> Iterator[uvicorn_server.Host]:
     """On a loop in a thread."""
     thread = LoopThread("test-server")
     thread.start()
-    server = thread.run(hosting.serve(app, hosting.bind(host, 0, explicit=False)))
+    server = thread.run(uvicorn_server.serve(app, uvicorn_server.bind(host, 0, explicit=False)))
     try:
         yield server
     finally:
@@ -63,7 +64,7 @@ def a_portal(address: str = "http://127.0.0.1:9") -> Portal:
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "127.1", "0.0.0.0"])
 async def test_a_call_on_the_loop_that_serves_is_refused_with_the_remedies(name: str) -> None:
-    server = await hosting.serve(app, hosting.bind("127.0.0.1", 0, explicit=False))
+    server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
     with LabClient(f"http://{name}:{server.port}") as client:
         for call in (client.version, lambda: next(client.events()), lambda: client.load("m", progress=print)):
             with pytest.raises(errors.HostingError, match=r"await.*offload.*to_thread.*loop='thread'"):
@@ -81,7 +82,7 @@ async def test_a_loop_may_wait_for_what_another_one_serves() -> None:
 
 
 async def test_another_machine_on_the_same_port_is_no_reason_to_refuse() -> None:
-    server = await hosting.serve(app, hosting.bind("127.0.0.1", 0, explicit=False))
+    server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
     here = asyncio.get_running_loop()
     assert serves(here, server.url)
     # 192.0.2.0/24 is for documents; no machine has it. The last two are no names at all.

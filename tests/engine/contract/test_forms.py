@@ -18,7 +18,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.weights import Format, ModelEntry
 from tests.engine.conftest import until_idle
 from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry
-from tests.engine.test_answers_in_engine import SCHEMA, Answer, finish, is_place, request
+from tests.engine.mlx.test_answers_in_engine import SCHEMA, Answer, finish, is_place, request
 
 pytestmark = pytest.mark.anyio
 JSON = AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA))

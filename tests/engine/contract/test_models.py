@@ -23,9 +23,9 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.weights import Format, ModelEntry
-from tests.encoders.models import write_tiny_bert
 from tests.engine.conftest import run, until_busy, until_idle
 from tests.engine.contract.conftest import FEW, SETTINGS, Entries, entry_of
+from tests.engine.encoders.models import write_tiny_bert
 from tests.gguf_files import unknown_architecture
 
 pytestmark = pytest.mark.anyio

@@ -1,0 +1,1 @@
+"""Constrain answers to schemas, regular expressions and grammars."""

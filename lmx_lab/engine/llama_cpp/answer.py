@@ -1,0 +1,206 @@
+"""What llama.cpp streams, as the pieces of an answer. Pure: it is told the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lmx_lab.engine.llama_cpp.request import Route
+from lmx_lab.engine.requests import (
+    Delta,
+    FinishReason,
+    GenerationReport,
+    GenerationRequest,
+    PromptProgress,
+    TokenLogprob,
+    ToolCallDelta,
+)
+from lmx_lab.engine.text.answer_shape import AnswerShape
+from lmx_lab.engine.text.splitter import Piece, TextSplitter
+
+FINISHES: Mapping[str, FinishReason] = {
+    "eos": "stop", "word": "stop", "stop": "stop", "tool_calls": "tool_calls", "limit": "length", "length": "length",
+}  # fmt: skip
+
+
+class Answer:
+    """One answer while it comes; ``report`` says what it has cost.
+
+    llama.cpp holds back text that is no whole character, and sends it with the log-probability of its last token alone.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        route: Route,
+        shape: AnswerShape | None,
+        *,
+        model: str,
+        prompt_tokens: int,
+        arrived_at: float,
+    ) -> None:
+        self._request = request
+        self._read = self._of_completion if route == "/completion" else self._of_chat
+        self._splitter: TextSplitter[TokenLogprob] = TextSplitter("".join, request.stop, shape)
+        self._plain = shape is None and not request.stop and request.top_logprobs is None
+        """Nothing is looked for in the text: it goes as it comes."""
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+        self._arrived_at = arrived_at
+        self._admitted_at: float | None = None
+        self._first_token_at: float | None = None
+        self._called = False
+        self._silent: TokenLogprob | None = None
+        """Of the last token, which shows nothing: it may be the end."""
+        self._thought_tokens = 0
+        self.computed_tokens = 0
+        """Of the prompt, those that were not cached, as far as it is computed."""
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.finish: FinishReason | None = None
+        """Set when it has ended: nothing that comes after counts."""
+
+    def begin(self, now: float) -> PromptProgress:
+        """It has a slot."""
+        self._admitted_at = now
+        return PromptProgress(done=0, total=self._prompt_tokens)
+
+    def take(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta | PromptProgress]:
+        """What one event says."""
+        if self.finish is not None:
+            return
+        if (progress := chunk.get("prompt_progress")) is not None:
+            self.cached_tokens = min(int(progress["cache"]), self._prompt_tokens - 1)
+            done = int(progress["processed"])
+            self.computed_tokens = max(0, done - self.cached_tokens)
+            yield PromptProgress(done=done, total=self._prompt_tokens)
+            return
+        yield from self._read(chunk, now)
+
+    def report(self, now: float, *, peak_memory_bytes: int = 0) -> GenerationReport:
+        """After the end."""
+        assert self.finish is not None
+        admitted_at = self._admitted_at if self._admitted_at is not None else now
+        first_at = self._first_token_at if self._first_token_at is not None else now
+        decoding_at = max(admitted_at, first_at - self._pass_s(now, admitted_at, first_at))
+        return GenerationReport(
+            model=self._model,
+            finish_reason=self.finish,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            reasoning_tokens=self._thought_tokens + self._splitter.reasoning_tokens,
+            queue_s=admitted_at - self._arrived_at,
+            prefill_s=decoding_at - admitted_at,
+            ttft_s=first_at - self._arrived_at,
+            decode_s=now - decoding_at,
+            peak_memory_bytes=peak_memory_bytes,
+        )
+
+    def _pass_s(self, now: float, admitted_at: float, first_at: float) -> float:
+        """The time of one pass, by which the first token comes. llama.cpp counts it as part of the prompt's time, for
+        which speeds of short answers would be too high.
+        """
+        if self.output_tokens > 1:
+            return (now - first_at) / (self.output_tokens - 1)
+        return (first_at - admitted_at) / (self.computed_tokens + 1)
+
+    def _of_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
+        tokens = self._counted(int(chunk["tokens_predicted"]), now)
+        entries = self._entries(chunk.get("completion_probabilities", ()))
+        yield from self._text(chunk["content"], tokens, entries)
+        if chunk["stop"] and self.finish is None:
+            yield from self._end(FINISHES.get(chunk["stop_type"], "stop"))
+
+    def _of_chat(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
+        tokens = self._counted(int(chunk.get("timings", {}).get("predicted_n", 0)), now)
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if reasoning := delta.get("reasoning_content") or "":
+                self._thought_tokens += tokens
+            calls = tuple(_call(call) for call in delta.get("tool_calls") or ())
+            self._called = self._called or bool(calls)
+            if reasoning or calls:
+                yield Delta(text="", tokens=tokens, reasoning=reasoning, tool_calls=calls)
+                tokens = 0
+            entries = self._entries((choice.get("logprobs") or {}).get("content") or ())
+            yield from self._text(delta.get("content") or "", tokens, entries)
+            if choice["finish_reason"] is not None and self.finish is None:
+                yield from self._end(FINISHES.get(choice["finish_reason"], "stop"))
+
+    def _counted(self, predicted: int, now: float) -> int:
+        """How many tokens are new; the first one ends the prompt's time."""
+        new = max(0, predicted - self.output_tokens)
+        self.output_tokens += new
+        if new and self._first_token_at is None:
+            self._first_token_at = now
+        return new
+
+    def _text(self, text: str, tokens: int, entries: Sequence[TokenLogprob]) -> Iterator[Delta]:
+        if not (text or tokens):
+            return
+        if self._plain:
+            yield Delta(text=text, tokens=tokens)
+            return
+        known = [*filter(None, [self._silent]), *entries]
+        self._silent = known.pop() if entries and not text and not entries[-1].bytes else None
+        for held in known[:-1]:
+            # Of tokens that make a character together, the text comes with the last.
+            yield _delta(self._splitter.add("", held, count=0), 0)
+        piece = self._splitter.add(text, known[-1] if known else None, count=tokens)
+        yield _delta(piece, tokens)
+        if piece.stopped:
+            self.finish = "stop"
+
+    def _end(self, reason: FinishReason) -> Iterator[Delta]:
+        if self._silent is not None:
+            # No stop string is sent there, so whatever stops is the model's own end.
+            ending = replace(self._silent, ends=reason != "length")
+            yield _delta(self._splitter.add("", ending, count=0), 0)
+        piece = self._splitter.finish()
+        yield _delta(piece, 0)
+        if piece.stopped:
+            reason = "stop"
+        called = self._called or self._splitter.called
+        self.finish = "tool_calls" if called and reason == "stop" else reason
+
+    def _entries(self, given: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
+        if self._request.top_logprobs is None:
+            return []
+        return [_logprob(entry, self._request.top_logprobs) for entry in given]
+
+
+def _logprob(entry: Mapping[str, Any], top: int = 0) -> TokenLogprob:
+    data = bytes(entry["bytes"])
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    return TokenLogprob(
+        token=int(entry["id"]),
+        text=text,
+        bytes=data,
+        logprob=float(entry["logprob"]),
+        top=tuple(_logprob(other) for other in list(entry.get("top_logprobs") or ())[:top]),
+    )
+
+
+def _call(call: Mapping[str, Any]) -> ToolCallDelta:
+    function = call.get("function") or {}
+    return ToolCallDelta(
+        index=int(call.get("index", 0)),
+        id=call.get("id") or None,
+        name=function.get("name") or None,
+        arguments=function.get("arguments") or "",
+    )
+
+
+def _delta(piece: Piece[TokenLogprob], tokens: int) -> Delta:
+    return Delta(
+        text=piece.text,
+        tokens=tokens,
+        logprobs=piece.entries,
+        reasoning=piece.reasoning,
+        tool_calls=piece.calls,
+    )

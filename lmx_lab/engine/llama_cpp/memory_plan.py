@@ -1,0 +1,156 @@
+"""How much context llama.cpp gets, which allocates the KV cache whole when it loads. Pure, from a file's header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmx_lab.errors import OutOfMemoryError
+from lmx_lab.weights import ModelEntry
+from lmx_lab.weights.gguf.header import GgufHeader
+from lmx_lab.weights.gguf.model import ENCODERS, POOLING_LAST
+
+BATCH_TOKENS = 256
+"""Of a prompt, computed in one step: a cancelled request waits for its end. 2,048 gain nothing on a CPU."""
+CACHE_BYTES = 2
+"""Of a number in the KV cache: float16."""
+LEAST_CACHE_BYTES = 512 * 2**20
+"""The KV cache takes at most as much as this or the weights, whichever is more, and what one request needs."""
+TEXTS_AT_ONCE = 8
+"""That a model for vectors or scores computes together; more gain nothing (measured)."""
+LEAST_TOKENS = 256
+USUAL_TOKENS = 8192
+"""One request shall hold as many, if the model and memory do."""
+USUAL_WHOLE_TOKENS = 1024
+"""The same for a text that has to be computed in one step."""
+TRIAL_TOKENS = 256
+"""More than the one token of a trial needs."""
+STEP_TOKENS = 256
+"""llama.cpp rounds a context up to such."""
+STEP_BYTES = 8
+"""Of each token in a step and each word of the vocabulary: its scores are held twice (measured)."""
+BASE_BYTES = 64 * 2**20
+"""Of the process, its libraries and buffers of computation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    slots: int
+    """Requests at once; for vectors and scores, texts."""
+    context_length: int
+    """Tokens of one request, prompt and answer."""
+    total_tokens: int
+    """Of all requests together."""
+    cache_tokens: int
+    """What is allocated: the same and room for trials of forms, in a slot of their own."""
+    batch_tokens: int
+    """Computed in one step."""
+    unified: bool
+    """Requests share one cache, as where there is not enough for each to have its own."""
+    bytes: int
+    """Weights, cache and what else is known beforehand."""
+
+
+def plan(entry: ModelEntry, header: GgufHeader, *, slots: int, limit_bytes: int) -> Plan:
+    """
+    Args:
+        limit_bytes: What the model may take in all.
+
+    Raises:
+        OutOfMemoryError: the weights, or the least context, are more than that.
+    """
+    own = entry.context_length or USUAL_TOKENS
+    fixed = entry.size_bytes + BASE_BYTES + BATCH_TOKENS * _vocabulary(header) * 4
+    if entry.kind != "chat":
+        if header.architecture in ENCODERS:
+            return _plan_for_encoder(entry, own, fixed, limit_bytes)
+        return _plan_for_decoder(entry, header, own, limit_bytes)
+    per_token = kv_bytes_per_token(header)
+    _require(entry, fixed + per_token * (min(LEAST_TOKENS, own) + TRIAL_TOKENS), limit_bytes)
+    room = (limit_bytes - fixed) // max(per_token, 1)
+    share = max(max(LEAST_CACHE_BYTES, entry.size_bytes) // max(per_token, 1), min(own, USUAL_TOKENS))
+    each = _rounded_up(own)
+    unified = each * slots > share or each * (slots + 1) > room
+    total = each * slots
+    if unified:
+        total = max(LEAST_TOKENS, min(total, share, room - TRIAL_TOKENS) // STEP_TOKENS * STEP_TOKENS)
+    cache = total + (TRIAL_TOKENS if unified else each)
+    return Plan(
+        slots=slots,
+        context_length=min(own, total),
+        total_tokens=total,
+        cache_tokens=cache,
+        batch_tokens=BATCH_TOKENS,
+        unified=unified,
+        bytes=fixed + per_token * cache,
+    )
+
+
+def _plan_for_encoder(entry: ModelEntry, own: int, fixed: int, limit_bytes: int) -> Plan:
+    """It reads a text whole, and keeps nothing of it."""
+    _require(entry, fixed, limit_bytes)
+    total = own * TEXTS_AT_ONCE
+    return Plan(
+        slots=TEXTS_AT_ONCE,
+        context_length=own,
+        total_tokens=total,
+        cache_tokens=total,
+        batch_tokens=own,
+        unified=False,
+        bytes=fixed,
+    )
+
+
+def _plan_for_decoder(entry: ModelEntry, header: GgufHeader, own: int, limit_bytes: int) -> Plan:
+    """For vectors or scores: it has a cache as if it wrote, and computes scores of its vocabulary that nobody reads."""
+    cached, computed = kv_bytes_per_token(header), _vocabulary(header) * STEP_BYTES
+    # llama.cpp takes a text in steps only where its last token alone says what it means. Where all its tokens do, and
+    # each text has a cache of its own, it cuts texts to the same length and forgets the first pieces.
+    in_steps = header.integer(f"{header.architecture}.pooling_type") == POOLING_LAST
+    fixed = entry.size_bytes + BASE_BYTES + (BATCH_TOKENS * computed if in_steps else 0)
+    of_first = cached if in_steps else cached + computed
+    usual = of_first * min(own, USUAL_TOKENS if in_steps else USUAL_WHOLE_TOKENS)
+    room = min(limit_bytes - fixed, max(LEAST_CACHE_BYTES, entry.size_bytes, usual))
+    each = max(STEP_TOKENS, min(_rounded_up(own), room // max(of_first, 1) // STEP_TOKENS * STEP_TOKENS))
+    more = max(0, room - of_first * each) // max(cached * each, 1)
+    slots = 1 + min(more, TEXTS_AT_ONCE - 1)
+    needed = fixed + each * (of_first + cached * (slots - 1))
+    _require(entry, needed, limit_bytes)
+    return Plan(
+        slots=slots,
+        # Such a text leaves room for one token more, which is not computed.
+        context_length=max(1, min(own, each) - in_steps),
+        total_tokens=each * slots,
+        cache_tokens=each * slots,
+        batch_tokens=BATCH_TOKENS if in_steps else each,
+        unified=not in_steps,
+        bytes=needed,
+    )
+
+
+def kv_bytes_per_token(header: GgufHeader) -> int:
+    """An upper bound: layers with a window, or without attention, take less."""
+
+    def value(name: str) -> int | None:
+        return header.integer(f"{header.architecture}.{name}")
+
+    layers, width, heads = value("block_count") or 0, value("embedding_length") or 0, value("attention.head_count") or 1
+    key = value("attention.key_length") or width // heads
+    of_value = value("attention.value_length") or width // heads
+    return layers * (value("attention.head_count_kv") or heads) * (key + of_value) * CACHE_BYTES
+
+
+def _rounded_up(tokens: int) -> int:
+    return -(-tokens // STEP_TOKENS) * STEP_TOKENS
+
+
+def _vocabulary(header: GgufHeader) -> int:
+    rows = [tensor.shape[-1] for tensor in header.tensors if tensor.name == "token_embd.weight"]
+    return rows[0] if rows else 0
+
+
+def _require(entry: ModelEntry, needed: int, limit_bytes: int) -> None:
+    if needed > limit_bytes:
+        raise OutOfMemoryError(
+            f"{entry.id} needs {needed / 1e9:.2f} GB, {max(0, limit_bytes) / 1e9:.2f} GB are allowed: choose a smaller "
+            "or more quantized model, or raise memory_limit_bytes"
+        )

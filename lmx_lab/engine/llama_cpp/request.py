@@ -1,0 +1,162 @@
+"""A generation as llama.cpp's server is asked for it. Pure.
+
+Two of its routes serve. ``/completion`` continues tokens, and its text is divided here, as on MLX: thoughts, generic
+calls, enforced forms, stop strings. ``/v1/chat/completions`` is for answers that may have calls in the model's own
+format, or headers: llama.cpp knows dozens of these, and parses them. There it enforces nothing (measured: a
+``tool_choice`` is ignored, a grammar beside tools is refused), so what must be enforced goes the first way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
+from lmx_lab.engine.templates.tool_prompt import template_tools
+from lmx_lab.engine.text.chat_format_detection import Dialect
+from lmx_lab.errors import InvalidRequestError
+
+Route = Literal["/completion", "/v1/chat/completions"]
+SAMPLERS = ("penalties", "top_p", "min_p", "top_k", "temperature")
+"""In our order. Its own has more, and cuts by top_k first."""
+SEEDS = 2**32 - 1
+"""The largest means "any"."""
+
+
+def route_of(request: GenerationRequest, dialect: Dialect) -> Route:
+    """Which way this request goes.
+
+    Raises:
+        InvalidRequestError: neither does what is asked for.
+    """
+    _refuse(request)
+    prompt = request.prompt
+    if not isinstance(prompt, ChatPrompt):
+        return "/completion"
+    own_calls = prompt.tools is not None and dialect.takes_tools and not prompt.tools.forced
+    if not dialect.headed and (not own_calls or request.answer_format is not None):
+        return "/completion"
+    if request.top_logprobs is not None and prompt.tools is not None:
+        raise InvalidRequestError(
+            "llama.cpp gives no log-probabilities of answers that may call tools; leave out logprobs, or tools",
+            param="logprobs",
+        )
+    return "/v1/chat/completions"
+
+
+def _refuse(request: GenerationRequest) -> None:
+    if request.score_prompt:
+        raise InvalidRequestError(
+            "llama.cpp does not score prompts; leave out echo with logprobs, or load the model in MLX format",
+            param="logprobs",
+        )
+    if request.thinking_budget is not None:
+        raise InvalidRequestError(
+            "llama.cpp keeps no thinking_budget; leave it out, or load the model in MLX format", param="thinking_budget"
+        )
+
+
+def chat_input(request: GenerationRequest, prompt: ChatPrompt, dialect: Dialect, route: Route) -> dict[str, Any]:
+    """Messages, tools and template variables, for ``/apply-template`` and for the chat route."""
+    own = route != "/completion"
+    given = dialect.template_input(request, prompt)
+    body: dict[str, Any] = {"messages": [_message(message) for message in given.pop("messages")]}
+    if (tools := given.pop("tools", None)) is not None:
+        body["tools"] = tools
+    elif own and prompt.tools is not None:
+        body["tools"] = template_tools(prompt.tools)
+    if own and prompt.tools is not None:
+        body["parallel_tool_calls"] = prompt.tools.parallel
+    if options := {**given, **prompt.template_options}:
+        body["chat_template_kwargs"] = options
+    return body
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """With the arguments of calls as JSON texts, as the chat format has them."""
+    shown = dict(message)
+    if calls := shown.get("tool_calls"):
+        shown["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return shown
+
+
+def sampling(request: GenerationRequest, *, choice: int, context_length: int) -> dict[str, Any]:
+    """Every parameter by name: llama.cpp's defaults are others than ours."""
+    asked = request.sampling
+    return {
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "min_p": asked.min_p,
+        "repeat_penalty": asked.repetition_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "repeat_last_n": context_length,
+        "samplers": list(SAMPLERS),
+        "seed": _seed(asked.seed, choice),
+        "logit_bias": [[token, bias] for token, bias in asked.logit_bias],
+        "ignore_eos": request.ignore_eos,
+    }
+
+
+def _seed(seed: int | None, choice: int) -> int:
+    if seed is None:
+        return -1
+    if not choice and 0 <= seed < SEEDS:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % SEEDS
+
+
+def completion_body(
+    request: GenerationRequest,
+    prompt: Sequence[int],
+    *,
+    choice: int,
+    max_tokens: int,
+    context_length: int,
+    grammar: str | None,
+    markers: Sequence[str],
+) -> dict[str, Any]:
+    """For ``/completion``.
+
+    Args:
+        markers: Texts of special tokens that have to be in the answer's text.
+    """
+    body = {
+        **sampling(request, choice=choice, context_length=context_length),
+        "prompt": list(prompt),
+        "n_predict": max_tokens,
+        "stream": True,
+        # Without it a prompt that is being computed is not given up before its end (measured).
+        "return_progress": True,
+        "preserved_tokens": list(markers),
+    }
+    if request.top_logprobs is not None:
+        body["n_probs"] = max(1, request.top_logprobs)
+    if grammar is not None:
+        body["grammar"] = grammar
+    return body
+
+
+def chat_body(
+    request: GenerationRequest, given: Mapping[str, Any], *, choice: int, max_tokens: int, context_length: int
+) -> dict[str, Any]:
+    """For ``/v1/chat/completions``, with what ``chat_input`` has made."""
+    body = {
+        **sampling(request, choice=choice, context_length=context_length),
+        **given,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "return_progress": True,
+        "timings_per_token": True,
+        "reasoning_format": "deepseek",
+    }
+    if request.top_logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": max(1, request.top_logprobs)}
+    return body

@@ -1,0 +1,81 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lmx_lab.engine.grammar.mask import Constraint
+from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.mlx.prefix_cache import Tokens
+from lmx_lab.engine.requests import FinishReason, GenerationReport, GenerationRequest, TokenLogprob
+from lmx_lab.engine.stream import Mailbox
+from lmx_lab.engine.text.answer_shape import AnswerShape
+from lmx_lab.engine.text.splitter import TextSplitter
+
+
+@dataclass(kw_only=True, eq=False)
+class Generation:
+    """What was asked, where it stands, when it got there. Belongs to the engine thread once it is submitted."""
+
+    request: GenerationRequest
+    prompt: list[int]
+    mailbox: Mailbox
+    model: weakref.ref[LoadedModel]
+    """Weakly: whoever still holds an ended request must not hold the weights, which may have to go."""
+    arrived_at: float
+    timeout_s: float
+    choice: int = 0
+    """Which of the answers to one request."""
+    shape: AnswerShape | None = None
+    constraint: Constraint | None = None
+    admitted_at: float = 0.0
+    decoding_at: float = 0.0
+    first_token_at: float = 0.0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    """Of the prompt, the cached ones not counted."""
+    output_tokens: int = 0
+    peak_memory_bytes: int = 0
+    uid: int | None = None
+    awaits: Generation | None = None
+    """A request whose prompt begins with the same tokens, and is being computed."""
+    awaited: bool = False
+    """Another request awaits this one."""
+    key: Tokens = field(init=False)
+    """The prompt as the prefix cache compares it."""
+    model_id: str = field(init=False)
+    max_tokens: int = field(init=False)
+    """What was asked for, or what the context has room for."""
+    splitter: TextSplitter[TokenLogprob] = field(init=False)
+
+    def __post_init__(self) -> None:
+        model = self.model()
+        assert model is not None
+        self.key = np.asarray(self.prompt, dtype=np.int32)
+        self.model_id = model.entry.id
+        self.max_tokens = min(self.request.max_tokens, (model.context_length or 2**31) - len(self.prompt))
+        self.splitter = TextSplitter(model.text.decode, self.request.stop, self.shape)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer when it has run to its end."""
+        return len(self.prompt) + self.max_tokens
+
+    def report(self, reason: FinishReason, now: float) -> GenerationReport:
+        decoding_at = self.decoding_at or now
+        return GenerationReport(
+            model=self.model_id,
+            finish_reason=reason,
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            reasoning_tokens=self.splitter.reasoning_tokens,
+            queue_s=self.admitted_at - self.arrived_at,
+            prefill_s=decoding_at - self.admitted_at,
+            ttft_s=(self.first_token_at or now) - self.arrived_at,
+            decode_s=now - decoding_at,
+            peak_memory_bytes=self.peak_memory_bytes,
+        )

@@ -1,0 +1,1 @@
+"""Turn tokens into text, thoughts and tool calls. Pure code."""

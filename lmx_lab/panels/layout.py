@@ -1,0 +1,86 @@
+"""Panels put together: one instance of each for a workbench, alone or side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.panels import static_fallback
+from lmx_lab.panels.chat import ChatPanel
+from lmx_lab.panels.events import EventsPanel
+from lmx_lab.panels.metrics import MetricsPanel
+from lmx_lab.panels.models import ModelsPanel
+from lmx_lab.panels.panel import Panel
+from lmx_lab.panels.rerank import RerankPanel
+from lmx_lab.panels.workbench import Workbench
+
+PANELS: dict[str, type[Panel]] = {
+    "models": ModelsPanel,
+    "metrics": MetricsPanel,
+    "chat": ChatPanel,
+    "rerank": RerankPanel,
+    "events": EventsPanel,
+}
+CARD = "card"
+REPORTED = ("chat", "rerank")
+
+
+class Panels(ipywidgets.GridBox):  # type: ignore[misc]
+    """Several panels, beside each other where there is room."""
+
+    def __init__(self, panels: Sequence[Panel]) -> None:
+        columns = "repeat(auto-fit, minmax(min(26rem, 100%), 1fr))"
+        super().__init__(
+            children=tuple(panels), layout=ipywidgets.Layout(grid_template_columns=columns, grid_gap="8px")
+        )
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        return {**data, "text/html": "".join(panel.snapshot_html() for panel in self.children)}, metadata
+
+    def _ipython_display_(self) -> None:
+        static_fallback.show(self._repr_mimebundle_())
+
+
+def composed(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget:
+    """The named panels, or all (events only where there is a daemon); a single one is itself.
+
+    Raises:
+        InvalidRequestError: there is no such panel.
+    """
+    for name in names:
+        if name not in PANELS:
+            raise InvalidRequestError(f"there is no panel {name!r:.40}; there are {', '.join(PANELS)}", param="names")
+    panels = [panel(workbench, name, PANELS[name]) for name in names or _usual(workbench)]
+    if len(panels) == 1:
+        return panels[0]
+    box = workbench.boxes.get(tuple(names))
+    if box is None or box.comm is None or box.children != tuple(panels):
+        box = workbench.boxes[tuple(names)] = Panels(panels)
+    return box
+
+
+def _usual(workbench: Workbench) -> Sequence[str]:
+    return [name for name in PANELS if name != "events" or workbench.events is not None]
+
+
+def card(workbench: Workbench) -> Panel:
+    """The lab in short: where it is, what it has loaded, the list of models folded."""
+    return panel(workbench, CARD, lambda bench: ModelsPanel(bench, compact=True))
+
+
+def panel(workbench: Workbench, name: str, make: Callable[[Workbench], Panel]) -> Panel:
+    """The workbench's one instance; a new one if that was closed."""
+    found: Panel | None = workbench.panels.get(name)
+    if found is None or found.comm is None:
+        found = workbench.panels[name] = make(workbench)
+    return found
+
+
+def shown_sections(workbench: Workbench) -> list[tuple[str, str]]:
+    """What the panels in use say, by title, as static HTML."""
+    return [(name.title(), workbench.panels[name].snapshot_html()) for name in REPORTED if name in workbench.panels]

@@ -1,0 +1,73 @@
+"""Whether a model's files are still those that the engine has read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.entry import FileMark, ModelEntry
+from lmx_lab.weights.gguf.names import parts_of
+
+SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
+"""Of the files in a folder that a load may read."""
+
+
+def stamped(entry: ModelEntry) -> ModelEntry:
+    """The entry with the marks that its files have now; to be taken before they are read."""
+    return replace(entry, marks=tuple(_marks(entry.path)))
+
+
+def require_unchanged(entry: ModelEntry) -> None:
+    """
+    Raises:
+        UnusableModelError: a file was changed, replaced or removed since the entry was stamped.
+    """
+    if entry.marks != tuple(_marks(entry.path)):
+        raise UnusableModelError(f"{entry.path} was changed while it was loaded; load it again", param="model")
+
+
+def is_loaded(loaded: ModelEntry | None, wanted: ModelEntry) -> bool:
+    """Whether what the engine has read is this model, its files as they are now."""
+    return loaded is not None and loaded.path == wanted.path and loaded.marks == tuple(_marks(wanted.path))
+
+
+def overwritten(loaded: ModelEntry) -> bool:
+    """Whether a file was written to or cut short in place: who has it mapped sees that. One that was replaced or
+    removed stays as it was for them.
+    """
+    before = {(mark.name, mark.inode): mark for mark in loaded.marks}
+    return any(before.get((mark.name, mark.inode), mark) != mark for mark in _marks(loaded.path))
+
+
+def _marks(path: Path) -> Iterator[FileMark]:
+    for name in sorted(_names(path)):
+        try:
+            known = os.stat(name)
+        except OSError:
+            continue
+        yield FileMark(
+            name=name, inode=(known.st_dev, known.st_ino), size_bytes=known.st_size, changed_ns=known.st_mtime_ns
+        )
+
+
+def _names(path: Path) -> Iterator[str]:
+    if not os.path.isdir(path):
+        yield from (str(path.with_name(name)) for name in parts_of(path.name))
+        return
+    # Modules of an encoder have folders of their own.
+    for folder in (path, *_folders(path)):
+        yield from (str(file) for file in _listed(folder) if file.name.endswith(SUFFIXES))
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    return (file for file in _listed(path) if os.path.isdir(file))
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

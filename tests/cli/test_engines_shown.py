@@ -1,0 +1,88 @@
+"""Which engine runs a model, and which is the faster one: the same in a lab, over HTTP and in a lab elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lmx_lab
+from lmx_lab.engine import registry
+from lmx_lab.engine import speeds as speeds_module
+from lmx_lab.engine.speeds import Speeds, conditions, keep_speeds
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from tests.command_line import run_command
+
+DETAIL = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files (of "
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, tiny: ModelEntry, tiny_gguf: Path) -> Iterator[lmx_lab.Lab]:
+    """A server with a model for either engine, where both were measured."""
+    home = tmp_path_factory.mktemp("both")
+    (home / "models" / "small-gguf").mkdir(parents=True)
+    (home / "models" / "small").symlink_to(tiny.path)
+    (home / "models" / "small-gguf" / "tiny.gguf").symlink_to(tiny_gguf)
+    settings = Settings(home=home, port=0, threads=1)
+    speeds = Speeds(
+        model="smollm2-135m",
+        measured_at=1_760_000_000.0,
+        tokens_per_second={"mlx": 24.0, "llama.cpp": 110.0},
+        busy_percent=0.0,
+        made_with=conditions(settings),
+    )
+    keep_speeds(settings, speeds)
+    with lmx_lab.Lab(settings, loop="thread") as lab:
+        yield lab
+
+
+def test_the_list_of_models_says_what_runs_each_and_what_is_faster(lab: lmx_lab.Lab) -> None:
+    with lmx_lab.attach(lab.url) as far:
+        for listed in (lab.models(), far.models()):
+            assert {record.id: record.engine for record in listed} == {"small": "mlx", "small-gguf": "llama.cpp"}
+            head, first, second, note = repr(listed).splitlines()
+            at = head.index("engine")
+            assert (first[at:].split()[0], second[at:].split()[0]) == ("mlx", "llama.cpp")
+            assert note.startswith(DETAIL)
+            assert f"<div>{DETAIL}" in listed._repr_html_()
+
+
+def test_the_command_lists_the_engines_and_says_what_is_missing(
+    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for missing in (False, True):
+        if missing:
+            # As where it is not installed: Python finds no such package.
+            monkeypatch.setitem(sys.modules, "xllamacpp", None)
+        done = run_command(lab.settings.home, "models")
+        assert done.status == 0
+        rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
+        assert [rows[name][3] for name in ("id", "small", "small-gguf")] == ["engine", "mlx", "llama.cpp"]
+        assert ("is not installed: pip install 'lmx-lab[gguf]'" in done.stderr) is missing
+
+
+def test_the_panels_of_a_lab_here_and_elsewhere_and_its_snapshot_say_the_same(lab: lmx_lab.Lab) -> None:
+    with lmx_lab.attach(lab.url) as far:
+        for each in (lab, far):
+            shown = each.panel("models").snapshot_html()
+            assert DETAIL in shown
+            assert "<td>gguf</td><td>llama.cpp</td>" in shown
+            assert each.snapshot().facts()["faster engine"].startswith(DETAIL)
+            assert "xllamacpp 20" in each.snapshot().facts()["versions"]
+
+
+def test_where_llama_cpp_is_missing_its_models_say_so_and_nothing_is_preferred(
+    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speeds_module, "installed", lambda: False)
+    monkeypatch.setattr(registry, "installed", lambda: False)
+    found = lab.workbench.submit(lab.workbench.source.models()).result(60)
+    assert {engine.name: engine.version for engine in found.engines}["llama.cpp"] is None
+    assert found.preference is None
+    mlx, gguf = found.models
+    assert mlx.problem is None
+    assert gguf.problem == "llama.cpp, which runs GGUF files, is not installed: pip install 'lmx-lab[gguf]'"
+    assert repr(lab.models()).splitlines()[-1] == gguf.problem

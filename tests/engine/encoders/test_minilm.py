@@ -1,0 +1,49 @@
+"""The real all-MiniLM-L6-v2 against vectors that PyTorch computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmx_lab.engine.encoders import LoadedEncoder
+from lmx_lab.weights import ModelEntry
+from tests.engine.encoders.models import embed, load
+
+REFERENCE: Mapping[str, Any] = json.loads(Path(__file__).with_name("minilm_reference.json").read_bytes())
+TEXTS = [item["text"] for item in REFERENCE["items"]]
+
+
+@pytest.fixture(scope="module")
+def model(minilm: ModelEntry) -> LoadedEncoder:
+    return load(minilm)
+
+
+def test_vectors_are_those_of_the_reference(model: LoadedEncoder) -> None:
+    vectors = embed(model, *TEXTS)
+    expected = np.array([item["vector"] for item in REFERENCE["items"]], np.float32)
+    assert vectors.dtype == np.float32
+    assert (np.einsum("ij,ij->i", vectors, expected) >= 0.9999).all()
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+
+
+def test_it_is_what_its_files_say(model: LoadedEncoder) -> None:
+    assert (model.dimensions, model.context_length, model.method) == (384, 256, "cosine")
+    assert 90e6 < model.memory_bytes < 95e6
+
+
+def test_neighbours_make_no_difference(model: LoadedEncoder) -> None:
+    together = embed(model, *TEXTS)
+    for text, vector in zip(TEXTS, together, strict=True):
+        alone = embed(model, text)[0]
+        assert alone @ vector > 0.999999
+        np.testing.assert_allclose(alone, vector, atol=1e-5)
+
+
+def test_what_is_alike_is_near(model: LoadedEncoder) -> None:
+    dog, puppy, law = embed(model, "a dog barks", "a puppy is barking", "the court dismissed the appeal")
+    assert dog @ puppy > dog @ law + 0.4

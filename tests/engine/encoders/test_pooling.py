@@ -1,0 +1,136 @@
+"""From hidden states to vectors, as the files beside the model say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
+from lmx_lab.engine.requests import Vectors
+from lmx_lab.errors import UnusableModelError
+from tests.engine.encoders.conftest import Load
+from tests.engine.encoders.models import embed, modules, pooling_files, run
+
+TOKENS = ((2, 5, 7, 9, 3), (2, 6, 3))
+
+
+def hidden(model: LoadedEncoder, tokens: tuple[int, ...]) -> Vectors:
+    """(length, size) of one text: the last array that the generator yields."""
+    states = [np.array(state) for state in model.passes([TextTokens(tokens)])]
+    return np.asarray(states[-1][0])
+
+
+def expected(states: Vectors, mode: str) -> Vectors:
+    places = np.arange(1, len(states) + 1)[:, None]
+    pooled = {
+        "cls_token": states[0],
+        "max_tokens": states.max(0),
+        "mean_tokens": states.mean(0),
+        "mean_sqrt_len_tokens": states.sum(0) / np.sqrt(len(states)),
+        "weightedmean_tokens": (states * places).sum(0) / places.sum(),
+        "lasttoken": states[-1],
+    }
+    return np.asarray(pooled[mode])
+
+
+@pytest.mark.parametrize(
+    "mode", ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"]
+)
+def test_each_pooling_leaves_padding_out(bert: Load, mode: str) -> None:
+    model = bert(pooling_files(mode, normalize=False))
+    for tokens, vector in zip(TOKENS, embed(model, *TOKENS), strict=True):
+        np.testing.assert_allclose(vector, expected(hidden(model, tokens), mode), atol=1e-5)
+
+
+def test_the_new_key_names_the_pooling(bert: Load) -> None:
+    model = bert({"modules.json": modules("Pooling"), "1_Pooling/config.json": {"pooling_mode": "cls"}})
+    np.testing.assert_allclose(embed(model, TOKENS[0])[0], hidden(model, TOKENS[0])[0], atol=1e-6)
+
+
+def test_several_poolings_are_joined(bert: Load) -> None:
+    model = bert(pooling_files("cls_token", normalize=False, pooling_mode_mean_tokens=True))
+    assert model.dimensions == 64
+    states = hidden(model, TOKENS[0])
+    np.testing.assert_allclose(embed(model, TOKENS[0])[0], np.concatenate([states[0], states.mean(0)]), atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_vectors_are_normalized_if_the_files_say_so(bert: Load, normalize: bool) -> None:
+    lengths = np.linalg.norm(embed(bert(pooling_files("mean_tokens", normalize=normalize)), *TOKENS), axis=1)
+    assert np.allclose(lengths, 1, atol=1e-6) == normalize
+
+
+def test_without_pooling_files_an_encoder_takes_the_mean_and_says_so(
+    bert: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = bert({})
+    states = hidden(model, TOKENS[0]).mean(0)
+    np.testing.assert_allclose(embed(model, TOKENS[0])[0], states / np.linalg.norm(states), atol=1e-5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "tiny-bert has no files about pooling: mean pooling, vectors of length 1"
+    ]
+
+
+def test_without_pooling_files_a_decoder_takes_the_last_token(qwen3: Load) -> None:
+    model = qwen3({"README.md": "---\npipeline_tag: feature-extraction\n---\n"})
+    same = qwen3(pooling_files("lasttoken"))
+    np.testing.assert_allclose(embed(model, *TOKENS), embed(same, *TOKENS))
+
+
+def test_a_prompt_can_be_left_out_of_pooling(bert: Load) -> None:
+    prompts = {"config_sentence_transformers.json": {"prompts": {"query": "query: "}}}
+    model = bert(pooling_files("mean_tokens", normalize=False, include_prompt=False) | prompts)
+    tokens = model.texts.texts(["the cat"], input_type="query", truncate=False)
+    plain = model.texts.texts(["the cat"], input_type=None, truncate=False)
+    assert tokens[0].skipped == len(tokens[0].tokens) - len(plain[0].tokens) + 1
+    states = hidden(model, tokens[0].tokens)[tokens[0].skipped :]
+    other = model.texts.texts(["a big dog sits on the mat"], input_type="query", truncate=False)
+    np.testing.assert_allclose(run(model.passes(tokens + other))[0], states.mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize(("activation", "act"), [("Tanh", np.tanh), ("Identity", lambda x: x)])
+def test_a_dense_module_follows_the_pooling(tmp_path: Path, bert: Load, activation: str, act: Any) -> None:
+    weight, bias = np.random.default_rng(1).normal(0, 1, (8, 32)), np.arange(8) / 10
+    config = {"in_features": 32, "out_features": 8, "activation_function": f"torch.nn.modules.activation.{activation}"}
+    files = pooling_files("mean_tokens") | {"modules.json": modules("Pooling", "Dense"), "2_Dense/config.json": config}
+    (tmp_path / "tiny-bert" / "2_Dense").mkdir(parents=True)
+    tensors = {"linear.weight": weight.astype(np.float32), "linear.bias": bias.astype(np.float32)}
+    save_file(tensors, tmp_path / "tiny-bert" / "2_Dense" / "model.safetensors")
+    model = bert(files)
+    assert model.dimensions == 8
+    pooled = hidden(model, TOKENS[0]).mean(0)
+    np.testing.assert_allclose(embed(model, TOKENS[0])[0], act(pooled @ weight.T + bias), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"modules.json": modules("Pooling", "Whitening")}, "Whitening"),
+        ({"modules.json": [{"type": "my_code.Pooling", "path": "1_Pooling"}]}, "code of its own"),
+        ({"modules.json": [{"type": "sentence_transformers.models.Pooling", "path": "../x"}]}, "'../x'"),
+        ({"modules.json": [{"path": "1_Pooling"}]}, "type"),
+        ({"1_Pooling/config.json": {"pooling_mode": "median"}}, "median"),
+        ({"modules.json": modules("Pooling", "Dense"), "2_Dense/config.json": {"in_features": 32}}, "out_features"),
+        (
+            {
+                "modules.json": modules("Pooling", "Dense"),
+                "2_Dense/config.json": {"in_features": 32, "out_features": 8, "activation_function": "torch.nn.Foo"},
+            },
+            "Foo",
+        ),
+        (
+            {
+                "modules.json": modules("Pooling", "Dense"),
+                "2_Dense/config.json": {"in_features": 32, "out_features": 8},
+            },
+            "2_Dense holds no model",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(bert: Load, files: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnusableModelError, match=named):
+        bert(pooling_files("mean_tokens") | files)

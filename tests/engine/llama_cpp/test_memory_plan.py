@@ -1,0 +1,184 @@
+"""How much context fits, for headers of any shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmx_lab.engine.llama_cpp.memory_plan import (
+    BASE_BYTES,
+    BATCH_TOKENS,
+    LEAST_CACHE_BYTES,
+    LEAST_TOKENS,
+    STEP_BYTES,
+    STEP_TOKENS,
+    TEXTS_AT_ONCE,
+    TRIAL_TOKENS,
+    kv_bytes_per_token,
+    plan,
+)
+from lmx_lab.errors import OutOfMemoryError
+from lmx_lab.weights import ModelEntry
+from lmx_lab.weights.entry import Kind
+from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
+from lmx_lab.weights.gguf.model import POOLING_LAST, POOLING_RANK
+
+GB = 10**9
+VOCABULARY = 1000
+
+
+def header(**values: int) -> GgufHeader:
+    shape = {"block_count": 4, "embedding_length": 64, "attention.head_count": 4} | values
+    metadata = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in shape.items()}}
+    embedding = GgufTensor(
+        name="token_embd.weight", shape=(64, VOCABULARY), type="F32", offset=0, size_bytes=4 * 64 * VOCABULARY
+    )
+    return GgufHeader(path=Path("m.gguf"), size_bytes=1, metadata=metadata, tensors=(embedding,))
+
+
+def entry(context: int | None = 4096, size: int = 10_000_000) -> ModelEntry:
+    return ModelEntry(
+        id="m", path=Path("m.gguf"), source="path", kind="chat", format="gguf", architecture="llama",
+        size_bytes=size, quantization=None, context_length=context,
+    )  # fmt: skip
+
+
+FIXED = 10_000_000 + BASE_BYTES + BATCH_TOKENS * VOCABULARY * 4
+PER_TOKEN = 4 * 4 * (16 + 16) * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, PER_TOKEN),
+        ({"attention.head_count_kv": 2}, PER_TOKEN // 2),
+        ({"attention.key_length": 32, "attention.value_length": 8}, 4 * 4 * (32 + 8) * 2),
+        # As of models with another number in each layer, which is an array: an upper bound.
+        ({"attention.head_count": 0}, 4 * 1 * (64 + 64) * 2),
+        ({"block_count": 0}, 0),
+    ],
+)
+def test_a_token_takes_its_keys_and_values_in_all_layers(values: dict[str, int], expected: int) -> None:
+    assert kv_bytes_per_token(header(**values)) == expected
+
+
+def test_where_memory_is_ample_each_slot_has_the_whole_context() -> None:
+    found = plan(entry(), header(), slots=4, limit_bytes=GB)
+    assert (found.context_length, found.total_tokens, found.slots, found.unified) == (4096, 4 * 4096, 4, False)
+    assert found.bytes == FIXED + PER_TOKEN * 5 * 4096
+
+
+def test_where_it_is_not_slots_share_what_there_is() -> None:
+    found = plan(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 5000)
+    assert found.unified
+    assert (found.context_length, found.total_tokens, found.cache_tokens) == (4096, 4608, 4864)
+
+
+def test_where_there_is_hardly_any_one_request_has_less_than_the_model_can() -> None:
+    found = plan(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 1000)
+    assert (found.context_length, found.total_tokens, found.unified) == (512, 512, True)
+
+
+def test_a_file_that_does_not_say_its_context_gets_a_usual_one() -> None:
+    assert plan(entry(context=None), header(), slots=1, limit_bytes=GB).context_length == 8192
+
+
+def test_a_cache_takes_no_more_than_its_share_beyond_what_one_request_needs() -> None:
+    found = plan(entry(context=1_000_000), header(), slots=8, limit_bytes=4 * GB)
+    assert 0.9 * LEAST_CACHE_BYTES < found.total_tokens * PER_TOKEN <= LEAST_CACHE_BYTES
+    assert found.context_length == found.total_tokens
+
+
+@pytest.mark.parametrize("limit", [0, -5, FIXED, FIXED + PER_TOKEN * (255 + TRIAL_TOKENS)])
+def test_a_model_without_room_for_the_least_context_is_refused_with_both_numbers(limit: int) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"m needs 0\.\d\d GB, \d\.\d\d GB are allowed: choose a smaller"):
+        plan(entry(), header(), slots=4, limit_bytes=limit)
+
+
+# Vectors and scores
+
+ENCODER = replace(entry(context=512), kind="embedding", architecture="bert")
+EMBEDDER = replace(entry(context=32768), kind="embedding")
+
+
+@pytest.mark.parametrize("kind", ["embedding", "rerank"])
+def test_an_encoder_has_no_cache(kind: Kind) -> None:
+    encoder, of_bert = replace(ENCODER, kind=kind), replace(header(), metadata={"general.architecture": "bert"})
+    found = plan(encoder, of_bert, slots=2, limit_bytes=FIXED)
+    assert (found.slots, found.context_length, found.cache_tokens, found.bytes) == (TEXTS_AT_ONCE, 512, 4096, FIXED)
+    assert found.batch_tokens == 512
+    with pytest.raises(OutOfMemoryError):
+        plan(encoder, of_bert, slots=2, limit_bytes=FIXED - 1)
+
+
+QWEN3 = {"block_count": 28, "attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 128,
+         "attention.value_length": 128}  # fmt: skip
+SCORES = VOCABULARY * STEP_BYTES
+"""Of a token, beside its cache."""
+
+
+@pytest.mark.parametrize(
+    ("pooling", "context", "batch", "gigabytes"),
+    # As Qwen3-Embedding-0.6B: eight texts of 32,768 tokens would take 30 GB.
+    [(POOLING_LAST, 8192, BATCH_TOKENS, 1.65), (POOLING_RANK, 5120, 5120, 1.33)],
+)
+def test_a_decoder_that_makes_vectors_takes_its_share(pooling: int, context: int, batch: int, gigabytes: float) -> None:
+    shape = header(**QWEN3, pooling_type=pooling)
+    found = plan(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
+    assert (found.slots, found.context_length) == (1, context - (pooling == POOLING_LAST))
+    assert found.cache_tokens == context
+    assert found.batch_tokens == batch
+    assert found.bytes / GB == pytest.approx(gigabytes, abs=0.01)
+
+
+def test_a_text_that_is_computed_whole_is_as_short_as_a_large_vocabulary_makes_it() -> None:
+    """As Qwen3-Reranker-0.6B: for 8,192 tokens, the scores of 151,669 words for each would take 10 GB."""
+    table = replace(header().tensors[0], shape=(64, 151_669))
+    shape = replace(header(**QWEN3, pooling_type=POOLING_RANK), tensors=(table,))
+    found = plan(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
+    assert (found.slots, found.context_length, found.unified) == (1, 1024, True)
+    assert 2 * GB < found.bytes < 2.2 * GB
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [(GB, (8, 32768)), (50_000 * (PER_TOKEN + SCORES), (5, 32768)), (5000 * (PER_TOKEN + SCORES), (1, 4864)),
+     (256 * (PER_TOKEN + SCORES), (1, 256))],
+)  # fmt: skip
+def test_it_takes_fewer_texts_at_once_and_then_shorter_ones_where_memory_is_short(
+    room: int, expected: tuple[int, int]
+) -> None:
+    found = plan(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + room)
+    assert (found.slots, found.context_length) == expected
+    assert found.batch_tokens == found.context_length
+    assert found.bytes <= 10_000_000 + BASE_BYTES + room
+
+
+def test_without_room_for_the_least_it_is_refused() -> None:
+    with pytest.raises(OutOfMemoryError, match="choose a smaller"):
+        plan(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + 255 * (PER_TOKEN + SCORES))
+
+
+@given(
+    context=st.none() | st.integers(1, 2**20),
+    slots=st.integers(1, 64),
+    limit=st.integers(0, 8 * GB),
+    layers=st.integers(1, 80),
+)
+def test_a_plan_never_exceeds_its_limit_and_holds_one_request(
+    context: int | None, slots: int, limit: int, layers: int
+) -> None:
+    try:
+        found = plan(entry(context=context), header(block_count=layers), slots=slots, limit_bytes=limit)
+    except OutOfMemoryError:
+        return
+    least = (context or LEAST_TOKENS) < LEAST_TOKENS
+    assert found.bytes <= limit or least
+    assert 0 < found.context_length <= found.total_tokens
+    assert found.context_length <= (context or found.context_length)
+    assert found.total_tokens % STEP_TOKENS == 0
+    assert found.unified or found.total_tokens >= slots * found.context_length

@@ -1,0 +1,379 @@
+"""A model's process: its end in every way, what it leaves behind, who may ask it, and what bad files do."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from lmx_lab.engine import ChatPrompt, EmbeddingRequest, Engine, TextPrompt, TokenStream
+from lmx_lab.engine.llama_cpp import process as process_module
+from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, LabError, NotLoadedError, UnusableModelError
+from tests.engine.conftest import finish, numbers, request, run, until_idle
+from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of, system_process_of
+from tests.gguf_files import foreign, split_gguf, truncated, unknown_architecture, with_template
+
+pytestmark = pytest.mark.anyio
+LONG: dict[str, Any] = {"max_tokens": 8192, "ignore_eos": True}
+
+
+async def busy_streams(engine: Engine) -> list[TokenStream]:
+    """Two that decode, and one that waits."""
+    streams = [await engine.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200, 300)]
+    for stream in streams[:2]:
+        await anext(stream)
+    return streams
+
+
+async def ended_by_death(stream: TokenStream) -> str:
+    with pytest.raises(EngineDeadError) as died:
+        await asyncio.wait_for(finish(stream), 60)
+    return died.value.message
+
+
+# Its end
+
+
+async def test_a_process_that_is_killed_ends_every_request_and_a_load_starts_another(
+    engine: Engine, long_gguf: Path
+) -> None:
+    streams = await busy_streams(engine)
+    system_process_of(engine).kill()
+    for stream in streams:
+        message = await ended_by_death(stream)
+        assert "tiny has died: its process was ended by SIGKILL" in message
+        assert "load a model again" in message
+    assert (engine.snapshot.state, engine.snapshot.entry) == ("dead", None)
+    assert engine.snapshot.active_requests + engine.snapshot.queued_requests == 0
+    assert not engine.alive
+    with pytest.raises(EngineDeadError):
+        await engine.submit(request())
+    await engine.load(entry_of(long_gguf))
+    assert engine.alive
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_one_that_takes_more_memory_than_it_may_is_ended_with_that_reason(engine: Engine) -> None:
+    streams = await busy_streams(engine)
+    process_of(engine)._most_bytes = 2**20
+    for stream in streams:
+        assert "took more than 0.0 GB of memory" in await ended_by_death(stream)
+
+
+async def test_a_pinned_model_is_no_worse_for_the_death_of_the_main_one(engine: Engine, minilm_gguf: Path) -> None:
+    await engine.pin(entry_of(minilm_gguf, "minilm"))
+    system_process_of(engine).kill()
+    while engine.snapshot.state != "dead":  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert (await engine.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
+
+
+async def test_a_killed_embedder_ends_its_requests_alone(engine: Engine, minilm_gguf: Path, long_gguf: Path) -> None:
+    entry = entry_of(minilm_gguf, "minilm")
+    await engine.pin(entry)
+    core = engine._gguf._core
+    assert core is not None
+    process = core._pinned["embedding"].hosted.process._process
+    texts = tuple(f"{at} " + "of the sea " * 60 for at in range(64))
+    pending = [await engine.submit_embedding(EmbeddingRequest(inputs=texts)) for _ in range(2)]
+    process.kill()
+    for each in pending:
+        with pytest.raises(LabError):
+            await asyncio.wait_for(each.result(), 60)
+    async with asyncio.timeout(30):
+        while engine.snapshot.pinned:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await until_idle(engine)
+    assert engine.snapshot.state == "ready"
+    assert (await run(engine))[1].output_tokens == 8
+    await engine.pin(entry)
+    assert (await engine.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
+
+
+async def test_a_file_that_is_cut_while_it_is_used_is_the_end_of_the_process_alone(
+    tiny_gguf: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "cut.gguf"
+    shutil.copy(tiny_gguf, path)
+    async with Engine(SETTINGS) as engine:
+        await engine.load(entry_of(path))
+        assert (await run(engine))[1].output_tokens == 8
+        os.truncate(path, 4096)
+        # It may be noticed before the request comes to it.
+        with pytest.raises(EngineDeadError, match="SIGBUS: its file was changed or cut short"):
+            await asyncio.wait_for(run(engine, prompt=numbers(300), max_tokens=100), 60)
+        assert engine.snapshot.state == "dead"
+        await engine.load(entry_of(tiny_gguf))
+        assert (await run(engine))[1].output_tokens == 8
+
+
+def test_a_parent_that_is_killed_takes_the_process_along(tiny_gguf: Path) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from lmx_lab.engine import Engine
+from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of
+async def main():
+    async with Engine(SETTINGS) as engine:
+        await engine.load(entry_of(Path({str(tiny_gguf)!r})))
+        print(process_of(engine)._process.pid, process_of(engine).socket, flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, socket = parent.stdout.readline().split()
+        child = psutil.Process(int(pid))
+        parent.kill()
+    child.wait(30)
+    assert not child.is_running()
+    shutil.rmtree(Path(socket).parent, ignore_errors=True)
+
+
+# What it leaves behind
+
+
+async def test_nothing_is_left_of_a_process_after_its_model_has_gone(long_gguf: Path) -> None:
+    async with Engine(SETTINGS) as engine:
+        seen = []
+        for _ in range(2):
+            await engine.load(entry_of(long_gguf))
+            seen.append((system_process_of(engine), Path(process_of(engine).socket).parent))
+            await run(engine)
+            assert await engine.unload() > 10_000_000
+        await engine.load(entry_of(long_gguf))
+        seen.append((system_process_of(engine), Path(process_of(engine).socket).parent))
+        await busy_streams(engine)
+    for process, folder in seen:
+        assert not process.is_running()
+        assert not folder.exists()
+
+
+async def test_a_failed_load_leaves_no_process(engine: Engine, tiny_gguf: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnusableModelError):
+        await engine.load(entry_of(unknown_architecture(tiny_gguf, tmp_path)))
+    children = [child.pid for child in psutil.Process().children() if "worker.py" in " ".join(child.cmdline())]
+    assert children == [process_of(engine)._process.pid]
+
+
+# Who may ask it
+
+
+async def test_it_listens_to_nobody_without_the_key_and_on_no_port(engine: Engine) -> None:
+    assert [it for it in system_process_of(engine).net_connections("inet") if it.status == psutil.CONN_LISTEN] == []
+    hosted = process_of(engine)
+    folder = Path(hosted.socket).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert hosted.api_key not in " ".join(system_process_of(engine).cmdline())
+    async with httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=hosted.socket)) as client:
+        body = {"prompt": [300], "n_predict": 1}
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            assert (await client.post("http://llama/completion", json=body, headers=headers)).status_code == 401
+        right = {"Authorization": f"Bearer {hosted.api_key}"}
+        assert (await client.post("http://llama/completion", json=body, headers=right)).status_code == 200
+
+
+# The loop
+
+
+async def test_an_event_loop_goes_on_while_models_come_and_go(smollm2_gguf: Path, tiny_gguf: Path) -> None:
+    loop = asyncio.get_running_loop()
+    longest, ending = 0.0, False
+
+    async def tick() -> None:
+        nonlocal longest
+        while not ending:
+            before = loop.time()
+            await asyncio.sleep(0.002)
+            longest = max(longest, loop.time() - before)
+
+    async with Engine(SETTINGS) as engine:
+        # What is imported and started once is not what a load does.
+        await engine.load(entry_of(tiny_gguf))
+        await run(engine)
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0)
+        report = await engine.load(entry_of(smollm2_gguf, "smollm2"))
+        await engine.unload()
+        ending = True
+        await ticking
+    # Far less than the load; a machine that is busy otherwise takes some of it.
+    assert longest < max(0.1, report.load_s / 2)
+
+
+# Bad files
+
+
+async def refused(engine: Engine, path: Path) -> str:
+    """The message for a file whose header may be unreadable, and that ``tiny`` is still there."""
+    good = engine.snapshot.entry
+    assert good is not None
+    with pytest.raises(UnusableModelError) as failed:
+        await engine.load(entry_of(path, "bad") if path.name == "unknown-architecture.gguf" else _as_if(good, path))
+    assert (engine.snapshot.model, engine.snapshot.state) == ("tiny", "ready")
+    assert (await run(engine))[1].output_tokens == 8
+    assert path.name in failed.value.message
+    return failed.value.message
+
+
+def _as_if(good: Any, path: Path) -> Any:
+    """An entry of before the file was damaged."""
+    return type(good)(**{**vars(good), "id": "bad", "path": path})
+
+
+async def test_bad_files_are_refused_with_reason_and_file_and_what_was_loaded_stays(
+    engine: Engine, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    message = await refused(engine, unknown_architecture(tiny_gguf, tmp_path / "unknown"))
+    assert "unknown model architecture: 'zzzzz'" in message
+    assert message.endswith("; the previous model tiny is loaded again")
+    # These are seen before anything is unloaded.
+    process = process_of(engine)
+    for bad in (
+        truncated(tiny_gguf, tmp_path / "half"),
+        truncated(tiny_gguf, tmp_path / "header", keep=0.001),
+        foreign(tmp_path / "foreign"),
+        tmp_path / "missing.gguf",
+        tmp_path,
+    ):
+        assert len(await refused(engine, bad)) < 500
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    await refused(engine, tmp_path / "empty.gguf")
+    assert process_of(engine) is process
+
+
+async def test_a_set_with_a_missing_part_is_refused_and_names_it(
+    engine: Engine, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    first, second, third = split_gguf(tiny_gguf, 3, tmp_path)
+    whole = entry_of(first, "parts")
+    await engine.load(whole)
+    assert (await run(engine))[1].model == "parts"
+    await engine.unload()
+    second.unlink()
+    with pytest.raises(UnusableModelError, match=f"{second.name}.*fetch the model again"):
+        await engine.load(whole)
+    assert third.exists()
+
+
+async def test_a_template_that_is_none_is_refused_with_the_model(
+    engine: Engine, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    path = with_template(tiny_gguf, "{% for message in messages %}{{ message.content", tmp_path)
+    with pytest.raises(UnusableModelError, match=r"chat template; the previous model tiny is loaded again") as failed:
+        await engine.load(entry_of(path, "bad"))
+    assert str(path) in failed.value.message
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_file_without_a_template_takes_plain_prompts_only(tiny_gguf: Path, tmp_path: Path) -> None:
+    async with Engine(SETTINGS) as engine:
+        await engine.load(entry_of(with_template(tiny_gguf, None, tmp_path)))
+        with pytest.raises(LabError, match="tiny has no chat template: it takes plain prompts only"):
+            await run(engine, prompt=ChatPrompt(messages=({"role": "user", "content": "hi"},)))
+        assert (await run(engine))[1].output_tokens == 8
+
+
+# Without llama.cpp
+
+
+async def test_without_the_package_the_message_says_how_to_get_it(
+    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        process_module.importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "xllamacpp" else find(name, *more),
+    )
+    async with Engine(SETTINGS) as engine:
+        with pytest.raises(UnusableModelError) as failed:
+            await engine.load(entry_of(tiny_gguf))
+        assert "pip install 'lmx-lab[gguf]'" in failed.value.message
+        assert f"lmx-lab pull {tiny_gguf} --mlx" in failed.value.message
+        assert engine._gguf.fingerprint == "llama.cpp"
+        with pytest.raises(NotLoadedError, match="no model is loaded; load one first"):
+            await run(engine)
+
+
+# What stands in its way
+
+
+async def test_a_full_disk_is_an_error_and_the_model_before_stays(
+    engine: Engine, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, real = [True], process_module.tempfile.mkdtemp
+
+    def mkdtemp(*args: Any, **options: Any) -> str:
+        if full.pop() if full else False:
+            raise OSError(28, "No space left on device", str(tmp_path))
+        return real(*args, **options)
+
+    monkeypatch.setattr(process_module.tempfile, "mkdtemp", mkdtemp)
+    other = shutil.copy(tiny_gguf, tmp_path / "other.gguf")
+    with pytest.raises(UnusableModelError, match=r"No space left on device; free space there.*tiny is loaded again"):
+        await engine.load(entry_of(Path(other), "other"))
+    assert engine.snapshot.state == "ready"
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_process_that_stands_still_holds_up_neither_a_request_beyond_its_limit_nor_the_end(
+    long_gguf: Path,
+) -> None:
+    async with Engine(SETTINGS) as engine:
+        await engine.load(entry_of(long_gguf))
+        process = system_process_of(engine)
+        process.suspend()
+        while process.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 (a signal takes its time)
+            await asyncio.sleep(0.001)
+        with pytest.raises(GenerationTimeoutError, match=r"not begun after 0\.2 s"):
+            await engine.submit(request(prompt=TextPrompt(text="a"), timeout_s=0.2))
+    assert not process.is_running()
+
+
+async def test_a_process_ends_with_its_parent_even_if_a_fork_of_that_lives_on(engine: Engine, long_gguf: Path) -> None:
+    program = f"""
+import asyncio, os, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from pathlib import Path
+from lmx_lab.engine import Engine
+from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of
+
+async def main():
+    engine = Engine(SETTINGS)
+    engine.start()
+    await engine.load(entry_of(Path({str(long_gguf)!r})))
+    if not os.fork():
+        os.close(1)
+        time.sleep(30)
+        os._exit(0)
+    print(process_of(engine)._process.pid, flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    worker = psutil.Process(int(await parent.stdout.readline()))
+    await parent.wait()
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, [worker], timeout=20)
+    assert gone
+
+
+def test_a_worker_that_nobody_has_an_order_for_removes_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "lmx-folder"
+    folder.mkdir()
+    command = [sys.executable, "-P", str(process_module.SCRIPT), str(folder), str(os.getpid())]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert not folder.exists()

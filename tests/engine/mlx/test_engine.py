@@ -1,0 +1,503 @@
+"""The real engine on a tiny model: every accepted request ends once, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.engine import (
+    ChatPrompt,
+    Engine,
+    GenerationReport,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
+from lmx_lab.engine.mlx.state import EngineCore
+from lmx_lab.engine.stream import Item, Mailbox
+from lmx_lab.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    NotLoadedError,
+    OutOfMemoryError,
+    QueueFullError,
+    UnusableModelError,
+)
+from lmx_lab.server.translate import generation_request
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.wire.chat import ChatRequest
+from tests.engine.conftest import (
+    finish,
+    held,
+    numbers,
+    poison,
+    posted,
+    request,
+    run,
+    unload_when_idle_for,
+    until_idle,
+)
+from tests.flows.conftest import chat_body
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_report_counts_tokens_and_times(engine: Engine) -> None:
+    text, report = await run(engine)
+    assert text
+    assert (report.prompt_tokens, report.output_tokens, report.finish_reason) == (3, 8, "length")
+    assert report.model == "tiny"
+    assert 0 < report.ttft_s <= report.total_s
+    assert report.decode_s > 0
+    assert report.peak_memory_bytes > 0
+
+
+async def test_requests_in_one_batch_answer_as_they_do_alone(engine: Engine) -> None:
+    other = TokenPrompt(tokens=(500, 501, 502, 503, 504))
+    alone = [(await run(engine))[0], (await run(engine, prompt=other))[0]]
+    together = await asyncio.gather(run(engine), run(engine, prompt=other))
+    assert [text for text, _ in together] == alone
+
+
+async def test_different_samplings_share_a_batch(engine: Engine) -> None:
+    hot = Sampling(temperature=1.5, top_p=0.9)
+    (greedy, _), (_, report) = await asyncio.gather(run(engine), run(engine, sampling=hot))
+    assert greedy == (await run(engine))[0]
+    assert report.output_tokens == 8
+
+
+async def test_sampling_differs_between_engines(tiny: ModelEntry) -> None:
+    texts = set()
+    for _ in range(3):
+        async with Engine(Settings()) as engine:
+            await engine.load(tiny)
+            texts.add((await run(engine, sampling=Sampling(temperature=1.0)))[0])
+    assert len(texts) > 1, "every new engine thread starts with the same random state"
+
+
+async def test_a_stop_string_ends_the_text_before_it(engine: Engine) -> None:
+    whole, _ = await run(engine)
+    stop = whole[len(whole) // 2 :][:2]
+    text, report = await run(engine, stop=(stop,))
+    assert text == whole[: whole.index(stop)]
+    assert report.finish_reason == "stop"
+
+
+async def test_the_context_bounds_the_answer(engine: Engine) -> None:
+    _, report = await run(engine, prompt=TokenPrompt(tokens=(7,) * 508), max_tokens=100)
+    assert report.prompt_tokens + report.output_tokens <= 512
+    assert report.finish_reason == "length"
+
+
+async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(engine: Engine) -> None:
+    with pytest.raises(ContextLengthError, match=r"512.*512"):
+        await run(engine, prompt=TokenPrompt(tokens=(7,) * 512))
+
+
+async def test_a_prompt_far_too_long_is_refused_without_reading_all_of_it(engine: Engine) -> None:
+    huge = "word " * 2_000_000
+    for prompt in (TextPrompt(text=huge), ChatPrompt(messages=({"role": "user", "content": huge},))):
+        with pytest.raises(ContextLengthError, match=r"more than 1\d{3} tokens and tiny holds 512"):
+            await run(engine, prompt=prompt)
+    # Long, but few tokens: spaces are many to a token.
+    _, report = await run(engine, prompt=TextPrompt(text=" " * 8000))
+    assert report.prompt_tokens < 512
+
+
+async def test_an_empty_prompt_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError):
+        await run(engine, prompt=TokenPrompt(tokens=()))
+
+
+async def test_messages_that_the_template_refuses_are_the_callers_mistake(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError):
+        await run(engine, prompt=ChatPrompt(messages=({"content": "no role"},)))
+
+
+async def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
+    streams = [await engine.submit(request(max_tokens=400)) for _ in range(3)]
+    await anext(streams[0])
+    await streams[0].aclose()
+    await streams[1].aclose()
+    await anext(streams[2])
+    assert engine.snapshot.active_requests <= 1
+    await streams[2].aclose()
+    await until_idle(engine)
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_stream_that_is_dropped_is_cancelled(engine: Engine) -> None:
+    stream = await engine.submit(request(max_tokens=400))
+    await anext(stream)
+    del stream
+    gc.collect()
+    await until_idle(engine)
+
+
+async def test_cancelling_the_submit_leaves_nothing_behind(engine: Engine) -> None:
+    task = asyncio.create_task(engine.submit(request(max_tokens=400)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gc.collect()
+    assert (await run(engine))[1].output_tokens == 8
+    await until_idle(engine)
+
+
+async def test_a_full_queue_refuses_and_loses_nothing(engine: Engine) -> None:
+    async with held(engine):
+        submits = [await posted(engine, engine.submit(request(max_tokens=60))) for _ in range(2)]
+        engine._mlx._thread.post(EngineCore.step)
+        submits += [await posted(engine, engine.submit(request(max_tokens=60))) for _ in range(2)]
+        refused = await posted(engine, engine.submit(request()))
+    with pytest.raises(QueueFullError):
+        await refused
+    reports = [(await finish(await submit))[1] for submit in submits]
+    assert [report.output_tokens for report in reports] == [60] * 4
+
+
+async def test_a_deadline_ends_a_request_that_waits_or_runs(engine: Engine) -> None:
+    with pytest.raises(GenerationTimeoutError):
+        await run(engine, max_tokens=400, timeout_s=0.001)
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_slow_reader_gets_everything_merged(engine: Engine) -> None:
+    whole, _ = await run(engine, max_tokens=50)
+    stream = await engine.submit(request(max_tokens=50))
+    await until_idle(engine)
+    deltas = [delta async for delta in stream]
+    assert "".join(delta.text for delta in deltas) == whole
+    assert sum(delta.tokens for delta in deltas) == 50
+    assert len(deltas) == 1
+
+
+async def test_a_request_for_another_model_names_both(engine: Engine) -> None:
+    with pytest.raises(NotLoadedError, match=r"other.*tiny"):
+        await run(engine, model="other")
+
+
+async def test_without_a_model_the_error_says_what_to_do(tiny: ModelEntry) -> None:
+    async with Engine(Settings()) as engine:
+        with pytest.raises(NotLoadedError, match="/admin/models/load"):
+            await run(engine)
+
+
+async def test_unloading_frees_the_memory_even_while_somebody_keeps_a_stream(own_engine: Engine) -> None:
+    loaded = own_engine.snapshot.model_memory_bytes
+    kept = await own_engine.submit(request())
+    await finish(kept)
+    freed = await own_engine.unload()
+    assert freed >= loaded * 0.95
+    assert own_engine.snapshot.memory_used_bytes < loaded * 0.05
+    assert await own_engine.unload() == 0
+
+
+async def test_running_requests_finish_before_a_swap(own_engine: Engine, tiny_home: Path) -> None:
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    stream = await own_engine.submit(request(max_tokens=100))
+    await anext(stream)
+    report = await own_engine.load(other)
+    assert (await finish(stream))[1].output_tokens == 100
+    assert report.model == own_engine.snapshot.model == "tiny-two"
+
+
+async def test_requests_that_wait_are_told_when_the_model_goes(own_engine: Engine, tiny_home: Path) -> None:
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    async with held(own_engine):
+        submits = [await posted(own_engine, own_engine.submit(request(max_tokens=100))) for _ in range(3)]
+        own_engine._mlx._thread.post(EngineCore.step)
+        loading = await posted(own_engine, own_engine.load(other))
+    first, second, waits = [await submit for submit in submits]
+    with pytest.raises(NotLoadedError):
+        await finish(waits)
+    assert [(await finish(stream))[1].output_tokens for stream in (first, second)] == [100] * 2
+    assert (await loading).model == "tiny-two"
+
+
+@pytest.mark.usefixtures("alone")
+async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, tiny_home: Path) -> None:
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    async with Engine(Settings(drain_s=0.0)) as engine:
+        await engine.load(tiny)
+        stream = await engine.submit(request(max_tokens=450))
+        await anext(stream)
+        freed = await engine.unload()
+        assert freed > 6_000_000, "the request that was cut short still held the weights"
+        await engine.load(other)
+        with pytest.raises(NotLoadedError):
+            await finish(stream)
+
+
+async def test_swaps_happen_in_order_even_if_nobody_waits_for_them(own_engine: Engine, tiny_home: Path) -> None:
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    stream = await own_engine.submit(request(max_tokens=100))
+    await anext(stream)
+    unloading = asyncio.create_task(own_engine.unload())
+    loading = asyncio.create_task(own_engine.load(other))
+    again = asyncio.create_task(own_engine.unload())
+    await asyncio.sleep(0)
+    unloading.cancel()
+    assert (await loading).model == "tiny-two"
+    assert await again > 0
+    assert (await finish(stream))[1].output_tokens == 100
+    assert own_engine.snapshot.state == "empty"
+
+
+async def test_loading_what_is_loaded_changes_nothing(engine: Engine, tiny: ModelEntry) -> None:
+    assert (await engine.load(tiny)).load_s == 0
+
+
+async def test_a_tiny_temperature_is_no_noise(engine: Engine) -> None:
+    cold = generation_request(ChatRequest.model_validate(chat_body(temperature=1e-38))).sampling
+    assert (await run(engine, sampling=cold))[0] == (await run(engine))[0]
+
+
+async def test_a_flood_of_long_prompts_meets_the_queue_limit(engine: Engine) -> None:
+    long = ChatPrompt(messages=({"role": "user", "content": "word " * 100_000},))
+    tasks = [asyncio.create_task(run(engine, prompt=long)) for _ in range(8)]
+    refused = [type(result) for result in await asyncio.gather(*tasks, return_exceptions=True)]
+    assert refused.count(QueueFullError) == 4
+    assert refused.count(ContextLengthError) == 4
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_failed_load_leaves_nothing_in_memory(own_engine: Engine, tiny: ModelEntry, tmp_path: Path) -> None:
+    before = own_engine.snapshot.memory_used_bytes
+    shutil.copytree(tiny.path, tmp_path / "broken")
+    (tmp_path / "broken" / "config.json").write_text(
+        json.dumps({**json.loads((tiny.path / "config.json").read_text()), "num_hidden_layers": 3})
+    )
+    failures = []
+    for _ in range(2):
+        with pytest.raises(UnusableModelError) as failed:
+            await own_engine.load(replace(tiny, id="broken", path=tmp_path / "broken"))
+        failures.append(failed)
+    assert own_engine.snapshot.memory_used_bytes < before * 1.5
+
+
+async def test_a_failed_load_brings_the_previous_model_back_and_says_so(own_engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    broken = ModelEntry(
+        id="broken",
+        path=tmp_path,
+        kind="chat",
+        format="mlx",
+        architecture="llama",
+        size_bytes=1,
+        quantization=None,
+        context_length=None,
+        source="path",
+    )
+    with pytest.raises(UnusableModelError, match="tiny is loaded again"):
+        await own_engine.load(broken)
+    assert (await run(own_engine))[1].model == "tiny"
+
+
+@pytest.mark.usefixtures("alone")
+async def test_a_model_larger_than_the_limit_is_refused_and_the_loaded_one_stays(tiny: ModelEntry) -> None:
+    async with Engine(Settings(memory_limit_bytes=50_000_000)) as engine:
+        await engine.load(tiny)
+        with pytest.raises(OutOfMemoryError, match=r"60\.00 GB"):
+            await engine.load(replace(tiny, id="huge", size_bytes=60 * 10**9))
+        assert (await run(engine))[1].model == "tiny"
+
+
+async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(own_engine: Engine) -> None:
+    await poison(own_engine, ValueError("a kernel went wrong"))
+    with pytest.raises(EngineError, match="a kernel went wrong"):
+        await run(own_engine)
+    assert (await run(own_engine))[1].output_tokens == 8
+
+
+async def test_running_out_of_memory_unloads_the_model_and_says_so(own_engine: Engine, tiny: ModelEntry) -> None:
+    await poison(own_engine, RuntimeError("[malloc] Unable to allocate 1 bytes."))
+    with pytest.raises(OutOfMemoryError, match="unloaded"):
+        await run(own_engine)
+    assert own_engine.snapshot.state == "empty"
+    assert (own_engine.snapshot.unloaded_model, own_engine.snapshot.unload_cause) == ("tiny", "memory")
+    assert own_engine.snapshot.memory_used_bytes < 1_000_000, "the weights are still held"
+    with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
+        await run(own_engine)
+    await own_engine.load(tiny)
+    assert (await run(own_engine))[1].output_tokens == 8
+    assert own_engine.snapshot.unload_cause is None
+
+
+async def test_those_who_wait_are_told_of_the_memory_too(own_engine: Engine) -> None:
+    async with held(own_engine):
+        submits = [await posted(own_engine, own_engine.submit(request(max_tokens=300))) for _ in range(4)]
+        await posted(own_engine, poison(own_engine, MemoryError("none left")))
+    for submit in submits:
+        with pytest.raises(OutOfMemoryError):
+            await finish(await submit)
+
+
+async def test_a_model_that_nobody_uses_is_unloaded(own_engine: Engine, tiny: ModelEntry) -> None:
+    stream = await own_engine.submit(request(max_tokens=300, ignore_eos=True))
+    await anext(stream)
+    # A request that takes longer than that is use.
+    await unload_when_idle_for(own_engine, 0.001)
+    assert (await finish(stream))[1].output_tokens == 300
+    while own_engine.snapshot.state == "ready":  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert (own_engine.snapshot.unloaded_model, own_engine.snapshot.unload_cause) == ("tiny", "idle")
+    with pytest.raises(NotLoadedError):
+        await run(own_engine)
+    await unload_when_idle_for(own_engine, None)
+    await own_engine.load(tiny)
+    assert (await run(own_engine))[1].output_tokens == 8
+
+
+async def test_a_patient_load_serves_those_who_wait_first(own_engine: Engine, tiny_home: Path) -> None:
+    streams = [await own_engine.submit(request(max_tokens=30)) for _ in range(4)]
+    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    report = await own_engine.load(other, finish_queued=True)
+    assert report.model == "tiny-two"
+    assert [(await finish(stream))[1].output_tokens for stream in streams] == [30] * 4
+
+
+async def test_a_patient_load_waits_no_longer_than_the_drain_either(tiny: ModelEntry, tiny_home: Path) -> None:
+    async with Engine(Settings(slots=1, drain_s=0.05)) as engine:
+        await engine.load(tiny)
+        streams = [await engine.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
+        await engine.load(Catalog(Settings(home=tiny_home)).resolve("tiny-two"), finish_queued=True)
+        with pytest.raises(NotLoadedError):
+            await finish(streams[2])
+
+
+async def test_a_short_prompt_overtakes_long_ones(tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]) -> None:
+    async with Engine(Settings(slots=8)) as engine:
+        await engine.load(tiny)
+        long = [request(prompt=numbers(500, start=500 * at), max_tokens=10) for at in range(4)]
+        async with held(engine):
+            submits = [await posted(engine, engine.submit(each)) for each in (*long, request(max_tokens=1))]
+        streams = [await submit for submit in submits]
+        for stream in streams:
+            await finish(stream)
+        ended = [mailbox for mailbox, item in delivered if isinstance(item, GenerationReport)]
+        assert ended.index(streams[-1]._mailbox) <= 2
+
+
+async def test_progress_of_a_prompt_is_told(tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]) -> None:
+    async with Engine(Settings(slots=1)) as engine:
+        await engine.load(tiny)
+        async with held(engine):
+            submits = [
+                await posted(engine, engine.submit(request(prompt=numbers(400), max_tokens=10))),
+                await posted(engine, engine.submit(request(prompt=numbers(300, start=5000)))),
+            ]
+        first, waits = [await submit for submit in submits]
+        _, report = await finish(first)
+        await finish(waits)
+        assert waits.progress is not None
+        assert (waits.progress.done, waits.progress.total) == (300, 300)
+        to_whom = [mailbox for mailbox, _ in delivered]
+        assert to_whom.index(waits._mailbox) > delivered.index((first._mailbox, report))
+
+
+async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(own_engine: Engine, tiny: ModelEntry) -> None:
+    await poison(own_engine, SystemExit("killed"))
+    with pytest.raises(EngineDeadError):
+        await run(own_engine)
+    with pytest.raises(EngineDeadError):
+        await run(own_engine)
+    assert own_engine.snapshot.state == "dead"
+    await own_engine.load(tiny)
+    assert (await run(own_engine))[1].output_tokens == 8
+
+
+async def test_stopping_ends_what_runs(tiny: ModelEntry) -> None:
+    engine = Engine(Settings())
+    await asyncio.to_thread(engine.start)
+    await engine.load(tiny)
+    stream = await engine.submit(request(max_tokens=450))
+    await anext(stream)
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(EngineDeadError):
+        await finish(stream)
+
+
+def test_a_script_that_generated_exits_with_0(tiny_home: Path) -> None:
+    script = f"""
+import asyncio
+from lmx_lab.engine import Engine, GenerationRequest, TokenPrompt
+from lmx_lab.server.translate import generation_request
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+engine = Engine(Settings())
+engine.start()
+async def main():
+    await engine.load(Catalog(Settings.read(home={str(tiny_home)!r})).resolve("tiny"))
+    stream = await engine.submit(GenerationRequest(prompt=TokenPrompt(tokens=(5, 6)), max_tokens=5))
+    print(len([delta async for delta in stream]))
+asyncio.run(main())
+raise SystemExit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, int(done.stdout) > 0) == (0, True), done.stderr
+
+
+async def test_the_refused_are_told_when_a_request_that_runs_can_end(tiny: ModelEntry) -> None:
+    async with Engine(Settings(slots=1, queue_limit=0)) as engine:
+        await engine.load(tiny)
+        async with await engine.submit(request(max_tokens=400, ignore_eos=True)) as stream:
+            for _ in range(20):
+                await anext(stream)
+            thread = engine._mlx._thread
+            await thread.call(lambda core: setattr(core.generating.batch._pace, "takes", lambda **_: 500.0))
+            await anext(stream)
+            await anext(stream)
+            with pytest.raises(QueueFullError) as refused:
+                await run(engine)
+    assert refused.value.retry_after_s is not None
+    assert refused.value.retry_after_s > 100
+
+
+async def test_loading_what_is_loaded_ends_nobody(engine: Engine, tiny: ModelEntry) -> None:
+    streams = [await engine.submit(request(max_tokens=60, ignore_eos=True)) for _ in range(4)]
+    assert (await engine.load(tiny)).load_s == 0
+    assert [(await finish(stream))[1].output_tokens for stream in streams] == [60] * 4
+
+
+async def test_one_requests_broken_text_is_no_matter_of_the_others(engine: Engine) -> None:
+    def break_text(core: EngineCore) -> None:
+        (generation,) = (each for each in core.generating.running if len(each.prompt) == 5)
+        generation.splitter.add = None
+
+    async with held(engine):
+        good = await posted(engine, engine.submit(request(max_tokens=60, ignore_eos=True)))
+        bad = await posted(engine, engine.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True)))
+        engine._mlx._thread.post(EngineCore.step)
+        broken = engine._mlx._thread.post(break_text)
+    with pytest.raises(EngineError, match="the generation failed"):
+        await finish(await bad)
+    broken.result()
+    assert (await finish(await good))[1].output_tokens == 60
+
+
+async def test_a_thread_that_dies_answers_those_behind_one_who_has_left(own_engine: Engine, tiny: ModelEntry) -> None:
+    def die(core: EngineCore) -> None:
+        raise SystemExit("killed")
+
+    async with held(own_engine):
+        own_engine._mlx._thread.post(die)
+        left, waits = own_engine._mlx._thread.post(lambda core: None), own_engine._mlx._thread.post(lambda core: None)
+        left.cancel()
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(asyncio.wrap_future(waits), 60)
+    await own_engine.load(tiny)
+    assert (await run(own_engine))[1].output_tokens == 8

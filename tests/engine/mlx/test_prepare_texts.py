@@ -1,0 +1,528 @@
+"""Embedding and reranking in the engine: beside answers, through loads and unloads, and how each request ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmx_lab.engine import EmbeddingRequest, Engine, Ranking, RerankRequest, TokenPrompt, Vectors
+from lmx_lab.engine.mlx.state import EngineCore
+from lmx_lab.errors import (
+    EngineDeadError,
+    EngineError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    LabError,
+    NotLoadedError,
+    OtherModelLoadedError,
+    OutOfMemoryError,
+    QueueFullError,
+    UnusableModelError,
+)
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from tests.engine.conftest import Gate, Shared, finish, request, run, unload_when_idle_for, until_busy, until_idle
+from tests.engine.encoders.models import write_tiny_bert
+
+pytestmark = pytest.mark.anyio
+SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone")
+
+
+ONE, TWO = Settings(), Settings(slots=2)
+
+
+@pytest.fixture
+def embedder(shared: Shared, minilm: ModelEntry) -> Iterator[Engine]:
+    with shared.lend(ONE, minilm) as engine:
+        yield engine
+
+
+@pytest.fixture
+def both(shared: Shared, tiny: ModelEntry, minilm: ModelEntry) -> Iterator[Engine]:
+    """A chat model, and an embedding model pinned beside it."""
+    with shared.lend(TWO, tiny, minilm) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def own_embedder(alone: None, minilm: ModelEntry) -> AsyncIterator[Engine]:
+    """For a test that unloads or pins models, or changes the thread."""
+    async with Engine(ONE) as engine:
+        await engine.load(minilm)
+        yield engine
+
+
+@pytest.fixture
+async def own_both(alone: None, tiny: ModelEntry, minilm: ModelEntry) -> AsyncIterator[Engine]:
+    """For such a test likewise."""
+    async with Engine(TWO) as engine:
+        await engine.pin(minilm)
+        await engine.load(tiny)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+    folder = tmp_path_factory.mktemp("reranker") / "tiny-reranker"
+    return write_tiny_bert(folder, labels=1)
+
+
+async def die(engine: Engine) -> None:
+    """As the engine's thread would of something that nobody thought of."""
+
+    def command(core: EngineCore) -> None:
+        raise SystemExit("as an example")
+
+    with contextlib.suppress(EngineDeadError):
+        await engine._mlx._thread.call(command)
+    await asyncio.to_thread(engine._mlx._thread._thread.join)  # type: ignore[union-attr]
+
+
+async def vectors(engine: Engine, *texts: str, model: str | None = None) -> Vectors:
+    return (await engine.embed(EmbeddingRequest(inputs=texts, model=model))).vectors
+
+
+def long(count: int) -> EmbeddingRequest:
+    """Texts that keep the engine busy for a while."""
+    return EmbeddingRequest(inputs=tuple(f"text number {at} " + "of the sea " * 40 for at in range(count)))
+
+
+async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedder: Engine) -> None:
+    (alone,) = await vectors(embedder, SENTENCES[0])
+    crowd = [*SENTENCES, *(f"{at} " * (at + 1) for at in range(60))]
+    beside = (await vectors(embedder, *crowd))[0]
+    assert np.abs(alone - beside).max() < 1e-5
+    assert alone @ beside > 0.999999
+
+
+async def test_requests_at_the_same_time_get_their_own(embedder: Engine) -> None:
+    alone = [await vectors(embedder, text) for text in SENTENCES]
+    together = await asyncio.gather(*(vectors(embedder, text) for text in SENTENCES))
+    for one, other in zip(alone, together, strict=True):
+        assert np.allclose(one, other, atol=1e-5)
+
+
+async def test_dimensions_cut_and_make_length_one_again(embedder: Engine) -> None:
+    whole = await embedder.embed(EmbeddingRequest(inputs=SENTENCES))
+    cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
+    assert cut.vectors.shape == (3, 64)
+    assert np.allclose(np.linalg.norm(cut.vectors, axis=1), 1, atol=1e-6)
+    head = whole.vectors[:, :64]
+    assert np.allclose(cut.vectors, head / np.linalg.norm(head, axis=1, keepdims=True), atol=1e-6)
+
+
+async def test_all_dimensions_are_the_vector_itself(embedder: Engine) -> None:
+    request_ = EmbeddingRequest(inputs=SENTENCES, dimensions=384)
+    assert np.array_equal((await embedder.embed(request_)).vectors, await vectors(embedder, *SENTENCES))
+
+
+async def test_more_dimensions_than_there_are_are_refused(embedder: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="dimensions is 385; vectors of minilm-l6 have 384"):
+        await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
+
+
+async def test_an_embedding_model_ranks_by_cosine(embedder: Engine) -> None:
+    ranking = await embedder.rerank(RerankRequest(query="ocean water", documents=SENTENCES))
+    rows = await vectors(embedder, "ocean water", *SENTENCES)
+    assert ranking.method == "cosine"
+    assert ranking.order()[0] == 0
+    assert np.allclose(ranking.scores, rows[1:] @ rows[0], atol=1e-5)
+    assert ranking.report.texts == 4
+
+
+async def test_a_reranker_goes_before_an_embedding_model(own_both: Engine, reranker: ModelEntry) -> None:
+    await own_both.pin(reranker)
+    ranking = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES))
+    assert (ranking.method, ranking.report.model) == ("cross-encoder", "tiny-reranker")
+    assert ((ranking.scores > 0) & (ranking.scores < 1)).all()
+    raw = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES, raw_scores=True))
+    assert np.allclose(1 / (1 + np.exp(-raw.scores)), ranking.scores, atol=1e-6)
+    named = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES, model="minilm-l6"))
+    assert named.method == "cosine"
+
+
+def test_the_order_is_stable() -> None:
+    scores = np.array([0.5, 0.9, 0.5, 0.9, 0.1], np.float32)
+    ranking = Ranking(scores=scores, method="cosine", report=None)  # type: ignore[arg-type]
+    assert ranking.order() == [1, 3, 0, 2, 4]
+    assert ranking.order(2) == [1, 3]
+    assert ranking.order(99) == [1, 3, 0, 2, 4]
+
+
+# Beside answers
+
+
+async def test_answers_and_texts_are_computed_in_turns(both: Engine) -> None:
+    stream = await both.submit(request(max_tokens=400, ignore_eos=True))
+    await anext(stream)
+    embedding = asyncio.create_task(both.embed(long(20)))
+    tokens = 0
+    async for delta in stream:
+        tokens += delta.tokens
+        if embedding.done():
+            break
+    assert embedding.done(), "the answer ended before the texts, which take less time"
+    assert tokens > 5, "no token came while texts were computed"
+    assert (await embedding).vectors.shape == (20, 384)
+    await stream.aclose()
+
+
+async def test_texts_change_nothing_in_an_answer(both: Engine) -> None:
+    text, _ = await run(both, max_tokens=60)
+    stream = await both.submit(request(max_tokens=60))
+    embedding = asyncio.create_task(both.embed(long(10)))
+    again, _ = await finish(stream)
+    await embedding
+    assert again == text
+
+
+async def test_one_text_passes_by_many(embedder: Engine, gate: Gate) -> None:
+    gate.shut()
+    flood = asyncio.create_task(embedder.embed(long(300)))
+    await gate.reached()
+    gate.open()
+    await vectors(embedder, SENTENCES[0])
+    assert not flood.done()
+    flood.cancel()
+
+
+# Loads and unloads
+
+
+async def test_pinned_models_stay_through_loads_and_unloads(own_both: Engine, tiny: ModelEntry) -> None:
+    before = await vectors(own_both, SENTENCES[0])
+    await own_both.load(replace(tiny, id="tiny-again", path=tiny.path.parent / "tiny-two"))
+    await own_both.unload()
+    assert own_both.snapshot.model is None
+    assert [pinned.entry.id for pinned in own_both.snapshot.pinned] == ["minilm-l6"]
+    assert np.array_equal(await vectors(own_both, SENTENCES[0]), before)
+
+
+async def test_what_is_pinned_is_not_drained_for_a_load(own_both: Engine, gate: Gate) -> None:
+    gate.shut()
+    embedding = asyncio.create_task(own_both.embed(long(4)))
+    await gate.reached()
+    unloading = asyncio.create_task(own_both.unload())
+    await asyncio.sleep(0)
+    gate.let_pass(2)
+    await unloading
+    assert not embedding.done()
+    gate.open()
+    assert (await embedding).vectors.shape == (4, 384)
+
+
+async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(own_embedder: Engine, gate: Gate) -> None:
+    gate.shut()
+    running = asyncio.create_task(own_embedder.embed(long(4)))
+    await gate.reached()
+    waiting = asyncio.create_task(vectors(own_embedder, SENTENCES[0]))
+    while own_embedder._mlx._thread._commands.empty():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    gate.let_pass(1)
+    await gate.reached()
+    assert (own_embedder.snapshot.active_requests, own_embedder.snapshot.queued_requests) == (1, 1)
+    unloading = asyncio.create_task(own_embedder.unload())
+    await asyncio.sleep(0)
+    late = asyncio.create_task(vectors(own_embedder, SENTENCES[0]))
+    gate.open()
+    with pytest.raises(NotLoadedError, match="unloaded before this request began"):
+        await waiting
+    with pytest.raises(NotLoadedError):
+        await late
+    assert (await running).vectors.shape == (4, 384)
+    assert await unloading > 80_000_000
+
+
+@pytest.mark.usefixtures("alone")
+async def test_an_unload_does_not_wait_for_ever(minilm: ModelEntry, gate: Gate) -> None:
+    async with Engine(Settings(drain_s=0)) as engine:
+        await engine.load(minilm)
+        gate.shut()
+        running = asyncio.create_task(engine.embed(long(4)))
+        await gate.reached()
+        unloading = asyncio.create_task(engine.unload())
+        await asyncio.sleep(0)
+        gate.let_pass(2)
+        assert await unloading > 80_000_000
+        with pytest.raises(NotLoadedError, match="unloaded before this request ended"):
+            await running
+
+
+@pytest.mark.usefixtures("alone")
+async def test_an_idle_model_goes_and_a_pinned_one_does_not_keep_it(tiny: ModelEntry, minilm: ModelEntry) -> None:
+    async with Engine(Settings(idle_unload_s=0.4)) as engine:
+        await engine.pin(minilm)
+        await engine.load(tiny)
+        deadline = time.monotonic() + 20
+        while engine.snapshot.model is not None and time.monotonic() < deadline:
+            await vectors(engine, SENTENCES[0])
+            await asyncio.sleep(0.02)
+        assert engine.snapshot.unload_cause == "idle"
+        assert engine.snapshot.pinned
+
+
+async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm: ModelEntry) -> None:
+    def use_long_ago(core: EngineCore) -> None:
+        core._used_at -= 900
+        core.generating.ended_at -= 900
+
+    async with Engine(Settings(idle_unload_s=1000)) as engine:
+        await engine.load(minilm)
+        await engine._mlx._thread.call(use_long_ago)
+        assert await engine._mlx._thread.call(lambda core: core.idle_left_s) < 101
+        await vectors(engine, SENTENCES[0])
+        assert await engine._mlx._thread.call(lambda core: core.idle_left_s) > 101
+
+
+async def test_a_chat_model_is_not_pinned(both: Engine, tiny: ModelEntry) -> None:
+    with pytest.raises(UnusableModelError, match="tiny is a chat model"):
+        await both.pin(tiny)
+
+
+async def test_pinning_what_cannot_be_loaded_changes_nothing(own_both: Engine, tmp_path: Path) -> None:
+    broken = write_tiny_bert(tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UnusableModelError):
+        await own_both.pin(broken)
+    assert [pinned.entry.id for pinned in own_both.snapshot.pinned] == ["minilm-l6"]
+    assert (await vectors(own_both, "still here")).shape == (1, 384)
+
+
+@pytest.mark.usefixtures("alone")
+async def test_too_large_to_be_pinned_is_said_before(minilm: ModelEntry) -> None:
+    async with Engine(Settings(memory_limit_bytes=50_000_000)) as engine:
+        with pytest.raises(OutOfMemoryError, match=r"needs 0\.09 GB"):
+            await engine.pin(minilm)
+
+
+@pytest.mark.usefixtures("alone")
+async def test_a_chat_model_has_the_room_that_pinned_models_leave(tiny: ModelEntry, minilm: ModelEntry) -> None:
+    async with Engine(Settings(memory_limit_bytes=95_000_000)) as engine:
+        await engine.load(tiny)
+        await engine.unload()
+        await engine.pin(minilm)
+        with pytest.raises(OutOfMemoryError, match=r"0\.00 GB are allowed"):
+            await engine.load(tiny)
+
+
+async def test_after_the_thread_died_a_load_brings_back_what_was_pinned(own_both: Engine, tiny: ModelEntry) -> None:
+    await die(own_both)
+    with pytest.raises(EngineDeadError):
+        await vectors(own_both, SENTENCES[0])
+    await own_both.load(tiny)
+    assert (await vectors(own_both, SENTENCES[0])).shape == (1, 384)
+
+
+async def test_a_pin_that_is_gone_does_not_keep_a_load_from_reviving_the_engine(
+    tiny: ModelEntry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned = write_tiny_bert(tmp_path / "pinned")
+    async with Engine(Settings()) as engine:
+        await engine.pin(pinned)
+        (tmp_path / "pinned" / "model.safetensors").unlink()
+        await die(engine)
+        await engine.load(tiny)
+        assert engine.snapshot.model == "tiny"
+        assert engine.snapshot.pinned == ()
+    assert "pinned, which was pinned, could not be loaded again" in caplog.text
+
+
+async def test_what_is_pinned_can_be_loaded_too_and_is_in_memory_once(own_embedder: Engine, minilm: ModelEntry) -> None:
+    used = own_embedder.snapshot.memory_used_bytes
+    await own_embedder.pin(minilm)
+    assert own_embedder.snapshot.memory_used_bytes == used
+    assert await own_embedder.unload() == 0
+    assert (await vectors(own_embedder, SENTENCES[0])).shape == (1, 384)
+
+
+async def test_tokenizing_is_no_idleness(own_embedder: Engine) -> None:
+    spared, awaited, go_on = asyncio.Event(), own_embedder._mlx._thread._awaited, threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def asked() -> bool:
+        """By the thread, when the model has been idle for too long."""
+        loop.call_soon_threadsafe(spared.set)
+        return awaited()
+
+    own_embedder._mlx._thread._awaited = asked
+    await vectors(own_embedder, SENTENCES[0])
+    assert own_embedder._mlx._texts._executor is not None
+    own_embedder._mlx._texts._executor.submit(go_on.wait)
+    embedding = asyncio.create_task(vectors(own_embedder, *SENTENCES))
+    await asyncio.sleep(0)
+    await unload_when_idle_for(own_embedder, 0.001)
+    await spared.wait()
+    await unload_when_idle_for(own_embedder, None)
+    go_on.set()
+    assert (await embedding).shape == (3, 384)
+
+
+async def test_errors_that_a_caller_keeps_do_not_keep_the_model(own_embedder: Engine) -> None:
+    kept = []
+    for refused in (
+        EmbeddingRequest(inputs=("text",), dimensions=385),
+        EmbeddingRequest(inputs=("text",), model="other"),
+        EmbeddingRequest(inputs=((10**9,),)),
+        EmbeddingRequest(inputs=("word " * 1000,)),
+    ):
+        with pytest.raises(LabError) as failed:
+            await own_embedder.embed(refused)
+        kept.append(failed)
+    assert await own_embedder.unload() > 80_000_000
+    assert len(kept) == 4
+
+
+@pytest.mark.parametrize("changes", [{"model": "other"}, {"prompt": TokenPrompt(tokens=(1,) * 10_000)}])
+@pytest.mark.usefixtures("alone")
+async def test_nor_does_a_chat_requests(tiny: ModelEntry, changes: dict[str, Any]) -> None:
+    async with Engine(Settings()) as engine:
+        await engine.load(tiny)
+        with pytest.raises(LabError) as kept:
+            await engine.submit(request(**changes))
+        assert await engine.unload() > 6_000_000
+        assert kept.value is not None
+
+
+# Ends
+
+
+async def test_nothing_to_compute_is_refused(embedder: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="no texts"):
+        await embedder.embed(EmbeddingRequest(inputs=()))
+    with pytest.raises(InvalidRequestError, match="no texts"):
+        await embedder.rerank(RerankRequest(query="q", documents=()))
+
+
+async def test_too_much_text_at_once_is_refused(embedder: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.engine.mlx.prepare_texts.MOST_CHARACTERS", 10_000)
+    running = asyncio.create_task(embedder.embed(long(1000)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="10000 characters"):
+        await vectors(embedder, SENTENCES[0])
+    running.cancel()
+
+
+async def test_before_a_stop_requests_to_pinned_models_end_too(own_both: Engine, gate: Gate) -> None:
+    gate.shut()
+    embedding = asyncio.create_task(own_both.embed(long(4)))
+    await gate.reached()
+    stopping = asyncio.create_task(own_both.quiesce(0))
+    await asyncio.sleep(0)
+    gate.let_pass(2)
+    await stopping
+    with pytest.raises(NotLoadedError, match="the server is stopped before this request ended"):
+        await embedding
+
+
+TOKENS = 2000 * 100
+"""Fewer than ``long(2000)`` has."""
+
+
+async def test_a_caller_who_leaves_takes_the_work_back(embedder: Engine, gate: Gate) -> None:
+    before = embedder.snapshot.encoded_tokens
+    gate.shut()
+    embedding = asyncio.create_task(embedder.embed(long(2000)))
+    await gate.reached()
+    gate.open()
+    embedding.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await embedding
+    await until_idle(embedder)
+    assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
+
+
+async def test_an_accepted_request_that_is_dropped_is_given_up(embedder: Engine) -> None:
+    before = embedder.snapshot.encoded_tokens
+    pending = await embedder.submit_embedding(long(2000))
+    del pending
+    await until_idle(embedder)
+    assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
+
+
+async def test_a_deadline_is_kept(embedder: Engine) -> None:
+    before = embedder.snapshot.encoded_tokens
+    with pytest.raises(GenerationTimeoutError, match=r"0\.3 s"):
+        await embedder.embed(replace(long(2000), timeout_s=0.3))
+    await until_idle(embedder)
+    assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
+
+
+async def test_too_many_requests_are_told_so(minilm: ModelEntry) -> None:
+    async with Engine(Settings(slots=1, queue_limit=1)) as engine:
+        await engine.load(minilm)
+        running = [asyncio.create_task(engine.embed(long(100))) for _ in range(2)]
+        await until_busy(engine, requests=2)
+        with pytest.raises(QueueFullError):
+            await vectors(engine, SENTENCES[0])
+        for task in running:
+            task.cancel()
+
+
+async def test_stopping_the_engine_ends_what_runs(minilm: ModelEntry, gate: Gate) -> None:
+    engine = Engine(Settings())
+    await asyncio.to_thread(engine.start)
+    await engine.load(minilm)
+    gate.shut()
+    embedding = asyncio.create_task(engine.embed(long(200)))
+    await gate.reached()
+    gate.open()
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(EngineDeadError):
+        await embedding
+
+
+async def test_a_failure_in_a_layer_fails_that_request_only(embedder: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = await vectors(embedder, SENTENCES[0])
+
+    def fail(*_: object) -> None:
+        raise ValueError("as an example")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lmx_lab.engine.encoders.bert.Layer.steps", fail)
+        with pytest.raises(EngineError, match="as an example"):
+            await vectors(embedder, SENTENCES[0])
+    assert np.array_equal(await vectors(embedder, SENTENCES[0]), good)
+
+
+# The wrong model
+
+
+async def test_nothing_loaded_says_what_to_do() -> None:
+    async with Engine(Settings()) as engine:
+        with pytest.raises(NotLoadedError, match="--embedder"):
+            await vectors(engine, "text")
+        with pytest.raises(NotLoadedError, match="--reranker"):
+            await engine.rerank(RerankRequest(query="q", documents=("d",)))
+
+
+async def test_a_chat_model_embeds_nothing(both: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="tiny is a chat model; this needs an embedding model"):
+        await vectors(both, "text", model="tiny")
+
+
+async def test_a_reranker_embeds_nothing(reranker: ModelEntry) -> None:
+    async with Engine(Settings()) as engine:
+        await engine.load(reranker)
+        with pytest.raises(NotLoadedError, match="tiny-reranker is a reranker"):
+            await vectors(engine, "text")
+        with pytest.raises(InvalidRequestError, match="is a reranker"):
+            await vectors(engine, "text", model="tiny-reranker")
+
+
+async def test_an_embedding_model_does_not_chat(both: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="minilm-l6 is an embedding model"):
+        await both.submit(request(model="minilm-l6"))
+
+
+async def test_another_model_is_not_taken_for_it(both: Engine) -> None:
+    with pytest.raises(OtherModelLoadedError, match="bge is not loaded"):
+        await vectors(both, "text", model="bge")

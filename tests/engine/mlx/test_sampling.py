@@ -1,0 +1,322 @@
+"""Every way to draw a token, in the batch: what it must change, and what it must leave alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from lmx_lab.engine import Engine, Sampling, TokenPrompt
+from lmx_lab.engine.mlx.sampling import Cut
+from lmx_lab.engine.mlx.state import EngineCore
+from lmx_lab.errors import InvalidRequestError, QueueFullError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from tests.engine.conftest import GREEDY, PROMPT, Shared, finish, finish_with_logprobs, numbers, request, run
+
+pytestmark = pytest.mark.anyio
+# The tiny model's probabilities are nearly flat: without a cut hardly two draws agree.
+WILD = Sampling(temperature=1.0)
+VOCABULARY = 49152
+
+
+EIGHT_SLOTS = Settings(slots=8)
+
+
+@pytest.fixture
+def wide(shared: Shared, tiny: ModelEntry) -> Iterator[Engine]:
+    with shared.lend(EIGHT_SLOTS, tiny) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def own_wide(alone: None, tiny: ModelEntry) -> AsyncIterator[Engine]:
+    async with Engine(EIGHT_SLOTS) as engine:
+        await engine.load(tiny)
+        yield engine
+
+
+async def tokens(engine: Engine, sampling: Sampling, count: int = 12) -> list[int]:
+    stream = await engine.submit(request(sampling=sampling, max_tokens=count, top_logprobs=0, ignore_eos=True))
+    return [entry.token for entry in (await finish_with_logprobs(stream))[1]]
+
+
+@pytest.mark.parametrize("neighbours", [0, 1, 7])
+async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(wide: Engine, neighbours: int) -> None:
+    seeded = replace(WILD, seed=7)
+    alone = await tokens(wide, seeded)
+    others = [
+        await wide.submit(request(prompt=numbers(5 + at, start=500 * at), sampling=WILD, max_tokens=40))
+        for at in range(neighbours)
+    ]
+    assert await tokens(wide, seeded) == alone
+    await asyncio.gather(*map(finish, others))
+
+
+async def test_two_seeds_in_one_batch_are_two_streams(wide: Engine) -> None:
+    seeds = [0, 1, -1, 2**64, 2**64 + 1, 10**400, -(10**400)]
+    alone = [await tokens(wide, replace(WILD, seed=seed)) for seed in seeds]
+    together = await asyncio.gather(*(tokens(wide, replace(WILD, seed=seed)) for seed in seeds))
+    assert list(together) == alone
+    assert len({tuple(drawn) for drawn in alone}) == len(seeds)
+
+
+async def test_without_a_seed_every_answer_differs(engine: Engine) -> None:
+    assert await tokens(engine, WILD) != await tokens(engine, WILD)
+
+
+async def test_the_choices_of_a_seed_differ_and_can_be_had_again(wide: Engine) -> None:
+    async def choices() -> list[str]:
+        streams = await wide.submit_all(request(sampling=replace(WILD, seed=3)), choices=3)
+        return [text for text, _ in await asyncio.gather(*map(finish, streams))]
+
+    first = await choices()
+    assert await choices() == first
+    assert len(set(first)) == 3
+
+
+async def test_choices_are_taken_all_or_none(engine: Engine) -> None:
+    async with await engine.submit(request(max_tokens=300, ignore_eos=True)):
+        with pytest.raises(QueueFullError):
+            await engine.submit_all(request(max_tokens=300), choices=4)
+        assert engine.snapshot.queued_requests + engine.snapshot.active_requests == 1
+
+
+async def test_more_choices_than_there_are_places_are_no_matter_of_waiting(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="n is 5; this server takes 4") as refused:
+        await engine.submit_all(request(), choices=5)
+    assert refused.value.param == "n"
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6, 1e-3])
+async def test_a_tiny_temperature_is_greedy(engine: Engine, temperature: float) -> None:
+    assert await tokens(engine, replace(WILD, temperature=temperature)) == await tokens(engine, GREEDY)
+
+
+async def test_a_penalized_neighbour_changes_no_type_and_so_no_draw(own_wide: Engine) -> None:
+    def narrow(core: EngineCore) -> None:
+        assert core.main is not None
+        core.main.model.set_dtype(mx.bfloat16)
+
+    await own_wide._mlx._thread.call(narrow)
+    seeded = replace(WILD, seed=11)
+    alone = await tokens(own_wide, seeded, 30)
+    beside = await own_wide.submit(
+        request(prompt=numbers(5), sampling=replace(WILD, presence_penalty=1.0), max_tokens=60, ignore_eos=True)
+    )
+    assert await tokens(own_wide, seeded, 30) == alone
+    await finish(beside)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+async def test_greedy_is_the_same_in_a_batch_of_any_size(wide: Engine, size: int) -> None:
+    prompts = [numbers(3 + at, start=300 * at + 5) for at in range(size)]
+    alone = [(await run(wide, prompt=prompt, max_tokens=30))[0] for prompt in prompts]
+    streams = await asyncio.gather(*(wide.submit(request(prompt=prompt, max_tokens=30)) for prompt in prompts))
+    assert [text for text, _ in await asyncio.gather(*map(finish, streams))] == alone
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.5, "min_p": 0.5}]
+)
+async def test_a_cut_to_the_likeliest_is_greedy(engine: Engine, cut: dict[str, float]) -> None:
+    assert await tokens(engine, replace(WILD, **cut)) == await tokens(engine, GREEDY)
+
+
+async def test_top_k_draws_only_from_the_likeliest(engine: Engine) -> None:
+    stream = await engine.submit(
+        request(sampling=replace(WILD, top_k=3), max_tokens=60, top_logprobs=3, ignore_eos=True)
+    )
+    _, entries = await finish_with_logprobs(stream)
+    assert all(entry.token in {top.token for top in entry.top} for entry in entries)
+    assert len({[top.token for top in entry.top].index(entry.token) for entry in entries}) == 3
+
+
+@pytest.mark.parametrize("top_k", [VOCABULARY, VOCABULARY + 1, 10**9])
+async def test_top_k_of_the_whole_vocabulary_cuts_nothing(engine: Engine, top_k: int) -> None:
+    seeded = replace(WILD, seed=5)
+    assert await tokens(engine, replace(seeded, top_k=top_k)) == await tokens(engine, seeded)
+
+
+async def test_a_bias_forces_and_forbids(engine: Engine) -> None:
+    assert await tokens(engine, replace(GREEDY, logit_bias=((777, 100.0),)), 5) == [777] * 5
+    usual = await tokens(engine, GREEDY, 1)
+    assert await tokens(engine, replace(GREEDY, logit_bias=((usual[0], -100.0),)), 1) != usual
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 10**12])
+async def test_a_bias_on_an_unknown_token_is_refused_with_the_range(engine: Engine, token: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{token}.*0 to {VOCABULARY - 1}") as refused:
+        await run(engine, sampling=replace(GREEDY, logit_bias=((token, 1.0),)))
+    assert refused.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+async def test_a_prompt_with_an_unknown_token_is_refused(engine: Engine, token: int) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await run(engine, prompt=TokenPrompt(tokens=(1, token)))
+    assert refused.value.param == "prompt"
+
+
+async def test_a_presence_penalty_counts_the_whole_output(engine: Engine) -> None:
+    # The bias leaves thirty tokens; a penalty larger than their differences lets each come once.
+    few = replace(GREEDY, logit_bias=tuple((token, 100.0) for token in range(700, 730)))
+    assert len(set(await tokens(engine, few, 30))) < 30
+    assert sorted(await tokens(engine, replace(few, presence_penalty=50.0), 30)) == list(range(700, 730))
+
+
+async def test_a_frequency_penalty_grows_with_each_time(engine: Engine) -> None:
+    bias = ((700, 60.0), (701, 59.0))
+    drawn = await tokens(engine, replace(GREEDY, logit_bias=bias, frequency_penalty=0.25), 40)
+    assert set(drawn) == {700, 701}
+    assert max(Counter(drawn).values()) <= 30
+
+
+async def test_a_repetition_penalty_is_no_matter_of_the_prompt(engine: Engine) -> None:
+    plain = await tokens(engine, GREEDY, 1)
+    prompt = TokenPrompt(tokens=(*PROMPT.tokens, *plain))
+    first = await engine.submit(request(prompt=prompt, max_tokens=1, top_logprobs=0))
+    penalized = await engine.submit(
+        request(prompt=prompt, max_tokens=1, top_logprobs=0, sampling=replace(GREEDY, repetition_penalty=1.9))
+    )
+    assert (await finish_with_logprobs(first))[1] == (await finish_with_logprobs(penalized))[1]
+    repeated = await tokens(engine, replace(GREEDY, logit_bias=((700, 100.0),)), 6)
+    spread = await tokens(engine, replace(GREEDY, logit_bias=((700, 3.0),), repetition_penalty=1.9), 30)
+    assert repeated == [700] * 6
+    assert len(set(spread)) > 15
+
+
+async def test_ignore_eos_goes_on_and_shows_nothing_of_it(engine: Engine) -> None:
+    ends = replace(GREEDY, logit_bias=((2, 100.0),))
+    _, report = await run(engine, sampling=ends)
+    assert (report.finish_reason, report.output_tokens) == ("stop", 1)
+    text, report = await run(engine, sampling=ends, ignore_eos=True)
+    assert (text, report.finish_reason, report.output_tokens) == ("", "length", 8)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+async def test_the_last_token_that_a_limit_allows_is_the_one_that_comes_without_it(engine: Engine, limit: int) -> None:
+    # Handed out before mlx-lm's batch does: it must be the same token, with the same numbers, and the same reason.
+    _, usual = await finish_with_logprobs(await engine.submit(request(top_logprobs=2, max_tokens=8)))
+    text, entries = await finish_with_logprobs(await engine.submit(request(top_logprobs=2, max_tokens=limit)))
+    assert entries == usual[:limit]
+    assert text.encode() == b"".join(entry.bytes for entry in entries)
+    ends = replace(GREEDY, logit_bias=((2, 100.0),))
+    assert (await run(engine, sampling=ends, max_tokens=1))[1].finish_reason == "stop"
+    assert (await run(engine, sampling=ends, max_tokens=1, ignore_eos=True))[1].finish_reason == "length"
+
+
+async def test_an_answer_of_one_token_takes_one_forward_pass(own_engine: Engine) -> None:
+    passes = 0
+
+    def count(core: EngineCore) -> None:
+        model = core.generating.batch._generator.model
+
+        def counted(*args: object, **kwargs: object) -> object:
+            nonlocal passes
+            passes += 1
+            return model(*args, **kwargs)
+
+        core.generating.batch._generator._prompt_batch.model = counted
+
+    await own_engine._mlx._thread.call(count)
+    await run(own_engine, prompt=TokenPrompt(tokens=(300,)), max_tokens=1)
+    assert passes == 1
+
+
+async def test_logprobs_are_probabilities_of_the_drawn_tokens(engine: Engine) -> None:
+    stream = await engine.submit(request(top_logprobs=20))
+    text, entries = await finish_with_logprobs(stream)
+    assert len(entries) == 8
+    assert b"".join(entry.bytes for entry in entries) == text.encode()
+    for entry in entries:
+        chances = [math.exp(top.logprob) for top in entry.top if top.logprob is not None]
+        assert chances == sorted(chances, reverse=True)
+        assert 0 < sum(chances) <= 1
+        assert entry.top[0].token == entry.token
+        assert entry.top[0].logprob == entry.logprob
+
+
+async def test_tokens_cut_by_a_stop_string_have_no_logprobs(engine: Engine) -> None:
+    text, entries = await finish_with_logprobs(await engine.submit(request(top_logprobs=0)))
+    stop = entries[4].text
+    assert stop not in text[: text.index(stop)]
+    short, kept = await finish_with_logprobs(await engine.submit(request(top_logprobs=0, stop=(stop,))))
+    assert text.startswith(short)
+    assert kept == entries[:4]
+
+
+async def test_the_token_that_ends_the_text_is_told_apart_and_shows_nothing(engine: Engine) -> None:
+    ends = replace(GREEDY, logit_bias=((2, 100.0),))
+    _, (entry,) = await finish_with_logprobs(await engine.submit(request(top_logprobs=1, sampling=ends)))
+    assert (entry.token, entry.text, entry.bytes, entry.ends) == (2, "<|im_end|>", b"", True)
+    assert entry.logprob == pytest.approx(0, abs=1e-3)
+    stream = await engine.submit(request(top_logprobs=0, sampling=ends, ignore_eos=True))
+    text, entries = await finish_with_logprobs(stream)
+    assert text == ""
+    assert [(one.bytes, one.ends) for one in entries] == [(b"", False)] * 8
+
+
+async def test_a_prompt_is_scored_as_it_would_have_been_generated(engine: Engine) -> None:
+    _, entries = await finish_with_logprobs(await engine.submit(request(top_logprobs=2, max_tokens=20)))
+    said = TokenPrompt(tokens=(*PROMPT.tokens, *(entry.token for entry in entries)))
+    stream = await engine.submit(request(prompt=said, top_logprobs=2, score_prompt=True, max_tokens=0))
+    _, report = await finish(stream)
+    assert stream.prompt_scores is not None
+    scores = stream.prompt_scores.tokens
+    assert (report.finish_reason, report.output_tokens, report.prompt_tokens) == ("length", 0, len(said.tokens))
+    assert [score.token for score in scores] == list(said.tokens)
+    assert scores[0].logprob is None
+    for score, entry in zip(scores[3:], entries, strict=True):
+        assert score.logprob == pytest.approx(entry.logprob, abs=1e-3)
+        assert score.top[0].token == score.token
+
+
+async def test_scoring_goes_on_to_generate(engine: Engine) -> None:
+    plain, _ = await run(engine, prompt=numbers(150))
+    stream = await engine.submit(request(prompt=numbers(150), score_prompt=True))
+    text, report = await finish(stream)
+    assert text == plain
+    assert report.cached_tokens == 0
+    assert stream.prompt_scores is not None
+    assert len(stream.prompt_scores.tokens) == 150
+
+
+async def test_a_prompt_that_fills_the_context_can_be_scored(engine: Engine) -> None:
+    stream = await engine.submit(request(prompt=numbers(512), score_prompt=True, max_tokens=0))
+    await finish(stream)
+    assert stream.prompt_scores is not None
+    assert len(stream.prompt_scores.tokens) == 512
+
+
+async def test_leaving_while_a_prompt_is_scored_frees_the_slot(engine: Engine) -> None:
+    streams = [await engine.submit(request(prompt=numbers(500, start=9 * at), score_prompt=True)) for at in range(3)]
+    for stream in streams:
+        await stream.aclose()
+    assert (await run(engine))[1].output_tokens == 8
+
+
+async def test_a_request_for_no_token_only_checks_its_prompt(engine: Engine) -> None:
+    before = engine.snapshot.prompt_tokens
+    text, report = await run(engine, max_tokens=0)
+    assert (text, report.output_tokens, report.finish_reason, report.prompt_tokens) == ("", 0, "length", 3)
+    assert engine.snapshot.prompt_tokens == before
+    with pytest.raises(InvalidRequestError):
+        await run(engine, max_tokens=0, prompt=TokenPrompt(tokens=(10**6,)))
+
+
+def test_a_rounding_somewhere_does_not_move_a_seeded_draw() -> None:
+    random = np.random.default_rng(0)
+    cut = Cut(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0)
+    logprobs = random.normal(0, 1.7, (1, 49_152)).astype(np.float32)
+    rounded = logprobs + random.normal(0, 1e-6, logprobs.shape).astype(np.float32)
+    keys = [mx.random.key(number) for number in range(100)]
+    draws = [[cut.sample(mx.array(each), key).item() for key in keys] for each in (logprobs, rounded)]
+    assert draws[0] == draws[1]
+    assert len(set(draws[0])) > 90

@@ -1,0 +1,122 @@
+"""In which type weights are kept, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model
+
+from lmx_lab.engine import Engine, machine_memory
+from lmx_lab.engine.mlx.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit_weights
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, ModelEntry
+from tests.engine.conftest import run
+
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the policy of a GPU leaves weights alone")
+AMPLE = 2**40
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+    """The tiny model in 4 bits with float16 scales."""
+    folder = tmp_path_factory.mktemp("quantized") / "tiny-4bit"
+    folder.mkdir()
+    model, config = load_model(tiny.path)
+    model.set_dtype(mx.float16)
+    model, config = quantize_model(model, config, group_size=32, bits=4)
+    weights: Any = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.path / name, folder / name)
+    return Catalog(Settings(home=folder.parent)).resolve(str(folder))
+
+
+@pytest.fixture
+def fitted(quantized: ModelEntry) -> Callable[..., Any]:
+    def fit(dtype: str, limit_bytes: int = AMPLE) -> Any:
+        model, _ = load_model(quantized.path, lazy=True)
+        fit_weights(model, dtype, limit_bytes=limit_bytes)
+        return model
+
+    return fit
+
+
+def dtypes(model: Any) -> set[mx.Dtype]:
+    return {value.dtype for _, value in tree_flatten(model.parameters())}
+
+
+def weights_bytes(model: Any) -> int:
+    return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+
+
+def test_quantized_weights_are_expanded_where_they_fit(fitted: Callable[..., Any]) -> None:
+    assert dtypes(fitted("auto")) == {mx.float32}
+
+
+def test_what_expanding_takes_is_known_before(quantized: ModelEntry, fitted: Callable[..., Any]) -> None:
+    lazy, _ = load_model(quantized.path, lazy=True)
+    assert expanded_bytes(lazy, mx.float32) == weights_bytes(fitted("auto"))
+
+
+def test_expanding_rounds_nothing(fitted: Callable[..., Any]) -> None:
+    prompt = mx.array([[300, 301, 302, 303]])
+    difference = mx.abs(fitted("auto")(prompt) - fitted("keep")(prompt)).max()
+    assert difference.item() < 1e-3
+
+
+def test_without_room_they_stay_quantized_with_float32_activations(fitted: Callable[..., Any]) -> None:
+    needed = weights_bytes(fitted("auto"))
+    model = fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) - 1000)
+    assert dtypes(model) == {mx.uint32, mx.float32}
+    assert dtypes(fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) + 1000)) == {mx.float32}
+
+
+def test_what_others_have_is_no_room(
+    quantized: ModelEntry, fitted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = expanded_bytes(fitted("keep"), mx.float32)
+    for free, expanded in ((needed / EXPANDED_SHARE + 1e3, True), (needed / EXPANDED_SHARE - 1e3, False)):
+        monkeypatch.setattr(machine_memory, "free_bytes", lambda free=free: round(free))
+        assert (weights_bytes(fitted("auto")) >= needed) is expanded
+
+
+def test_keep_leaves_them_quantized(fitted: Callable[..., Any]) -> None:
+    assert dtypes(fitted("keep")) == {mx.uint32, mx.float32}
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_a_named_type_expands_whatever_the_room(fitted: Callable[..., Any], name: str) -> None:
+    assert dtypes(fitted(name, limit_bytes=1)) == {getattr(mx, name)}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("dtype", "times"), [("auto", (3.0, 9.0)), ("keep", (0.5, 2.0))])
+async def test_the_setting_reaches_the_engine(quantized: ModelEntry, dtype: str, times: tuple[float, float]) -> None:
+    async with Engine(Settings(dtype=dtype)) as engine:
+        report = await engine.load(quantized)
+        low, high = times
+        assert low < report.memory_bytes / quantized.size_bytes < high
+        text, _ = await run(engine)
+        assert text
+
+
+def test_an_unknown_type_is_refused_with_the_choices() -> None:
+    with pytest.raises(Exception, match="dtype is 'float8'; it can be auto, keep, float32, float16, bfloat16"):
+        Settings(dtype="float8")
+
+
+def test_the_folder_is_left_as_it_was(quantized: ModelEntry) -> None:
+    assert sorted(path.name for path in Path(quantized.path).iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]

@@ -1,0 +1,90 @@
+"""Which engine is preferred, and for how long a measurement counts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.engine import measure
+from lmx_lab.engine import speeds as speeds_module
+from lmx_lab.engine.measure import measure_speeds
+from lmx_lab.engine.speeds import FILE, Speeds, conditions, keep_speeds, kept_speeds, since
+from lmx_lab.errors import EngineError, OutOfMemoryError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Format, ModelEntry
+
+SPEEDS = Speeds(
+    model="smollm2-135m",
+    measured_at=1_760_000_000.0,
+    tokens_per_second={"mlx": 24.2, "llama.cpp": 110.4},
+    busy_percent=3.0,
+    made_with={},
+)
+
+
+@pytest.mark.parametrize(
+    ("mlx", "llama", "busy", "preferred", "said"),
+    [
+        (24.2, 110.4, 3, "llama.cpp", "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files"),
+        (90.0, 9.04, 3, "mlx", "for smollm2-135m: MLX 90 tok/s, llama.cpp 9.0 tok/s; prefer MLX folders"),
+        (100.0, 119.0, 3, None, "neither is clearly faster"),
+        (8.2, 110.0, 97, None, "other programs kept 97 % of the processors busy, so measure again when they rest"),
+    ],
+)
+def test_what_is_clearly_faster_on_a_quiet_machine_is_preferred(
+    mlx: float, llama: float, busy: float, preferred: str | None, said: str
+) -> None:
+    speeds = replace(SPEEDS, tokens_per_second={"mlx": mlx, "llama.cpp": llama}, busy_percent=busy)
+    assert speeds.preferred == preferred
+    assert said in str(speeds)
+
+
+def test_figures_are_kept_until_something_changes_that_they_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=tmp_path / "new", threads=1)
+    assert kept_speeds(settings) is None
+    speeds = replace(SPEEDS, made_with=conditions(settings))
+    keep_speeds(settings, replace(speeds, busy_percent=50))
+    keep_speeds(settings, speeds)
+    assert [path.name for path in settings.home.iterdir()] == [FILE]
+    assert kept_speeds(settings) == speeds
+    assert kept_speeds(replace(settings, port=1)) == speeds
+    assert kept_speeds(replace(settings, threads=2)) is None
+    assert kept_speeds(replace(settings, dtype="keep")) is None
+    monkeypatch.setattr(speeds_module, "installed", lambda: False)
+    assert kept_speeds(settings) is None
+
+
+def test_a_file_that_somebody_has_damaged_counts_as_none(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    path = keep_speeds(settings, replace(SPEEDS, made_with=conditions(settings)))
+    whole = json.loads(path.read_text())
+    for damaged in ("", "[]", "null", "\x00", json.dumps({**whole, "tokens_per_second": {"mlx": 1}}), "1" * 100_000):
+        path.write_text(damaged)
+        assert kept_speeds(settings) is None
+    path.write_text(json.dumps(whole))
+    assert kept_speeds(settings) is not None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(-5, "just now"), (59, "just now"), (61, "1 minute ago"), (7300, "2 hours ago")]
+)
+def test_an_age_is_said_in_its_largest_unit(monkeypatch: pytest.MonkeyPatch, seconds: float, said: str) -> None:
+    monkeypatch.setattr(speeds_module.time, "time", lambda: 1000.0 + seconds)
+    assert since(1000.0) == said
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_that_says_why(tiny: ModelEntry, tmp_path: Path) -> None:
+    models: dict[Format, ModelEntry] = {"mlx": replace(tiny, path=tmp_path / "gone"), "gguf": tiny}
+    with pytest.raises(EngineError, match="gone"):
+        measure_speeds(Settings(home=tmp_path, threads=1), models)
+
+
+def test_nothing_is_measured_where_memory_is_short(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "NEEDED_BYTES", 2**60)
+    with pytest.raises(OutOfMemoryError, match="unload a model"):
+        measure_speeds(Settings(), {"mlx": tiny, "gguf": tiny})

@@ -1,0 +1,366 @@
+"""How models of several families write thoughts and calls: their tokenizers and templates, and recorded answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm import tokenizer_utils
+
+from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextPrompt, Tool, ToolUse
+from lmx_lab.engine.grammar.compile import Grammars, words_of
+from lmx_lab.engine.grammar.trials import Trials
+from lmx_lab.engine.templates.tool_prompt import template_tools, written_out
+from lmx_lab.engine.text.answer_shape import CONTENT, REASONING
+from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, Thinking, dialect_of
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.weights import ModelEntry
+from tests.engine.mlx.families import (
+    FAMILIES,
+    HERMES,
+    USER,
+    Family,
+    Known,
+    asked,
+    divided,
+    rendered,
+    said,
+    write_tokenizer,
+)
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+TOOLS = ToolUse(tools=(Tool(name="weather", parameters=CITY), Tool(name="add", parameters={"type": "object"})))
+JSON = AnswerFormat(kind="json_schema", text='{"type": "object", "properties": {"a": {"type": "integer"}}}')
+PARIS: tuple[str, dict[str, Any]] = ("weather", {"city": "Zürich 🏔", "days": 2})
+ADD: tuple[str, dict[str, Any]] = ("add", {"a": 1})
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Mapping[str, Known]:
+    known = {}
+    for name, family in FAMILIES.items():
+        folder = tmp_path_factory.mktemp(name)
+        write_tokenizer(folder, smollm2.path, family)
+        tokenizer = tokenizer_utils.load(folder)
+        for end in family.eos:
+            tokenizer.add_eos_token(end)
+        known[name] = Known(tokenizer, dialect_of(tokenizer))
+    return known
+
+
+# What is read off a tokenizer
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("hermes", (("<think>", "</think>"), True, None, False, True)),
+        ("coder", (("<think>", "</think>"), True, "<tool_call>", False, True)),
+        ("glm", (("<think>", "</think>"), True, "<tool_call>", False, True)),
+        ("mistral", (None, True, "[TOOL_CALLS]", False, True)),
+        ("harmony", (None, True, "to=functions.", True, True)),
+        ("plain", (None, False, None, False, False)),
+        ("seed", (("<seed:think>", "</seed:think>"), False, None, False, False)),
+    ],
+)
+def test_what_a_tokenizer_tells(families: Mapping[str, Known], family: str, told: tuple[Any, ...]) -> None:
+    dialect = families[family].dialect
+    thoughts, takes_tools, start, headed, takes_system = told
+    assert (dialect.thoughts, dialect.takes_tools, dialect.headed) == (thoughts, takes_tools, headed)
+    assert (dialect.own_calls and dialect.own_calls.start) == start
+    assert dialect.takes_system is takes_system
+    assert families[family].tokens(thoughts[1] if thoughts else "") == list(dialect.end_of_thoughts)
+    assert not set(dialect.literals) & set(families[family].tokenizer.eos_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "thinking"),
+    [
+        ({}, "possible"),
+        ({"enable_thinking": True}, "possible"),
+        ({"enable_thinking": False}, "closed"),
+        ({"open": True}, "open"),
+    ],
+)
+def test_the_end_of_the_prompt_tells_of_the_thoughts(
+    families: Mapping[str, Known], options: dict[str, Any], thinking: Thinking
+) -> None:
+    known = families["hermes"]
+    assert known.dialect.thinking(rendered(known, asked(options=options))) == thinking
+    assert families["mistral"].dialect.thinking("<think>") == "closed"
+
+
+def test_thoughts_that_no_token_marks_are_found_in_the_template(tmp_path: Path, smollm2: ModelEntry) -> None:
+    write_tokenizer(tmp_path, smollm2.path, Family(HERMES))
+    tokenizer = tokenizer_utils.load(tmp_path)
+    assert not tokenizer.has_thinking
+    known = Known(tokenizer, dialect_of(tokenizer))
+    assert known.dialect.thoughts == ("<think>", "</think>")
+    assert len(known.dialect.end_of_thoughts) > 1
+    assert known.dialect.markers["<think>"] == ("<think>",)
+    # mlx-lm would tell the template not to think.
+    assert rendered(known, asked()).endswith("assistant\n")
+    assert rendered(known, asked(options={"enable_thinking": False})).endswith("</think>\n\n")
+    raw = "<think>\nHm.\n</think>\n\nYes."
+    for whole in (True, False):
+        assert divided(known, raw, asked(), "possible", whole=whole) == ("Yes.", "Hm.", [])
+
+
+# What is read off an answer
+
+RECORDED = {
+    "hermes": '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🏔", '
+    '"days": 2}}\n</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "coder": "<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n<function=weather>\n<parameter=city>\nZürich 🏔\n"
+    "</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "glm": "<think>Hm.</think>Look.<tool_call>weather<arg_key>city</arg_key><arg_value>Zürich 🏔</arg_value>"
+    "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>add<arg_key>a</arg_key><arg_value>1"
+    "</arg_value></tool_call>",
+    "mistral": 'Look.[TOOL_CALLS]weather[CALL_ID]abcdefg00[ARGS]{"city": "Zürich 🏔", "days": 2}[TOOL_CALLS]add[ARGS]'
+    '{"a": 1}',
+    "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Zürich 🏔", '
+    '"days": 2}',
+    "plain": 'Look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🏔", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "seed": '<seed:think>Hm.</seed:think>Look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🏔", '
+    '"days": 2}}\n</tool_call><tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("family", RECORDED)
+def test_a_recorded_answer_is_divided(families: Mapping[str, Known], family: str, whole: bool) -> None:
+    known = families[family]
+    thinking = known.dialect.thinking(rendered(known, asked(TOOLS)))
+    text, reasoning, calls = divided(known, RECORDED[family], asked(TOOLS), thinking, whole=whole)
+    assert (text, reasoning) == ("Look.", "" if family in ("mistral", "plain") else "Hm.")
+    # Its calls have no types; where the tool's schema has none either, a value is text.
+    second = ("add", {"a": "1"}) if family == "coder" else ADD
+    assert calls == ([PARIS] if family == "harmony" else [PARIS, second])
+
+
+@pytest.mark.parametrize("family", ["hermes", "coder", "glm", "mistral", "harmony"])
+def test_what_the_template_writes_of_an_answer_is_read_back(families: Mapping[str, Known], family: str) -> None:
+    known = families[family]
+    answer = said(PARIS, content="" if family == "harmony" else "Look.", thoughts="Hm.")
+    before = rendered(known, asked(TOOLS))
+    # The tools come last in some of the templates here.
+    after = rendered(known, asked(TOOLS, messages=(USER, answer)), prompt=False)
+    head = before.removesuffix("<|im_start|>assistant\n").removesuffix("<|start|>assistant")
+    head = head.removesuffix(json.dumps(template_tools(TOOLS)))
+    assert after.startswith(head)
+    raw = after.removeprefix(head).removeprefix("<|im_start|>assistant\n").removeprefix("<|start|>assistant")
+    raw = raw.partition("<|im_end|>")[0].partition("</s>")[0].partition("<|call|>")[0]
+    text, reasoning, calls = divided(known, raw, asked(TOOLS), "possible", whole=False)
+    assert calls == [PARIS]
+    assert (text, reasoning) == {"mistral": ("Look.", ""), "harmony": ("", "Hm.")}.get(family, ("Look.", "Hm."))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("raw", "parts"),
+    [
+        ("<|channel|>final<|message|>Hi.", ("Hi.", "", [])),
+        ("<|channel|>final <|constrain|>json<|message|>{}", ("{}", "", [])),
+        (
+            "<|channel|>analysis<|message|>to=functions.add?<|end|><|start|>assistant",
+            ("", "to=functions.add?", []),
+        ),
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": 1}', ("", "", [ADD])),
+        (
+            "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>analysis<|message|>B",
+            ("", "AB", []),
+        ),
+        (
+            "<|channel|>commentary to=functions.add<|message|>{",
+            ("to=functions.add<|message|>{", "", []),
+        ),
+    ],
+)
+def test_the_channels_of_harmony(families: Mapping[str, Known], raw: str, parts: tuple[Any, ...], whole: bool) -> None:
+    assert divided(families["harmony"], raw, asked(TOOLS), "closed", whole=whole) == parts
+
+
+def test_without_tools_harmony_shows_no_call(families: Mapping[str, Known]) -> None:
+    for whole in (True, False):
+        assert divided(families["harmony"], RECORDED["harmony"], asked(), "closed", whole=whole) == ("Look.", "Hm.", [])
+
+
+# What the template is given
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("offered", [True, False])
+@pytest.mark.parametrize("content", ["", "Look."])
+def test_a_history_goes_through_every_template(
+    families: Mapping[str, Known], family: str, offered: bool, content: str
+) -> None:
+    results = [{"role": "tool", "content": "rain", "tool_call_id": "abcdefg00", "name": "weather"}]
+    history = (USER, said(PARIS, content=content, thoughts="Hm."), *results, said(content="It rains."), USER)
+    text = rendered(families[family], asked(TOOLS if offered else None, messages=history))
+    assert "Zürich 🏔" in text or "Z\\u00fcrich" in text
+    assert "rain" in text
+    assert "It rains." in text
+    assert ('"add"' in text) is offered
+
+
+def test_tools_are_the_templates_affair_unless_a_format_needs_the_generic_way(families: Mapping[str, Known]) -> None:
+    for family, request in product(("hermes", "coder", "plain"), (asked(TOOLS), asked(TOOLS, JSON), asked(None, JSON))):
+        dialect, prompt = families[family].dialect, request.prompt
+        assert isinstance(prompt, ChatPrompt)
+        given = dialect.template_input(request, prompt)
+        unlike = family == "coder" and request.answer_format is not None and prompt.tools is not None
+        if family == "plain" or unlike:
+            assert given["messages"] == written_out(prompt.messages, prompt.tools, system=family != "plain")
+            assert "tools" not in given
+        else:
+            assert given["messages"] == [USER]
+            assert given.get("tools") == (template_tools(TOOLS) if prompt.tools is not None else None)
+
+
+def test_the_template_is_told_to_think_unless_the_caller_says_so(families: Mapping[str, Known]) -> None:
+    for options, expected in (({}, True), ({"enable_thinking": False}, None), ({"thinking": False}, None)):
+        request = asked(options=options)
+        assert isinstance(request.prompt, ChatPrompt)
+        given = families["seed"].dialect.template_input(request, request.prompt)
+        assert given.get("enable_thinking") is expected
+        assert "enable_thinking" not in families["mistral"].dialect.template_input(request, request.prompt)
+
+
+# What is enforced and what is parsed
+
+WORDS, ANSWER = "Hello.", '{"a": 1}'
+CALL, OTHER = (
+    f'<tool_call>\n{{"name": "{name}", "arguments": {{"city": "x"}}}}\n</tool_call>' for name in ("weather", "add")
+)
+TEXTS = {"words": WORDS, "answer": ANSWER, "call": CALL, "other": OTHER, "two": f"{CALL}\n{OTHER}"}
+USES = {
+    "none": None,
+    "auto": TOOLS,
+    "forced": replace(TOOLS, forced=True),
+    "named": replace(TOOLS, forced=True, only="weather"),
+}
+THOUGHT = {"open": ("Hm.</think>\n\n",), "possible": ("", "<think>Hm.</think>\n\n"), "closed": ("",)}
+EVERY = list(product(("hermes", "coder", "none"), USES, (False, True), ("open", "possible", "closed")))
+
+
+def allowed(use: str, formatted: bool) -> set[str]:
+    calls = {"none": set[str](), "named": {"call"}}.get(use, {"call", "other", "two"})
+    if use in ("forced", "named"):
+        return calls
+    return calls | {"answer"} if formatted else set(TEXTS)
+
+
+@pytest.fixture(scope="module")
+def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str], bool]]:
+    trials = Trials()
+    # With and without a model's own tokens for thoughts and calls.
+    compilers = {
+        family: Grammars(
+            words_of(known.tokenizer, width=len(known.tokenizer), markers=known.dialect.marker_tokens), trials
+        )
+        for family, known in families.items()
+        if family in ("hermes", "coder", "mistral")
+    }
+
+    def accepts(family: str, grammar: str, text: str) -> bool:
+        (matcher,) = compilers[family].matchers(grammar, 1)
+        tokens = families[family].tokens(text)
+        return (
+            matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+        )
+
+    yield accepts
+    trials.end()
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, case)))
+def test_what_is_enforced_and_what_is_parsed(
+    families: Mapping[str, Known],
+    accepts: Callable[[str, str, str], bool],
+    case: tuple[str, str, bool, Thinking],
+) -> None:
+    family, use, formatted, thinking = case
+    named = "mistral" if family == "none" else family
+    dialect = families[named].dialect if family != "none" else replace(families[named].dialect, own_calls=None)
+    request = asked(USES[use], JSON if formatted else None)
+    own = family == "coder" and use == "auto" and not formatted
+
+    calls = dialect.calls_in(request)
+    assert (calls is None) is (use == "none")
+    assert calls is None or (calls.parse is not None) is own
+    assert own or calls in (None, GENERIC)
+
+    shape = dialect.shape(request, thinking)
+    thinks = dialect.thoughts is not None and thinking != "closed"
+    assert (shape is None) is (not thinks and use == "none")
+    if shape is not None:
+        content = BETWEEN if use in ("forced", "named") else CONTENT
+        assert shape.initial == (REASONING if thinks and thinking == "open" else content)
+        assert (REASONING in shape.transitions) is thinks
+        assert shape.calls == calls or own
+
+    grammar = dialect.grammar(request, thinking)
+    assert (grammar is None) is (own or (use == "none" and not formatted))
+    if grammar is None:
+        return
+    prefixes = THOUGHT[thinking] if dialect.thoughts is not None else ("",)
+    expected = {prefix + TEXTS[name] for prefix in prefixes for name in allowed(use, formatted)}
+    tried = {prefix + text for prefix in ("", "Hm.</think>\n\n", "<think>Hm.</think>\n\n") for text in TEXTS.values()}
+    accepted = {text for text in tried if accepts(named, grammar, text)}
+    if use == "auto" and not formatted:
+        # Free but for its calls: more may be said, and nothing less.
+        assert expected <= accepted
+    else:
+        assert accepted == expected
+
+
+def test_plain_prompts_have_no_shape(families: Mapping[str, Known]) -> None:
+    request = GenerationRequest(prompt=TextPrompt(text="<think>"), answer_format=JSON)
+    for known in families.values():
+        assert known.dialect.shape(request, "closed") is None
+        assert known.dialect.calls_in(request) is None
+    assert families["hermes"].dialect.grammar(request, "closed") is not None
+
+
+def test_a_call_is_enforced_from_a_special_token_on(
+    families: Mapping[str, Known], accepts: Callable[[str, str, str], bool]
+) -> None:
+    grammar = families["hermes"].dialect.grammar(asked(TOOLS), "closed")
+    assert grammar is not None
+    assert accepts("hermes", grammar, f"Look: {CALL}\nAnd {OTHER} so")
+    assert not accepts("hermes", grammar, "Look: <tool_call>weather</tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"answer_format": JSON}, "response_format"),
+        ({"tools": USES["forced"]}, "tool_choice"),
+        ({"tools": USES["named"]}, "tool_choice"),
+        ({"tools": TOOLS, "answer_format": JSON}, "response_format"),
+    ],
+)
+def test_nothing_is_enforced_around_headers(families: Mapping[str, Known], changes: dict[str, Any], param: str) -> None:
+    dialect = families["harmony"].dialect
+    with pytest.raises(InvalidRequestError, match="headers") as refused:
+        dialect.grammar(asked(**changes), "closed")
+    assert refused.value.param == param
+    assert dialect.grammar(asked(TOOLS), "closed") is None
+    assert dialect.grammar(asked(), "closed") is None
+
+
+@pytest.mark.parametrize("changes", [{"answer_format": JSON}, {"tools": TOOLS}, {"tools": USES["forced"]}])
+def test_an_answer_without_an_end_has_no_form(families: Mapping[str, Known], changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        families["hermes"].dialect.grammar(asked(**changes, ignore_eos=True), "closed")
+    assert refused.value.param == "ignore_eos"
+    # Calls in the model's own format are parsed, not enforced.
+    assert families["coder"].dialect.grammar(asked(TOOLS, ignore_eos=True), "closed") is None

@@ -1,0 +1,452 @@
+"""Exactness of text: joined pieces are the whole, at every token and byte boundary, and entries go with their text."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tool_parsers import json_tools
+from transformers import AutoTokenizer
+
+from lmx_lab.engine.requests import ToolCallDelta
+from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.text.splitter import Decode, Detokenizer, Piece, TextSplitter
+from lmx_lab.engine.text.stop_strings import StopStrings
+from lmx_lab.weights import ModelEntry
+from tests.engine.answers import Tokens, answer, places, shape_of
+
+TEXTS = st.text(alphabet=st.sampled_from("ab -é€😀\n"), max_size=30)
+STOPS = st.lists(st.text(alphabet="ab -é", min_size=1, max_size=4), max_size=3)
+# Bytes that begin, continue and break characters, rather than any.
+BYTES = st.lists(
+    st.sampled_from(
+        [b"a", b" ", "é".encode(), "€".encode(), "😀".encode(), b"\x80", b"\xe2\x82", b"\xf0\x9f\x98", b"\xff"]
+    )
+    | st.binary(min_size=1, max_size=3)
+    | st.sampled_from([b"\x80" * 40, b"\xf0\x9f\x98" * 20, "€".encode() * 20]),
+    max_size=60,
+).map(b"".join)
+SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=40)
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """The hardest tokenizer: every byte is a token."""
+    return bytes(tokens).decode("utf-8", "replace")
+
+
+def decode_with_leading_space(tokens: Sequence[int]) -> str:
+    """As SentencePiece does: the first token of a text loses its space."""
+    return decode_bytes(tokens).removeprefix(" ")
+
+
+def decode_with_byte_fallback(tokens: Sequence[int]) -> str:
+    """As Hugging Face's decoder does: from 128 up byte tokens, whose whole run is broken if one is; the rest ASCII."""
+
+    def run(match: re.Match[bytes]) -> bytes:
+        try:
+            return match[0].decode().encode()
+        except UnicodeDecodeError:
+            return "\ufffd".encode() * len(match[0])
+
+    return re.sub(rb"[\x80-\xff]+", run, bytes(tokens)).decode().removeprefix(" ")
+
+
+class Chunks:
+    """A tokenizer whose tokens are these bytes; an empty one is a special token that is skipped."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self.chunks = list(chunks)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.chunks[token] for token in tokens).decode("utf-8", "replace")
+
+    def decode_with_leading_space(self, tokens: Sequence[int]) -> str:
+        return self.decode(tokens).removeprefix(" ")
+
+
+def chunks(data: bytes, sizes: Sequence[int]) -> Chunks:
+    """The data in tokens of these sizes, over and over."""
+    out, at = [], 0
+    while at < len(data):
+        size = sizes[len(out) % len(sizes)] if any(sizes) else 1
+        out.append(data[at : at + size])
+        at += size
+    return Chunks(out)
+
+
+def streamed(decode: Decode, tokens: Iterable[int]) -> str:
+    detokenizer = Detokenizer(decode)
+    pieces = [detokenizer.add(token) for token in tokens]
+    assert sum(map(len, pieces)) <= detokenizer.length
+    pieces.append(detokenizer.finish())
+    assert detokenizer.length == sum(map(len, pieces))
+    return "".join(pieces)
+
+
+@given(TEXTS)
+def test_pieces_of_split_characters_join_to_the_text(text: str) -> None:
+    assert streamed(decode_bytes, text.encode()) == text
+
+
+@given(BYTES)
+def test_broken_bytes_come_out_as_decoding_everything_at_once_has_them(data: bytes) -> None:
+    assert streamed(decode_bytes, data) == data.decode("utf-8", "replace")
+
+
+@given(BYTES, SIZES)
+def test_tokens_of_several_bytes_and_of_none_join_to_the_text(data: bytes, sizes: list[int]) -> None:
+    tokenizer = chunks(data, sizes)
+    assert streamed(tokenizer.decode, range(len(tokenizer.chunks))) == data.decode("utf-8", "replace")
+
+
+@given(BYTES, st.lists(st.integers(1, 5), min_size=1))
+def test_a_leading_space_is_dropped_once_and_inner_ones_are_kept(data: bytes, sizes: list[int]) -> None:
+    expected = data.decode("utf-8", "replace").removeprefix(" ")
+    tokenizer = chunks(data, sizes)
+    assert streamed(decode_with_leading_space, data) == expected
+    assert streamed(tokenizer.decode_with_leading_space, range(len(tokenizer.chunks))) == expected
+
+
+@given(BYTES)
+def test_nothing_is_streamed_that_a_further_byte_could_change(data: bytes) -> None:
+    detokenizer, settled, out = Detokenizer(decode_bytes), codecs.getincrementaldecoder("utf-8")("replace"), ""
+    final = ""
+    for token in data:
+        out += detokenizer.add(token)
+        final += settled.decode(bytes([token]))
+        assert final.startswith(out)
+        # Nor is much more held back than must be.
+        assert len(final) - len(out) <= 3
+
+
+@given(BYTES.filter(lambda data: "\ufffd".encode() not in data))
+def test_byte_fallback_loses_no_byte_and_tears_no_valid_character(data: bytes) -> None:
+    text = streamed(decode_with_byte_fallback, data)
+    data = data.removeprefix(b" ")
+    valid = data.decode("utf-8", "ignore")
+    assert text.replace("\ufffd", "") == valid
+    assert text.count("\ufffd") == len(data) - len(valid.encode())
+
+
+def test_a_character_is_streamed_as_soon_as_it_is_complete_even_behind_a_wrong_byte() -> None:
+    detokenizer = Detokenizer(decode_with_byte_fallback)
+    pieces = [detokenizer.add(token) for token in b"\x80\xe2\x82\xac\x80\xc3\xa9"]
+    assert pieces == ["", "", "", "\ufffd€", "", "", "\ufffdé"]
+
+
+@pytest.mark.parametrize("decode", [decode_bytes, decode_with_leading_space, decode_with_byte_fallback])
+@pytest.mark.parametrize(
+    "run", [b"\x80", b"\xff", b"\xf0\x9f\x98", b"\xe2\x82\xac", b"\xe2\x82", b"a", b" ", b"\xc3\xa9\x80"]
+)
+def test_the_work_grows_with_the_number_of_tokens_only(decode: Decode, run: bytes) -> None:
+    decoded = 0
+
+    def counting(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return decode(tokens)
+
+    count = 4000
+    streamed(counting, (run * count)[:count])
+    assert decoded <= 64 * count
+
+
+@pytest.mark.parametrize("before", [b"", b"a", b"\xe2"])
+def test_skipped_tokens_cost_no_more_the_more_there_are(before: bytes) -> None:
+    tokenizer = Chunks([before, b""])
+    decoded = 0
+
+    def counting(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return tokenizer.decode(tokens)
+
+    assert streamed(counting, [0, *[1] * 4000]) == before.decode("utf-8", "replace")
+    assert decoded <= 200 * 4000
+
+
+def test_a_character_survives_skipped_tokens_between_its_bytes() -> None:
+    tokenizer = Chunks([b"", b"\xf0", b"\x9f", b"\x98\x80"])
+    for before in range(20):
+        for between in range(30):
+            assert streamed(tokenizer.decode, [*[0] * before, 1, 2, *[0] * between, 3]) == "😀"
+
+
+def test_tokens_that_each_end_one_character_and_begin_the_next_are_streamed() -> None:
+    count = 500
+    tokenizer = Chunks([b"x\xe2", *[b"\x82\xac\xe2"] * count, b"\x82\xac"])
+    detokenizer = Detokenizer(tokenizer.decode)
+    pieces = [detokenizer.add(token) for token in range(count + 2)]
+    assert pieces == ["x", *["€"] * (count + 1)]
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """The obvious way: the text before the stop string that is complete first, and of those the leftmost."""
+    for end in range(len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[Piece[int]]:
+    """Every token is its own entry."""
+    pieces = []
+    for token in tokens:
+        pieces.append(splitter.add(token, token))
+        if pieces[-1].stopped:
+            return pieces
+    return [*pieces, splitter.finish()]
+
+
+@given(TEXTS, STOPS)
+def test_stop_strings_cut_the_stream_as_they_cut_the_whole_text(text: str, stops: list[str]) -> None:
+    pieces = run(TextSplitter(decode_bytes, stops), text.encode())
+    assert ("".join(piece.text for piece in pieces), pieces[-1].stopped) == cut(text, stops)
+
+
+@given(TEXTS, STOPS, st.lists(st.integers(1, 5), max_size=30))
+def test_where_the_text_is_split_does_not_matter(text: str, stops: list[str], sizes: list[int]) -> None:
+    matcher, out, rest = StopStrings(stops), "", text
+    for size in [*sizes, len(text) + 1]:
+        piece, stopped = matcher.feed(rest[:size])
+        out, rest = out + piece, rest[size:]
+        if stopped:
+            break
+    else:
+        out += matcher.finish()
+    assert (out, stopped) == cut(text, stops)
+
+
+def test_of_two_stop_strings_the_one_that_is_complete_first_counts() -> None:
+    assert StopStrings(["bc", "abcd"]).feed("abcd") == ("a", True)
+
+
+@pytest.mark.parametrize("pieces", [["a", "bb", "c"], ["ab", "bc"], ["abbc"], ["a", "b", "b", "c"]])
+def test_a_stop_string_is_found_whatever_the_split(pieces: list[str]) -> None:
+    stops = StopStrings(["bb"])
+    out = ""
+    for piece in pieces:
+        text, stopped = stops.feed(piece)
+        out += text
+        if stopped:
+            break
+    assert (out, stopped) == ("a", True)
+
+
+def test_what_looked_like_a_stop_string_is_given_back_at_the_end() -> None:
+    stops = StopStrings(["END"])
+    assert stops.feed("the EN") == ("the ", False)
+    assert stops.finish() == "EN"
+
+
+# Entries
+
+
+@given(TEXTS, STOPS, SIZES)
+def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    tokenizer = chunks(text.encode(), sizes)
+    pieces = run(TextSplitter(tokenizer.decode, stops), range(len(tokenizer.chunks)))
+    kept, stopped = cut(text, stops)
+    expected = [
+        token
+        for token, (start, end) in enumerate(places(tokenizer.chunks))
+        if not stopped or start < len(kept) or end <= len(kept)
+    ]
+    assert [entry for piece in pieces for entry in piece.entries] == expected
+
+
+@given(TEXTS, STOPS, SIZES)
+def test_an_entry_goes_out_with_the_last_of_its_text_not_before_and_not_later(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    tokenizer = chunks(text.encode(), sizes)
+    ends = [end for _, end in places(tokenizer.chunks)]
+    out, taken = 0, 0
+    for at, piece in enumerate(run(TextSplitter(tokenizer.decode, stops), range(len(tokenizer.chunks)))):
+        out, taken = out + len(piece.text), taken + len(piece.entries)
+        if not piece.stopped:
+            assert taken == sum(end <= out for end in ends[: at + 1])
+
+
+@given(BYTES, SIZES, st.sampled_from([decode_bytes, decode_with_byte_fallback]), STOPS)
+def test_entries_are_in_order_and_never_lost_however_broken_the_text(
+    data: bytes, sizes: list[int], decode: Decode, stops: list[str]
+) -> None:
+    for splitter, tokens in (
+        (TextSplitter[int](decode, stops), list(enumerate(data))),
+        (
+            TextSplitter[int](chunks(data, sizes).decode, stops),
+            [(i, i) for i in range(len(chunks(data, sizes).chunks))],
+        ),
+    ):
+        out: list[int] = []
+        for at, token in tokens:
+            piece = splitter.add(token, at)
+            out += piece.entries
+            if piece.stopped:
+                break
+        else:
+            out += splitter.finish().entries
+            assert len(out) == len(tokens)
+        assert out == list(range(len(out)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        # Held back by a possible stop string, then free.
+        ([b"a", b"E", b"x"], [("a", [0]), ("", []), ("Ex", [1, 2]), ("", [])]),
+        # The token in which the stop string begins goes out; the one that only ends it does not.
+        ([b"a", b"bE", b"ND"], [("a", [0]), ("b", []), ("", [1])]),
+        ([b"a", b"END"], [("a", [0]), ("", [])]),
+        # A torn character has one character for all its tokens.
+        ([b"\xe2", b"\x82", b"\xac"], [("", []), ("", []), ("€", [0, 1, 2]), ("", [])]),
+        ([b"\xe2", b"\x82\xacEND"], [("", []), ("€", [0, 1])]),
+        ([b"\xe2\x82", b"a"], [("", []), ("\ufffda", [0, 1]), ("", [])]),
+        # Without text: out with what is before them.
+        ([b"", b"a", b"", b"EN", b"", b"D"], [("", [0]), ("a", [1]), ("", [2]), ("", []), ("", []), ("", [])]),
+        ([b"E", b"", b""], [("", []), ("", []), ("", []), ("E", [0, 1, 2])]),
+    ],
+)
+def test_entries_go_with_the_text_of_their_tokens(tokens: list[bytes], expected: list[tuple[str, list[int]]]) -> None:
+    pieces = run(TextSplitter(Chunks(tokens).decode, ["END"]), range(len(tokens)))
+    assert [(piece.text, list(piece.entries)) for piece in pieces] == expected
+
+
+def test_bytes_that_turn_out_to_be_one_character_go_together() -> None:
+    pieces = run(TextSplitter(decode_with_byte_fallback, ["x"]), b"\xe2\x82\xacx")
+    assert [list(piece.entries) for piece in pieces] == [[], [], [0xE2, 0x82, 0xAC], []]
+
+
+def test_without_entries_pieces_have_none() -> None:
+    splitter: TextSplitter[object] = TextSplitter(decode_bytes, ())
+    assert [splitter.add(token) for token in b"ab"] == [Piece("a", False), Piece("b", False)]
+    assert splitter.finish() == Piece("", False)
+
+
+# With a shape
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é€😀"}}\n</tool_call>'
+
+
+@given(BYTES, SIZES, STOPS)
+def test_an_empty_shape_changes_nothing(data: bytes, sizes: list[int], stops: list[str]) -> None:
+    tokenizer = chunks(data, sizes)
+    tokens = range(len(tokenizer.chunks))
+    plain, shaped = (run(TextSplitter(tokenizer.decode, stops, shape), tokens) for shape in (None, AnswerShape()))
+    assert plain == shaped
+
+
+@given(TEXTS, TEXTS, st.sets(st.integers(0, 100)))
+def test_a_literal_behind_half_a_character_leaves_all_else_whole(before: str, after: str, cuts: set[int]) -> None:
+    half = len(before.encode()) + 1
+    tokenizer = Tokens(f"{before}€[X]{after}", {*cuts, half}, ["[X]"])
+    tokens = [token for token, start in enumerate(tokenizer.edges[:-1]) if start != half]
+    shape = AnswerShape(transitions={CONTENT: [("a[X]b", REASONING)]}, literals=tokenizer.literals)
+    pieces = run(TextSplitter(tokenizer.decode, (), shape), tokens)
+    (literal,) = tokenizer.literals
+    torn = b"".join(tokenizer.chunks[token] for token in tokens if token < literal)
+    assert "".join(piece.text for piece in pieces) == f"{torn.decode('utf-8', 'replace')}[X]{after}"
+    assert [entry for piece in pieces for entry in piece.entries] == tokens
+
+
+def test_a_space_behind_a_literal_is_kept_as_behind_other_text() -> None:
+    tokenizer = Chunks([b" a", b" b"])
+    shape = AnswerShape(transitions={CONTENT: [("[X]", CONTENT), ("[Y]z", CONTENT)]}, literals={2: "[X]", 3: "[Y]"})
+    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode_with_leading_space, (), shape)
+    pieces = [splitter.add(token) for token in [0, 1, 2, 1, 3, 1, 0]]
+    assert [piece.text for piece in pieces] == ["a", " b", "", " b", "", "[Y] b", " a"]
+
+
+def test_a_special_token_is_text_in_markers_and_in_calls_and_nothing_elsewhere() -> None:
+    literals = {0: "<s>", 1: "</s>", 2: "<arg>"}
+    tokenizer = Chunks([b"", b"", b"", b"f", b"x"])
+    seen = []
+
+    def parse(text: str) -> dict[str, object]:
+        seen.append(text)
+        return {"name": text, "arguments": {}}
+
+    shape = AnswerShape(
+        transitions={CONTENT: [("<s>", TOOL)], TOOL: [("</s>", CONTENT)]},
+        calls=CallFormat(start="<s>", end="</s>", parse=parse),
+        literals=literals,
+    )
+    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode, (), shape)
+    pieces = [splitter.add(token, at) for at, token in enumerate([4, 2, 0, 3, 2, 1, 2, 4])]
+    assert [piece.text for piece in pieces] == ["x", "", "", "", "", "", "", "x"]
+    assert [list(piece.entries) for piece in pieces] == [[0], [1], [], [], [], [2, 3, 4, 5], [6], [7]]
+    assert seen == ["f<arg>"]
+    (delta,) = pieces[5].calls
+    assert delta == ToolCallDelta(index=0, id=delta.id, name="f<arg>", arguments="{}")
+
+
+@pytest.mark.parametrize(
+    ("texts", "initial", "expected"),
+    [
+        (["a", "b"], CONTENT, 0),
+        (["a", "b"], REASONING, 2),
+        # The marker that ends the thoughts counts, and of the one that begins them the last token.
+        (["a", "<thi", "nk>", "b", "</thi", "nk>", "c"], CONTENT, 4),
+        (["a</think>b", "c"], REASONING, 1),
+        (["a", CALL, "c"], REASONING, 2),
+    ],
+)
+def test_reasoning_tokens_are_those_of_the_thoughts(texts: list[str], initial: str, expected: int) -> None:
+    splitter: TextSplitter[int] = TextSplitter(
+        Chunks(text.encode() for text in texts).decode, (), shape_of(json_tools, initial=initial)
+    )
+    run(splitter, range(len(texts)))
+    assert splitter.reasoning_tokens == expected
+
+
+@given(st.sets(st.integers(1, 200)), TEXTS)
+def test_stop_strings_leave_thoughts_and_calls_alone(cuts: set[int], content: str) -> None:
+    raw = f"<think>b</think>x{content}{CALL}"
+    found = answer(Tokens(raw, cuts), shape_of(json_tools), ["b", '"'])
+    kept, stopped = cut(f"x{content}".rstrip(), ["b", '"'])
+    assert (found.text, found.stopped, found.reasoning) == (kept, stopped, "b")
+    assert found.calls == ([] if stopped else [("f", '{"x": "é€😀"}')])
+
+
+def test_the_real_tokenizer_makes_the_same_of_its_own_tokens(smollm2: ModelEntry) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.path)
+    raw = f"<think>\nThe 😀 user asks.\n</think>\n\nLet me look.\n{CALL}\n{CALL}\n"
+    tokens = tokenizer.encode(raw, add_special_tokens=False)
+    # What the answer's text does not show, wherever it is.
+    tokens = [token for pair in zip(tokens, [tokenizer.bos_token_id] * len(tokens), strict=True) for token in pair]
+
+    def decode(some: Sequence[int]) -> str:
+        return str(tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    for parsed in (True, False):
+        pieces = run(TextSplitter(decode, ["😀"], shape_of(json_tools, parsed=parsed)), tokens)
+        assert "".join(piece.text for piece in pieces) == "Let me look."
+        assert "".join(piece.reasoning for piece in pieces) == "The 😀 user asks."
+        deltas = [delta for piece in pieces for delta in piece.calls]
+        assert [delta.name for delta in deltas if delta.name] == ["f", "f"]
+        assert "".join(delta.arguments for delta in deltas) == '{"x": "é€😀"}' * 2
+        assert [entry for piece in pieces for entry in piece.entries] == tokens
+
+
+def test_pieces_have_the_channels_of_their_own_tokens() -> None:
+    texts = ["hm", "</think>", "ok", CALL, "!"]
+    splitter: TextSplitter[int] = TextSplitter(
+        Chunks(text.encode() for text in texts).decode, (), shape_of(json_tools, initial=REASONING)
+    )
+    pieces = run(splitter, range(len(texts)))
+    assert [(piece.text, piece.reasoning, len(piece.calls)) for piece in pieces] == [
+        ("", "hm", 0),
+        ("", "", 0),
+        ("ok", "", 0),
+        ("", "", 1),
+        ("!", "", 0),
+        ("", "", 0),
+    ]

@@ -1,0 +1,403 @@
+"""Tool calls out of real formats with the real parsers, however the tokens are cut; and what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder
+
+from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, AnswerShape
+from lmx_lab.engine.text.tool_calls import EnforcedCall, Numbering, ParsedCalls
+from tests.engine.answers import Answer, Tokens, answer, merge, shape_of
+
+QWEN_CODER_CALL = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nSão Paulo\n</parameter>\n"
+    "<parameter=unit>\ncelsius\n</parameter>\n</function>\n</tool_call>"
+)
+KIMI_CALLS = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>'
+    '{"a": 1, "b": 2}<|tool_call_end|><|tool_calls_section_end|>'
+)
+KIMI_SPECIALS = [
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+]
+GLM_SPECIALS = [f"<{slash}{name}>" for name in ("think", "tool_call", "arg_key", "arg_value") for slash in ("", "/")]
+HERMES_BROKEN = [
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa\n</tool_call>',
+    '<tool_call>\n["get_weather", 1]\n</tool_call>',
+    "<tool_call>\n[]\n</tool_call>",
+    "<tool_call></tool_call>",
+    '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
+    '<tool_call>{"name": "f", "parameters": {}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": [-Infinity]}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
+    '<tool_call>{"name": "f\\udfff", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": ' + "[" * 3000 + "}}</tool_call>",
+    '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>',
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a model wrote, and what its reader should see."""
+
+    parser: ModuleType
+    raw: str
+    text: str = ""
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    reasoning: str = ""
+    initial: str = CONTENT
+    specials: tuple[str, ...] | list[str] = ()
+    ids: list[str] | None = None
+
+    @property
+    def shape(self) -> AnswerShape:
+        return shape_of(self.parser, initial=self.initial)
+
+
+CASES = {
+    "hermes, thoughts and content before": Case(
+        json_tools,
+        "<think>\nThe user wants the weather.\n</think>\n\nLet me look. \n"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🏔"}}\n</tool_call>',
+        "Let me look.",
+        [("get_weather", {"city": "Zürich 🏔"})],
+        "The user wants the weather.",
+    ),
+    "hermes, several calls, thoughts opened by the prompt": Case(
+        json_tools,
+        'Two cities.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": "{\\"y\\": null}"}\n</tool_call>\n',
+        "",
+        [("f", {"x": 1}), ("g", {"y": None})],
+        "Two cities.",
+        REASONING,
+    ),
+    "hermes, content after": Case(
+        json_tools,
+        'A <tool_call>{"name": "f", "arguments": {}}</tool_call> \nand that is <all>.\n',
+        "A \nand that is <all>.\n",
+        [("f", {})],
+    ),
+    "hermes, a call in the thoughts, which it ends": Case(
+        json_tools,
+        'Hm, \n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n',
+        "",
+        [("f", {})],
+        "Hm,",
+        REASONING,
+    ),
+    "hermes, a broken call between others": Case(
+        json_tools,
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": oops}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        '\n<tool_call>{"name": oops}</tool_call>',
+        [("f", {}), ("g", {})],
+    ),
+    "hermes, without the end marker": Case(
+        json_tools, 'Ok <tool_call>{"name": "f", "arguments": {"x": 1}}', "Ok", [("f", {"x": 1})]
+    ),
+    "hermes, cut off": Case(json_tools, 'Ok <tool_call>{"name": "f", "argu', 'Ok <tool_call>{"name": "f", "argu'),
+    "mistral, the old style": Case(
+        mistral,
+        'Sure. [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}, '
+        '{"name": "g", "arguments": {}, "id": "abcdefghi"}]',
+        "Sure.",
+        [("f", {"x": 1}), ("g", {})],
+        specials=["[TOOL_CALLS]", "[ARGS]"],
+    ),
+    "mistral, the new style": Case(
+        mistral,
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]add[ARGS]{"a": [1, 2]}',
+        "",
+        [("get_weather", {"city": "Paris"}), ("add", {"a": [1, 2]})],
+        specials=["[TOOL_CALLS]", "[ARGS]"],
+    ),
+    "mistral, cut off": Case(
+        mistral,
+        'Sure. [TOOL_CALLS]get_weather[ARGS]{"city": "Par',
+        'Sure. [TOOL_CALLS]get_weather[ARGS]{"city": "Par',
+        specials=["[TOOL_CALLS]", "[ARGS]"],
+    ),
+    "qwen3-coder": Case(
+        qwen3_coder,
+        f"I will check.\n\n{QWEN_CODER_CALL}\n{QWEN_CODER_CALL}",
+        "I will check.",
+        [("get_weather", {"city": "São Paulo", "unit": "celsius"})] * 2,
+    ),
+    "qwen3-coder, no function": Case(
+        qwen3_coder, "<tool_call>\nget_weather\n</tool_call>", "<tool_call>\nget_weather\n</tool_call>"
+    ),
+    "glm-4.7": Case(
+        glm47,
+        "<think>Weather, then.</think>I'll check.<tool_call>get_weather<arg_key>city</arg_key><arg_value>北京"
+        "</arg_value><arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
+        "I'll check.",
+        [("get_weather", {"city": "北京", "days": 3})],
+        "Weather, then.",
+        specials=GLM_SPECIALS,
+    ),
+    "kimi-k2": Case(
+        kimi_k2,
+        f"Checking.  {KIMI_CALLS}",
+        "Checking.",
+        [("get_weather", {"city": "Paris"}), ("add", {"a": 1, "b": 2})],
+        specials=KIMI_SPECIALS,
+        ids=["functions.get_weather:0", "functions.add:1"],
+    ),
+    "kimi-k2, arguments that are no object": Case(
+        kimi_k2,
+        KIMI_CALLS.replace('{"city": "Paris"}', "Paris"),
+        KIMI_CALLS.replace('{"city": "Paris"}', "Paris"),
+        specials=KIMI_SPECIALS,
+    ),
+    "lfm2": Case(
+        pythonic,
+        '<|tool_call_start|>[get_weather(city="Paris", days=2), now()]<|tool_call_end|>Checking the weather.',
+        "Checking the weather.",
+        [("get_weather", {"city": "Paris", "days": 2}), ("now", {})],
+        specials=["<|tool_call_start|>", "<|tool_call_end|>"],
+    ),
+    "lfm2, a set is no JSON": Case(
+        pythonic,
+        "<|tool_call_start|>[f(x={1, 2})]<|tool_call_end|>",
+        "<|tool_call_start|>[f(x={1, 2})]<|tool_call_end|>",
+        specials=["<|tool_call_start|>", "<|tool_call_end|>"],
+    ),
+} | {f"hermes, broken {raw[:90]}": Case(json_tools, f"So: {raw} .", f"So: {raw} .") for raw in HERMES_BROKEN}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def check(case: Case, found: Answer) -> None:
+    assert (found.text, found.reasoning) == (case.text, case.reasoning)
+    assert found.calls == [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in case.calls]
+    assert len(set(found.ids)) == len(found.ids)
+    assert case.ids is None or found.ids == case.ids
+
+
+@each_case
+def test_an_answer_whole(case: Case) -> None:
+    check(case, answer(Tokens(case.raw, [], case.specials), case.shape))
+
+
+@each_case
+def test_an_answer_cut_in_two_anywhere(case: Case) -> None:
+    size = len(case.raw.encode())
+    for cut in range(1, size, 1 + size // 500):
+        check(case, answer(Tokens(case.raw, [cut], case.specials), case.shape))
+
+
+@each_case
+def test_an_answer_byte_by_byte(case: Case) -> None:
+    tokens = Tokens(case.raw, range(len(case.raw.encode())), case.specials)
+    found = answer(tokens, case.shape)
+    check(case, found)
+    assert found.entries == list(range(len(tokens.chunks)))
+
+
+@given(st.sampled_from(list(CASES.values())), st.sets(st.integers(1, 400)))
+def test_an_answer_cut_at_random(case: Case, cuts: set[int]) -> None:
+    check(case, answer(Tokens(case.raw, cuts, case.specials), case.shape))
+
+
+def test_special_tokens_without_a_part_in_the_format_show_nothing() -> None:
+    case = CASES["hermes, content after"]
+    assert answer(Tokens("a<|x|>b", [], ["<|x|>"]), case.shape).text == "ab"
+    # Inside a call in the model's own format they may be a part of it.
+    inside = '<tool_call>{"name": "f", "arguments": {"x": "<|x|>"}}</tool_call>'
+    assert answer(Tokens(inside, [], ["<|x|>"]), case.shape).calls == [("f", '{"x": "<|x|>"}')]
+    enforced = shape_of(json_tools, parsed=False)
+    assert answer(Tokens(inside, [], ["<|x|>"]), enforced).calls == [("f", '{"x": ""}')]
+
+
+# Ids
+
+
+def test_ids_have_nine_letters_and_digits() -> None:
+    for _ in range(50):
+        id_ = Numbering().begin("f").id
+        assert id_ is not None
+        assert len(id_) == 9
+        assert id_.isascii()
+        assert id_.isalnum()
+
+
+def test_a_models_own_id_is_kept_once() -> None:
+    numbering = Numbering()
+    deltas = [numbering.begin("f", "{}", id_) for id_ in ("one", "one", "", None, "two")]
+    ids = [delta.id for delta in deltas]
+    assert (ids[0], ids[4]) == ("one", "two")
+    assert len(set(ids)) == 5
+    assert [delta.index for delta in deltas] == [0, 1, 2, 3, 4]
+
+
+# Any parser
+
+
+def fail(error: type[BaseException]) -> Callable[[str], Any]:
+    def parse(_: str) -> Any:
+        raise error("no call")
+
+    return parse
+
+
+def endless() -> Any:
+    loop: dict[str, Any] = {"name": "f", "arguments": {}}
+    loop["arguments"]["x"] = loop
+    return loop
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [
+        *map(fail, [ValueError, KeyError, RecursionError, MemoryError, AttributeError, SyntaxError]),
+        *(
+            lambda _, value=value: value
+            for value in [
+                None,
+                "f",
+                7,
+                [],
+                {},
+                [[]],
+                [None],
+                {"name": None, "arguments": {}},
+                {"name": "f", "arguments": None},
+                {"name": "f", "arguments": "{"},
+                {"name": "f", "arguments": {(1, 2): 3}},
+                {"name": "f", "arguments": {"x": ...}},
+                {"name": "f", "arguments": {"x": float("nan")}},
+                endless(),
+            ]
+        ),
+    ],
+)
+def test_whatever_a_parser_does_the_text_is_handed_back(parse: Callable[[str], Any]) -> None:
+    calls = ParsedCalls(parse, "<t>", Numbering())
+    assert calls.feed("so") == calls.feed("me") == calls.close("</t>") == []
+    assert not calls.accepted
+    assert (calls.raw, calls.held) == ("<t>some</t>", 11)
+
+
+@pytest.mark.parametrize("id_", [7, "", "\ud800"])
+def test_an_id_that_is_no_text_is_replaced(id_: Any) -> None:
+    calls = ParsedCalls(lambda _: {"name": "f", "arguments": {}, "id": id_}, "", Numbering())
+    (delta,) = calls.close("")
+    assert delta.id != id_
+    assert len(delta.id or "") == 9
+
+
+# Enforced by a grammar
+
+NAMES = st.text(st.sampled_from('ab"\\é😀{}\n'), min_size=1, max_size=6)
+ARGUMENTS = st.dictionaries(
+    st.text(st.sampled_from('a"\\{}[]é'), max_size=4),
+    st.recursive(
+        st.none() | st.integers() | st.text(st.sampled_from('a"\\{}[]/<>é\n'), max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    ),
+    max_size=3,
+)
+SPACE = st.text(st.sampled_from(" \n\t\r"), max_size=2)
+
+
+@st.composite
+def enforced(draw: st.DrawFn) -> tuple[str, str, str]:
+    """A call's text, its name and the text of its arguments."""
+    name, arguments = draw(NAMES), draw(ARGUMENTS)
+    indent = draw(st.none() | st.integers(0, 2))
+    raw = json.dumps(arguments, ensure_ascii=draw(st.booleans()), indent=indent)
+    parts = ["{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":", raw, "}", ""]
+    return "".join(draw(SPACE) + part for part in parts), name, raw
+
+
+@given(enforced(), st.lists(st.integers(1, 6), min_size=1))
+def test_an_enforced_call_is_handed_on_as_written(call: tuple[str, str, str], sizes: list[int]) -> None:
+    text, name, arguments = call
+    calls, at, deltas = EnforcedCall("<t>", Numbering()), 0, []
+    for size in sizes * len(text):
+        deltas += calls.feed(text[at : at + size])
+        at += size
+    deltas += calls.close("</t>")
+    assert merge(deltas)[0] == [(name, arguments)]
+    assert calls.held == 0
+
+
+@given(enforced(), enforced(), st.sets(st.integers(1, 200)))
+def test_enforced_calls_in_an_answer(one: tuple[str, str, str], two: tuple[str, str, str], cuts: set[int]) -> None:
+    raw = f"So.\n<tool_call>{one[0]}</tool_call>\n<tool_call>{two[0]}</tool_call>\n"
+    tokens = Tokens(raw, cuts)
+    found = answer(tokens, shape_of(json_tools, parsed=False))
+    assert (found.text, found.calls) == ("So.", [one[1:], two[1:]])
+    assert found.entries == list(range(len(tokens.chunks)))
+
+
+def test_an_enforced_call_is_handed_on_at_once() -> None:
+    calls = EnforcedCall("<t>", Numbering())
+    fed = ['\n{"na', 'me": "f', 'g"', ', "arguments"', ": {", '"x": "}\\', '"', '{"', "}", "} "]
+    given = [[(delta.name, delta.arguments) for delta in calls.feed(text)] for text in fed]
+    name, rest = [("fg", "")], [[(None, piece)] for piece in ["{", '"x": "}\\', '"', '{"', "}"]]
+    assert given == [[], [], name, [], *rest, []]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "x", '{"nam', '{"name": "f', '{"nome": "f"}', '{"name": 7}', '{"name": ""}', "{} {", '{"name": "\n"'],
+)
+@pytest.mark.parametrize("end", ["", "</tool_call>"])
+def test_what_does_not_begin_like_a_call_is_content(text: str, end: str) -> None:
+    raw = f"So. <tool_call>{text}{end}"
+    for cuts in [(), range(len(raw))]:
+        found = answer(Tokens(raw, cuts), shape_of(json_tools, parsed=False))
+        assert (found.text, found.calls) == (raw, [])
+
+
+def test_an_enforced_call_that_is_cut_off_keeps_its_pieces() -> None:
+    raw = 'So. <tool_call>{"name": "f", "arguments": {"x": [1, "a'
+    for cuts in [(), range(len(raw))]:
+        found = answer(Tokens(raw, cuts), shape_of(json_tools, parsed=False))
+        assert (found.text, found.calls) == ("So.", [("f", '{"x": [1, "a')])
+
+
+def test_an_enforced_argument_may_quote_the_markers() -> None:
+    arguments = '{"x": "<tool_call>\\"</tool_call></tool_call>"}'
+    raw = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call> done'
+    for cuts in [(), *([cut] for cut in range(len(raw))), range(len(raw))]:
+        tokens = Tokens(raw, cuts)
+        found = answer(tokens, shape_of(json_tools, parsed=False))
+        assert (found.text, found.calls) == (" done", [("f", arguments)])
+        assert found.entries == list(range(len(tokens.chunks)))
+
+
+@pytest.mark.parametrize("text", ['{"name": "f', '{"name": "f", "arguments": {"x": "', '{"name": "f", "arguments": {'])
+@pytest.mark.parametrize("parsed", [False, True])
+def test_the_work_grows_with_the_length_of_a_call_only(text: str, parsed: bool) -> None:
+    def seconds(count: int) -> float:
+        calls = ParsedCalls(json.loads, "", Numbering()) if parsed else EnforcedCall("", Numbering())
+        begun = time.thread_time()
+        calls.feed(text)
+        for _ in range(count):
+            calls.feed("x")
+        calls.close("")
+        return time.thread_time() - begun
+
+    few, many = min(seconds(3_000) for _ in range(3)), seconds(60_000)
+    # Quadratic work would be 400 times as much.
+    assert many < 100 * few

@@ -1,0 +1,154 @@
+"""Large bodies are counted before they are parsed, and no step of reading them keeps the loop for long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+from typing import Any
+
+import pydantic_core
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmx_lab.errors import BodyTooLargeError, InvalidRequestError
+from lmx_lab.http import bodies
+from lmx_lab.http.bodies import SMALL_BODY_BYTES, Turns, read_json
+from lmx_lab.wire.limits import CONTAINER_LIMIT, ITEM_LIMIT, MEMBERS_LIMIT, Structure
+
+pytestmark = pytest.mark.anyio
+LARGE = b" " * SMALL_BODY_BYTES
+TEXTS = st.text(alphabet='"\\,:[]{}a\n\u00e9\U0001f600')
+VALUES = st.recursive(
+    st.none() | st.integers() | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=30
+)
+
+
+def counts(value: Any) -> tuple[int, int, int]:
+    """Items and members after the first of each list or object, members, lists and objects."""
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    inner = [counts(child) for child in (value.values() if isinstance(value, dict) else value)]
+    items, members, containers = (sum(each) for each in zip(*inner, strict=True)) if inner else (0, 0, 0)
+    return items + max(0, len(value) - 1), members + (len(value) if isinstance(value, dict) else 0), containers + 1
+
+
+@given(value=VALUES, size=st.integers(1, 40), ascii_only=st.booleans(), as_bytes=st.booleans())
+def test_the_count_is_exact_however_the_text_is_cut(value: Any, size: int, ascii_only: bool, as_bytes: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    # Bytes may be cut within a character, which is none of those that are counted.
+    whole: str | bytes = text.encode() if as_bytes else text
+    structure, start = Structure(), 0
+    while start < len(whole):
+        start = structure.add(whole, start, size)
+    assert (structure.items, structure.members, structure.containers) == counts(value)
+
+
+@pytest.mark.parametrize(
+    ("body", "limit"),
+    [
+        (b"[" + b"{}," * CONTAINER_LIMIT + b"{}]", CONTAINER_LIMIT),
+        (b"[" * 2 * CONTAINER_LIMIT, CONTAINER_LIMIT),
+        (b"{" + b'"a":1,' * MEMBERS_LIMIT + b'"a":1}', MEMBERS_LIMIT),
+        (b"[" + b"1," * ITEM_LIMIT + b"1,1]", ITEM_LIMIT),
+        (b"[" + b"," * (ITEM_LIMIT + 1), ITEM_LIMIT),
+    ],
+)
+async def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, limit: int
+) -> None:
+    monkeypatch.setattr(pydantic_core, "from_json", None)
+    for text in (body, body.decode()):
+        with pytest.raises(BodyTooLargeError, match=f"{limit:,}"):
+            await read_json(text, Turns())
+
+
+async def test_what_is_in_texts_is_not_counted() -> None:
+    text = '[{":"' * ITEM_LIMIT
+    assert await read_json(json.dumps({"a": text}), Turns()) == {"a": text}
+
+
+async def test_a_body_within_the_limits_is_read() -> None:
+    ids = [12345] * ITEM_LIMIT
+    assert await read_json(json.dumps(ids).encode(), Turns()) == ids
+
+
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        (b"[" + b"1," * SMALL_BODY_BYTES, "not valid JSON"),
+        (b"[" + b"1," * SMALL_BODY_BYTES + b"1e400]", "beyond"),
+        (b"[" * 65 + b"1," * SMALL_BODY_BYTES + b"1" + b"]" * 65, "deeper than 64"),
+        (b'{"a":"\\ud800"}' + LARGE, "lone surrogate"),
+        (b"\xef\xbb\xbf1" + LARGE, "byte order mark"),
+        (b'"' + b"\\" * 2 * SMALL_BODY_BYTES, "not valid JSON"),
+        (b'"' * 2 * SMALL_BODY_BYTES, "not valid JSON"),
+    ],
+)
+async def test_what_is_wrong_with_a_large_body_is_said_as_of_a_small_one(body: bytes, match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        await read_json(body, Turns())
+
+
+async def test_the_loop_runs_between_the_pieces_of_a_large_body() -> None:
+    steps = 0
+
+    async def count() -> None:
+        nonlocal steps
+        while True:
+            steps += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(count())
+    await read_json(json.dumps([12345] * 5 * SMALL_BODY_BYTES), Turns())
+    other.cancel()
+    # Once a piece of the text, and of the list in it.
+    assert steps > 5 * 7 + 5 * SMALL_BODY_BYTES // bodies.WALK_ITEMS
+
+
+async def test_large_bodies_take_their_steps_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "TURN_S", 0)
+    turns, now, steps = Turns(), 0, []
+
+    async def clock() -> None:
+        nonlocal now
+        while True:
+            now += 1
+            await asyncio.sleep(0)
+
+    async def step() -> None:
+        for _ in range(3):
+            await turns.wait()
+            steps.append(now)
+
+    other = asyncio.create_task(clock())
+    await asyncio.gather(*(step() for _ in range(5)))
+    other.cancel()
+    assert len(set(steps)) == len(steps) == 15
+
+
+@pytest.mark.parametrize(("before", "after"), [(b"[", b"]"), (b'{"a":', b"}")])
+def test_64_levels_are_read_and_65_are_not(before: bytes, after: bytes) -> None:
+    bodies.parse_json(before * 64 + b"1" + after * 64)
+    with pytest.raises(InvalidRequestError, match="deeper than 64"):
+        bodies.parse_json(before * 65 + b"1" + after * 65)
+
+
+@pytest.mark.parametrize("text", [b"1e400", b"[1, -1e999]", b'{"a": [{"b": 1e309}]}'])
+def test_a_number_that_would_be_read_as_infinity_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="beyond"):
+        bodies.parse_json(text)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_of_garbage_is_left_as_it_was(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    try:
+        for text in (b"[1]", b"[1"):
+            with contextlib.suppress(InvalidRequestError):
+                bodies.parse_json(text)
+            assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

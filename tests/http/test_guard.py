@@ -1,0 +1,504 @@
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
+from lmx_lab.http.guard import (
+    PASSED,
+    REFRESH_S,
+    Guard,
+    GuardPolicy,
+    LivePolicy,
+    allows_origin,
+    check,
+    is_local,
+    local_policy,
+    loopback_hosts,
+)
+from lmx_lab.http.uvicorn_server import bind, serve
+
+STATUS = {"host-forbidden": 421, "origin-forbidden": 403, "unauthorized": 401}
+POLICY = local_policy(8400, hosts=["MyBox", "lab.example:8400", "fe80::7"], origins=["http://localhost:3000/"])
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+def scope(host="localhost:8400", *, kind="http", path="/v1/models", method="GET", scheme="http", **more):
+    hosts = [host] if isinstance(host, str) else host
+    headers = [(b"host", value.encode("latin-1")) for value in hosts]
+    for name, value in more.items():
+        values = [value] if isinstance(value, str) else value
+        headers += [(name.replace("_", "-").encode(), v.encode("latin-1")) for v in values]
+    return {"type": kind, "path": path, "method": method, "scheme": scheme, "headers": headers}
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost:8400", "LocalHost:8400", "127.0.0.1:8400", "[::1]:8400", "mybox", "mybox:1", "[fe80::7]:8400"],
+)
+def test_a_listed_host_passes(host):
+    check(scope(host), POLICY)
+
+
+FOREIGN_HOSTS = [
+    *["evil.example:8400", "localhost", "localhost:8401", "localhost:", "localhost:08400", "localhost:8400:8400", ""],
+    *["me@localhost:8400", "localhost:8400@evil.example", "localhost:8400/", "localhost:8400#", "localhost:8400, x"],
+    *["localhost.:8400", "::1:8400", "[::1]", "[::1:8400", "127.0.0.1.evil.example:8400", "2130706433:8400"],
+    *["localhost\x00:8400", "loc\u00e4lhost:8400", "localhost:٨٤٠٠".encode().decode("latin-1"), "*", "*:8400"],
+    *[[], ["localhost:8400", "localhost:8400"], ["localhost:8400", "evil.example:8400"]],
+]
+
+
+@pytest.mark.parametrize("host", FOREIGN_HOSTS)
+def test_any_other_host_is_refused(host):
+    with pytest.raises(HostForbiddenError):
+        check(scope(host), POLICY)
+
+
+def test_the_refusal_names_the_value_the_allowed_hosts_and_the_setting():
+    with pytest.raises(HostForbiddenError) as caught:
+        check(scope("evil.example:8400"), POLICY)
+    for part in ("evil.example:8400", "localhost:8400", "mybox", "--allow-host", "allowed_hosts"):
+        assert part in caught.value.message
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("ws", 80), ("https", 443), ("wss", 443)])
+def test_a_host_without_port_means_the_port_of_the_scheme(scheme, port):
+    policy = GuardPolicy(hosts=frozenset({f"lab.example:{port}"}))
+    check(scope("lab.example", scheme=scheme), policy)
+    with pytest.raises(HostForbiddenError):
+        check(scope("lab.example", scheme=scheme), GuardPolicy(hosts=frozenset({f"lab.example:{523 - port}"})))
+
+
+def test_only_on_port_80_a_bare_loopback_name_is_listed():
+    assert "localhost" in loopback_hosts(80)
+    assert "localhost" not in loopback_hosts(8400)
+
+
+@given(st.text(alphabet=st.characters(max_codepoint=255), max_size=40))
+def test_no_text_outside_the_list_passes_as_host(text):
+    allowed = POLICY.hosts | {"mybox"}
+    lowered = text.encode("latin-1").decode("latin-1").lower()
+    if lowered not in allowed and not lowered.startswith(("mybox:", "[fe80::7]")):
+        with pytest.raises(HostForbiddenError):
+            check(scope(text), POLICY)
+
+
+@given(
+    st.sampled_from(["http", "https", "ws", "file", "HTTP"]),
+    st.sampled_from(
+        ["localhost", "127.0.0.1", "[::1]", "mybox", "evil.example", "localhost.evil.example", "x@localhost"]
+    ),
+    st.sampled_from(["", ":8400", ":3000", ":80", ":443", ":8400/", ":8400.evil.example"]),
+)
+def test_no_origin_outside_the_list_passes(scheme, name, port):
+    origin = f"{scheme}://{name}{port}"
+    own = scheme.lower() in ("http", "https") and name in ("localhost", "127.0.0.1", "[::1]") and port == ":8400"
+    if own or origin.lower() == "http://localhost:3000":
+        check(scope(origin=origin), POLICY)
+    else:
+        with pytest.raises(OriginForbiddenError):
+            check(scope(origin=origin), POLICY)
+
+
+@pytest.mark.parametrize("origin", ["null", "", "*", "http://", ["http://localhost:3000", "http://localhost:3000"]])
+def test_an_origin_that_is_none_is_refused(origin):
+    with pytest.raises(OriginForbiddenError):
+        check(scope(origin=origin), POLICY)
+
+
+def test_null_stays_refused_even_when_listed():
+    with pytest.raises(OriginForbiddenError):
+        check(scope(origin="null"), GuardPolicy(hosts=loopback_hosts(8400), origins=frozenset({"null"})))
+
+
+def test_on_an_any_port_name_another_port_is_another_program():
+    check(scope("mybox:8400", origin="http://mybox:8400"), POLICY)
+    check(scope("mybox", origin="https://mybox"), POLICY)
+    with pytest.raises(OriginForbiddenError, match="--cors-origin"):
+        check(scope("mybox:8400", origin="http://mybox:9999"), POLICY)
+
+
+KEYED = local_policy(8400, origins=["http://localhost:3000"], key="s3cret")
+
+
+@pytest.mark.parametrize("header", ["Bearer s3cret", "bearer s3cret", "Bearer  s3cret"])
+def test_the_key_opens(header):
+    check(scope(authorization=header), KEYED)
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret x", "Bearer \xff"]
+)
+def test_anything_but_the_key_is_refused_alike(header):
+    with pytest.raises(UnauthorizedError) as caught:
+        check(scope(authorization=header), KEYED)
+    with pytest.raises(UnauthorizedError) as missing:
+        check(scope(), KEYED)
+    assert caught.value.message == missing.value.message
+
+
+IN_QUERY = replace(KEYED, query_key_paths=frozenset({"/events"}), key_hint="look in the drawer")
+
+
+def asking(query="", kind="websocket", path="/events", **more):
+    return {**scope(kind=kind, path=path, scheme="ws", **more), "query_string": query.encode()}
+
+
+@pytest.mark.parametrize("query", ["token=s3cret", "a=1&token=s3cret&b=", "t%6Fken=s3cre%74"])
+def test_a_websocket_may_bring_the_key_in_its_query_where_the_policy_says_so(query):
+    check(asking(query), IN_QUERY)
+    check(asking(query, authorization="Bearer s3cret"), IN_QUERY)
+    for request, policy in (
+        (asking(query), KEYED),
+        (asking(query, kind="http"), IN_QUERY),
+        (asking(query, path="/events/"), IN_QUERY),
+        (asking(query, path="/other"), IN_QUERY),
+        (asking(query, authorization="Bearer wrong"), IN_QUERY),
+        (asking(query, authorization="Basic s3cret"), IN_QUERY),
+    ):
+        with pytest.raises(UnauthorizedError):
+            check(request, policy)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "",
+        "token=",
+        "token",
+        "Token=s3cret",
+        "token=s3cret ",
+        "token=s3cret&token=s3cret",
+        "token=wrong",
+        "token=%FF",
+        "?",
+    ],
+)
+def test_any_other_query_is_refused_even_beside_the_right_header(query):
+    with pytest.raises(UnauthorizedError, match="look in the drawer"):
+        check(asking(query), IN_QUERY)
+    if "oken" in query and "Token" not in query:
+        with pytest.raises(UnauthorizedError):
+            check(asking(query, authorization="Bearer s3cret"), IN_QUERY)
+
+
+def test_two_keys_are_refused_even_if_one_is_right():
+    with pytest.raises(UnauthorizedError):
+        check(scope(authorization=["Bearer s3cret", "Bearer s3cret"]), KEYED)
+
+
+@given(st.text(max_size=20))
+def test_no_other_text_is_the_key(text):
+    if text.strip() != "s3cret":
+        request = scope()
+        request["headers"].append((b"authorization", b"Bearer " + text.encode("utf-8", "surrogatepass")))
+        with pytest.raises(UnauthorizedError):
+            check(request, KEYED)
+
+
+def test_probes_and_preflights_need_no_key():
+    check(scope(path="/healthz"), KEYED)
+    check(scope(path="/readyz"), KEYED)
+    origin = "http://localhost:3000"
+    check(scope(method="OPTIONS", origin=origin, access_control_request_method="POST"), KEYED)
+    with pytest.raises(UnauthorizedError):
+        check(scope(method="OPTIONS", origin=origin), KEYED)
+    with pytest.raises(UnauthorizedError):
+        check(scope(path="/healthz/"), KEYED)
+
+
+def test_a_probe_under_a_foreign_name_is_refused_all_the_same():
+    with pytest.raises(HostForbiddenError):
+        check(scope("evil.example:8400", path="/healthz"), KEYED)
+
+
+def test_the_key_never_shows_in_a_repr():
+    assert "s3cret" not in repr(KEYED)
+
+
+@pytest.mark.parametrize("host", ["*", "*:8400", "http://mybox", "a b", "", "mybox:", "mybox:port"])
+def test_a_configured_host_that_could_never_match_is_refused(host):
+    with pytest.raises(InvalidRequestError, match="allowed_hosts"):
+        local_policy(8400, hosts=[host])
+
+
+@pytest.mark.parametrize("origin", ["*", "http://*", "localhost:3000", "http://a/b", "null", ""])
+def test_a_configured_origin_that_could_never_match_is_refused(origin):
+    with pytest.raises(InvalidRequestError, match="cors_origins"):
+        local_policy(8400, origins=[origin])
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "schlüssel", "a\n"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key):
+    with pytest.raises(InvalidRequestError) as caught:
+        local_policy(8400, key=key)
+    assert "schl" not in caught.value.message
+
+
+def test_configured_origins_match_what_browsers_send():
+    policy = local_policy(8400, origins=["HTTPS://App.Example:443/", "chrome-extension://abc"])
+    assert policy.origins == {"https://app.example", "chrome-extension://abc"}
+
+
+HERE = ("127.0.0.1", 8400)
+
+
+def behind(*peers):
+    return local_policy(8400, hosts=["mybox"], passes_on=lambda peer, here: peer in peers and here == HERE)
+
+
+def from_peer(port, host="hub.example", **more):
+    return {**scope(host, **more), "client": ("127.0.0.1", port), "server": HERE}
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_who_passes_requests_on_may_name_any_host_and_its_own_pages(kind):
+    policy = behind(("127.0.0.1", 5000))
+    check(from_peer(5000, kind=kind), policy)
+    check(from_peer(5000, kind=kind, origin="https://hub.example"), policy)
+    check(from_peer(5000, "hub.example:8443", kind=kind, origin="https://hub.example:8443"), policy)
+    for host, origin in [("hub.example", "https://evil.example"), ("hub.example", "https://hub.example:1")]:
+        with pytest.raises(OriginForbiddenError):
+            check(from_peer(5000, host, kind=kind, origin=origin), policy)
+
+
+def test_the_same_host_from_anybody_else_is_refused():
+    policy = behind(("127.0.0.1", 5000))
+    elsewhere = {**from_peer(5000), "server": ("127.0.0.1", 8401)}
+    for request in (from_peer(5001), elsewhere, scope("hub.example"), {**scope("hub.example"), "client": None}):
+        with pytest.raises(HostForbiddenError):
+            check(request, policy)
+
+
+@pytest.mark.parametrize("host", ["", "hub.example/", "a@b", ["hub.example", "hub.example"], []])
+def test_who_passes_requests_on_must_name_one_host_all_the_same(host):
+    with pytest.raises(HostForbiddenError):
+        check(from_peer(5000, host), behind(("127.0.0.1", 5000)))
+
+
+def test_who_passes_requests_on_is_looked_for_only_when_nothing_else_lets_pass():
+    asked = []
+    policy = local_policy(8400, hosts=["mybox"], passes_on=lambda *ends: asked.append(ends))
+    check(from_peer(5000, "localhost:8400"), policy)
+    check(from_peer(5000, "mybox:1"), policy)
+    assert asked == []
+
+
+EVERYWHERE = local_policy(8400, hosts=["mybox:8400", "192.168.1.5:8400", "127.0.0.1"])
+
+
+def local(client, policy=EVERYWHERE, host="localhost:8400", **more):
+    """Whether a request that passes has this machine's rights."""
+    request = {**scope(host, **more), "client": (client, 5000), "server": HERE}
+    check(request, policy)
+    return is_local({**request, PASSED: policy})
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize("host", ["localhost:8400", "LOCALHOST:8400", "127.0.0.1:8400", "[::1]:8400"])
+def test_a_caller_on_loopback_that_names_loopback_is_local(client, host):
+    assert local(client, host=host)
+
+
+@pytest.mark.parametrize("host", ["mybox:8400", "192.168.1.5:8400", "127.0.0.1", "127.0.0.1:8888"])
+def test_under_another_name_or_port_a_caller_on_loopback_is_not_local(host):
+    assert not local("127.0.0.1", host=host)
+
+
+@pytest.mark.parametrize("client", ["192.168.1.5", "10.0.0.1", "::ffff:192.168.1.5", "fe80::1%eth0", "not an address"])
+def test_a_caller_elsewhere_is_never_local(client):
+    assert not local(client)
+    assert not local(client, replace(EVERYWHERE, key="s3cret"), authorization="Bearer s3cret")
+    assert not local(client, replace(EVERYWHERE, passes_on=lambda peer, here: True))
+
+
+@pytest.mark.parametrize("name", ["x_forwarded_for", "x_forwarded_host", "forwarded", "x_real_ip", "via"])
+def test_what_a_proxy_has_forwarded_is_not_local_whatever_it_says(name):
+    assert not local("127.0.0.1", **{name: "127.0.0.1"})
+    assert not local("127.0.0.1", **{name: ""})
+
+
+def test_from_loopback_the_key_makes_local_under_any_allowed_name():
+    keyed = replace(EVERYWHERE, key="s3cret")
+    right = {"authorization": "Bearer s3cret"}
+    assert local("127.0.0.1", keyed, host="mybox:8400", **right)
+    assert local("::ffff:127.0.0.1", keyed, host="mybox:8400", x_forwarded_for="10.0.0.1", **right)
+    # Probes pass without it.
+    assert not local("127.0.0.1", keyed, host="mybox:8400", path="/readyz")
+    assert not local("127.0.0.1", keyed, host="mybox:8400", path="/readyz", authorization="Bearer wrong")
+
+
+def test_where_no_key_is_configured_none_makes_a_caller_local():
+    assert not local("127.0.0.1", host="mybox:8400", authorization="Bearer ")
+
+
+def test_the_notebooks_own_jupyter_server_makes_its_callers_local():
+    """Also over a socket for both protocols, which shows IPv4 addresses in another form; it is asked once."""
+    asked = []
+
+    def passes_on(peer, here):
+        asked.append((peer, here))
+        return (peer, here) == (("127.0.0.1", 5000), HERE)
+
+    policy = local_policy(8400, passes_on=passes_on)
+    ends = {"client": ("::ffff:127.0.0.1", 5000), "server": ("::ffff:127.0.0.1", 8400), PASSED: policy}
+    request = {**scope("hub.example", x_forwarded_for="10.0.0.1"), **ends}
+    check(request, policy)
+    assert is_local(request)
+    assert len(asked) == 1
+
+
+def test_without_a_guard_no_caller_is_local():
+    assert not is_local({**scope(), "client": ("127.0.0.1", 5000), "server": HERE})
+
+
+def test_a_live_policy_is_made_again_only_where_something_has_changed(monkeypatch):
+    now, names, made = 0.0, ["192.0.2.1"], []
+
+    def make():
+        made.append(list(names))
+        return local_policy(8400, hosts=[f"{name}:8400" for name in names])
+
+    monkeypatch.setattr("lmx_lab.http.guard.time.monotonic", lambda: now)
+    policy = LivePolicy(make, lambda: list(names))
+    names.append("192.0.2.2")
+    assert "192.0.2.2:8400" not in policy().hosts, "read a moment ago"
+    now = REFRESH_S
+    assert {"192.0.2.1:8400", "192.0.2.2:8400"} <= policy().hosts
+    names.remove("192.0.2.1")
+    now = 2 * REFRESH_S
+    assert "192.0.2.1:8400" not in policy().hosts
+    now = 10 * REFRESH_S
+    assert policy() is policy()
+    assert len(made) == 3
+
+
+def test_webviews_pass_only_where_they_are_expected():
+    expecting = local_policy(8400, webviews=True)
+    webview = "vscode-webview://0k3l9c2m"
+    check(scope(origin=webview), expecting)
+    assert allows_origin(webview, expecting)
+    assert not allows_origin(webview, POLICY)
+    for origin in (
+        "vscode-webview://",
+        "vscode-webview:",
+        f"https://x/{webview}",
+        f"{webview} x",
+        "null",
+        "vscode://a",
+    ):
+        assert not allows_origin(origin, expecting)
+        with pytest.raises(OriginForbiddenError):
+            check(scope(origin=origin), expecting)
+
+
+async def hello(scope, receive, send):
+    """A tiny application: says hello over HTTP and WebSocket, and has a lifespan."""
+    if scope["type"] == "lifespan":
+        while (message := await receive())["type"] != "lifespan.shutdown":
+            await send({"type": message["type"] + ".complete"})
+        await send({"type": "lifespan.shutdown.complete"})
+    elif scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.send", "text": "hello"})
+        await send({"type": "websocket.close"})
+    else:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+        await send({"type": "http.response.body", "body": b"hello"})
+
+
+def respond(error: LabError):
+    body = json.dumps({"error": {"code": error.code, "message": error.message}}).encode()
+
+    async def app(scope, receive, send):
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": STATUS[error.code], "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+REFUSED = [
+    ({"Host": "evil.example:8400"}, 421, "host-forbidden"),
+    ({"Origin": "http://evil.example"}, 403, "origin-forbidden"),
+    ({"Origin": "null"}, 403, "origin-forbidden"),
+    ({"Authorization": "Bearer wrong"}, 401, "unauthorized"),
+    ({}, 401, "unauthorized"),
+]
+
+
+@pytest.fixture
+async def address():
+    sock = bind("127.0.0.1", 0, explicit=True)
+    port = sock.getsockname()[1]
+    host = await serve(Guard(hello, policy=lambda: local_policy(port, key="s3cret"), respond=respond), sock)
+    yield f"127.0.0.1:{port}"
+    await host.stop()
+
+
+async def get(address, headers):
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    lines = {"Host": address, **headers, "Connection": "close"}
+    writer.write(b"GET / HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items()).encode() + b"\r\n")
+    answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("headers", "status", "code"), REFUSED)
+async def test_a_refused_request_sees_status_and_body(address, headers, status, code):
+    got, body = await get(address, headers)
+    assert (got, json.loads(body)["error"]["code"]) == (status, code)
+
+
+@pytest.mark.anyio
+async def test_an_allowed_request_reaches_the_application(address):
+    headers = {"Authorization": "Bearer s3cret", "Origin": f"http://{address}"}
+    assert await get(address, headers) == (200, b"hello")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("headers", "status", "code"), REFUSED)
+async def test_a_refused_handshake_sees_status_and_body(address, headers, status, code):
+    extra = [(name, value) for name, value in headers.items() if name != "Host"]
+    name = headers.get("Host", address)
+    ip, port = address.split(":")
+    with pytest.raises(InvalidStatus) as caught:
+        await connect(f"ws://{name}/v1/chat/stream", additional_headers=extra, host=ip, port=int(port), proxy=None)
+    assert caught.value.response.status_code == status
+    assert json.loads(caught.value.response.body)["error"]["code"] == code
+
+
+@pytest.mark.anyio
+async def test_an_allowed_handshake_reaches_the_application(address):
+    headers = {"Authorization": "Bearer s3cret"}
+    async with connect(f"ws://{address}/", additional_headers=headers, proxy=None) as socket:
+        assert await socket.recv() == "hello"
+
+
+@pytest.mark.anyio
+async def test_a_server_without_the_extension_closes_the_handshake():
+    sent = []
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message):
+        sent.append(message)
+
+    guard = Guard(hello, policy=POLICY, respond=respond)
+    await guard(scope("evil.example", kind="websocket"), receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]

@@ -1,0 +1,409 @@
+"""A lab over a server elsewhere: the verbs of a lab, honest replies, and a connection that leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lmx_lab
+from lmx_lab import errors
+from lmx_lab.client import AsyncLabClient
+from lmx_lab.engine import LoadReport
+from lmx_lab.notebook import attached
+from lmx_lab.notebook.attached import AttachedLab, attach
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from lmx_lab.wire.admin import ModelEvent
+from tests.client.raw import answering, streamed, whole
+from tests.flows.conftest import serving, wait_until
+from tests.tiny import write_tiny_llama
+
+pytestmark = pytest.mark.anyio
+KEY = "open-sesame-42"
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[lmx_lab.Lab]:
+    """With room for answers that are still being made when somebody leaves."""
+    home = tmp_path_factory.mktemp("home")
+    write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=8192)
+    with serving(home, "tiny", api_key=KEY) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def far(lab: lmx_lab.Lab) -> Iterator[AttachedLab]:
+    with attach(lab.url, api_key=KEY) as far:
+        yield far
+
+
+@pytest.fixture(scope="module")
+def encoders(starter_home: Path, minilm: Any) -> Iterator[lmx_lab.Lab]:
+    with serving(starter_home, minilm.id) as lab:
+        yield lab
+
+
+def wait_until_idle(lab: lmx_lab.Lab) -> None:
+    wait_until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-attached"}
+
+
+# --- replies
+
+
+def test_a_reply_says_what_the_lab_itself_says(lab: lmx_lab.Lab, far: AttachedLab) -> None:
+    here = lab.chat("hi", max_tokens=6, temperature=0, seed=1)
+    there = far.chat("hi", max_tokens=6, temperature=0, seed=1)
+    assert (there.text, there.model, there.finish_reason) == (here.text, "tiny", "length")
+    assert there.usage.completion_tokens == there.timings.predicted_n == 6
+    assert there.reasoning_tokens == 0
+
+
+def test_a_remote_reply_has_no_report_and_the_time_that_passed_here(far: AttachedLab) -> None:
+    reply = far.chat("hi", max_tokens=6, temperature=0)
+    assert reply.report is None
+    assert reply.ttft_s > reply.timings.prompt_ms / 1e3
+    assert reply.tokens_per_second == reply.timings.predicted_per_second > 0
+    assert f"first after {reply.ttft_s:.2f} s" in repr(reply)
+
+
+def test_the_first_token_and_not_the_first_chunk_is_timed(far: AttachedLab) -> None:
+    """An answer without any text: the time is that of its end."""
+    reply = far.chat("hi", max_tokens=200, ignore_eos=True, stop=[" ", *"abcdefghijklmno"])
+    assert reply.ttft_s > 0
+
+
+def test_thoughts_and_calls_come_too(thinker_home: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    asked: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
+    with serving(thinker_home, "thinker") as lab, attach(lab.url) as far:
+        here, there = lab.chat("hi", **asked), far.chat("hi", **asked)
+        assert [call.name for call in there.tool_calls] == [call.name for call in here.tool_calls]
+        assert there.tool_calls[0].arguments == here.tool_calls[0].arguments
+        asked = {"chat_template_kwargs": {"open_thoughts": True}, "max_tokens": 20, "temperature": 0}
+        here, there = lab.chat("hi", **asked), far.chat("hi", **asked)
+        assert here.reasoning
+        assert (there.reasoning, there.reasoning_tokens) == (here.reasoning, here.reasoning_tokens)
+
+
+def test_the_pieces_of_a_stream_are_its_reply(far: AttachedLab) -> None:
+    stream = far.chat("hi", stream=True, max_tokens=30)
+    pieces = list(stream)
+    assert stream.reply is not None
+    assert "".join(pieces) == stream.text == stream.reply.text
+    assert stream.reply.usage.completion_tokens == 30
+
+
+def test_vectors_and_rankings_are_those_of_the_lab_itself(encoders: lmx_lab.Lab) -> None:
+    documents = ["Bread is baked.", {"text": "Sea water is salty."}, "Sand."]
+    with attach(encoders.url) as far:
+        np.testing.assert_array_equal(far.embed(["a", "b"]), encoders.embed(["a", "b"]))
+        np.testing.assert_array_equal(far.embed("a"), encoders.embed("a"))
+        here, there = encoders.rerank("sea", documents, top_n=2), far.rerank("sea", documents, top_n=2)
+    assert [(row.index, row.document) for row in there] == [(row.index, row.document) for row in here]
+    np.testing.assert_allclose([row.score for row in there], [row.score for row in here], rtol=1e-6)
+    assert (there.method, there.model, there.tokens) == (here.method, here.model, here.tokens)
+    assert (there.report, here.report is None) == (None, False)
+
+
+async def test_the_twins_do_the_same_beside_a_running_loop(far: AttachedLab, encoders: lmx_lab.Lab) -> None:
+    assert (await far.achat("hi", max_tokens=3)).usage.completion_tokens == 3
+    stream = await far.astream("hi", max_tokens=3)
+    assert "".join([piece async for piece in stream]) == stream.text
+    assert [record.id for record in await far.amodels() if record.loaded] == ["tiny"]
+    # Blocking verbs too: the connection has a loop of its own.
+    assert far.chat("hi", max_tokens=3).usage.completion_tokens == 3
+    async with attach(encoders.url) as other:
+        assert (await other.aembed("a")).shape == other.embed("a").shape
+        assert len(await other.arerank("a", ["b", "c"])) == 2
+
+
+def test_models_are_loaded_and_unloaded(tiny_home: Path) -> None:
+    with serving(tiny_home, None) as lab, attach(lab.url) as far:
+        report = far.load(tiny_home / "models" / "tiny-two")
+        assert (report.model, report.memory_bytes) == ("tiny-two", lab.engine.snapshot.model_memory_bytes)
+        assert far.models() == lab.models()
+        assert far.unload() > 0
+        assert asyncio.run(far.aload("tiny")).model == "tiny"
+        assert asyncio.run(far.aunload()) > 0
+        with pytest.raises(errors.ModelNotFoundError):
+            far.load("no-such")
+        with pytest.raises(errors.NotLoadedError):
+            far.chat("hi")
+        with pytest.raises(errors.NotLoadedError):
+            far.chat("hi", stream=True)
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch, twin: bool) -> None:
+    steps: list[Any] = []
+    monkeypatch.setattr("lmx_lab.progress.Bar.update", lambda self, step: steps.append(step))
+    with serving(tiny_home, None) as lab, attach(lab.url) as far:
+        step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
+        load = lab._server.loader.load
+
+        async def slowly(model: str, *, local: bool) -> LoadReport:
+            lab._server.feed.publish(step)
+            while not steps:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            return await load(model, local=local)
+
+        monkeypatch.setattr(lab._server.loader, "load", slowly)
+        report = asyncio.run(far.aload("tiny")) if twin else far.load("tiny")
+    assert report.model == "tiny"
+    assert steps == [step]
+
+
+async def test_a_load_does_not_wait_for_steps_that_a_proxy_keeps_back(
+    tiny_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(self: AsyncLabClient, include: Any = ()) -> AsyncGenerator[Any, None]:
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(AsyncLabClient, "events", silent)
+    monkeypatch.setattr("lmx_lab.client.inference.WATCH_S", 0.05)
+    with serving(tiny_home, None) as lab, attach(lab.url) as far:
+        async with asyncio.timeout(WAIT_S):
+            assert (await far.aload("tiny")).model == "tiny"
+
+
+# --- leaving
+
+
+def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab, far: AttachedLab) -> None:
+    gc.disable()
+    try:
+        stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
+        for _ in stream:
+            break
+        wait_until_idle(lab)
+        assert stream.reply is None
+        stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
+        stream.close()
+        wait_until_idle(lab)
+        assert list(stream) == []
+    finally:
+        gc.enable()
+
+
+async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab, far: AttachedLab) -> None:
+    before = lab.engine.snapshot.output_tokens
+    chat = asyncio.create_task(far.achat("hi", max_tokens=7500, ignore_eos=True))
+    while lab.engine.snapshot.output_tokens == before:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    chat.cancel()
+    await asyncio.wait([chat])
+    await asyncio.to_thread(wait_until_idle, lab)
+    assert lab.engine.snapshot.output_tokens - before < 7500
+
+
+def test_an_interrupt_ends_the_generation_on_the_server(lab: lmx_lab.Lab, far: AttachedLab) -> None:
+    before = lab.engine.snapshot.output_tokens
+
+    def interrupt() -> None:
+        wait_until(lambda: lab.engine.snapshot.output_tokens > before)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        far.chat("hi", max_tokens=7500, ignore_eos=True)
+    thread.join()
+    wait_until_idle(lab)
+    assert lab.engine.snapshot.output_tokens - before < 7500
+    assert far.chat("hi", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_stopping_ends_the_connection_and_not_the_server(lab: lmx_lab.Lab) -> None:
+    before = threads()
+    far = attach(lab.url, api_key=KEY)
+    stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
+    far.stop()
+    far.close()
+    wait_until_idle(lab)
+    assert not far.running
+    for use in (lambda: list(stream), lambda: far.chat("hi"), far.models, far.start):
+        with pytest.raises(errors.HostingError, match="attach"):
+            use()
+    with pytest.raises(errors.HostingError, match="attach"):
+        asyncio.run(far.amodels())
+    assert "stopped" in repr(far)
+    assert lab.running
+    assert threads() == before
+
+
+def test_a_connection_that_nobody_holds_ends(lab: lmx_lab.Lab) -> None:
+    with attach(lab.url, api_key=KEY):
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "lmx-lab-attached"][-1:]
+    thread.join()
+    far = attach(lab.url, api_key=KEY)
+    thread = [thread for thread in threading.enumerate() if thread.name == "lmx-lab-attached"][-1]
+    del far
+    gc.collect()
+    thread.join()
+
+
+def test_a_connection_that_was_shown_and_that_nobody_holds_ends_with_its_panels(lab: lmx_lab.Lab) -> None:
+    before = set(threading.enumerate())
+    far = attach(lab.url, api_key=KEY)
+    far._repr_mimebundle_()
+    workbench, gone = far.workbench, weakref.ref(far)
+    wait_until(lambda: workbench.source.sample() is not None)
+    own = {thread.name for thread in set(threading.enumerate()) - before}
+    assert own >= {"lmx-lab-attached", "lmx-lab-panels"}
+    del far
+    gc.collect()
+    wait_until(lambda: gone() is None)
+    assert workbench.source.state().state == "stopped"
+    wait_until(lambda: not {it for it in set(threading.enumerate()) - before if it.name.startswith("lmx-lab")})
+
+
+def test_panels_that_alone_were_asked_for_go_on_until_they_are_asked_for_again(lab: lmx_lab.Lab) -> None:
+    first = attach(lab.url, api_key=KEY).metrics()
+    gc.collect()
+    wait_until(lambda: first.server["model"] == "tiny")
+    second = attach(lab.url, api_key=KEY).metrics()
+    gc.collect()
+    wait_until(lambda: first.server["state"] == "stopped")
+    wait_until(lambda: second.server["model"] == "tiny")
+    attached._KEPT[lab.url].stop()
+    wait_until(lambda: second.server["state"] == "stopped")
+    assert lab.url not in attached._KEPT
+
+
+def test_connections_are_not_kept_without_a_limit(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "KEPT", 1)
+    elsewhere = lab.url.replace("127.0.0.1", "localhost")
+    far, other = attach(lab.url, api_key=KEY), attach(elsewhere, api_key=KEY)
+    far.panel("metrics")
+    other.panel("metrics")
+    assert {elsewhere: other} == attached._KEPT
+    far.stop()
+    other.stop()
+
+
+def test_a_script_that_forgets_to_stop_ends_quietly(lab: lmx_lab.Lab) -> None:
+    script = f"""
+import lmx_lab
+far = lmx_lab.attach({lab.url!r}, api_key={KEY!r})
+stream = far.chat("hi", stream=True, max_tokens=7500)
+print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.completion_tokens)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=180, check=True
+    )
+    assert (done.stdout, done.stderr) == ("True 2\n", "")
+    wait_until_idle(lab)
+
+
+# --- addresses, keys, looks
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1"])
+def test_it_looks_like_what_it_is(lab: lmx_lab.Lab, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "LOOK_S", WAIT_S)
+    with attach(lab.url + end, api_key=KEY) as far:
+        assert far.url == lab.url
+        assert far.openai == {"base_url": f"{lab.url}/v1", "api_key": KEY}
+        for look in (repr(far), far._repr_html_()):
+            assert all(part in look for part in (lab.url, "tiny", "elsewhere"))
+            assert KEY not in look
+
+
+def test_a_look_at_a_lab_whose_server_has_gone_says_so(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "LOOK_S", WAIT_S)
+    with serving(tiny_home, None) as lab:
+        far = attach(lab.url)
+        assert "no model ready" in repr(far)
+    assert "does not answer" in repr(far)
+    with pytest.raises(errors.UnreachableError):
+        far.chat("hi")
+    far.stop()
+
+
+@pytest.mark.parametrize("key", [None, "wrong-sesame-43"])
+def test_a_key_is_checked_at_once(lab: lmx_lab.Lab, key: str | None) -> None:
+    before = threads()
+    with pytest.raises(errors.UnauthorizedError, match="api_key=") as caught:
+        attach(lab.url, api_key=key)
+    assert "sesame" not in str(caught.value)
+    assert threads() == before
+
+
+@pytest.mark.parametrize("answer", [whole("<html>", kind="text/html"), b"220 mail\r\n", b""])
+def test_what_is_no_lab_is_refused(answer: bytes) -> None:
+    before = threads()
+    with answering(answer.replace(b"x-lmx-lab: 0\r\n", b"")) as server:
+        with pytest.raises(errors.UnreachableError) as caught:
+            attach(server.url)
+        assert server.url in str(caught.value)
+    with pytest.raises(errors.UnreachableError):
+        attach(server.url)
+    with pytest.raises(errors.InvalidRequestError):
+        attach("")
+    assert threads() == before
+
+
+def test_an_answer_that_breaks_off_is_no_reply() -> None:
+    greeting = [whole("{}"), whole('{"models": []}')]
+    choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": None}
+    head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "system_fingerprint": "f"}
+    chunk = f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
+    broken, costless = streamed(chunk, end=False), streamed(chunk, "data: [DONE]\n\n")
+    with answering(*greeting, broken, broken, costless) as server, attach(server.url) as far:
+        with pytest.raises(errors.ConnectionLostError):
+            far.chat("hi")
+        stream = far.chat("hi", stream=True)
+        pieces = iter(stream)
+        assert next(pieces) == "a"
+        with pytest.raises(errors.ConnectionLostError):
+            next(pieces)
+        assert (stream.reply, stream.text) == (None, "a")
+        with pytest.raises(errors.UnreachableError, match="cost"):
+            far.chat("hi")
+
+
+@pytest.fixture
+async def own(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[lmx_lab.Lab]:
+    """A lab on this very loop, as in a kernel."""
+    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
+        monkeypatch.setattr("lmx_lab.notebook.attached.current", lambda: lab)
+        yield lab
+
+
+async def models_here(far: AttachedLab) -> Any:
+    return far.models()
+
+
+async def test_a_loop_does_not_wait_for_itself(own: lmx_lab.Lab) -> None:
+    for url in (own.url, f"http://localhost:{own.port}/v1"):
+        with pytest.raises(errors.HostingError, match="current"):
+            attach(url)
+    # From elsewhere it can be reached.
+    far = await asyncio.to_thread(attach, own.url)
+    assert await far.amodels() == await own.amodels() == await asyncio.to_thread(far.models)
+    for use in (far.models, lambda: far.chat("hi"), lambda: far.load("tiny"), far.snapshot):
+        with pytest.raises(errors.HostingError, match="current"):
+            use()
+    assert "current" in repr(far)
+    # Another loop, on which the server is not.
+    assert await asyncio.to_thread(asyncio.run, models_here(far)) == await far.amodels()
+    await far.astop()

@@ -1,0 +1,275 @@
+"""``lab.bench``: a table of a lab's speed, whichever loop serves, here and elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmx_lab
+from lmx_lab.bench import EngineTarget, load, summary
+from lmx_lab.bench.sample import COLUMNS
+from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
+from lmx_lab.notebook.attached import AttachedLab, attach
+from lmx_lab.settings import Settings
+from lmx_lab.weights import ModelEntry
+from tests.bench.asked import WORDS, after_calibration
+from tests.daemon.scripted import STALL, Scripted, token
+from tests.flows.conftest import serving, wait_until
+from tests.kernel.conftest import Notebook
+from tests.tiny import write_tiny_llama
+
+pytestmark = pytest.mark.anyio
+KEY = "open-sesame-42"
+SMALL: dict[str, Any] = {"prompt_tokens": 48, "output_tokens": 8, "requests": 3}
+BY_SERVER = ["queue_ms", "server_ttft_ms", "server_prefill_tok_s", "server_decode_tok_s", "peak_memory_gb"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """With runs of its own."""
+    home = tmp_path_factory.mktemp("home")
+    write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0)
+    return home
+
+
+@pytest.fixture(scope="module")
+def lab(home: Path) -> Iterator[lmx_lab.Lab]:
+    with serving(home, "tiny", api_key=KEY) as lab:
+        yield lab
+
+
+@pytest.fixture
+def far(lab: lmx_lab.Lab) -> Iterator[AttachedLab]:
+    with attach(lab.url, api_key=KEY) as far:
+        yield far
+
+
+def bench_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-bench"]
+
+
+def kept(home: Path) -> set[Path]:
+    return set((home / "bench").glob("*")) if (home / "bench").exists() else set()
+
+
+def test_a_lab_measures_itself_and_keeps_the_run_in_its_home(lab: lmx_lab.Lab, home: Path) -> None:
+    rows = lab.bench(**SMALL, concurrency=(1, 2), repeats=2)
+    assert tuple(rows.columns) == COLUMNS
+    assert len(rows) == 2 * 2 * (1 + 3)
+    assert rows["error"].isna().all()
+    assert set(rows["target"]) == {"lab"}
+    assert (rows["output_tokens"] == 8).all()
+    assert summary(rows)["requests"].tolist() == [6, 6]
+    assert rows.attrs["interrupted"] is False
+    path = Path(rows.attrs["path"])
+    assert path.parent == home / "bench"
+    again = load(path)
+    assert again["prompt_hash"].tolist() == rows["prompt_hash"].tolist()
+    assert again.attrs["provenance"] == {path.stem: rows.attrs["provenance"]}
+    assert rows.attrs["provenance"]["run"]
+    assert bench_threads() == []
+
+
+def test_the_servers_own_figures_come_over_http(lab: lmx_lab.Lab) -> None:
+    rows = lab.bench(**SMALL, concurrency=1, record=False)
+    assert rows[BY_SERVER].notna().all(axis=None)
+    # The server counts from the arrival to its first token, the client from sending to seeing it.
+    assert (rows["server_ttft_ms"] < rows["ttft_ms"]).all()
+    assert (rows["queue_ms"] < rows["server_ttft_ms"]).all()
+    assert rows["peak_memory_gb"].max() * 1e9 >= lab.engine.snapshot.model_memory_bytes
+
+
+def test_requests_that_wait_for_a_slot_are_seen_to_wait(home: Path) -> None:
+    with serving(home, "tiny", slots=1) as lab:
+        rows = lab.bench(prompt_tokens=32, output_tokens=300, concurrency=2, requests=4, record=False)
+    assert rows["error"].isna().all()
+    measured = rows[~rows["warm_up"]]
+    # Whoever waits, waits for the other one's whole answer.
+    assert measured["queue_ms"].max() > measured["e2e_ms"].min() / 4
+
+
+def test_a_run_that_is_not_to_be_kept_leaves_nothing(lab: lmx_lab.Lab, home: Path, tmp_path: Path) -> None:
+    before = kept(home)
+    assert lab.bench(**SMALL, record=False).attrs["path"] is None
+    assert kept(home) == before
+    assert Path(lab.bench(**SMALL, record=tmp_path).attrs["path"]).parent == tmp_path
+    assert kept(home) == before
+
+
+def test_other_servers_and_the_bare_engine_take_turns_with_the_lab(lab: lmx_lab.Lab) -> None:
+    with Scripted(WORDS) as other:
+        rows = lab.bench(**SMALL, compare=[other.url, EngineTarget(lab.engine)], record=False)
+        name = other.url.partition("://")[2]
+        assert rows["target"].value_counts().to_dict() == {"lab": 4, name: 4, "engine": 4}
+        assert lab.bench(**SMALL, compare=other.url, record=False)["target"].nunique() == 2
+    assert rows["error"].isna().all()
+    assert rows[rows["target"] == "engine"]["engine"].unique().tolist() == ["lmx-lab, bare"]
+
+
+def test_a_server_that_is_down_has_rows_and_does_not_keep_the_lab_from_being_measured(lab: lmx_lab.Lab) -> None:
+    rows = lab.bench(**SMALL, compare="http://127.0.0.1:1", record=False)
+    assert rows.groupby("target")["error"].count().to_dict() == {"127.0.0.1:1": 4, "lab": 0}
+
+
+def test_a_lab_elsewhere_is_measured_by_the_same_verb(
+    far: AttachedLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
+    rows = far.bench(**SMALL)
+    assert rows["error"].isna().all()
+    assert rows[BY_SERVER].notna().all(axis=None)
+    # Of this user: the server's home may be on another machine.
+    assert Path(rows.attrs["path"]).parent == tmp_path / "bench"
+
+
+@pytest.mark.parametrize("loop", ["kernel", "thread"])
+async def test_a_program_awaits_its_twin(home: Path, loop: Any) -> None:
+    async with lmx_lab.Lab(Settings(home=home, port=0), loop=loop) as lab:
+        await lab.aload("tiny")
+        rows = await lab.abench(**SMALL, record=False)
+    assert len(rows) == 4
+    assert rows["error"].isna().all()
+
+
+async def test_a_lab_elsewhere_has_the_twin_too(far: AttachedLab) -> None:
+    rows = await far.abench(**SMALL, record=False)
+    assert rows["error"].isna().all()
+
+
+# --- interrupts
+
+
+def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
+    def wait() -> None:
+        wait_until(true)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("where", ["lab", "far"])
+def test_an_interrupt_ends_what_is_under_way_and_keeps_what_is_there(
+    where: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    measured: lmx_lab.Lab | AttachedLab = request.getfixturevalue(where)
+    before = signal.getsignal(signal.SIGINT)
+    # Two calibrate, one warms up, one is answered; of the next one an end never comes.
+    with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as other:
+        waiting = interrupt_when(lambda: len(other.bodies) == 5)
+        rows = measured.bench(**SMALL, compare=other.url, record=tmp_path)
+        waiting.join()
+        wait_until(lambda: other.left == 1)
+    assert rows.attrs["interrupted"] is True
+    assert rows["error"].isna().all()
+    assert rows[rows["target"] != "lab"]["warm_up"].tolist() == [True, False]
+    assert load(rows.attrs["path"])["prompt_hash"].tolist() == rows["prompt_hash"].tolist()
+    assert signal.getsignal(signal.SIGINT) == before
+    assert bench_threads() == []
+
+
+# --- on the kernel's own loop
+
+
+@pytest.fixture(scope="module")
+def notebook(home: Path) -> Iterator[Notebook]:
+    notebook = Notebook(home)
+    notebook.run("import lmx_lab; lab = lmx_lab.launch('tiny', loop='kernel', port=0)")
+    yield notebook
+    stderr = notebook.stderr
+    notebook.close()
+    assert "Traceback" not in stderr, stderr
+    assert "was destroyed" not in stderr, stderr
+
+
+def test_a_cell_that_blocks_for_it_does_not_keep_the_kernels_loop_from_serving(notebook: Notebook) -> None:
+    notebook.start(
+        """
+        rows = lab.bench(prompt_tokens=48, output_tokens=8, requests=3, concurrency=2, record=False)
+        print(len(rows), rows["error"].notna().sum(), rows["server_ttft_ms"].isna().sum())
+        """
+    )
+    output = notebook.read()
+    assert (output.error, output.text) == (None, "4 0 0\n"), output
+    # The bar is one output that changes.
+    assert any("4/4" in shown.get("text/plain", "") for shown in output.shown), output.shown
+
+
+@pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
+def test_the_stop_button_keeps_what_is_there(notebook: Notebook, first_line: str) -> None:
+    output = notebook.interrupt(
+        f"""
+        {first_line}
+        from lmx_lab.notebook import bench as measuring
+        text = measuring.progress_text
+        measuring.progress_text = lambda step: step.done == 3 and print("started") or text(step)
+        rows = lab.bench(prompt_tokens=48, output_tokens=300, requests=1000, record=False)
+        measuring.progress_text = text
+        print(3 <= len(rows) < 1000, rows.attrs["interrupted"], rows["error"].notna().sum())
+        """
+    )
+    assert output.error is None, output.message
+    assert output.text.strip().splitlines()[-1] == "True True 0"
+    # And the lab is as it was.
+    assert notebook.run("print(lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
+
+
+@pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
+def test_a_stop_between_two_requests_is_not_lost(notebook: Notebook, first_line: str) -> None:
+    printed = notebook.run(
+        f"""
+        {first_line}
+        import signal
+        from lmx_lab.notebook import bench as measuring
+        text = measuring.progress_text
+        measuring.progress_text = lambda step: step.done == 3 and signal.raise_signal(signal.SIGINT) or text(step)
+        rows = lab.bench(prompt_tokens=48, output_tokens=8, requests=400, record=False)
+        measuring.progress_text = text
+        print(len(rows) < 400, rows.attrs["interrupted"], rows["error"].notna().sum())
+        """
+    )
+    assert printed == "True True 0"
+
+
+def test_awaiting_it_in_a_cell_leaves_the_loop_to_the_server(notebook: Notebook) -> None:
+    code = "rows = await lab.abench(prompt_tokens=48, output_tokens=8, requests=3, record=False); print(len(rows))"
+    assert notebook.run(code) == "4"
+
+
+# --- what cannot be measured
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"concurrency": 0},
+        {"prompt_tokens": "many"},
+        {"cache": "hot"},
+        {"repeats": 0},
+        {"compare": 7},
+        {"compare": ["127.0.0.1:1", "127.0.0.1:1"]},
+        {"compare": "ftp://nowhere"},
+    ],
+)
+def test_a_wrong_argument_is_refused_and_leaves_nothing(lab: lmx_lab.Lab, home: Path, wrong: dict[str, Any]) -> None:
+    before = kept(home)
+    with pytest.raises(InvalidRequestError):
+        lab.bench(**{**SMALL, **wrong})
+    assert (kept(home), bench_threads()) == (before, [])
+
+
+def test_without_a_model_one_is_told_to_load_one(home: Path) -> None:
+    before = kept(home)
+    with serving(home, None) as lab:
+        with pytest.raises(NotLoadedError, match="load one first"):
+            lab.bench(**SMALL)
+        lab.stop()
+        with pytest.raises(HostingError, match="was stopped"):
+            lab.bench(**SMALL)
+    assert (kept(home), bench_threads()) == (before, [])

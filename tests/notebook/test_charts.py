@@ -1,0 +1,130 @@
+"""Line charts as SVG."""
+
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmx_lab.notebook.charts import (
+    CSS,
+    HEIGHT,
+    MOST_LINES,
+    WIDTH,
+    Chart,
+    Line,
+    number,
+    runs,
+    thinned,
+    time_ticks,
+    value_ticks,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(chart: Chart) -> ElementTree.Element:
+    return ElementTree.fromstring(chart.svg().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
+
+
+def lines(chart: Chart) -> list[str]:
+    """The lines' paths; the legend's come first."""
+    found = [path.get("d", "") for path in drawn(chart).iter(f"{SVG}path") if "line " in path.get("class", "")]
+    return found[len(chart.lines) :]
+
+
+def chart(at: list[float], *values: list[float], **other: bool) -> Chart:
+    named = [Line(name=f"line <{index}>", values=line) for index, line in enumerate(values)]
+    return Chart(key="k", title="Speed & more", unit="tokens/s", at=at, lines=named, **other)
+
+
+def test_a_chart_has_a_title_and_its_figures_in_words_for_who_does_not_see_it() -> None:
+    svg = drawn(chart([0, 1, 2], [0, 4, 2]))
+    ids = {node.get("id"): node.text for node in svg.iter() if node.get("id")}
+    assert svg.get("role") == "img"
+    title, text = (ids[name] for name in svg.get("aria-labelledby", "").split())
+    assert title == "Speed & more"
+    assert "line <0>: latest 2, median above 0 3, highest 4." in text
+
+
+def test_nothing_is_drawn_where_nothing_was_seen() -> None:
+    """Half a second, two seconds are no gap; more is, and so is what is not a number."""
+    assert len(runs([0, 0.5, 2.5, 4.6], [1, 1, 1, 1])) == 2
+    assert runs([0, 1, 2], [1, math.nan, 3]) == [[(0, 1)], [(2, 3)]]
+    (path,) = lines(chart([0, 1, 10, 11], [1, 2, 3, 4]))
+    assert path.count("M") == 2
+    assert "Gaps without figures: 1." in chart([0, 1, 10, 11], [1, 2, 3, 4]).described()
+
+
+def test_a_single_figure_is_a_dot() -> None:
+    (path,) = lines(chart([5], [1]))
+    assert path.endswith("h0")
+
+
+def test_no_figures_are_said_to_be_none() -> None:
+    assert "No figures" in chart([]).svg()
+    assert lines(chart([0, 1], [math.nan, math.inf])) == []
+
+
+def test_the_lines_differ_without_their_colours() -> None:
+    rules = dict(re.findall(r"\.line-(\d) \{ (.*) \}", CSS))
+    without_colour = {re.sub(r"stroke: [^;]*;", "", rule) for rule in rules.values()}
+    assert len(rules) == len(without_colour) == MOST_LINES
+    with pytest.raises(AssertionError):
+        chart([0], *[[1.0]] * (MOST_LINES + 1))
+
+
+def test_a_peak_survives_ten_thousand_figures() -> None:
+    at = [index * 0.09 for index in range(10_000)]
+    values = [1.0] * 10_000
+    values[5_003] = 7.0
+    (path,) = lines(chart(at, values))
+    assert len(path) < 30_000
+    heights = [float(y) for y in re.findall(r" ([\d.]+)", path)]
+    assert heights.count(min(heights)) == 1
+
+
+@given(st.lists(st.floats(0, 1e12) | st.just(math.nan), min_size=1, max_size=40), st.floats(0, 1e10))
+def test_whatever_the_figures_are_they_stay_on_the_paper(values: list[float], first: float) -> None:
+    at = [first + index for index in range(len(values))]
+    for path in lines(chart(at, values)):
+        points = [tuple(map(float, pair.split())) for pair in re.findall(r"[\d.]+ [\d.]+", path)]
+        assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points)
+
+
+@given(st.floats(1e-9, 1e15), st.booleans())
+def test_the_value_axis_reaches_the_highest_figure_in_few_round_steps(highest: float, whole: bool) -> None:
+    ticks = value_ticks(highest, whole=whole)
+    assert ticks[0] == 0
+    assert ticks[-1] >= highest * 0.999
+    assert 2 <= len(ticks) <= 6
+    assert re.match(r"[125]\.?0*e", f"{ticks[1]:.6e}")
+    assert not whole or all(tick == int(tick) for tick in ticks)
+
+
+def test_an_axis_of_nothing_still_has_a_unit() -> None:
+    assert value_ticks(0) == [0, 0.5, 1.0]
+    assert value_ticks(0, whole=True) == [0, 1.0]
+    assert value_ticks(5e-324)[-1] == 1.0
+
+
+@given(st.floats(1, 4e9), st.floats(10, 1e8))
+def test_the_time_axis_has_few_round_moments(first: float, span: float) -> None:
+    ticks = time_ticks(first, first + span)
+    assert 1 <= len(ticks) <= 8
+    assert all(first <= moment <= first + span for moment, _ in ticks)
+
+
+def test_a_column_of_points_keeps_its_lowest_and_highest() -> None:
+    assert thinned([(1.1, 5), (1.2, 9), (1.3, 1), (2.0, 4)]) == [(1.2, 9), (1.3, 1), (2.0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (3, "3"), (0.256, "0.26"), (12.34, "12.3"), (1234.5, "1,234"), (-0.5, "-0.50")]
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text

@@ -1,0 +1,174 @@
+"""A lab with its daemon: started, kept, moved, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmx_lab
+from lmx_lab.daemon.home import read_state
+from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
+from lmx_lab.notebook.daemon import merged
+from lmx_lab.settings import Settings
+from tests.daemon.face import client, serving
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    return {"home": tmp_path, "port": 0, "daemon_port": 0, "daemon": True}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    yield
+    if (lab := lmx_lab.current()) is not None:
+        lab.stop()
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-daemon"]
+
+
+def test_a_turn_of_the_labs_daemon_asks_the_labs_model(options: dict[str, Any]) -> None:
+    lab = lmx_lab.launch("echo", api_key="key-of-the-lab", **options)
+    assert lab.daemon is not None
+
+    @lab.daemon.tool
+    def now() -> str:
+        """The time."""
+        return "noon"
+
+    with client(lab.daemon) as http:
+        http.post("/v3/sessions", json={"session_id": "s"})
+        body = {"turn_id": "t", "content": "one two three four five", "overrides": {"max_tokens": 4, "tools": []}}
+        assert http.post("/v3/sessions/s/turns", json=body).status_code == 202
+        turn = http.get("/v3/sessions/s/turns/t", params={"wait": 20}).json()
+        assert (turn["status"], turn["stop_reason"], turn["stats"]["tokens"]) == ("done", "length", 4), turn
+        assert http.get("/v3/daemon").json()["upstream"]["url"] == lab.url
+    assert lab.daemon.url in repr(lab)
+    shown = repr(lab) + lab._repr_html_() + repr(vars(lab)) + repr(lab.daemon)
+    assert lab.daemon.token not in shown
+    assert "key-of-the-lab" not in shown
+    folder, daemon = lab.daemon.folder, lab.daemon
+    lab.stop()
+    assert (lab.daemon, daemon.running, read_state(folder)) == (None, False, None)
+
+
+def test_a_launch_cell_that_is_run_again_keeps_the_daemon(options: dict[str, Any]) -> None:
+    lab = lmx_lab.launch(**options)
+    daemon = lab.daemon
+    assert lmx_lab.launch(**options).daemon is daemon
+    assert lmx_lab.launch(**{**options, "daemon": False}).daemon is daemon
+    assert daemon is not None
+    daemon.stop()
+    assert lab.daemon is None
+    assert lab.running
+    assert lmx_lab.launch(**options).daemon is not None
+
+
+def test_a_lab_that_changes_takes_sessions_and_functions_along(options: dict[str, Any]) -> None:
+    lab = lmx_lab.launch(**options)
+    assert lab.daemon is not None
+
+    @lab.daemon.tool
+    def length(text: str) -> int:
+        """How long a text is."""
+        return len(text)
+
+    with client(lab.daemon) as http:
+        http.post("/v3/sessions", json={"session_id": "kept"})
+    changed = lmx_lab.launch(slots=2, **options)
+    assert changed is not lab
+    assert changed.daemon is not None
+    assert lab.daemon is None
+    assert changed.daemon.upstream_url == changed.url
+    with client(changed.daemon) as http:
+        assert http.get("/v3/sessions/kept").status_code == 200
+        assert http.get("/v3/daemon").json()["counts"]["tools"] == 1
+    changed.stop()
+    anew = lmx_lab.launch(**options)
+    assert anew.daemon is not None
+    with client(anew.daemon) as http:
+        assert http.get("/v3/sessions/kept").status_code == 200
+        assert http.get("/v3/daemon").json()["counts"]["tools"] == 0
+
+
+def test_where_the_home_has_a_daemon_the_lab_runs_and_says_where(options: dict[str, Any]) -> None:
+    with serving(options["home"]) as other:
+        with pytest.raises(DaemonRunningError, match=other.url) as caught:
+            lmx_lab.launch(**options)
+        lab = lmx_lab.current()
+        assert lab is not None
+        assert lab.url in str(caught.value)
+        assert lab.daemon is None
+        assert other.running
+
+
+def test_a_lab_of_a_program_with_a_loop_ends_its_daemon_too(options: dict[str, Any]) -> None:
+    async def live() -> Any:
+        settings = Settings(home=options["home"], port=0, daemon_port=0)
+        async with lmx_lab.Lab(settings, loop="kernel") as lab:
+            daemon = lab.start_daemon()
+            assert daemon.running
+            return daemon
+
+    assert not asyncio.run(live()).running
+
+
+@pytest.mark.anyio
+async def test_merged_events_can_be_left_while_there_is_no_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.notebook.daemon.HELD", 2)
+
+    async def many(name: str) -> AsyncIterator[str]:
+        while True:
+            yield name
+
+    async with asyncio.timeout(20), aclosing(merged(many("a"), many("b"))) as items:
+        assert await anext(items) == "a"
+        await asyncio.sleep(0)
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "lmx-lab merging"]
+
+
+def test_verbs_of_a_daemon_that_was_stopped_say_where_the_one_is_that_runs(options: dict[str, Any]) -> None:
+    lab = lmx_lab.launch(**options)
+    daemon = lab.daemon
+    assert daemon is not None
+    daemon.sessions()
+    daemon.stop()
+    with pytest.raises(HostingError, match=r"lab\.daemon .* lab\.start_daemon\(\)"):
+        daemon.sessions()
+
+
+def test_a_command_in_one_piece_is_refused_with_its_list(options: dict[str, Any]) -> None:
+    lab = lmx_lab.launch(**options)
+    assert lab.daemon is not None
+    with pytest.raises(InvalidRequestError, match=r"'python -m time'; .* \['python', '-m', 'time'\]"):
+        lab.daemon.add_mcp_server("time", "python -m time")
+    assert lab.daemon.client.mcp_servers() == []
+
+
+def test_a_lab_elsewhere_has_no_daemon(options: dict[str, Any]) -> None:
+    with lmx_lab.launch(**options) as lab, lmx_lab.attach(lab.url) as attached:
+        assert attached.daemon is None
+
+
+def test_functions_outlive_a_launch_that_failed(options: dict[str, Any]) -> None:
+    lab = lmx_lab.launch(**options)
+    assert lab.daemon is not None
+
+    @lab.daemon.tool
+    def now() -> str:
+        return "noon"
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(PortTakenError):
+            lmx_lab.launch(slots=2, **{**options, "daemon_port": taken.getsockname()[1]})
+    again = lmx_lab.launch(slots=2, **options)
+    assert again.daemon is not None
+    assert [tool.name for tool in again.daemon.tools.tools()] == ["now"]

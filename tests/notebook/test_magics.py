@@ -1,0 +1,238 @@
+"""The magics in a shell without a kernel: what they understand, and what they say."""
+
+from __future__ import annotations
+
+import atexit
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+import lmx_lab
+from lmx_lab.notebook.magics import NO_AWAIT, Awaiting, Questions, compiled
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InteractiveShell]:
+    config = Config({"HistoryManager": {"enabled": False}})
+    shell = InteractiveShell.instance(config=config, ipython_dir=str(tmp_path_factory.mktemp("ipython")))
+    yield shell
+    # Now, because it gives ``__main__`` back.
+    atexit.unregister(shell.atexit_operations)
+    shell.atexit_operations()
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def shell(terminal: InteractiveShell) -> Iterator[InteractiveShell]:
+    lmx_lab.load_ipython_extension(terminal)
+    terminal.autoawait = True
+    yield terminal
+    lmx_lab.unload_ipython_extension(terminal)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[lmx_lab.Lab]:
+    with lmx_lab.launch("echo", home=tmp_path, port=0) as lab:
+        yield lab
+
+
+@pytest.fixture
+def tiny_lab(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
+    """For loads of another model."""
+    with lmx_lab.launch("tiny", home=tiny_home, port=0) as lab:
+        yield lab
+
+
+def test_loading_again_and_unloading_leave_one_of_each_and_none(shell: InteractiveShell) -> None:
+    for _ in range(2):
+        lmx_lab.load_ipython_extension(shell)
+    assert [type(one) for one in shell.input_transformers_post].count(Awaiting) == 1
+    assert all((shell.find_cell_magic("offload"), shell.find_line_magic("lmx"), shell.find_cell_magic("lmx")))
+    for _ in range(2):
+        lmx_lab.unload_ipython_extension(shell)
+    assert shell.input_transformers_post == []
+    assert not [one for one in shell.input_transformers_cleanup if isinstance(one, Questions)]
+    assert not any((shell.find_cell_magic("offload"), shell.find_line_magic("lmx"), shell.find_cell_magic("lmx")))
+    assert not shell.transform_cell("%%offload\n1").startswith("await")
+
+
+def test_reading_the_extension_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, lmx_lab; lmx_lab.load_ipython_extension; print({'mlx', 'fastapi', 'IPython'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("cell", ["%%offload\nx = 1", "\n\n%%offload\nx = 1\n", "%%offload  \n'a'\n\"b\"\n"])
+def test_a_cell_that_is_offloaded_is_awaited(shell: InteractiveShell, cell: str) -> None:
+    written = shell.transform_cell(cell)
+    assert written.startswith("await ")
+    assert shell.should_run_async(cell, transformed_cell=written)
+
+
+@pytest.mark.parametrize("cell", ["x = 1", "%%time\nx = 1", "'%%offload'", "get_ipython().magic", "", "# %%offload\n1"])
+def test_no_other_cell_is(shell: InteractiveShell, cell: str) -> None:
+    assert "await" not in shell.transform_cell(cell)
+
+
+def test_a_question_in_a_line_is_no_wish_for_help(shell: InteractiveShell) -> None:
+    assert "'ask Who\\'s \"there\"?'" in shell.transform_cell('x = 1\n%lmx ask Who\'s "there"?\n')
+    assert "%lmx ask why?" in shell.transform_cell("%%writefile notes\n%lmx ask why?\n")
+    for wish in ("%lmx?", "%%lmx?", "ask?"):
+        assert "pinfo" in shell.transform_cell(wish)
+
+
+TRIPLES = ("'" * 3, '"' * 3)
+
+
+@pytest.mark.parametrize("triple", TRIPLES)
+@pytest.mark.parametrize("before", ["    ", "if x:\n    ", "reply = ", "'T'  # it's T\n", "!echo T\n", "TaT; TbT\n"])
+def test_a_question_may_be_wherever_a_statement_is(shell: InteractiveShell, before: str, triple: str) -> None:
+    quote = '"' if triple[0] == "'" else "'"
+    before = before.replace("'T'", f"{quote}{triple}{quote}").replace("T", triple)
+    assert "run_line_magic('lmx', 'ask why?')" in shell.transform_cell(f"{before}%lmx ask why?\n")
+    both = shell.transform_cell(f"%lmx ask what is {triple} for?\n{before.lstrip(' ')}%lmx ask why?\n")
+    assert both.count("run_line_magic('lmx', ") == 2
+    assert "pinfo" not in both
+
+
+@pytest.mark.parametrize("triple", TRIPLES)
+@pytest.mark.parametrize("text", ["T\n%lmx ask why?\nT", "x = rT\\T\n    %lmx ask why?\nT", "T\n!\n%lmx ask why?\n!T"])
+def test_a_question_in_a_text_over_several_lines_is_text(shell: InteractiveShell, text: str, triple: str) -> None:
+    text = text.replace("T", triple)
+    written = shell.transform_cell(f"{text}\n%lmx ask why not?\n")
+    assert written.startswith(text)
+    assert written.endswith("run_line_magic('lmx', 'ask why not?')\n")
+
+
+def test_the_magic_explains_itself_where_it_cannot_be_awaited(shell: InteractiveShell) -> None:
+    with pytest.raises(UsageError, match="first line of its cell"):
+        shell.run_cell_magic("offload", "", "1")
+    shell.autoawait = False
+    assert not shell.transform_cell("%%offload\n1").startswith("await")
+    assert "first line of its cell" in str(shell.run_cell("%%offload\n1").error_in_exec)
+
+
+def test_an_offloaded_cell_runs_in_a_terminal_too(shell: InteractiveShell) -> None:
+    done = shell.run_cell("%%offload\nimport threading\nname = threading.current_thread().name\nname")
+    assert done.success
+    assert done.result == shell.user_ns["name"] == "lmx-lab-offload"
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"), [("1 + 1", 2), ("1 + 1;", None), ("1 + 1  # ;", 2), ("x = 2", None), ("1\n2\n", 2), ("';'", ";")]
+)
+def test_the_last_expression_is_the_value_unless_a_semicolon_ends_it(
+    shell: InteractiveShell, cell: str, value: object
+) -> None:
+    assert compiled(shell, cell).run(shell) == value
+
+
+@pytest.mark.parametrize("cell", ["await f()", "x = 1\nasync with f(): pass", "[x async for x in f()]"])
+def test_awaiting_is_refused_and_why_is_said(shell: InteractiveShell, cell: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compiled(shell, cell)
+    assert str(caught.value) == NO_AWAIT
+    with pytest.raises(SyntaxError):
+        compiled(shell, "x = = 1")
+    assert compiled(shell, "async def f():\n    await g()").value is None
+
+
+@pytest.mark.parametrize("line", ["lod tiny", "load", "launch --port x", "launch --loop fast", "load 'x", "models now"])
+def test_what_is_not_understood_is_a_usage_error(shell: InteractiveShell, line: str) -> None:
+    with pytest.raises(UsageError, match=r"%lmx\? shows"):
+        shell.run_line_magic("lmx", line)
+
+
+@pytest.mark.parametrize("line", ["load tiny", "unload", "models", "panel", "stop", "ask why?"])
+def test_without_a_lab_the_next_step_is_said(shell: InteractiveShell, line: str) -> None:
+    with pytest.raises(UsageError, match="%lmx launch MODEL"):
+        shell.run_line_magic("lmx", line)
+
+
+def test_without_a_lab_and_a_verb_it_says_how_one_is_launched(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shell.run_line_magic("lmx", "") is None
+    assert "%lmx launch" in capsys.readouterr().out
+
+
+def test_the_verbs_are_those_of_the_lab(
+    shell: InteractiveShell, tiny_lab: lmx_lab.Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shell.run_line_magic("lmx", "") is tiny_lab
+    assert shell.run_line_magic("lmx", "load tiny-two").model == "tiny-two"
+    assert [model.id for model in shell.run_line_magic("lmx", "models") if model.loaded] == ["tiny-two"]
+    shell.run_line_magic("lmx", "unload")
+    assert "GB freed" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="no-such-model"):
+        shell.run_line_magic("lmx", "load no-such-model")
+    with pytest.raises(UsageError, match="load"):
+        shell.run_line_magic("lmx", "ask hi")
+    shell.run_line_magic("lmx", "stop")
+    assert not tiny_lab.running
+
+
+def test_launch_takes_its_options(
+    shell: InteractiveShell, tiny_lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMX_LAB_HOME", str(tiny_lab.settings.home))
+    other = shell.run_line_magic("lmx", "launch tiny-two --loop thread --port 0 --lan")
+    assert other is lmx_lab.current()
+    assert (other.mode, other.settings.host, other.engine.snapshot.model) == ("thread", "0.0.0.0", "tiny-two")
+
+
+@pytest.fixture
+def asked(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str | None]]]:
+    """The messages that reach the model, which answers nevertheless."""
+    seen: list[list[tuple[str, str | None]]] = []
+    chat = type(lab)._chat
+
+    async def noting(self: lmx_lab.Lab, request: object) -> lmx_lab.Reply:
+        seen.append([(message.role, message.content) for message in request.messages])  # type: ignore[attr-defined]
+        return await chat(self, request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(lab), "_chat", noting)
+    return seen
+
+
+def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(
+    shell: InteractiveShell, asked: list[list[tuple[str, str | None]]]
+) -> None:
+    shell.user_ns.update(town="Paris", numbers=[1, 2])
+    reply = shell.run_cell_magic(
+        "lmx", "--max-tokens 2 --temperature 0 --system 'Be brief.'", "Is $town {sum(numbers)}?\n"
+    )
+    assert isinstance(reply, lmx_lab.Reply)
+    assert reply.usage.completion_tokens == 2
+    shell.run_cell_magic("lmx", "--max-tokens 1 --raw", "Is $town {sum(numbers)}?")
+    shell.run_cell_magic("lmx", "--max-tokens 1", 'Is {"a": [town]} {unknown} valid?')
+    assert [(role, content.strip()) for messages in asked for role, content in messages if content] == [
+        ("system", "Be brief."),
+        ("user", "Is Paris 3?"),
+        ("user", "Is $town {sum(numbers)}?"),
+        ("user", 'Is {"a": [town]} {unknown} valid?'),
+    ]
+
+
+def test_a_question_in_a_line_may_have_apostrophes_and_options_of_a_cell_are_checked(
+    shell: InteractiveShell, asked: list[list[tuple[str, str | None]]]
+) -> None:
+    lab = lmx_lab.current()
+    assert lab is not None
+    shell.user_ns["town"] = "Paris"
+    shell.run_line_magic("lmx", 'ask What\'s $town --like, "really"?')
+    assert asked == [[("user", 'What\'s Paris --like, "really"?')]]
+    for options, words in (("--max-tokens x", "int"), ("--temperature 9", "temperature"), ("--seed 1", "unrecognized")):
+        with pytest.raises(UsageError, match=words):
+            shell.run_cell_magic("lmx", options, "hi")
+    with pytest.raises(UsageError, match="no text"):
+        shell.run_cell_magic("lmx", "", "  \n")
+    assert len(asked) == 1

@@ -1,0 +1,234 @@
+"""The snapshot and the report, as pure functions over what was seen."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.notebook.report import CSS, GENERATOR, MOST_ROWS, report_html, write_report
+from lmx_lab.notebook.snapshot import Snapshot, taken
+from lmx_lab.panels.history import EndedRequest
+from lmx_lab.panels.source import ServerState
+from lmx_lab.wire.admin import Compute, ModelRecord, ModelRecords, RequestEvent, Sample
+
+HOSTILE = "<script>alert(1)</script><img src='http://evil.example/x' onerror=\"x\">\x00\u202e\ud800&amp;"
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+STATE = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400", model="tiny")
+
+
+class Page(HTMLParser):
+    """Reads a page and checks that every element is closed by its own end."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def tags(self) -> list[str]:
+        return [tag for tag, _ in self.elements]
+
+
+def sample(at: float, **figures: float) -> Sample:
+    zero = dict.fromkeys(set(Sample.model_fields) - {"type", "at"}, 0)
+    return Sample(at=at, **{**zero, **figures})
+
+
+def ended(at: float, **fields: object) -> EndedRequest:
+    usual = {"model": "tiny", "finish_reason": "stop", "prompt_tokens": 5, "completion_tokens": 7}
+    speeds = {"tokens_per_second": 20.0, "ttft_ms": 100.0}
+    return EndedRequest(at=at, event=RequestEvent.model_validate({"request_id": "r", **usual, **speeds, **fields}))
+
+
+def record(name: str) -> ModelRecord:
+    places = {"path": "/m", "loaded": True, "vram_gb": 0.27, "format": "mlx", "kind": "chat", "size_gb": 0.26}
+    return ModelRecord.model_validate({"id": name, **places, "quantization": None, "context_length": 8192})
+
+
+def snapshot(*models: str, state: ServerState = STATE, now: Sample | None = None) -> Snapshot:
+    compute = Compute(blas="openblas", detail="2 threads", threads=2, gflops=80.0)
+    return taken(state, ModelRecords(models=[record(name) for name in models], compute=compute), now)
+
+
+def rows(text: str, of: str) -> list[list[str]]:
+    """The cells of the bodies of a section's tables."""
+    (section,) = re.findall(rf"<h2>{of}</h2>(.*?)</section>", text, re.DOTALL)
+    bodies = re.findall(r"<tbody>(.*?)</tbody>", section, re.DOTALL)
+    found = re.findall(r"<tr>(.*?)</tr>", "".join(bodies), re.DOTALL)
+    return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[dh].*?</t[dh]>", row, re.DOTALL)] for row in found]
+
+
+def full(requests: Sequence[EndedRequest] = ()) -> str:
+    samples = [sample(1000 + i, decode_tokens_per_second=i, active_requests=1, memory_active_gb=2) for i in range(60)]
+    return report_html(snapshot("tiny", now=samples[-1]), samples, requests, [("Chat", "<p>words</p>"), ("Empty", "")])
+
+
+def test_the_page_is_whole_and_asks_nobody_for_anything() -> None:
+    page = Page(full([ended(1000)]))
+    assert not {"script", "link", "iframe", "img", "object", "form"} & set(page.tags)
+    outside = [value for _, attrs in page.elements for name, value in attrs.items() if name in ("src", "href", "style")]
+    assert outside == []
+    assert not re.search(r"@import|url\(", CSS)
+    policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none';")
+    assert page.tags.count("svg") == 4
+    ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
+    assert len(ids) == len(set(ids)) == 8
+
+
+def test_names_and_messages_are_shown_as_text() -> None:
+    state = replace(STATE, model=HOSTILE, note=HOSTILE, pinned=(HOSTILE,), url=HOSTILE, place=HOSTILE)
+    requests = [ended(1000, model=HOSTILE, code=HOSTILE, finish_reason="error")]
+    text = report_html(snapshot(HOSTILE, state=state), [sample(1)], requests, [(HOSTILE, "<p>mine</p>")])
+    page = Page(text)
+    assert not {"script", "img"} & set(page.tags)
+    assert "<script>alert(1)</script>" in "".join(page.texts)
+    assert not set("\x00\u202e\ud800") & set(text)
+    assert "<p>mine</p>" in text
+    Page(snapshot(HOSTILE, state=state)._repr_html_())
+    assert "<script" not in snapshot(HOSTILE, state=state)._repr_html_()
+
+
+def test_what_has_not_happened_is_said() -> None:
+    stopped = ServerState(state="stopped", place="", url="http://127.0.0.1:8400", note="run the launch cell again")
+    text = report_html(taken(stopped, ModelRecords(models=[]), None), [], [], [("Chat", "")])
+    Page(text)
+    for words in ("No models", "No figures", "No request", "nothing to show", "none loaded", "launch cell again"):
+        assert words in text
+    assert "<svg" not in text
+
+
+def test_requests_are_listed_from_the_newest_on_with_how_they_ended() -> None:
+    refused = ended(3000, finish_reason="error", code="queue-full", tokens_per_second=0, ttft_ms=0)
+    listed = rows(full([ended(1000), refused, ended(2000, kind="embedding")]), "Requests")[2:]
+    assert [(row[1], row[7]) for row in listed] == [
+        ("chat", "error: queue-full"),
+        ("embedding", "stop"),
+        ("chat", "stop"),
+    ]
+    assert listed[0][5:7] == ["", ""]  # what did not end well has no speed
+    assert listed[2][3:7] == ["5", "7", "20", "100"]
+
+
+def test_each_kind_is_counted_and_its_median_is_of_what_ended_well() -> None:
+    requests = [ended(index, tokens_per_second=speed) for index, speed in enumerate((10.0, 20.0, 90.0))]
+    requests += [ended(9, finish_reason="error", tokens_per_second=0), ended(9, finish_reason="cancelled")]
+    requests += [ended(9, kind="rerank", finish_reason="error")]
+    chat, rerank = rows(full(requests), "Requests")[:2]
+    assert chat == ["chat", "5", "1", "1", "25", "35", "20", "100"]
+    assert rerank == ["rerank", "1", "1", "0", "5", "7", "", ""]
+
+
+def test_more_requests_than_fit_are_counted_and_the_older_ones_left_out() -> None:
+    text = full([ended(index, prompt_tokens=index) for index in range(MOST_ROWS + 50)])
+    listed = rows(text, "Requests")
+    assert listed[0][1] == "250"
+    assert len(listed) == 1 + MOST_ROWS
+    assert (listed[1][3], listed[-1][3]) == ("249", "50")
+    assert "50 older ones are left out" in text
+    assert "left out" not in full([ended(index) for index in range(MOST_ROWS)])
+
+
+def test_samples_in_any_order_make_the_same_charts() -> None:
+    samples = [sample(1000 + index, prompt_tokens_per_second=index) for index in range(20)]
+    now = snapshot("tiny")
+    assert report_html(now, samples, []) == report_html(now, samples[::-1], [])
+    assert "Gaps" not in report_html(now, samples, [])
+
+
+def test_text_and_lines_can_be_told_from_the_paper_in_both_themes() -> None:
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in CSS.split("@media screen", 1))
+    assert set(light) == set(dark)
+    for theme in (light, dark):
+        assert min(contrast(theme[name], theme["paper"]) for name in ("text", "muted")) >= 4.5
+        assert min(contrast(theme[f"line-{index}"], theme["paper"]) for index in range(3)) >= 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    """By WCAG 2.2."""
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_a_snapshot_names_server_model_figures_machine_and_versions() -> None:
+    looks = snapshot("tiny", now=sample(1, memory_active_gb=1.5, queued_requests=3))
+    for look in (repr(looks), looks._repr_html_().replace("&#x27;", "'")):
+        for words in ("running, on the kernel's loop", "127.0.0.1:8400", "tiny", "3 waiting", "1.50 GB", "cores"):
+            assert words in look
+        assert all(f"{name} " in look for name in ("lmx-lab", "mlx", "mlx-lm", "python"))
+
+
+# --- the file
+
+
+def test_a_report_is_saved_whole_and_saved_again(tmp_path: Path) -> None:
+    target = tmp_path / "run.html"
+    assert write_report(target, full()) == target
+    assert write_report(str(target), full([ended(1)])) == target
+    assert "<time" in target.read_text(encoding="utf-8")
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_report_may_be_read_by_whom_the_users_files_may_be_read_by(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    saved = write_report(tmp_path / "run.html", full())
+    assert saved.stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_link_to_a_report_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to(tmp_path / "run.html")
+    assert write_report(tmp_path / "link.html", full()) == tmp_path / "run.html"
+    assert (tmp_path / "link.html").is_symlink()
+
+
+def test_what_is_no_report_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "work.ipynb").write_text("{}")
+    with pytest.raises(InvalidRequestError, match=r"work\.ipynb.*no report"):
+        write_report(tmp_path / "work.ipynb", full())
+    assert (tmp_path / "work.ipynb").read_text() == "{}"
+    (tmp_path / "empty.html").touch()
+    write_report(tmp_path / "empty.html", full())
+
+
+@pytest.mark.parametrize(
+    "path", ["", ".", "no-such-folder/run.html", "file/run.html", "x" * 300, "a\x00b", "pipe", None]
+)
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text(GENERATOR)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidRequestError, match=r"^the report "):
+        write_report(path, full())
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["file", "pipe"]

@@ -1,0 +1,78 @@
+"""A rerank result as rows, as a data frame, as a table: documents are strangers' text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from lmx_lab.engine import EncodeReport, Ranking
+from lmx_lab.notebook.rerank_result import COLUMNS, SHOWN_CHARACTERS, RankedDocument, RerankResult
+
+
+def result(
+    documents: Sequence[str], scores: Sequence[float], model: str = "minilm", top_n: int | None = None
+) -> RerankResult:
+    report = EncodeReport(model=model, texts=3, tokens=9, queue_s=0, compute_s=1, peak_memory_bytes=1)
+    ranking = Ranking(scores=np.array(scores, dtype=np.float32), method="cosine", report=report)
+    return RerankResult.by_engine("q", documents, ranking, top_n=top_n)
+
+
+def test_rows_are_numbered_from_the_most_relevant_on() -> None:
+    ranked = result(["a", "b", "c"], [0.25, 0.5, 0.25])
+    assert list(ranked) == [
+        RankedDocument(rank=1, score=0.5, index=1, document="b"),
+        RankedDocument(rank=2, score=0.25, index=0, document="a"),
+        RankedDocument(rank=3, score=0.25, index=2, document="c"),
+    ]
+    assert (len(ranked), ranked[-1].index, [row.rank for row in ranked[:2]]) == (3, 2, [1, 2])
+    assert (ranked.method, ranked.model, ranked.query) == ("cosine", "minilm", "q")
+
+
+def test_top_n_cuts() -> None:
+    assert [row.document for row in result(["a", "b", "c"], [1, 2, 3], top_n=2)] == ["c", "b"]
+
+
+def test_the_data_frame_has_the_same_rows() -> None:
+    frame = result(["a", "b"], [0.25, 0.5]).df
+    assert list(frame.columns) == list(COLUMNS)
+    assert frame.values.tolist() == [[1, 0.5, 1, "b"], [2, 0.25, 0, "a"]]
+
+
+def test_without_pandas_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install"):
+        _ = result(["a"], [1]).df
+
+
+def test_the_text_is_a_table() -> None:
+    assert repr(result(["a\nb", "c"], [0.5, 0.25])).splitlines() == [
+        "rank  score   index  document",
+        "1     0.5000  0      a b",
+        "2     0.2500  1      c",
+        "minilm · cosine",
+    ]
+
+
+@pytest.mark.parametrize("document", ["\x1b[2Jgone", "a\rb", "\u202edrawkcab", "\x9b2J", "a\u2028b"])
+def test_what_would_move_the_cursor_is_not_shown(document: str) -> None:
+    assert all(line.isprintable() for line in repr(result([document], [1])).split("\n"))
+
+
+def test_html_in_a_document_or_a_name_stays_text() -> None:
+    shown = result(["<script>x</script>", "&amp;"], [1, 0], model="<img src=x>")._repr_html_()
+    assert "<script" not in shown
+    assert "<img" not in shown
+    assert "&lt;script&gt;x" in shown
+    assert "&amp;amp;" in shown
+
+
+def test_long_documents_and_lists_are_shortened() -> None:
+    ranked = result(["word " * 300_000] * 10_000, [1.0] * 10_000)
+    for shown in (ranked._repr_html_(), repr(ranked)):
+        assert len(shown) < 100 * SHOWN_CHARACTERS
+        assert "9980 more" in shown
+        assert "…" in shown
+    assert len(ranked[0].document) == 1_500_000

@@ -1,0 +1,109 @@
+"""Several streams as one, several works as one: what one failure or one leaving does to the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from lmx_lab.errors import EngineError
+from lmx_lab.server.merge_streams import merged, together
+
+pytestmark = pytest.mark.anyio
+
+
+async def counting(name: str, count: int, left: list[str]) -> AsyncGenerator[str, None]:
+    try:
+        for number in range(count):
+            yield f"{name}{number}"
+            await asyncio.sleep(0)
+    finally:
+        left.append(name)
+
+
+async def failing() -> AsyncGenerator[str, None]:
+    yield "f0"
+    raise EngineError("broken")
+
+
+async def endless(left: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        left.append("endless")
+
+
+@pytest.mark.parametrize("counts", [[3], [3, 3], [0, 5, 1], [0, 0]])
+async def test_each_source_keeps_its_order_and_loses_nothing(counts: list[int]) -> None:
+    left: list[str] = []
+    names = "abc"[: len(counts)]
+    sources = [counting(name, count, left) for name, count in zip(names, counts, strict=True)]
+    items = [item async for item in merged(sources)]
+    for name, count in zip(names, counts, strict=True):
+        assert [item for item in items if item[0] == name] == [f"{name}{number}" for number in range(count)]
+    assert sorted(left) == sorted(names)
+
+
+async def test_two_sources_take_turns() -> None:
+    items = [item async for item in merged([counting("a", 50, []), counting("b", 50, [])])]
+    assert {item[0] for item in items[:10]} == {"a", "b"}
+
+
+async def test_a_failure_closes_the_other_sources_and_is_raised() -> None:
+    left: list[str] = []
+    with pytest.raises(EngineError, match="broken"):
+        async for _ in merged([counting("a", 1000, left), failing()]):
+            pass
+    assert left == ["a"]
+
+
+async def test_leaving_closes_all_sources() -> None:
+    left: list[str] = []
+    async with aclosing(merged([counting("a", 1000, left), counting("b", 1000, left)])) as items:
+        async for _ in items:
+            break
+    assert sorted(left) == ["a", "b"]
+
+
+async def test_a_source_is_not_read_ahead_of_a_slow_reader() -> None:
+    produced: list[int] = []
+
+    async def source() -> AsyncGenerator[int, None]:
+        for number in range(100):
+            produced.append(number)
+            yield number
+
+    async with aclosing(merged([source(), source()])) as items:
+        await anext(items)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(produced) < 10
+
+
+async def test_results_come_in_order() -> None:
+    async def work(number: int) -> int:
+        for _ in range(5 - number):
+            await asyncio.sleep(0)
+        return number
+
+    assert await together(work(number) for number in range(5)) == [0, 1, 2, 3, 4]
+
+
+async def test_the_first_failure_ends_the_other_works() -> None:
+    left: list[str] = []
+
+    async def fail() -> None:
+        raise EngineError("broken")
+
+    with pytest.raises(EngineError, match="broken"):
+        await together([endless(left), fail()])
+    assert left == ["endless"]
+
+
+async def test_cancelling_ends_all_works() -> None:
+    left: list[str] = []
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(together([endless(left), endless(left)]), 0.01)
+    assert left == ["endless", "endless"]

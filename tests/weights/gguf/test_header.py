@@ -1,0 +1,121 @@
+"""GGUF headers, whole, cut short and hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+from lmx_lab.weights.gguf.header import read_header
+from lmx_lab.weights.gguf.model import read_gguf_facts
+
+
+def test_metadata_and_tensors_are_read_and_arrays_only_when_asked_for(
+    tmp_path: Path, tiny_llama: Callable[..., bytes]
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny_llama())
+    header = read_header(path)
+    assert (header.architecture, header.context_length, header.quantization) == ("llama", 512, "Q4_0")
+    assert header.items("tokenizer.ggml.tokens") == []
+    whole = read_header(path, arrays=True)
+    assert whole.items("tokenizer.ggml.tokens")[-1] == "tool"
+    assert whole.items("tokenizer.ggml.token_type")[-3:] == [3, 3, 4]
+    assert whole.tensors == header.tensors
+
+
+def test_a_gguf_file_is_listed_by_its_file_name(
+    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
+) -> None:
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra/tiny.gguf").write_bytes(tiny_llama())
+    (entry,) = catalog.scan()
+    assert (entry.id, entry.format, entry.kind, entry.quantization) == ("tiny.gguf", "gguf", "chat", "Q4_0")
+
+
+@pytest.mark.parametrize(
+    ("types", "metadata", "reason"),
+    [
+        ({}, {"general.architecture": "qwen2"}, "architecture 'qwen2'"),
+        ({"blk.0.attn_q": "Q4_K"}, {}, "quantized anew"),
+        ({"blk.0.attn_q": "Q6_K"}, {}, "quantized anew"),
+        ({"blk.0.attn_q_norm": "F16"}, {}, "a llama of MLX lacks"),
+        ({}, {"llama.block_count": 2}, "lacks 9 tensors"),
+        ({}, {"llama.embedding_length": 512}, "shape"),
+        ({}, {"llama.attention.head_count_kv": 2}, r"attn_k.*shape"),
+        ({}, {"llama.block_count": 4_000_000_000}, "layers"),
+        ({}, {"llama.attention.head_count": 0}, "head_count"),
+        ({}, {"llama.expert_count": 8}, "mixture of experts"),
+        ({}, {"llama.rope.dimension_count": 16}, "part of its heads"),
+        ({}, {"llama.rope.scaling.type": "yarn"}, "yarn"),
+        ({}, {"tokenizer.ggml.model": "bert"}, "vocabulary of kind bert"),
+        ({}, {"llama.pooling_type": 3}, "makes vectors or scores"),
+    ],
+)
+def test_what_cannot_be_converted_stays_usable_as_it_is(
+    tmp_path: Path, tiny_llama: Callable[..., bytes], types: dict[str, str], metadata: dict[str, object], reason: str
+) -> None:
+    path = tmp_path / "other.gguf"
+    path.write_bytes(tiny_llama(types, metadata))
+    catalog = Catalog(Settings(home=tmp_path / "home"))
+    assert catalog.fetch(str(path)).format == "gguf"
+    with pytest.raises(UnusableModelError, match=reason):
+        catalog.convert(str(path))
+
+
+def test_every_way_of_cutting_the_file_short_is_seen(tmp_path: Path, tiny_llama: Callable[..., bytes]) -> None:
+    whole = tiny_llama()
+    path = tmp_path / "cut.gguf"
+    for length in [*range(0, 200), *range(200, len(whole), 997), len(whole) - 32]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(UnusableModelError):
+            read_header(path, arrays=True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GGUF",
+        b"GGML" + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 1, 0, 0),
+        b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40) + bytes(100),
+        b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**61) + bytes(100),
+        b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"k", 9, 9, 4) + bytes(100),
+        b"GGUF" + struct.pack("<IQQQcIQQQQIQ", 3, 1, 0, 1, b"t", 4, 2**63, 2**63, 2**63, 2**63, 0, 2**63),
+        b"GGUF" + struct.pack("<IQQQcI", 3, 1, 0, 1, b"t", 2**31) + bytes(100),
+    ],
+)
+def test_hostile_lengths_are_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with pytest.raises(UnusableModelError):
+        read_header(path)
+
+
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@given(data=st.data())
+def test_changed_bytes_never_raise_anything_else(
+    tmp_path: Path, tiny_llama: Callable[..., bytes], data: st.DataObject
+) -> None:
+    file = bytearray(tiny_llama())
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, 1500) | st.integers(0, 9000))
+        file[at : at + 1] = data.draw(st.binary(min_size=1, max_size=9))
+    path = tmp_path / "fuzz.gguf"
+    path.write_bytes(bytes(file[: data.draw(st.integers(9000, len(file)) | st.just(len(file)))]))
+    with contextlib.suppress(UnusableModelError):
+        read_header(path, arrays=True)
+    with contextlib.suppress(UnusableModelError):
+        read_gguf_facts(path)

@@ -1,0 +1,240 @@
+"""GGUF files as they are: what they are for, split ones, and what is no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.weights.gguf.model import read_gguf
+from tests.weights.conftest import random_tensor
+
+Gguf = Callable[..., bytes]
+WriteSplit = Callable[..., list[Path]]
+Listed = Callable[[Mapping[str, Any], Mapping[str, Any]], list[ModelEntry]]
+VOCABULARY = {"tokenizer.ggml.model": "bert"}
+TENSOR = {"token_embd.weight": random_tensor("F32", 32)}
+
+
+FILE = "reranker-embedding-chat.gguf"
+
+
+@pytest.fixture
+def listed(catalog: Catalog, tmp_path: Path, gguf: Gguf) -> Listed:
+    """What is listed of a file with that metadata and those tensors; its name says nothing about it."""
+
+    def make(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[ModelEntry]:
+        put(tmp_path / "extra" / FILE, gguf(metadata, tensors))
+        return catalog.scan()
+
+    return make
+
+
+def put(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "heads", "kind"),
+    [
+        ("qwen3", {}, (), "chat"),
+        ("qwen3", {"qwen3.pooling_type": 0}, (), "chat"),
+        ("qwen3", {"qwen3.pooling_type": 3}, (), "embedding"),
+        ("qwen3", {"qwen3.pooling_type": 4}, ("cls.output.weight",), "rerank"),
+        ("qwen3", {"bert.pooling_type": 4}, (), "chat"),
+        ("bert", {}, (), "embedding"),
+        ("bert", {"bert.pooling_type": 0}, (), "embedding"),
+        ("bert", {"bert.pooling_type": 2}, (), "embedding"),
+        ("bert", {"bert.pooling_type": 4}, (), "rerank"),
+        ("bert", {}, ("cls.weight", "cls.output.weight"), "rerank"),
+        ("nomic-bert-moe", {}, (), "embedding"),
+        ("jina-bert-v3", {}, ("cls.output.weight",), "rerank"),
+        ("t5encoder", {}, (), "embedding"),
+    ],
+)
+def test_the_kind_is_told_from_the_header(
+    listed: Listed, architecture: str, metadata: Mapping[str, Any], heads: tuple[str, ...], kind: str
+) -> None:
+    more = {name: random_tensor("F32", 32) for name in heads}
+    (entry,) = listed({"general.architecture": architecture} | VOCABULARY | dict(metadata), TENSOR | more)
+    assert (entry.kind, entry.architecture, entry.format) == (kind, architecture, "gguf")
+
+
+def test_real_files_of_each_kind_are_told_apart(
+    catalog: Catalog, tiny_gguf: Path, minilm_gguf: Path, reranker_gguf: Path
+) -> None:
+    kinds = [catalog.resolve(str(path)).kind for path in (tiny_gguf, minilm_gguf, reranker_gguf)]
+    assert kinds == ["chat", "embedding", "rerank"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "reason"),
+    [
+        ({"general.type": "mmproj", "general.architecture": "clip"}, TENSOR, "projector"),
+        ({"general.architecture": "clip"}, TENSOR, "projector.*load the model"),
+        ({"general.type": "adapter", "general.architecture": "llama"}, TENSOR, "adapter.*load that model"),
+        ({"general.type": "imatrix"}, TENSOR, "imatrix"),
+        ({"general.architecture": "controlvector"}, TENSOR, "control vector"),
+        ({"general.architecture": "llama", "tokenizer.ggml.model": "gpt2"}, {}, "no weights.*fetch the model"),
+        (VOCABULARY, TENSOR, "does not name its architecture"),
+        ({"general.architecture": "flux"}, TENSOR, "no vocabulary"),
+        ({"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"}, TENSOR, "no vocabulary"),
+    ],
+)
+def test_what_is_no_language_model_is_refused_with_the_reason_and_not_listed(
+    listed: Listed, catalog: Catalog, metadata: Mapping[str, Any], tensors: Mapping[str, Any], reason: str
+) -> None:
+    assert listed(metadata, tensors) == []
+    for look in (catalog.resolve, catalog.fetch):
+        with pytest.raises(UnusableModelError, match=rf"{FILE} .*{reason}"):
+            look(FILE)
+
+
+def test_a_split_model_is_one_entry_whichever_part_is_named(
+    catalog: Catalog, tmp_path: Path, write_split: WriteSplit
+) -> None:
+    parts = write_split(tmp_path / "extra/tiny")
+    (entry,) = catalog.scan()
+    assert (entry.id, entry.path) == ("tiny-00001-of-00003.gguf", parts[0])
+    assert entry.size_bytes == sum(part.stat().st_size for part in parts)
+    assert (entry.architecture, entry.context_length, entry.quantization) == ("llama", 512, "F32")
+    assert [catalog.resolve(str(part)) for part in parts] == [entry] * 3
+    assert len(read_gguf(parts[0]).tensors) == 6
+
+
+def test_the_first_part_of_a_split_model_may_be_without_weights(
+    catalog: Catalog, tmp_path: Path, gguf: Gguf, write_split: WriteSplit
+) -> None:
+    first, *_ = write_split(tmp_path / "extra/tiny", 2)
+    metadata = {"general.architecture": "llama", "split.no": 0, "split.count": 2, "split.tensors.count": 2}
+    first.write_bytes(gguf(metadata | VOCABULARY, {}))
+    (entry,) = catalog.scan()
+    assert entry.quantization == "F32"
+
+
+@pytest.mark.parametrize("absent", [(2,), (1,), (1, 3)])
+def test_missing_parts_are_named_whichever_part_is_asked_for(
+    catalog: Catalog, tmp_path: Path, write_split: WriteSplit, absent: tuple[int, ...]
+) -> None:
+    parts = write_split(tmp_path / "extra/tiny")
+    for number in absent:
+        parts[number - 1].unlink()
+    named = ", ".join(f"tiny-0000{number}-of-00003.gguf" for number in absent)
+    assert catalog.scan() == []
+    for name in (*map(str, parts), "tiny-00001-of-00003.gguf"):
+        with pytest.raises(UnusableModelError, match=rf"lacks {len(absent)} of its 3 parts: {named}\. Put them"):
+            catalog.resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({2: {"split.count": 4}}, r"-00002-of-00003\.gguf is named as part 2 of 3, and is part 2 of 4"),
+        ({2: {"split.no": 2}}, r"-00002-of-00003\.gguf is named as part 2 of 3, and is part 3 of 3"),
+        ({1: {"split.count": "x"}}, r"-00001-of-00003\.gguf is named as part 1 of 3, and is no part"),
+        ({1: {"split.tensors.count": 7}}, "not of one model: 6 tensors in all 3, 7 expected"),
+    ],
+)
+def test_parts_of_different_files_are_told(
+    tmp_path: Path, write_split: WriteSplit, changes: Mapping[int, Mapping[str, Any]], reason: str
+) -> None:
+    first, *_ = write_split(tmp_path / "tiny", changes=changes)
+    with pytest.raises(UnusableModelError, match=rf"{reason}.*Fetch all parts again"):
+        read_gguf(first)
+
+
+def test_a_part_that_has_the_tensors_of_another_is_told(tmp_path: Path, write_split: WriteSplit, gguf: Gguf) -> None:
+    first, second, _ = write_split(tmp_path / "tiny")
+    tensors = {f"blk.{at}.attn_norm.weight": random_tensor("F32", 256) for at in (0, 1)}
+    second.write_bytes(gguf({"split.no": 1, "split.count": 3}, tensors))
+    with pytest.raises(UnusableModelError, match="not of one model"):
+        read_gguf(first)
+
+
+def test_a_part_that_is_cut_short_is_named(tmp_path: Path, write_split: WriteSplit) -> None:
+    first, second, _ = write_split(tmp_path / "tiny")
+    second.write_bytes(second.read_bytes()[:-32])
+    with pytest.raises(UnusableModelError, match=r"tiny-00002-of-00003\.gguf is cut short.*fetch it again"):
+        read_gguf(first)
+
+
+def test_a_part_under_a_name_of_its_own_is_told(tmp_path: Path, write_split: WriteSplit) -> None:
+    renamed = write_split(tmp_path / "tiny")[0].rename(tmp_path / "mine.gguf")
+    with pytest.raises(UnusableModelError, match=r"one of 3 parts.*NAME-00001-of-00003\.gguf"):
+        read_gguf(renamed)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "is empty; fetch it again"),
+        (b"GGU", "no GGUF file.*Fetch it again"),
+        (b"PK\3\4" + bytes(99), "no GGUF file.*name another file"),
+        (b"<html>404</html>", "no GGUF file"),
+        (b"GGUF" + bytes(3), "no GGUF file"),
+        (b"GGUF\0\0\0\3" + bytes(16), "version 50331648"),
+    ],
+)
+def test_foreign_files_are_refused_with_the_next_step(
+    catalog: Catalog, tmp_path: Path, data: bytes, reason: str
+) -> None:
+    path = put(tmp_path / "extra/x.gguf", data)
+    assert catalog.scan() == []
+    with pytest.raises(UnusableModelError, match=rf"x\.gguf .*{reason}"):
+        catalog.resolve(str(path))
+
+
+def test_a_folder_with_the_name_of_a_file_is_told(catalog: Catalog, tmp_path: Path) -> None:
+    (tmp_path / "extra/x.gguf").mkdir(parents=True)
+    assert catalog.scan() == []
+    with pytest.raises(UnusableModelError, match=r"x\.gguf holds no model: there is no config\.json"):
+        catalog.resolve(str(tmp_path / "extra/x.gguf"))
+
+
+def test_a_link_that_leads_nowhere_is_told(catalog: Catalog, tmp_path: Path) -> None:
+    link = tmp_path / "extra/x.gguf"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "gone.gguf")
+    assert catalog.scan() == []
+    for name in ("x.gguf", str(link)):
+        with pytest.raises(UnusableModelError, match=r"x\.gguf is a link to .*gone\.gguf.*fetch the file again"):
+            catalog.resolve(name)
+
+
+def test_a_folder_with_one_gguf_model_is_that_model(
+    catalog: Catalog, tmp_path: Path, tiny_llama: Gguf, write_split: WriteSplit
+) -> None:
+    """Alone, beside its projector and its licence, split, and one level below, as other programs keep them."""
+    for path in ("home/models/alone/model.gguf", "extra/seeing/model-Q4_0.gguf", "extra/org/name/model.gguf"):
+        put(tmp_path / path, tiny_llama())
+    put(tmp_path / "extra/seeing/mmproj-F16.gguf", b"")
+    put(tmp_path / "home/models/alone/LICENSE", b"")
+    write_split(tmp_path / "extra/split/model")
+    found = {entry.id: entry.path.name for entry in catalog.scan()}
+    split = "model-00001-of-00003.gguf"
+    assert found == {"alone": "model.gguf", "org/name": "model.gguf", "seeing": "model-Q4_0.gguf", "split": split}
+    assert catalog.resolve(str(tmp_path / "extra/split")) == catalog.resolve("split")
+
+
+def test_several_gguf_models_of_a_folder_are_called_by_their_files(
+    catalog: Catalog, tmp_path: Path, tiny_llama: Gguf
+) -> None:
+    for path in ("extra/both/a.gguf", "extra/both/b.gguf", "extra/org/name/a.gguf", "extra/org/name/b.GGUF"):
+        put(tmp_path / path, tiny_llama())
+    ids = [entry.id for entry in catalog.scan()]
+    assert ids == ["both/a.gguf", "both/b.gguf", "org/name/a.gguf", "org/name/b.GGUF"]
+    with pytest.raises(UnusableModelError, match=r"both holds 2 models in GGUF; name one of them: a\.gguf, b\.gguf"):
+        catalog.resolve(str(tmp_path / "extra/both"))
+
+
+def test_a_folder_of_mlx_stays_one_beside_a_gguf_file(
+    catalog: Catalog, tmp_path: Path, make_model: Callable[..., Path], tiny_llama: Gguf
+) -> None:
+    put(make_model(tmp_path / "extra/m") / "m.gguf", tiny_llama())
+    assert [(entry.id, entry.format) for entry in catalog.scan()] == [("m", "mlx")]

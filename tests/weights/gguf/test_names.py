@@ -1,0 +1,102 @@
+"""What names of GGUF files say."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmx_lab.weights.gguf.names import chosen, default, grouped, is_companion, labelled, parts_of, quantization_of
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1"),
+        ("Qwen3-4B-Q4_K_M.gguf", "Q4_K_M"),
+        ("qwen2.5-0.5b-instruct-q4_k_m.gguf", "Q4_K_M"),
+        ("llama-2-7b.Q4_K_M.gguf", "Q4_K_M"),
+        ("Qwen3-4B-IQ4_XS.gguf", "IQ4_XS"),
+        ("Qwen3-4B-BF16.gguf", "BF16"),
+        ("Phi-3-mini-4k-instruct-fp16.gguf", "F16"),
+        ("Phi-3-mini-4k-instruct-q4.gguf", "Q4"),
+        ("Qwen3-4B-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
+        ("gpt-oss-20b-MXFP4_MOE.gguf", "MXFP4_MOE"),
+        ("bitnet-TQ1_0.gguf", "TQ1_0"),
+        ("model-Q4_0_4_4.gguf", "Q4_0_4_4"),
+        ("Model-Q6_K-imat.gguf", "Q6_K"),
+        ("gemma-3-4b-it-qat-q4_0.gguf", "Q4_0"),
+        ("Q8_0.gguf", "Q8_0"),
+        ("Q3_K_S/DeepSeek-R1-00001-of-00009.gguf", "Q3_K_S"),
+        ("BF16/Qwen3-30B-A3B-BF16-00002-of-00002.gguf", "BF16"),
+        ("Qwen3-4B.GGUF", None),
+        ("Qwen2-Q4Team.gguf", None),
+        ("model.gguf", None),
+        ("", None),
+    ],
+)
+def test_the_quantization_is_told_from_the_name(name: str, quantization: str | None) -> None:
+    assert quantization_of(name) == quantization
+
+
+def test_the_parts_of_a_split_model_are_known_from_the_name_of_any() -> None:
+    parts = ("a/m-00001-of-00003.gguf", "a/m-00002-of-00003.gguf", "a/m-00003-of-00003.gguf")
+    assert {parts_of(part) for part in parts} == {parts}
+
+
+@pytest.mark.parametrize(
+    "name", ["m.gguf", "m-00004-of-00003.gguf", "m-00000-of-00003.gguf", "m-1-of-3.gguf", "m-00001-of-99999.gguf"]
+)
+def test_other_names_are_of_files_for_themselves(name: str) -> None:
+    assert parts_of(name) == (name,)
+
+
+@pytest.mark.parametrize(
+    ("name", "companion"),
+    [
+        ("mmproj-F16.gguf", True),
+        ("gemma-3-4b-it-mmproj-f16.gguf", True),
+        ("imatrix.gguf", True),
+        ("Qwen3-4B.imatrix.gguf", True),
+        ("Qwen3-4B-imatrix-Q4_K_M.gguf", False),
+        ("mmproj/Qwen3-4B-Q4_K_M.gguf", False),
+    ],
+)
+def test_what_lies_beside_a_model_is_told_from_models(name: str, companion: bool) -> None:
+    assert is_companion(name) == companion
+    assert len(grouped([name, "README.md"])) == (not companion)
+
+
+def test_models_are_called_by_quantization_and_where_two_have_the_same_by_their_names() -> None:
+    names = [
+        "7b-Q4_K_M.gguf",
+        "13b-q4_k_m.gguf",
+        "7b-Q8_0-00001-of-00002.gguf",
+        "7b-Q8_0-00002-of-00002.gguf",
+        "x.gguf",
+    ]
+    models = labelled(grouped(names))
+    assert set(models) == {"7b-Q4_K_M", "13b-q4_k_m", "Q8_0", "x"}
+    assert models["Q8_0"].names == tuple(names[2:4])
+
+
+def test_a_choice_is_a_quantization_or_a_name_in_upper_or_lower_case() -> None:
+    models = labelled(grouped(["Q4_K_M/M-Q4_K_M.gguf", "M-UD-Q2_K_XL.gguf"]))
+    assert {chosen(models, choice) for choice in ("q4_k_m", "m-q4_k_m.gguf", "Q4_K_M/M-Q4_K_M")} == {"Q4_K_M"}
+    assert chosen(models, "ud-q2_k_xl") == "UD-Q2_K_XL"
+    assert chosen(models, "Q4") is None
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["m-Q8_0.gguf", "m-Q4_K_S.gguf", "m-Q4_K_M.gguf"], "Q4_K_M"),
+        (["m-Q8_0.gguf", "m-Q4_0.gguf", "m-Q5_K_M.gguf"], "Q4_0"),
+        (["m-Q8_0.gguf", "m-F16.gguf"], "Q8_0"),
+        (["m-F32.gguf", "m-BF16.gguf"], "BF16"),
+        (["7b-Q4_K_M.gguf", "70b-Q4_K_M.gguf", "7b-Q8_0.gguf"], "7b-Q4_K_M"),
+        (["model.gguf"], "model"),
+    ],
+)
+def test_without_a_choice_the_preferred_one_is_taken_and_then_the_smallest(names: list[str], expected: str) -> None:
+    sizes = {name: (4 if "F32" in name else 2) * (10 if "70b" in name else 1) for name in names}
+    assert default(labelled(grouped(names)), sizes) == expected

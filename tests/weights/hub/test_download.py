@@ -1,0 +1,286 @@
+"""The hub, played by a small server on this machine."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, UnusableModelError
+from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.hub import download
+from lmx_lab.weights.hub.unverified import forget, note
+from tests.faults.hub import Hub, failing, hub_with
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture
+def server(tmp_path: Path, make_model: Callable[..., Path]) -> Iterator[Hub]:
+    with hub_with(make_model(tmp_path / "original")) as server:
+        server.files |= {"code.py": b"x", "pytorch_model.bin": b"x", "original/consolidated.safetensors": b"x"}
+        yield server
+
+
+@pytest.fixture
+def catalog(catalog: Catalog, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+    """The catalog, with the small server for a hub."""
+    real = download.download
+    monkeypatch.setattr(download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+    return catalog
+
+
+def test_a_hub_model_lands_in_the_hub_cache_without_code_or_pickles(catalog: Catalog, server: Hub) -> None:
+    seen: list[Progress] = []
+    entry = catalog.fetch("org/tiny", seen.append)
+    assert (entry.id, entry.source, entry.kind) == ("org/tiny", "hub", "chat")
+    assert sorted(server.sent) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert {progress.total_bytes for progress in seen} == {sum(len(server.files[name]) for name in server.sent)}
+    assert catalog.resolve("org/tiny") == entry
+
+
+def test_what_is_there_is_not_fetched_again_and_a_missing_file_is(catalog: Catalog, server: Hub) -> None:
+    entry = catalog.fetch("org/tiny")
+    server.asked.clear()
+    assert catalog.fetch("org/tiny") == entry
+    assert server.sent == []
+    (entry.path / "tokenizer.json").resolve().unlink()
+    (entry.path / "tokenizer.json").unlink()
+    assert catalog.fetch("org/tiny") == entry
+    assert server.sent == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", ["org/absent", "org/.."])
+def test_a_model_that_the_hub_does_not_have_is_not_found(catalog: Catalog, name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="the hub has no model"):
+        catalog.fetch(name)
+
+
+def test_a_model_without_safetensors_is_refused_before_the_download(catalog: Catalog, server: Hub) -> None:
+    server.files = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    with pytest.raises(UnusableModelError, match=r"\.bin"):
+        catalog.fetch("org/tiny")
+    assert server.sent == []
+
+
+def test_a_small_disk_is_refused_before_the_first_byte(
+    catalog: Catalog, server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100, 0, 7))
+    with pytest.raises(StorageFullError, match=r"org/tiny needs \d+ bytes.*7 are free"):
+        catalog.fetch("org/tiny")
+    assert server.sent == []
+
+
+def test_a_disk_that_fills_up_leaves_no_half_files(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = tmp_path / "hub/models--org--tiny/blobs/abc.incomplete"
+    half.parent.mkdir(parents=True)
+    half.touch()
+
+    def full(*args: Any, **options: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(download, "snapshot_download", full)
+    with pytest.raises(StorageFullError, match="filled up"):
+        catalog.fetch("org/tiny")
+    assert not half.exists()
+
+
+def test_a_hub_that_fails_is_a_download_error_naming_the_model(catalog: Catalog, server: Hub) -> None:
+    server.faults["api"] = failing
+    with pytest.raises(DownloadError, match="org/tiny could not be downloaded"):
+        catalog.fetch("org/tiny")
+
+
+def test_a_hub_that_cannot_be_reached_is_a_download_error_with_the_next_step(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    with pytest.raises(DownloadError, match=r"org/tiny .* Check the network"):
+        download.download("org/tiny", tmp_path / "hub", 0, seen.append, endpoint="http://127.0.0.1:9")
+    assert seen == []
+
+
+def test_an_offline_session_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE"):
+        download.download("org/tiny", tmp_path / "hub", 0, lambda progress: None)
+
+
+@pytest.fixture
+def ggufs(server: Hub, tiny_llama: Callable[..., bytes], write_split: Callable[..., list[Path]], tmp_path: Path) -> Hub:
+    """The hub with a repository of GGUF files alone: two quantizations, one of them in parts, and what lies beside."""
+    parts = write_split(tmp_path / "parts/Tiny-Q8_0", 2)
+    server.files = {
+        "README.md": b"Tiny",
+        "config.json": b"{}",
+        "Tiny-Q4_K_M.gguf": tiny_llama(),
+        "mmproj-F16.gguf": b"x",
+        "imatrix.gguf": b"x",
+        ".hidden/Tiny-Q2_K.gguf": b"x",
+        "../Tiny-Q3_K.gguf": b"x",
+        "a/b/Tiny-Q5_K.gguf": b"x",
+        "torn/Tiny-Q6_K-00001-of-00002.gguf": b"x",
+        "setup.py": b"x",
+        **{f"Q8_0/{part.name}": part.read_bytes() for part in parts},
+    }
+    return server
+
+
+def test_a_quantization_is_fetched_alone(catalog: Catalog, ggufs: Hub) -> None:
+    seen: list[Progress] = []
+    entry = catalog.fetch("org/tiny:Q4_K_M", seen.append)
+    assert (entry.id, entry.format, entry.source) == ("org/tiny:Q4_K_M", "gguf", "hub")
+    assert entry.path.name == "Tiny-Q4_K_M.gguf"
+    assert sorted(ggufs.sent) == ["README.md", "Tiny-Q4_K_M.gguf"]
+    assert {progress.total_bytes for progress in seen} == {sum(len(ggufs.files[name]) for name in ggufs.sent)}
+    assert catalog.scan() == [entry]
+
+
+def test_a_split_quantization_in_a_folder_is_fetched_whole(catalog: Catalog, ggufs: Hub) -> None:
+    entry = catalog.fetch("org/tiny:q8_0")
+    assert (entry.id, entry.path.name) == ("org/tiny:Q8_0", "Tiny-Q8_0-00001-of-00002.gguf")
+    assert sorted(name for name in ggufs.sent if name != "README.md") == sorted(n for n in ggufs.files if "Q8_0" in n)
+    assert entry.size_bytes == sum(len(data) for name, data in ggufs.files.items() if "Q8_0" in name)
+
+
+def test_a_gguf_repository_without_a_choice_gives_the_preferred_one(catalog: Catalog, ggufs: Hub) -> None:
+    assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
+    ggufs.asked.clear()
+    assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
+    assert ggufs.sent == []
+
+
+def test_the_repository_means_its_only_quantization_here_and_with_two_one_has_to_be_named(
+    catalog: Catalog, ggufs: Hub
+) -> None:
+    entry = catalog.fetch("org/tiny:Q8_0")
+    for name in ("org/tiny", "org/tiny:q8_0", "org/tiny:Tiny-Q8_0-00001-of-00002.gguf", "org/tiny:Q8_0"):
+        assert catalog.resolve(name, local=False) == entry
+    catalog.fetch("org/tiny:Q4_K_M")
+    assert [found.id for found in catalog.scan()] == ["org/tiny:Q4_K_M", "org/tiny:Q8_0"]
+    assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
+    ggufs.faults["api"] = failing
+    for look in (catalog.resolve, catalog.fetch):
+        with pytest.raises(ModelNotFoundError, match=r"name one: org/tiny:Q8_0, org/tiny:Q4_K_M"):
+            look("org/tiny")
+
+
+@pytest.mark.parametrize("choice", ["Q5_K_M", "mmproj-F16", "Q6_K", "Q2_K", "../Tiny-Q3_K"])
+def test_a_quantization_that_is_not_there_names_those_that_are(catalog: Catalog, ggufs: Hub, choice: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"it has Q8_0, Q4_K_M\. .*lmx-lab pull org/tiny:Q4_K_M") as raised:
+        catalog.fetch(f"org/tiny:{choice}")
+    assert choice in raised.value.message
+    assert ggufs.sent == []
+
+
+def test_a_repository_with_safetensors_too_means_those_unless_a_quantization_is_named(
+    catalog: Catalog, server: Hub, tiny_llama: Callable[..., bytes]
+) -> None:
+    server.files["Tiny-Q4_0.gguf"] = tiny_llama()
+    plain = catalog.fetch("org/tiny")
+    assert (plain.id, plain.format) == ("org/tiny", "mlx")
+    assert "Tiny-Q4_0.gguf" not in server.sent
+    quantized = catalog.fetch("org/tiny:Q4_0")
+    assert (quantized.id, quantized.format) == ("org/tiny:Q4_0", "gguf")
+    assert catalog.scan() == [plain, quantized]
+    assert catalog.resolve("org/tiny") == plain
+
+
+def test_a_repository_without_gguf_says_so_to_who_names_a_quantization(catalog: Catalog, server: Hub) -> None:
+    with pytest.raises(UnusableModelError, match=r"org/tiny has no model in \.gguf, only .*\.safetensors"):
+        catalog.fetch("org/tiny:Q4_K_M")
+    assert server.sent == []
+
+
+def test_a_small_disk_is_refused_by_the_size_of_the_quantization(
+    catalog: Catalog, ggufs: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = len(ggufs.files["Tiny-Q4_K_M.gguf"]) + len(ggufs.files["README.md"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, needed - 1))
+    with pytest.raises(StorageFullError, match=f"org/tiny needs {needed} bytes"):
+        catalog.fetch("org/tiny")
+    assert ggufs.sent == []
+
+
+def test_a_missing_part_and_a_torn_file_are_fetched_again(catalog: Catalog, ggufs: Hub) -> None:
+    entry = catalog.fetch("org/tiny:Q8_0")
+    second = entry.path.with_name("Tiny-Q8_0-00002-of-00002.gguf")
+    for spoil in (second.unlink, second.resolve().unlink, lambda: second.write_bytes(b"GGUF")):
+        spoil()
+        assert catalog.scan() == []
+        with pytest.raises(UnusableModelError, match=r"00002-of-00002\.gguf"):
+            catalog.resolve("org/tiny:Q8_0")
+        assert catalog.fetch("org/tiny:Q8_0") == entry
+    assert ggufs.sent.count("Q8_0/Tiny-Q8_0-00002-of-00002.gguf") >= 3
+    assert ggufs.sent.count("Q8_0/Tiny-Q8_0-00001-of-00002.gguf") == 1
+
+
+def test_what_is_listed_under_a_name_is_what_it_means(
+    catalog: Catalog, ggufs: Hub, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "extra/org/tiny")
+    catalog.fetch("org/tiny:Q4_K_M")
+    assert {entry.id: catalog.resolve(entry.id) for entry in catalog.scan()} == {e.id: e for e in catalog.scan()}
+    assert catalog.resolve("org/tiny").source == "folder"
+
+
+def test_a_damaged_quantization_without_a_hub_is_a_failed_download(catalog: Catalog, ggufs: Hub) -> None:
+    catalog.fetch("org/tiny").path.write_bytes(b"GGUF")
+    ggufs.faults["api"] = failing
+    for name in ("org/tiny", "org/tiny:Q4_K_M"):
+        with pytest.raises(DownloadError, match="org/tiny could not be downloaded"):
+            catalog.fetch(name)
+
+
+def test_a_file_that_turns_out_to_be_no_model_is_refused_after_the_download(
+    catalog: Catalog, ggufs: Hub, gguf: Callable[..., bytes]
+) -> None:
+    ggufs.files["Tiny-Q4_K_M.gguf"] = gguf({"general.type": "adapter"}, {})
+    with pytest.raises(UnusableModelError, match=r"Tiny-Q4_K_M\.gguf is an adapter"):
+        catalog.fetch("org/tiny:Q4_K_M")
+
+
+def test_files_without_a_quantization_in_their_names_are_called_by_those(
+    catalog: Catalog, server: Hub, tiny_llama: Callable[..., bytes]
+) -> None:
+    server.files = {"ggml-model.gguf": tiny_llama()}
+    entry = catalog.fetch("org/tiny")
+    assert entry.id == "org/tiny:ggml-model"
+    assert catalog.fetch("org/tiny:GGML-Model") == entry
+
+
+def test_an_older_quantization_answers_until_a_newer_one_is_compared(
+    catalog: Catalog, ggufs: Hub, tmp_path: Path
+) -> None:
+    older = catalog.fetch("org/tiny:Q4_K_M")
+    repo = tmp_path / "hub/models--org--tiny"
+    newer = repo / "snapshots" / ("f" * 40) / "Tiny-Q4_K_M.gguf"
+    newer.parent.mkdir()
+    newer.write_bytes(ggufs.files["Tiny-Q4_K_M.gguf"])
+    note([newer])
+    (repo / "refs/main").write_text(newer.parent.name)
+    assert catalog.scan() == [older] == [catalog.resolve("org/tiny:Q4_K_M")]
+    forget(newer)
+    assert [entry.path for entry in catalog.scan()] == [newer]
+
+
+def test_a_quantization_fetched_with_an_older_commit_stays(catalog: Catalog, ggufs: Hub, tmp_path: Path) -> None:
+    catalog.fetch("org/tiny:Q8_0")
+    repo = tmp_path / "hub/models--org--tiny"
+    newer = "f" * 40
+    (repo / "snapshots" / newer).mkdir()
+    (repo / "snapshots" / newer / "Tiny-Q4_0.gguf").write_bytes(ggufs.files["Tiny-Q4_K_M.gguf"])
+    (repo / "refs/main").write_text(newer)
+    assert [(entry.id, entry.path.parts[-2]) for entry in catalog.scan()] == [
+        ("org/tiny:Q4_0", newer),
+        ("org/tiny:Q8_0", "Q8_0"),
+    ]
