@@ -14,7 +14,8 @@ from mlx_lm.utils import dequantize_model, load_model
 from benchmarks.bench import Model
 from benchmarks.paths import MODELS, ROOT
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from tests.tiny import write_tiny_llama
 
 CONTEXT_TOKENS = 8192

@@ -21,7 +21,7 @@ from lmx_lab.engine.llama_cpp.memory_plan import plan
 from lmx_lab.engine.mlx.memory import limit_bytes
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.gguf.model import read_gguf
 
 POLL_S = 0.002

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 
 from lmx_lab.engine.mlx import model
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from tests.gguf_models import kept, starter_gguf, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
 from tests.tiny import teach_thinking, write_tiny_llama
 

@@ -26,6 +26,8 @@ TABLE = {
     "__init__": Row("errors settings notebook", "IPython"),
     "__main__": Row("cli"),
     "errors": Row(),
+    # numpy: the type of vectors.
+    "values": Row("", "numpy"),
     "settings": Row("errors"),
     "urls": Row(),
     "broadcast": Row(),
@@ -35,21 +37,23 @@ TABLE = {
     "progress": Row("", "rich IPython"),
     # Running a coroutine for a blocking caller; knows no servers.
     "portal": Row("errors", "nest_asyncio2"),
-    "wire": Row("errors", "pydantic"),
+    "wire": Row("errors values", "pydantic"),
     # What server and daemon share: the two never import each other.
     # portal: records which loop serves which port, so that a caller that would wait for itself is refused.
     "http": Row("errors portal sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
-    "weights": Row("errors settings", "huggingface_hub filelock tokenizers mlx"),
+    "weights": Row("errors values settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size. tokenizers: encoders lower-case through a normalizer.
     # portal: llama.cpp's processes are awaited on a loop of their own.
-    "engine": Row("errors settings portal weights", "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp"),
+    "engine": Row(
+        "errors values settings portal weights", "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp"
+    ),
     "server": Row(
-        "errors settings broadcast http wire weights engine",
+        "errors values settings broadcast http wire weights engine",
         # numpy: the vectors of the engine.
         "fastapi starlette pydantic pydantic_core prometheus_client numpy",
     ),
     # settings: the state file of a daemon on this machine. numpy: vectors of embeddings.
-    "client": Row("errors settings portal wire", "httpx2 pydantic pydantic_core numpy"),
+    "client": Row("errors values settings portal wire", "httpx2 pydantic pydantic_core numpy"),
     # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.
     "daemon": Row(
         "errors settings broadcast http portal sanitize wire client",
@@ -57,9 +61,11 @@ TABLE = {
     ),
     # A panel is given a ``Source``. client: the classes of the daemon's events. urls: which frontend shows the panels.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
-    "panels": Row("errors urls portal frames wire client", "anywidget ipywidgets IPython traitlets pandas minify"),
+    "panels": Row(
+        "errors values urls portal frames wire client", "anywidget ipywidgets IPython traitlets pandas minify"
+    ),
     # settings: the folder of kept runs. psutil: cores and memory in the provenance of a run.
-    "bench": Row("errors settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"),
+    "bench": Row("errors values settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"),
     # jupyter_core: Jupyter servers record their address. ipywidgets, pandas: types of results.
     "notebook": Row(EVERYTHING, "IPython ipywidgets pandas psutil pydantic rich jupyter_core"),
     # pandas, matplotlib: types of what bench prints and draws.

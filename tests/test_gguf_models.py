@@ -16,7 +16,7 @@ from gguf import GGUFReader, GGUFWriter
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests import gguf_models, gguf_templates
 from tests.engine.encoders.models import embed, load
 from tests.gguf_files import (

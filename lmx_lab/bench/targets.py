@@ -32,7 +32,8 @@ from lmx_lab.errors import (
 
 # Measuring another server does not need MLX.
 if TYPE_CHECKING:
-    from lmx_lab.engine import Engine, GenerationReport
+    from lmx_lab.engine import Engine
+    from lmx_lab.values.generation import GenerationReport
 
 LAB_FIELDS = {"temperature": 0, "ignore_eos": True}
 """Fields for a lab's server: all answers have the requested length and are deterministic."""

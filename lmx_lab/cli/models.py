@@ -41,7 +41,8 @@ def pull(
 ) -> None:
     """Fetch a model, so that it can be loaded. What is here already is not fetched again."""
     from lmx_lab.progress import bar
-    from lmx_lab.weights import ECHO, Catalog
+    from lmx_lab.values.models import ECHO
+    from lmx_lab.weights import Catalog
 
     if model == ECHO.id:
         say("echo has no files to fetch: it answers without a model, lmx-lab serve --model echo")

@@ -23,19 +23,12 @@ from lmx_lab.engine.machine_memory import total_bytes
 from lmx_lab.engine.model_lookup import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.registry import ENGINES
-from lmx_lab.engine.requests import (
-    EmbeddingRequest,
-    Embeddings,
-    EngineSnapshot,
-    GenerationRequest,
-    LoadReport,
-    Ranking,
-    RerankRequest,
-)
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Format, Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import Format, Kind, LoadReport, ModelEntry
 from lmx_lab.weights.files import check_files
 from lmx_lab.weights.threads import in_thread
 

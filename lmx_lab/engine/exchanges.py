@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from lmx_lab.engine.loads import Load, Loads
 from lmx_lab.portal import LoopThread
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 
 T = TypeVar("T")
 STOP_S = 5.0

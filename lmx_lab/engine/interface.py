@@ -11,17 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmx_lab.engine.pending import Pending
-from lmx_lab.engine.requests import (
-    EmbeddingRequest,
-    Embeddings,
-    EngineSnapshot,
-    GenerationRequest,
-    LoadReport,
-    Ranking,
-    RerankRequest,
-)
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import TokenStream
-from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import Kind, LoadReport, ModelEntry
 
 NOTHING_LOADED = "; no model is loaded"
 """How the message of a failed load ends where there was no model before."""

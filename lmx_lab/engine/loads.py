@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmx_lab.errors import NotLoadedError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 
 T = TypeVar("T")
 

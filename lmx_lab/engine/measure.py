@@ -20,11 +20,13 @@ import psutil
 from lmx_lab.engine import machine_memory
 from lmx_lab.engine.engine import Engine
 from lmx_lab.engine.registry import ENGINES
-from lmx_lab.engine.requests import GenerationReport, GenerationRequest, Sampling, TextPrompt
+from lmx_lab.engine.requests import GenerationRequest, Sampling, TextPrompt
 from lmx_lab.engine.speeds import Speeds, conditions
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, Format, ModelEntry
+from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.models import Format, ModelEntry
+from lmx_lab.weights import Catalog
 
 NEEDED_BYTES = 1_500_000_000
 """Free memory: twice what MLX takes for SmolLM2 in float32, which is the larger of the two (measured, 0.8 GB)."""

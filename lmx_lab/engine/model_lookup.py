@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from lmx_lab.engine.requests import EngineSnapshot
 from lmx_lab.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -13,7 +12,8 @@ from lmx_lab.errors import (
     OtherModelLoadedError,
     OutOfMemoryError,
 )
-from lmx_lab.weights import KINDS_IN_WORDS, Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry
 
 if TYPE_CHECKING:
     # They import MLX.

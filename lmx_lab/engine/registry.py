@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lmx_lab.engine.llama_cpp.process import INSTALL, installed
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Format
+from lmx_lab.values.models import Format
 
 if TYPE_CHECKING:
     from lmx_lab.engine.echo.engine import EchoEngine

@@ -23,7 +23,7 @@ from lmx_lab.engine.llama_cpp.process import PACKAGE, installed
 from lmx_lab.engine.registry import EngineName
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Format
+from lmx_lab.values.models import Format
 from lmx_lab.weights.files import open_regular
 
 TITLES: Mapping[EngineName, str] = {"mlx": "MLX", "llama.cpp": "llama.cpp"}

@@ -12,14 +12,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from lmx_lab.engine.requests import (
-    Delta,
-    GenerationReport,
-    PromptProgress,
-    PromptScores,
-    joined,
-)
 from lmx_lab.errors import LabError
+from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, joined
 
 MOST_DELTAS = 64
 """That are held apart for a slow reader."""

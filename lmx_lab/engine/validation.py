@@ -7,7 +7,7 @@ from typing import Any
 
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 
 AMPLE_CHARACTERS = 10
 """More than a token shows of ordinary text."""

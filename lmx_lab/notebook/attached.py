@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.client import AsyncLabClient, as_array
-from lmx_lab.engine import LoadReport, Vectors
 from lmx_lab.errors import HostingError, LabError
 from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.bench import Measuring
@@ -26,6 +25,8 @@ from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.portal import LoopThread, receive
+from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.models import LoadReport
 from lmx_lab.wire.admin import NotReady
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody

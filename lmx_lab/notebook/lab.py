@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from lmx_lab.bench.targets import ChatTarget
-from lmx_lab.engine import GenerationReport, LoadReport, Vectors
 from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.bench import Measuring
 from lmx_lab.notebook.loading import Loading, Work
@@ -24,7 +23,9 @@ from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.weights import Kind
+from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.models import Kind, LoadReport
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody

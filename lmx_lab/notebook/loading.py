@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from lmx_lab.engine import LoadReport
 from lmx_lab.server import InferenceServer
+from lmx_lab.values.models import LoadReport
 from lmx_lab.wire.admin import ModelEvent
 
 Work = Callable[[], Coroutine[Any, Any, LoadReport]]

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.engine import Delta, EngineSnapshot
 from lmx_lab.errors import HostingError
 from lmx_lab.notebook.arguments import chat_request, rerank_body
 from lmx_lab.notebook.returning import bring_back
@@ -18,6 +17,8 @@ from lmx_lab.server.admin import alisting, sample
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.naming import CHAT, RERANK
 from lmx_lab.server.rerank import rerank_request
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.generation import Delta
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, RequestEvent, Sample
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from time import perf_counter
 from typing import Self
 
 from lmx_lab.client import AsyncLabClient, Remark
-from lmx_lab.engine import LoadReport, ToolCallDelta
 from lmx_lab.errors import UnreachableError
 from lmx_lab.notebook.reply import TextPiece
+from lmx_lab.values.generation import ToolCallDelta
+from lmx_lab.values.models import LoadReport
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta
 from lmx_lab.wire.generation import StreamOptions, Timings, Usage

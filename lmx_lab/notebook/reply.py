@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar
 
-from lmx_lab.engine import GenerationReport, ToolCallDelta, merged_calls
+from lmx_lab.values.generation import GenerationReport, ToolCallDelta, merged_calls
 from lmx_lab.wire.admin import ModelRecord, ModelRecords
 from lmx_lab.wire.generation import Timings, Usage
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Self, overload
 
-from lmx_lab.engine import EncodeReport, Ranking, RerankMethod
+from lmx_lab.engine import Ranking
 from lmx_lab.frames import pandas_for
+from lmx_lab.values.encoding import EncodeReport, RerankMethod
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import Any, Literal, Protocol, TypeVar, overload
 
-from lmx_lab.engine import InputType, LoadReport, Vectors
 from lmx_lab.notebook.arguments import Documents, Prompt, Texts, chat_request, embeddings_body, rerank_body
 from lmx_lab.notebook.reply import Reply, ReplyStream
 from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.progress import Step, bar
+from lmx_lab.values.encoding import InputType, Vectors
+from lmx_lab.values.models import LoadReport
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.requests import HTTPConnection
 
 from lmx_lab.broadcast import Feed
-from lmx_lab.engine import Engine, EngineSnapshot
+from lmx_lab.engine import Engine
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.speeds import Speeds, kept_speeds, versions
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
@@ -23,7 +23,9 @@ from lmx_lab.http.openapi import event_stream, failures, link
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.server.naming import ANY, check_unloads, shown_id, unknown_model
 from lmx_lab.server.openapi import EVENTS, SWAPPED
-from lmx_lab.weights import Catalog, Listing, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog, Listing
 from lmx_lab.weights.threads import in_thread
 from lmx_lab.wire.admin import (
     Compute,

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import Delta, GenerationReport, TextPrompt, TokenPrompt
+from lmx_lab.engine import TextPrompt, TokenPrompt
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import request_id_of
 from lmx_lab.http.event_stream import DONE, EventStream, while_connected
@@ -22,6 +22,7 @@ from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.server.serialize import TextAnswer, TextLogprobs
 from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
+from lmx_lab.values.generation import Delta, GenerationReport
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionRequest
 from lmx_lab.wire.errors import ErrorBody
 from lmx_lab.wire.generation import Usage

@@ -12,7 +12,7 @@ import numpy as np
 import pydantic_core
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import EmbeddingRequest, Embeddings, InputType, Vectors
+from lmx_lab.engine import EmbeddingRequest, Embeddings
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import request_id_of
 from lmx_lab.http.event_stream import while_connected
@@ -21,6 +21,7 @@ from lmx_lab.server.encoding import EncodingService
 from lmx_lab.server.naming import shown_id
 from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.server.translate import ANY_MODEL
+from lmx_lab.values.encoding import InputType, Vectors
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
 
 SMALL = 16_384

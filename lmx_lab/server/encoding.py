@@ -11,11 +11,12 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from lmx_lab.broadcast import Feed
-from lmx_lab.engine import EmbeddingRequest, Embeddings, EncodeReport, Engine, Pending, Ranking, RerankRequest, Vectors
+from lmx_lab.engine import EmbeddingRequest, Embeddings, Engine, Pending, Ranking, RerankRequest
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.server.loading import Event
 from lmx_lab.server.naming import EMBEDDING, RERANK, Kinds, in_memory, loaded_id, not_loaded
 from lmx_lab.server.swap import ModelSwap
+from lmx_lab.values.encoding import EncodeReport, Vectors
 from lmx_lab.weights import Catalog
 from lmx_lab.wire.admin import RequestEvent
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from lmx_lab.engine import Delta, GenerationReport, PromptProgress, PromptScores, TokenStream, joined
+from lmx_lab.engine import TokenStream
 from lmx_lab.errors import EngineError, LabError
+from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, joined
 from lmx_lab.wire.admin import RequestEvent
 
 Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]

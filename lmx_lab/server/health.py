@@ -7,12 +7,13 @@ import time
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from lmx_lab.engine import Engine, EngineSnapshot
+from lmx_lab.engine import Engine
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError
 from lmx_lab.http.error_bodies import detail_for
 from lmx_lab.http.guard import is_local
 from lmx_lab.server.naming import shown_id
 from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.wire.admin import Alive, NotReady, Ready
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from lmx_lab.broadcast import Feed
-from lmx_lab.engine import Engine, LoadReport
+from lmx_lab.engine import Engine
 from lmx_lab.errors import (
     AdminForbiddenError,
     DownloadError,
@@ -21,7 +21,8 @@ from lmx_lab.errors import (
     NotLoadedError,
     UnusableModelError,
 )
-from lmx_lab.weights import KINDS_IN_WORDS, Catalog, Kind, ModelEntry, Progress
+from lmx_lab.values.models import KINDS_IN_WORDS, Kind, LoadReport, ModelEntry
+from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.fingerprint import is_loaded
 from lmx_lab.weights.threads import in_thread
 from lmx_lab.wire.admin import ModelEvent, RequestEvent

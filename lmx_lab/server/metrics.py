@@ -11,10 +11,12 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lmx_lab.engine import Engine, EngineSnapshot, GenerationReport
+from lmx_lab.engine import Engine
 from lmx_lab.server.encoding import EncodeEnd
 from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.naming import shown_id
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.generation import GenerationReport
 
 FORMATS = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
 """By the ``Accept`` header; the second is for those who ask for it."""

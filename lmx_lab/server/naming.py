@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lmx_lab.engine import EngineSnapshot
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError, OtherModelLoadedError
-from lmx_lab.weights import KINDS_IN_WORDS, Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry
 
 Kinds = tuple[Kind, ...]
 CHAT: Kinds = ("chat",)

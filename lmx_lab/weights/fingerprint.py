@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights.entry import FileMark, ModelEntry
+from lmx_lab.values.models import FileMark, ModelEntry
 from lmx_lab.weights.gguf.names import parts_of
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")

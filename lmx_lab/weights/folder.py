@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights.entry import Facts, Kind
+from lmx_lab.values.models import Facts, Kind
 from lmx_lab.weights.files import check_files, open_regular, read_regular
 from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
 

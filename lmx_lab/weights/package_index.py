@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from lmx_lab.errors import DownloadError, StorageFullError
 from lmx_lab.settings import without_secrets
-from lmx_lab.weights.entry import Progress, ProgressCallback
+from lmx_lab.weights.progress import Progress, ProgressCallback
 from lmx_lab.weights.starters import Starter
 from lmx_lab.weights.store import folder_bytes, free_in_words
 

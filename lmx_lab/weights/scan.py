@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights.entry import Facts, ModelEntry, Source
+from lmx_lab.values.models import Facts, ModelEntry, Source
 from lmx_lab.weights.folder import read_folder
 from lmx_lab.weights.gguf.model import read_gguf_facts
 from lmx_lab.weights.gguf.names import GgufFiles, choices, grouped, is_gguf, labelled, parts_of

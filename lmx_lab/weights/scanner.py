@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights.entry import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.scan import Place, read_entry
 
 SCAN_S = 4.0

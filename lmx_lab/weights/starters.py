@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from lmx_lab.weights.entry import Kind
+from lmx_lab.values.models import Kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Error, expect
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.browser.chromium import chromium, machine_only
 from tests.browser.jupyterlab import WAIT_MS, JupyterLab, Tab
 from tests.engine.encoders.models import write_tiny_bert

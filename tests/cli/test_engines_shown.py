@@ -13,7 +13,7 @@ from lmx_lab.engine import registry
 from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.speeds import Speeds, conditions, keep_speeds
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.command_line import run_command
 
 DETAIL = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files (of "

@@ -19,7 +19,7 @@ from lmx_lab.client import AsyncLabClient
 from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
 from tests.client.raw import answering, whole
 from tests.flows.conftest import serving

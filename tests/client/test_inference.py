@@ -23,7 +23,7 @@ from lmx_lab.client.connection import SHORT_BYTES
 from lmx_lab.client.inference import COMPONENTS, embeddings_bytes, rerank_bytes
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.wire.admin import ModelEvent, NotReady, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingItem, EmbeddingList, EmbeddingsBody, EncodingUsage

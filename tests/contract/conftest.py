@@ -11,7 +11,7 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.contract.keeping import Contract
 from tests.engine.encoders.models import write_tiny_bert
 from tests.flows.conftest import serving

@@ -12,7 +12,7 @@ import pytest
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.daemon.face import client
 from tests.daemon.program import check_log
 

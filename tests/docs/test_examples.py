@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 from tests.docs.reading import Reader
 from tests.tiny import write_tiny_llama

@@ -15,7 +15,7 @@ from lmx_lab.engine import registry
 from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.speeds import Speeds, conditions
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Format, ModelEntry
+from lmx_lab.values.models import Format, ModelEntry
 from tests.command_line import run_command
 
 ENVIRON = {"HF_HUB_OFFLINE": "1", "LMX_LAB_THREADS": "1", "LMX_LAB_PORT": "0"}

@@ -13,21 +13,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lmx_lab.engine import (
-    Engine,
-    GenerationReport,
-    GenerationRequest,
-    Sampling,
-    TokenLogprob,
-    TokenPrompt,
-    TokenStream,
-)
+from lmx_lab.engine import Engine, GenerationRequest, Sampling, TokenPrompt, TokenStream
 from lmx_lab.engine.mlx.encoding import Encoding
 from lmx_lab.engine.mlx.state import EngineCore
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.generation import GenerationReport, TokenLogprob
+from lmx_lab.values.models import ModelEntry
 
 T = TypeVar("T")
 GREEDY = Sampling(temperature=0)

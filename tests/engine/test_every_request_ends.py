@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from lmx_lab.engine import Engine, Sampling, TokenStream
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
 
 pytestmark = pytest.mark.long

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import EngineSnapshot
 from lmx_lab.engine.model_lookup import EMBEDDERS, RERANKERS, refusal
 from lmx_lab.errors import NotLoadedError
-from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import Kind, ModelEntry
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -14,7 +14,7 @@ from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.speeds import FILE, Speeds, conditions, keep_speeds, kept_speeds, since
 from lmx_lab.errors import EngineError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Format, ModelEntry
+from lmx_lab.values.models import Format, ModelEntry
 
 SPEEDS = Speeds(
     model="smollm2-135m",

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from lmx_lab.engine.mlx.model import load_chat
 from lmx_lab.engine.requests import TextPrompt
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from tests.engine.conftest import request
 from tests.engine.encoders.models import load, write_tiny_qwen3
 from tests.tiny import write_tiny_llama

@@ -20,7 +20,7 @@ from lmx_lab.daemon.storage.store import Store
 from lmx_lab.engine import Engine
 from lmx_lab.errors import GenerationTimeoutError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Format, ModelEntry
+from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.wire.sessions import CreateSession, Decision
 from tests.daemon.scripted import Scripted, calls, says
 from tests.daemon.turning import ASKS, check_invariants, daemon

@@ -19,7 +19,8 @@ from huggingface_hub import constants, file_download
 
 from lmx_lab.errors import DownloadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry, Progress
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.weights.hub.unverified import NOTE, note
 from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever

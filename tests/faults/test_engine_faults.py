@@ -28,7 +28,7 @@ from lmx_lab.engine.mlx.sampling import Cut
 from lmx_lab.errors import EngineError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
 from tests.engine.llama_cpp.conftest import process_of
 from tests.faults.asking import WAIT_S, WAYS, End, Way, at_once

@@ -18,7 +18,8 @@ from huggingface_hub import constants
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.errors import StorageFullError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry, Progress
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.wire.events import ToolOutput
 from tests.daemon.program import Program

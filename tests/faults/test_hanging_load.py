@@ -16,7 +16,7 @@ from lmx_lab.engine import Engine
 from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import run
 from tests.engine.llama_cpp.conftest import entry_of
 from tests.faults.asking import CHAT, WAIT_S

@@ -17,7 +17,8 @@ from lmx_lab.engine import Engine
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.errors import EngineDeadError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, Format, ModelEntry
+from lmx_lab.values.models import Format, ModelEntry
+from lmx_lab.weights import Catalog
 from tests.engine.conftest import run
 from tests.engine.llama_cpp.conftest import process_of
 from tests.faults.asking import CHAT, WAIT_S

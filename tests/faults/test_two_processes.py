@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.command_process import Serving
 from tests.faults.asking import CHAT, WAIT_S
 from tests.faults.hub import REPO, Hub, hub_with, instead

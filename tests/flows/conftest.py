@@ -17,7 +17,7 @@ import pytest
 
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.engine.encoders.models import write_tiny_bert
 from tests.tiny import write_tiny_llama
 from tests.weights.conftest import LLAMA, safetensors_bytes

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.flows.conftest import ENDLESS, PACE, chat_body, echo_body, serving
 from tests.tiny import write_tiny_llama
 from tests.weights.conftest import gguf_bytes

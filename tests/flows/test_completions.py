@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lmx_lab.notebook import Lab
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.flows.conftest import ENDLESS, chat_body, echo_body, events, serving, wait_until_idle
 from tests.flows.test_bad_input import error_of
 

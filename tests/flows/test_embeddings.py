@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 from tests.flows.test_bad_input import error_of
 from tests.flows.test_events_of_requests import watching

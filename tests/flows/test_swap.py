@@ -13,8 +13,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from lmx_lab.engine import LoadReport
 from lmx_lab.notebook import Lab
+from lmx_lab.values.models import LoadReport
 from tests.engine.conftest import unload_when_idle_for
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 

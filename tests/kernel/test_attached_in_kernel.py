@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lmx_lab
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.flows.conftest import serving, wait_until
 from tests.kernel.conftest import Notebook
 from tests.tiny import write_tiny_llama

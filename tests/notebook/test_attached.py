@@ -21,11 +21,10 @@ import pytest
 import lmx_lab
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient
-from lmx_lab.engine import LoadReport
 from lmx_lab.notebook import attached
 from lmx_lab.notebook.attached import AttachedLab, attach
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import LoadReport, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
 from tests.client.raw import answering, streamed, whole
 from tests.flows.conftest import serving, wait_until

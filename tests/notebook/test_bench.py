@@ -16,7 +16,7 @@ from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.attached import AttachedLab, attach
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.bench.asked import WORDS, after_calibration
 from tests.daemon.scripted import STALL, Scripted, token
 from tests.flows.conftest import serving, wait_until

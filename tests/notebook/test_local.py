@@ -18,7 +18,8 @@ from lmx_lab.notebook.local import InProcess
 from lmx_lab.notebook.loop_lag import LoopLag
 from lmx_lab.panels.source import ChatPiece
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry, Progress
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Progress
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 
 pytestmark = pytest.mark.anyio

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from lmx_lab.engine import Delta, GenerationReport, ToolCallDelta
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.reply import Reply, ReplyStream, ToolCall, tool_calls
 from lmx_lab.server.translate import timings, usage
+from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta
 from tests.server.test_translate import report
 
 LIVE = [

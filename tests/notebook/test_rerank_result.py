@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lmx_lab.engine import EncodeReport, Ranking
+from lmx_lab.engine import Ranking
 from lmx_lab.notebook.rerank_result import COLUMNS, SHOWN_CHARACTERS, RankedDocument, RerankResult
+from lmx_lab.values.encoding import EncodeReport
 
 
 def result(

@@ -13,12 +13,11 @@ import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.engine import LoadReport
 from lmx_lab.errors import HostingError, ModelBusyError, NotLoadedError
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import LoadReport, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
 from tests.engine.conftest import unload_when_idle_for
 from tests.engine.encoders.models import write_tiny_bert

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.browser.chromium import chromium
 from tests.browser.jupyterlab import WAIT_MS
 from tests.command_process import Serving, request, serving

@@ -12,7 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from lmx_lab.weights.starters import STARTERS
 from tests.package.as_binder import NOTEBOOKS
 

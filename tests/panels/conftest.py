@@ -11,7 +11,7 @@ import lmx_lab
 from lmx_lab.notebook.local import InProcess
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.panels.endless import write_endless_llama
 from tests.panels.standins import ScriptedSource
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 
 ENTRY = ModelEntry(
     id="tiny",

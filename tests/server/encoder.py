@@ -11,12 +11,15 @@ from typing import Any, cast
 import httpx2
 import numpy as np
 
-from lmx_lab.engine import EmbeddingRequest, Embeddings, EncodeReport, Engine, EngineSnapshot, Ranking, RerankRequest
+from lmx_lab.engine import EmbeddingRequest, Embeddings, Engine, Ranking, RerankRequest
 from lmx_lab.errors import LabError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, Listing, ModelEntry
+from lmx_lab.values.encoding import EncodeReport
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog, Listing
 from tests.server.conftest import ENTRY
 
 EMBEDDER = replace(ENTRY, id="minilm", kind="embedding")

@@ -16,7 +16,8 @@ from lmx_lab.http.guard import local_policy
 from lmx_lab.server import create_server
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 
 pytestmark = pytest.mark.anyio
 

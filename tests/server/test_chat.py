@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from lmx_lab.engine import Delta, TokenStream, ToolCallDelta
+from lmx_lab.engine import TokenStream
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.server.chat import _lines, _whole
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.serialize import Answer
 from lmx_lab.server.translate import generation_request
+from lmx_lab.values.generation import Delta, ToolCallDelta
 from tests.server.test_translate import chat, report
 
 pytestmark = pytest.mark.anyio

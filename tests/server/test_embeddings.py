@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from lmx_lab.engine import EmbeddingRequest, Embeddings, EngineSnapshot, PinnedModel
+from lmx_lab.engine import EmbeddingRequest, Embeddings
 from lmx_lab.errors import EngineError, InvalidRequestError, NotLoadedError, OtherModelLoadedError
 from lmx_lab.server.embeddings import embedding_list
+from lmx_lab.values.engine import EngineSnapshot, PinnedModel
 from lmx_lab.wire.admin import RequestEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EmbeddingList
 from tests.server.conftest import ENTRY

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import EngineSnapshot
 from lmx_lab.server.admin import events_between, sample, vanished
+from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.wire.admin import Memory, ModelEvent, Throughput
 from tests.server.conftest import ENTRY
 

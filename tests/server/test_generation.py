@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from lmx_lab.engine import Delta, PromptProgress, TokenStream, ToolCallDelta
+from lmx_lab.engine import TokenStream
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import EngineError
 from lmx_lab.server.generation import Generation, RequestEnd, attended, gathered
+from lmx_lab.values.generation import Delta, PromptProgress, ToolCallDelta
 from tests.server.test_translate import report
 
 pytestmark = pytest.mark.anyio

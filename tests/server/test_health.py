@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from lmx_lab.engine import EngineSnapshot
 from lmx_lab.http.error_bodies import status_of
 from lmx_lab.server.health import problem
 from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot
 from tests.server.conftest import ENTRY
 
 SETTINGS = Settings(idle_unload_s=300, stall_limit_s=60)

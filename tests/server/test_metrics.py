@@ -10,10 +10,12 @@ from prometheus_client import REGISTRY, openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from lmx_lab.engine import Engine, EngineSnapshot, GenerationReport
+from lmx_lab.engine import Engine
 from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.generation import GenerationReport
 from tests.server.conftest import ENTRY
 
 ODD = replace(ENTRY, id='odd "name"\n')

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine import EngineSnapshot, PinnedModel
 from lmx_lab.errors import (
     InvalidRequestError,
     LabError,
@@ -28,6 +27,7 @@ from lmx_lab.server.naming import (
     unknown_model,
     without_paths,
 )
+from lmx_lab.values.engine import EngineSnapshot, PinnedModel
 from tests.server.conftest import ENTRY
 
 READY = EngineSnapshot(state="ready", entry=ENTRY)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import EngineSnapshot, RerankRequest
+from lmx_lab.engine import RerankRequest
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.server.rerank import PATHS, SMALL
+from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.rerank import RerankResults
 from tests.server.conftest import ENTRY

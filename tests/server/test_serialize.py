@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine import Delta, TokenLogprob, ToolCallDelta
-from lmx_lab.engine.requests import FinishReason
 from lmx_lab.server.serialize import Answer, TextAnswer, TextLogprobs, socket_token
 from lmx_lab.server.translate import chat_logprobs, timings, usage
+from lmx_lab.values.generation import Delta, FinishReason, TokenLogprob, ToolCallDelta
 from lmx_lab.wire.chat import ChatChunk, SocketToken
 from lmx_lab.wire.completions import Completion, CompletionLogprobs
 from tests.server.test_translate import report

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lmx_lab.engine import ChatPrompt, Tool, ToolCallDelta, ToolUse, merged_calls
+from lmx_lab.engine import ChatPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.error_bodies import invalid
 from lmx_lab.server.translate import generation_request
+from lmx_lab.values.generation import ToolCallDelta, merged_calls
 from lmx_lab.wire import tools
 from tests.server.test_translate import chat
 

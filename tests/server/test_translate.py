@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lmx_lab.engine import ChatPrompt, GenerationReport, Sampling, TextPrompt, TokenLogprob, TokenPrompt
-from lmx_lab.engine.requests import FinishReason
+from lmx_lab.engine import ChatPrompt, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.http.error_bodies import invalid
 from lmx_lab.server.translate import (
     chat_logprobs,
@@ -22,6 +21,7 @@ from lmx_lab.server.translate import (
     total_usage,
     usage,
 )
+from lmx_lab.values.generation import FinishReason, GenerationReport, TokenLogprob
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.completions import CompletionRequest
 

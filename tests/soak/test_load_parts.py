@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from soak import bodies, connections, cycles, killed_daemons, killed_pulls, killed_servers, load, vanishing
 from soak.chats import CUT, HUNG, End, Good, ask, good_body, note_good
 from soak.hostile_bodies import REPORTED, HostileBody

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from soak.__main__ import PARTS, Run, carry_out
 from soak.fuzz import fuzz
 from soak.fuzzing.families import FAMILIES

@@ -24,7 +24,7 @@ from lmx_lab.engine.templates import renderer
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateProcess, TemplateRefusalError, rendered
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.notebook import Lab
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.engine.mlx.families import FAMILIES
 from tests.flows.conftest import serving, wait_until
 from tests.gguf_files import with_template

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.wire.daemon import StateFile
 
 WAIT_S = 60

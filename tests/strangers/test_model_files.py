@@ -23,10 +23,11 @@ import pytest
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, OutOfMemoryError, UnusableModelError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
-from lmx_lab.weights.entry import Progress, ignore_progress
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub.download import download
 from lmx_lab.weights.package_index import _take_members
+from lmx_lab.weights.progress import Progress, ignore_progress
 from lmx_lab.weights.starters import Starter
 from tests.faults.hub import Hub
 from tests.flows.conftest import serving

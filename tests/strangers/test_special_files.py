@@ -17,7 +17,8 @@ from lmx_lab.engine import Engine
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import MIB, check_files, open_regular, read_regular
 from tests.engine.conftest import run
 from tests.faults.asking import CHAT, WAIT_S

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.scan import Place, folder_places
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from tests.tiny import write_tiny_llama

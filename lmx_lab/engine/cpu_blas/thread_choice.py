@@ -12,8 +12,8 @@ from statistics import median
 
 import mlx.core as mx
 
-from lmx_lab.engine.blas_report import BlasReport
 from lmx_lab.engine.cpu_blas import binding
+from lmx_lab.values.engine import BlasReport
 
 FEW_ROWS = 4
 """Products with fewer rows are limited by memory bandwidth: more threads gain nothing (1 to 3 streams)."""

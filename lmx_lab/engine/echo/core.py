@@ -19,18 +19,7 @@ from lmx_lab.engine.interface import NOTHING_LOADED
 from lmx_lab.engine.machine_memory import total_bytes
 from lmx_lab.engine.model_lookup import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.engine.pending import Pending
-from lmx_lab.engine.requests import (
-    EmbeddingRequest,
-    Embeddings,
-    EncodeReport,
-    EngineSnapshot,
-    GenerationRequest,
-    LoadReport,
-    Ranking,
-    RerankRequest,
-    UnloadCause,
-    Vectors,
-)
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Mailbox, TokenStream
 from lmx_lab.engine.vectors import cosines, cut
 from lmx_lab.errors import (
@@ -41,7 +30,9 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.values.encoding import EncodeReport, Vectors
+from lmx_lab.values.engine import EngineSnapshot, UnloadCause
+from lmx_lab.values.models import Kind, LoadReport, ModelEntry
 from lmx_lab.weights.fingerprint import is_loaded
 
 log = logging.getLogger(__name__)

@@ -15,20 +15,13 @@ from lmx_lab.engine.echo.core import EchoCore, check
 from lmx_lab.engine.interface import Capabilities
 from lmx_lab.engine.model_lookup import LOAD_FIRST
 from lmx_lab.engine.pending import Pending
-from lmx_lab.engine.requests import (
-    EmbeddingRequest,
-    Embeddings,
-    EngineSnapshot,
-    GenerationRequest,
-    LoadReport,
-    Ranking,
-    RerankRequest,
-)
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.errors import EngineDeadError, NotLoadedError, UnusableModelError
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import Kind, LoadReport, ModelEntry
 
 T = TypeVar("T")
 STOP_S = 15.0

@@ -28,7 +28,7 @@ from lmx_lab.engine.validation import (
     too_long,
 )
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 
 THOUGHTS = (THINK, END_OF_THOUGHTS)
 

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmx_lab.engine.echo.vocabulary import END, FIRST_BYTE, FIRST_PIECE, EchoVocabulary
-from lmx_lab.engine.requests import Sampling, TokenLogprob
+from lmx_lab.engine.requests import Sampling
+from lmx_lab.values.generation import TokenLogprob
 
 Scores = NDArray[np.float64]
 TEXT_SCORE = 50.0

@@ -18,10 +18,10 @@ import numpy as np
 from lmx_lab.engine.echo.model import EchoModel
 from lmx_lab.engine.echo.vocabulary import LONGEST_PIECE
 from lmx_lab.engine.pending import Pending
-from lmx_lab.engine.requests import EncodeReport, Vectors
 from lmx_lab.engine.validation import check_characters
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, InvalidRequestError, LabError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.encoding import EncodeReport, Vectors
+from lmx_lab.values.models import ModelEntry
 
 T = TypeVar("T")
 Text = str | tuple[int, ...]

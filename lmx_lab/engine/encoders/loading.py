@@ -26,10 +26,10 @@ from lmx_lab.engine.encoders.tensors import Tensors
 from lmx_lab.engine.encoders.tokens import TextRules, TextTokenizer, TextTokens
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.weights_dtype import DTYPES
-from lmx_lab.engine.requests import RerankMethod, Vectors
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.encoding import RerankMethod, Vectors
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.folder import ENCODERS, read_card, read_json
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lmx_lab.engine.requests import InputType
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.values.encoding import InputType
 from lmx_lab.weights.files import read_regular
 from lmx_lab.weights.folder import read_json
 

@@ -11,8 +11,8 @@ from tokenizers.normalizers import Sequence as Normalizers
 
 from lmx_lab.engine.encoders.prompts import Frame, PairForm
 from lmx_lab.engine.encoders.recipe import Prompts
-from lmx_lab.engine.requests import InputType
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
+from lmx_lab.values.encoding import InputType
 
 Text = TypeVar("Text", str, tuple[str, str])
 

@@ -7,17 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from lmx_lab.engine.llama_cpp.request import Route
-from lmx_lab.engine.requests import (
-    Delta,
-    FinishReason,
-    GenerationReport,
-    GenerationRequest,
-    PromptProgress,
-    TokenLogprob,
-    ToolCallDelta,
-)
+from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.text.answer_shape import AnswerShape
 from lmx_lab.engine.text.splitter import Piece, TextSplitter
+from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, TokenLogprob, ToolCallDelta
 
 FINISHES: Mapping[str, FinishReason] = {
     "eos": "stop", "word": "stop", "stop": "stop", "tool_calls": "tool_calls", "limit": "length", "length": "length",

@@ -23,22 +23,12 @@ from lmx_lab.engine.loads import Load, Loads
 from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
 from lmx_lab.engine.model_lookup import EMBEDDERS, RERANKERS, fitting, refusal
 from lmx_lab.engine.pending import Pending
-from lmx_lab.engine.requests import (
-    EmbeddingRequest,
-    Embeddings,
-    EngineSnapshot,
-    EngineState,
-    GenerationRequest,
-    LoadReport,
-    PinnedModel,
-    Ranking,
-    RerankRequest,
-    UnloadCause,
-)
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Item, Mailbox, Outbox, TokenStream
 from lmx_lab.errors import EngineDeadError, EngineError, InvalidRequestError, LabError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, UnloadCause
+from lmx_lab.values.models import Kind, LoadReport, ModelEntry
 from lmx_lab.weights.fingerprint import is_loaded
 
 log = logging.getLogger(__name__)

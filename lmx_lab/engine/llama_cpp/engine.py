@@ -19,20 +19,13 @@ from lmx_lab.engine.llama_cpp.process import PACKAGE, installed, require_install
 from lmx_lab.engine.loads import Load
 from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
 from lmx_lab.engine.pending import Pending
-from lmx_lab.engine.requests import (
-    EmbeddingRequest,
-    Embeddings,
-    EngineSnapshot,
-    GenerationRequest,
-    LoadReport,
-    Ranking,
-    RerankRequest,
-)
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.errors import EngineDeadError, NotLoadedError, UnusableModelError
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import Kind, LoadReport, ModelEntry
 from lmx_lab.weights.gguf.model import read_gguf
 from lmx_lab.weights.threads import in_thread
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmx_lab.errors import OutOfMemoryError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.model import ENCODERS, POOLING_LAST
 

@@ -24,7 +24,7 @@ from lmx_lab.engine.text.chat_format_detection import Dialect
 from lmx_lab.engine.validation import AMPLE_CHARACTERS
 from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.fingerprint import overwritten, require_unchanged, stamped
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.model import read_gguf

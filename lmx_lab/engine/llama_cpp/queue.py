@@ -16,10 +16,10 @@ from lmx_lab.engine.llama_cpp.answer import Answer
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.model import Hosted
 from lmx_lab.engine.llama_cpp.prepare import Prepared
-from lmx_lab.engine.requests import GenerationReport
 from lmx_lab.engine.scheduler import Scheduler, Verdict
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, InvalidRequestError, LabError
+from lmx_lab.values.generation import GenerationReport
 
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]

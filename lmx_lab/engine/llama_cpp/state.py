@@ -14,7 +14,7 @@ from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.model import Hosted
 from lmx_lab.engine.llama_cpp.queue import Jobs
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, NotLoadedError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -11,17 +11,11 @@ import numpy as np
 
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.model import Hosted
-from lmx_lab.engine.requests import (
-    EmbeddingRequest,
-    Embeddings,
-    EncodeReport,
-    Ranking,
-    RerankRequest,
-    Vectors,
-)
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankRequest
 from lmx_lab.engine.validation import check_characters
 from lmx_lab.engine.vectors import cosines, cut
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, InvalidRequestError
+from lmx_lab.values.encoding import EncodeReport, Vectors
 
 SLICE = 16
 """Texts asked for at once: who waits with a few comes in between, and who leaves is heard."""

@@ -8,8 +8,8 @@ from functools import partial
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch
 from lmx_lab.engine.mlx.request import Generation
-from lmx_lab.engine.requests import GenerationReport
 from lmx_lab.engine.scheduler import Scheduler, Verdict
+from lmx_lab.values.generation import GenerationReport
 
 WEIGHT = 0.2
 """Of the newest request in the mean time that a slot is held."""

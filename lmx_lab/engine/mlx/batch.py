@@ -22,7 +22,7 @@ from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache, common_pref
 from lmx_lab.engine.mlx.prompt_scores import Scoring
 from lmx_lab.engine.mlx.request import Generation
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, Sampler, Samplers, processors
-from lmx_lab.engine.requests import PromptScores, TokenLogprob
+from lmx_lab.values.generation import PromptScores, TokenLogprob
 
 NO_STOP = StopSequences()
 # Fewer tokens cost a GPU as much: it reads all weights for each step. For models with sliding windows 16 at least:

@@ -21,8 +21,8 @@ import numpy as np
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.requests import EncodeReport, Vectors
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
+from lmx_lab.values.encoding import EncodeReport, Vectors
 
 log = logging.getLogger(__name__)
 ON_CPU = mx.default_device() == mx.cpu

@@ -24,19 +24,12 @@ from lmx_lab.engine.mlx.request import Generation
 from lmx_lab.engine.mlx.state import EngineCore
 from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.pending import Pending
-from lmx_lab.engine.requests import (
-    EmbeddingRequest,
-    Embeddings,
-    EngineSnapshot,
-    GenerationRequest,
-    LoadReport,
-    Ranking,
-    RerankRequest,
-)
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import TokenStream
 from lmx_lab.errors import EngineError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import Kind, LoadReport, ModelEntry
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from lmx_lab.engine.requests import TokenLogprob
 from lmx_lab.engine.text.vocabulary import Vocabulary
+from lmx_lab.values.generation import TokenLogprob
 
 Row = NDArray[np.float32]
 

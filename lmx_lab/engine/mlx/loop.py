@@ -19,12 +19,12 @@ from lmx_lab.engine.mlx.batch import Batch, Computed, Event, Scored, Token
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.request import Generation
 from lmx_lab.engine.mlx.sampling import Samplers
-from lmx_lab.engine.requests import Delta, GenerationReport, PromptProgress, TokenLogprob
 from lmx_lab.engine.scheduler import Scheduler
 from lmx_lab.engine.stream import Outbox
 from lmx_lab.engine.text.splitter import Piece
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
+from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, TokenLogprob
 
 log = logging.getLogger(__name__)
 UNLOAD_ABOVE = 1.1

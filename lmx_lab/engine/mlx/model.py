@@ -22,7 +22,7 @@ from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.validation import AMPLE_CHARACTERS, check_characters, check_messages
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 
 LEAST_CONTEXT_TOKENS = 256
 """A model that cannot answer even this much is not worth loading."""

@@ -17,11 +17,12 @@ from lmx_lab.engine.mlx.state import EngineCore
 from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.model_lookup import EMBEDDERS, RERANKERS, encoder
 from lmx_lab.engine.pending import Pending
-from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankMethod, RerankRequest
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankRequest
 from lmx_lab.engine.vectors import cosines, cut
 from lmx_lab.errors import InvalidRequestError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Kind
+from lmx_lab.values.encoding import RerankMethod
+from lmx_lab.values.models import Kind
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from lmx_lab.engine.mlx.logprobs import as_rows, prompt_token
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.request import Generation
-from lmx_lab.engine.requests import PromptScores, TokenLogprob
+from lmx_lab.values.generation import PromptScores, TokenLogprob
 
 CHUNK_TOKENS = 64
 """Tokens scored in one step: the logits of each are a whole row of the vocabulary."""

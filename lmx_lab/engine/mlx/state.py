@@ -21,10 +21,10 @@ from lmx_lab.engine.mlx.encoding import EncodeJob, Encoding
 from lmx_lab.engine.mlx.loop import Generating
 from lmx_lab.engine.mlx.model import LoadedModel, load_chat
 from lmx_lab.engine.mlx.request import Generation
-from lmx_lab.engine.requests import EngineSnapshot, EngineState, LoadReport, PinnedModel, UnloadCause
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Kind, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, UnloadCause
+from lmx_lab.values.models import Kind, LoadReport, ModelEntry
 from lmx_lab.weights.files import check_files
 from lmx_lab.weights.fingerprint import is_loaded, require_unchanged, stamped
 

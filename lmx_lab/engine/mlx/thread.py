@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from lmx_lab.engine.mlx.state import EngineCore
-from lmx_lab.engine.requests import EngineSnapshot
 from lmx_lab.errors import EngineDeadError, LabError
 from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

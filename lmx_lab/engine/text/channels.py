@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lmx_lab.engine.requests import ToolCallDelta
 from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape
 from lmx_lab.engine.text.stop_strings import StopStrings, overlap
 from lmx_lab.engine.text.tool_calls import CallReader, Numbering, reader
+from lmx_lab.values.generation import ToolCallDelta
 
 
 @dataclass(slots=True)

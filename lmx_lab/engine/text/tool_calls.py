@@ -12,8 +12,8 @@ import secrets
 import string
 from typing import Any, Protocol
 
-from lmx_lab.engine.requests import ToolCallDelta
 from lmx_lab.engine.text.answer_shape import CallFormat, ParseCalls
+from lmx_lab.values.generation import ToolCallDelta
 
 # Mistral's chat template refuses ids of any other length or alphabet.
 ID_LENGTH = 9

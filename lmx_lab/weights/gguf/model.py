@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights.entry import Facts, Kind
+from lmx_lab.values.models import Facts, Kind
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.names import parts_of
 

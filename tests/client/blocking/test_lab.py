@@ -18,10 +18,9 @@ from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.client.inference import Over
-from lmx_lab.engine import LoadReport
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import LoadReport, ModelEntry
 from lmx_lab.wire.admin import ModelEvent, NotReady, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody

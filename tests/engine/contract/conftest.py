@@ -13,7 +13,8 @@ import pytest
 
 from lmx_lab.engine import Engine
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ECHO, Catalog, Format, Kind, ModelEntry
+from lmx_lab.values.models import ECHO, Format, Kind, ModelEntry
+from lmx_lab.weights import Catalog
 from tests.engine.conftest import until_idle
 from tests.gguf_files import with_context, with_tokens
 from tests.tiny import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama

@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import (
-    AnswerFormat,
-    ChatPrompt,
-    Engine,
-    Sampling,
-    TextPrompt,
-    TokenLogprob,
-    TokenPrompt,
-)
+from lmx_lab.engine import AnswerFormat, ChatPrompt, Engine, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.echo.vocabulary import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OtherModelLoadedError
-from lmx_lab.weights import Format
+from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.models import Format
 from tests.engine.conftest import PROMPT, finish, finish_with_logprobs, numbers, request, run
 
 pytestmark = pytest.mark.anyio

@@ -20,7 +20,7 @@ from lmx_lab.errors import (
     NotLoadedError,
     QueueFullError,
 )
-from lmx_lab.weights import Format
+from lmx_lab.values.models import Format
 from tests.engine.conftest import finish, numbers, request, run, until_busy, until_idle
 from tests.engine.contract.conftest import CONTEXT, FEW, Entries
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, Engine, GenerationRequest, Sampling, TextPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.weights import Format, ModelEntry
+from lmx_lab.values.models import Format, ModelEntry
 from tests.engine.conftest import until_idle
 from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry
 from tests.engine.mlx.test_answers_in_engine import SCHEMA, Answer, finish, is_place, request

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmx_lab.engine import EmbeddingRequest, Engine, RerankRequest, Vectors
+from lmx_lab.engine import EmbeddingRequest, Engine, RerankRequest
 from lmx_lab.errors import (
     ContextLengthError,
     GenerationTimeoutError,
@@ -22,7 +22,8 @@ from lmx_lab.errors import (
     OutOfMemoryError,
     UnusableModelError,
 )
-from lmx_lab.weights import Format, ModelEntry
+from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.models import Format, ModelEntry
 from tests.engine.conftest import run, until_busy, until_idle
 from tests.engine.contract.conftest import FEW, SETTINGS, Entries, entry_of
 from tests.engine.encoders.models import write_tiny_bert

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lmx_lab.engine.cpu_blas import BlasReport, ThreadChoice, binding, thread_choice
+from lmx_lab.engine.cpu_blas import ThreadChoice, binding, thread_choice
 from lmx_lab.engine.cpu_blas.thread_choice import BUSY_INTERVAL_S, INTERVAL_S, PAUSE_S
+from lmx_lab.values.engine import BlasReport
 
 
 class Machine:

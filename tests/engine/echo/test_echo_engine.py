@@ -17,7 +17,7 @@ from lmx_lab.engine import AnswerFormat, ChatPrompt, EmbeddingRequest, Engine, R
 from lmx_lab.engine.echo.vocabulary import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ECHO
+from lmx_lab.values.models import ECHO
 from tests.engine.mlx.test_answers_in_engine import JSON, NAMED, TOOLS, Answer, finish, is_place, request
 
 pytestmark = pytest.mark.anyio

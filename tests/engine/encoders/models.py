@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
-from lmx_lab.engine.requests import Vectors
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.folder import read_folder
 
 Tensors = dict[str, npt.NDArray[np.float32]]

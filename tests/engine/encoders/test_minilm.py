@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lmx_lab.engine.encoders import LoadedEncoder
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.engine.encoders.models import embed, load
 
 REFERENCE: Mapping[str, Any] = json.loads(Path(__file__).with_name("minilm_reference.json").read_bytes())

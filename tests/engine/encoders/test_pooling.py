@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
-from lmx_lab.engine.requests import Vectors
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.values.encoding import Vectors
 from tests.engine.encoders.conftest import Load
 from tests.engine.encoders.models import embed, modules, pooling_files, run
 

@@ -20,7 +20,7 @@ from lmx_lab.engine.grammar.sandbox import compiled, tokenizer_of
 from lmx_lab.engine.grammar.trials import Trials
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler
 from lmx_lab.errors import InvalidRequestError, QueueFullError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 
 WIDTH = 49152
 PERSON = {

@@ -12,7 +12,8 @@ import pytest
 from lmx_lab.engine import Engine
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from tests.gguf_files import with_context
 
 SETTINGS = Settings(slots=2, queue_limit=4, threads=1, memory_limit_bytes=2**30)

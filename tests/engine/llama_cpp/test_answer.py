@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import Delta, GenerationRequest, PromptProgress, TextPrompt, TokenLogprob, merged_calls
+from lmx_lab.engine import GenerationRequest, TextPrompt
 from lmx_lab.engine.llama_cpp.answer import Answer
 from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, AnswerShape
+from lmx_lab.values.generation import Delta, PromptProgress, TokenLogprob, merged_calls
 
 REQUEST = GenerationRequest(prompt=TextPrompt(text="a"))
 THOUGHTS = AnswerShape(

@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.engine import EmbeddingRequest, Engine, RerankRequest
 from lmx_lab.engine.llama_cpp.memory_plan import BATCH_TOKENS
 from lmx_lab.errors import ContextLengthError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
 from tests.gguf_files import Value, with_values
 

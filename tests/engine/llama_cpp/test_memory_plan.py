@@ -22,8 +22,7 @@ from lmx_lab.engine.llama_cpp.memory_plan import (
     plan,
 )
 from lmx_lab.errors import OutOfMemoryError
-from lmx_lab.weights import ModelEntry
-from lmx_lab.weights.entry import Kind
+from lmx_lab.values.models import Kind, ModelEntry
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
 from lmx_lab.weights.gguf.model import POOLING_LAST, POOLING_RANK
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.engine import ChatPrompt, EmbeddingRequest, Engine, GenerationRequest, Sampling, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import finish as finish_text
 from tests.engine.conftest import numbers, request, until_idle
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of

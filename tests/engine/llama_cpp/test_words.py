@@ -15,7 +15,7 @@ from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.grammar.build import Thoughts, grammar
 from lmx_lab.engine.llama_cpp.words import as_lark, check, words_of
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.gguf.header import read_header
 from tests.gguf_files import with_values
 from tests.gguf_server import raw_server

@@ -11,21 +11,11 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import (
-    AnswerFormat,
-    ChatPrompt,
-    Engine,
-    GenerationReport,
-    GenerationRequest,
-    Sampling,
-    TokenLogprob,
-    TokenStream,
-    Tool,
-    ToolUse,
-)
+from lmx_lab.engine import AnswerFormat, ChatPrompt, Engine, GenerationRequest, Sampling, TokenStream, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.generation import GenerationReport, TokenLogprob
+from lmx_lab.values.models import ModelEntry
 from tests.engine.answers import merge
 from tests.engine.conftest import Shared, until_idle
 

@@ -17,7 +17,8 @@ from mlx_lm.utils import _get_classes
 
 from lmx_lab.engine import Engine
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from tests.engine.conftest import finish, numbers, request, run
 
 pytestmark = pytest.mark.anyio

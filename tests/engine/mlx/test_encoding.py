@@ -11,12 +11,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lmx_lab.engine.cpu_blas import BlasReport, ThreadChoice
+from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.encoding import BUCKET, BUSY_LANE_TOKENS, LANE_TOKENS, EncodeJob, Encoding
-from lmx_lab.engine.requests import Vectors
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
+from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.engine import BlasReport
 
 
 class Watched:

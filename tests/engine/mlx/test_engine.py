@@ -13,14 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine import (
-    ChatPrompt,
-    Engine,
-    GenerationReport,
-    Sampling,
-    TextPrompt,
-    TokenPrompt,
-)
+from lmx_lab.engine import ChatPrompt, Engine, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.mlx.state import EngineCore
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import (
@@ -36,7 +29,9 @@ from lmx_lab.errors import (
 )
 from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest
 from tests.engine.conftest import (
     finish,

@@ -13,7 +13,7 @@ from lmx_lab.engine import Engine, Sampling, TokenPrompt
 from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.state import EngineCore
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import finish, held, numbers, posted, request, run, until_idle
 
 pytestmark = pytest.mark.anyio

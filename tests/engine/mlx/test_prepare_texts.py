@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmx_lab.engine import EmbeddingRequest, Engine, Ranking, RerankRequest, TokenPrompt, Vectors
+from lmx_lab.engine import EmbeddingRequest, Engine, Ranking, RerankRequest, TokenPrompt
 from lmx_lab.engine.mlx.state import EngineCore
 from lmx_lab.errors import (
     EngineDeadError,
@@ -29,7 +29,8 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import Gate, Shared, finish, request, run, unload_when_idle_for, until_busy, until_idle
 from tests.engine.encoders.models import write_tiny_bert
 

@@ -17,7 +17,7 @@ from lmx_lab.engine.mlx.sampling import Cut
 from lmx_lab.engine.mlx.state import EngineCore
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import GREEDY, PROMPT, Shared, finish, finish_with_logprobs, numbers, request, run
 
 pytestmark = pytest.mark.anyio

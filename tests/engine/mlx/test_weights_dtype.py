@@ -16,7 +16,8 @@ from mlx_lm.utils import load_model, quantize_model
 from lmx_lab.engine import Engine, machine_memory
 from lmx_lab.engine.mlx.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from tests.engine.conftest import run
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the policy of a GPU leaves weights alone")

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lmx_lab.engine.text.splitter import Detokenizer
 from lmx_lab.engine.text.vocabulary import Vocabulary
-from lmx_lab.weights import ModelEntry
+from lmx_lab.values.models import ModelEntry
 
 # SmolLM2 has no tokens for some control characters, and for unassigned planes.
 TEXTS = st.text(st.characters(exclude_categories=["C"]), max_size=30) | st.text(

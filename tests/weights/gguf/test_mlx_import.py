@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from lmx_lab.errors import StorageFullError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, ModelEntry, Progress
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.gguf.config import converted_bytes, llama3_scaling
 from lmx_lab.weights.gguf.header import read_header
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights import Catalog, ModelEntry
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
 from lmx_lab.weights.gguf.model import read_gguf
 from tests.weights.conftest import random_tensor
 

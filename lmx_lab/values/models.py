@@ -1,17 +1,28 @@
-"""What the catalog says about one model, and what a fetch says while it runs."""
+"""Models on this disk, and the report on loading one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    model: str
+    load_s: float
+    memory_bytes: int
+    """What the model takes in memory, measured."""
+
+
 Kind = Literal["chat", "embedding", "rerank"]
+
 KINDS_IN_WORDS: Mapping[Kind, str] = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
+
 Format = Literal["mlx", "gguf", "echo"]
+
 Source = Literal["store", "hub", "folder", "path", "built-in"]
-Stage = Literal["download", "verify", "convert", "store"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +94,3 @@ ECHO = ModelEntry(
     context_length=32_768,
 )
 """Answers without a model: see ``docs/echo.md``. The id is reserved."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """A fetch has come so far. ``done_bytes`` starts again at 0 with each stage."""
-
-    stage: Stage
-    done_bytes: int
-    total_bytes: int | None
-    """``None`` where the total is not known beforehand."""
-
-
-ProgressCallback = Callable[[Progress], None]
-
-
-def ignore_progress(progress: Progress) -> None:
-    """The callback of a caller who does not watch."""
