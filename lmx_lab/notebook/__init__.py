@@ -5,8 +5,8 @@ what to start or to keep, ``running`` is the lab itself, ``addresses`` how it is
 server elsewhere, ``verbs`` what both can do.
 """
 
-from lmx_lab.notebook.attached import AttachedLab, attach
 from lmx_lab.notebook.lab import Lab
-from lmx_lab.notebook.launching import current, launch
+from lmx_lab.notebook.launcher import current, launch
+from lmx_lab.notebook.remote_server import AttachedLab, attach
 
 __all__ = ["AttachedLab", "Lab", "attach", "current", "launch"]

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     # Widgets take a while to import, and a server without a notebook has none.
     import ipywidgets
 
+    from lmx_lab.backend import Source
     from lmx_lab.notebook.report import Snapshot
     from lmx_lab.panels.metrics import MetricsPanel
     from lmx_lab.panels.panel import Panel
-    from lmx_lab.panels.source import Source
 
 LOOK_S = 30.0
 """How long the list of models may take."""

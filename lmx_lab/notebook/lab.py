@@ -15,9 +15,9 @@ from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.bench import Measuring
 from lmx_lab.notebook.loading import Loading, Work
 from lmx_lab.notebook.local import InProcess
+from lmx_lab.notebook.local_server import Serving
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream
 from lmx_lab.notebook.rerank_result import RerankResult
-from lmx_lab.notebook.serving import Serving
 from lmx_lab.server.admin import alisting, listing
 from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.generation import Generation

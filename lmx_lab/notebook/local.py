@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from lmx_lab.backend import ChatPiece, ChatStats, Ranked, ServerState
 from lmx_lab.errors import HostingError
 from lmx_lab.notebook.arguments import chat_request, rerank_body
 from lmx_lab.notebook.returning import bring_back
-from lmx_lab.panels.source import ChatPiece, ChatStats, Ranked, ServerState
 from lmx_lab.server import InferenceServer
 from lmx_lab.server.admin import alisting, sample
 from lmx_lab.server.generation import Generation

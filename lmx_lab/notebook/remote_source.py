@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
+from lmx_lab.backend import ChatPiece, ChatStats, Ranked, ServerState
 from lmx_lab.client import AsyncLabClient, LabEvent
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.notebook.arguments import chat_request, rerank_body
 from lmx_lab.notebook.remote import RemoteGeneration
 from lmx_lab.notebook.reply import TextPiece
-from lmx_lab.panels.source import ChatPiece, ChatStats, Ranked, ServerState
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, RequestEvent, Sample
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 
+from lmx_lab.backend import ServerState
 from lmx_lab.notebook.charts import number
-from lmx_lab.panels.source import ServerState
 from lmx_lab.wire.admin import ModelRecords, Sample
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import minify
 
-from lmx_lab.panels import code
+from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
 
 
 def built(*names: str) -> str:
     """The panel's module, small: without comments and space, and with short names for what is local."""
-    small: str = minify.string("application/javascript", code.own(*names))
+    small: str = minify.string("application/javascript", assets.own(*names))
     return small.rstrip() + "\n"
 
 
 def main() -> None:
     for panel in PANELS.values():
-        target = code.FOLDER / "built" / panel.SCRIPTS[-1]
+        target = assets.FOLDER / "built" / panel.SCRIPTS[-1]
         target.write_text(built(*panel.SCRIPTS), encoding="utf-8")
         print(target.name, target.stat().st_size)
 

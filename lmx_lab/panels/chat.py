@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import traitlets
 
+from lmx_lab.backend import ChatPiece, ChatStats, Source
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, QueueFullError
 from lmx_lab.panels.panel import Panel, number_field, text_field
-from lmx_lab.panels.source import ChatPiece, ChatStats, Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent
 

@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import traitlets
 
+from lmx_lab.backend import Source
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
 from lmx_lab.frames import pandas_for
-from lmx_lab.panels.event_log import COLUMNS, GROUPS, MOST_ROWS, EventLog, Filter, Row
+from lmx_lab.panels.event_rows import COLUMNS, GROUPS, MOST_ROWS, EventLog, Filter, Row
 from lmx_lab.panels.event_sessions import Sessions
 from lmx_lab.panels.event_source import EventSource
 from lmx_lab.panels.panel import Panel, number_field, text_field
 from lmx_lab.panels.rerank import shown
-from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
 from lmx_lab.wire.event_stream import ResetFrame

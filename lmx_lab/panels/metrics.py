@@ -13,10 +13,10 @@ from typing import Any
 
 import traitlets
 
+from lmx_lab.backend import Source
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 from lmx_lab.panels.panel import Panel
-from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
 

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import traitlets
 
+from lmx_lab.backend import Source
 from lmx_lab.errors import HostingError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, text_field
-from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent, ModelRecord, Preference, Sample
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import anywidget
 import traitlets
 
+from lmx_lab.backend import Source
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.panels import code, static_fallback
-from lmx_lab.panels.source import Source
+from lmx_lab.panels import assets, static_fallback
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent, Sample
 
@@ -48,8 +48,8 @@ class Panel(anywidget.AnyWidget):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Not in the classes that traitlets derives for each instance: there these are traits.
         if "SCRIPTS" in cls.__dict__:
-            cls._esm = code.script(*cls.SCRIPTS)
-            cls._css = code.styles(*cls.STYLES)
+            cls._esm = assets.script(*cls.SCRIPTS)
+            cls._css = assets.styles(*cls.STYLES)
         super().__init_subclass__(**kwargs)
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import traitlets
 
+from lmx_lab.backend import Source
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, number_field, text_field
-from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent, Sample
 from lmx_lab.wire.embeddings import INPUT_LIMIT

@@ -11,9 +11,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from lmx_lab.backend import Source
 from lmx_lab.panels.event_source import EventSource
 from lmx_lab.panels.history import History
-from lmx_lab.panels.source import Source
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 

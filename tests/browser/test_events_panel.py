@@ -65,7 +65,7 @@ def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
     tab.open("events.ipynb")
     tab.run(0)
     tab.run(1)
-    tab.kernel(IMPORTS + "from lmx_lab.panels.event_log import GROUPS")
+    tab.kernel(IMPORTS + "from lmx_lab.panels.event_rows import GROUPS")
     yield tab
     tab.open("events.ipynb")
     tab.close_notebook()

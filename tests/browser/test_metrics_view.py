@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Locator, Page
 
-from lmx_lab.panels import code
+from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, packed, window
 from lmx_lab.wire.admin import Sample
 
@@ -62,8 +62,8 @@ def page(browser: Browser) -> Iterator[Page]:
     page = browser.new_page()
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.set_content(PAGE.format(css=code.styles(*MetricsPanel.STYLES)))
-    page.evaluate(RENDER, [code.script(*MetricsPanel.SCRIPTS), state, b64encode(frame).decode()])
+    page.set_content(PAGE.format(css=assets.styles(*MetricsPanel.STYLES)))
+    page.evaluate(RENDER, [assets.script(*MetricsPanel.SCRIPTS), state, b64encode(frame).decode()])
     yield page
     page.close()
     assert not errors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import Browser, Locator, expect
 
-from lmx_lab.panels import code
+from lmx_lab.panels import assets
 from lmx_lab.panels.models import ModelsPanel
 from tests.browser.jupyterlab import Tab
 from tests.browser.test_chat_panel import LONG, ask
@@ -116,7 +116,7 @@ def test_a_server_that_was_asked_past_the_kernel_need_not_answer_when_the_kernel
     # Of this machine, so that the server's own address is near.
     page.route("http://localhost/", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))
     page.goto("http://localhost/")
-    page.evaluate(LATE, code.script(*ModelsPanel.SCRIPTS))
+    page.evaluate(LATE, assets.script(*ModelsPanel.SCRIPTS))
     page.get_by_role("button", name="Unload tiny").click()
     asked = page.wait_for_function("window.asked && {...window.asked, after: window.asked.signal.aborted}").json_value()
     assert (asked["path"], asked["before"], asked["after"]) == ("/admin/models/unload", False, True)

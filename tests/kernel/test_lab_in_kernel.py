@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SETUP = """
 import asyncio, os, threading, psutil, lmx_lab
-from lmx_lab.notebook import serving
+from lmx_lab.notebook import local_server
 from lmx_lab.engine import Engine
 
 hi = "hi " * 4000  # echo repeats it for some seconds
@@ -131,7 +131,7 @@ def test_a_taken_port_names_a_lab_as_its_holder(lab: Notebook) -> None:
     "fault",
     [
         "real, Engine.start = Engine.start, lambda self: 1 / 0",
-        "real, serving.serve = serving.serve, lambda app, sock, **k: real(broken, sock, **k)",
+        "real, local_server.serve = local_server.serve, lambda app, sock, **k: real(broken, sock, **k)",
     ],
     ids=["engine", "lifespan"],
 )
@@ -139,22 +139,22 @@ def test_a_failing_start_is_an_error_in_the_cell_and_leaves_nothing(notebook: No
     notebook.run("async def broken(scope, receive, send): raise ValueError('no')\nbefore = sorted(listening())")
     notebook.run(fault)
     assert notebook.fail(launch(notebook)).error in ("ZeroDivisionError", "HostingError")
-    notebook.run("serving.serve = real" if "serving" in fault else "Engine.start = real")
+    notebook.run("local_server.serve = real" if "local_server" in fault else "Engine.start = real")
     assert notebook.run("print(lmx_lab.current(), threads(), sorted(listening()) == before)") == "None set() True"
     assert healthz(int(notebook.run(launch(notebook)))) == 200
 
 
 def test_a_request_during_the_blocking_launch_cell_is_answered(notebook: Notebook) -> None:
     notebook.start(f"""
-        from lmx_lab.notebook import launching
-        def bind_and_tell(*args, real=launching.bind, **kwargs):
+        from lmx_lab.notebook import launcher
+        def bind_and_tell(*args, real=launcher.bind, **kwargs):
             sock = real(*args, **kwargs)
             print(sock.getsockname()[1], flush=True)
             input()
             return sock
-        launching.bind, kept = bind_and_tell, launching.bind
+        launcher.bind, kept = bind_and_tell, launcher.bind
         lmx_lab.launch(loop={notebook.mode!r}, port=0)
-        launching.bind = kept
+        launcher.bind = kept
     """)
     port = int(notebook.read(until="\n").text)
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)

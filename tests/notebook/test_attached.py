@@ -21,8 +21,8 @@ import pytest
 import lmx_lab
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient
-from lmx_lab.notebook import attached
-from lmx_lab.notebook.attached import AttachedLab, attach
+from lmx_lab.notebook import remote_server
+from lmx_lab.notebook.remote_server import AttachedLab, attach
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
@@ -283,18 +283,18 @@ def test_panels_that_alone_were_asked_for_go_on_until_they_are_asked_for_again(l
     gc.collect()
     wait_until(lambda: first.server["state"] == "stopped")
     wait_until(lambda: second.server["model"] == "tiny")
-    attached._KEPT[lab.url].stop()
+    remote_server._KEPT[lab.url].stop()
     wait_until(lambda: second.server["state"] == "stopped")
-    assert lab.url not in attached._KEPT
+    assert lab.url not in remote_server._KEPT
 
 
 def test_connections_are_not_kept_without_a_limit(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached, "KEPT", 1)
+    monkeypatch.setattr(remote_server, "KEPT", 1)
     elsewhere = lab.url.replace("127.0.0.1", "localhost")
     far, other = attach(lab.url, api_key=KEY), attach(elsewhere, api_key=KEY)
     far.panel("metrics")
     other.panel("metrics")
-    assert {elsewhere: other} == attached._KEPT
+    assert {elsewhere: other} == remote_server._KEPT
     far.stop()
     other.stop()
 
@@ -318,7 +318,7 @@ print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.complet
 
 @pytest.mark.parametrize("end", ["", "/", "/v1"])
 def test_it_looks_like_what_it_is(lab: lmx_lab.Lab, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached, "LOOK_S", WAIT_S)
+    monkeypatch.setattr(remote_server, "LOOK_S", WAIT_S)
     with attach(lab.url + end, api_key=KEY) as far:
         assert far.url == lab.url
         assert far.openai == {"base_url": f"{lab.url}/v1", "api_key": KEY}
@@ -328,7 +328,7 @@ def test_it_looks_like_what_it_is(lab: lmx_lab.Lab, end: str, monkeypatch: pytes
 
 
 def test_a_look_at_a_lab_whose_server_has_gone_says_so(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached, "LOOK_S", WAIT_S)
+    monkeypatch.setattr(remote_server, "LOOK_S", WAIT_S)
     with serving(tiny_home, None) as lab:
         far = attach(lab.url)
         assert "no model ready" in repr(far)
@@ -384,7 +384,7 @@ def test_an_answer_that_breaks_off_is_no_reply() -> None:
 async def own(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[lmx_lab.Lab]:
     """A lab on this very loop, as in a kernel."""
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
-        monkeypatch.setattr("lmx_lab.notebook.attached.current", lambda: lab)
+        monkeypatch.setattr("lmx_lab.notebook.remote_server.current", lambda: lab)
         yield lab
 
 

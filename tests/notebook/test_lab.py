@@ -22,7 +22,7 @@ from rich.console import Console
 import lmx_lab
 from lmx_lab.errors import HostingError, InvalidRequestError, ModelNotFoundError, NotLoadedError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
-from lmx_lab.notebook import launching
+from lmx_lab.notebook import launcher
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.reply import safe_markdown
@@ -198,7 +198,7 @@ def test_threads_may_chat_at_once(launched: lmx_lab.Lab) -> None:
 
 
 def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "PATIENCE_S", 120)
+    monkeypatch.setattr(launcher, "PATIENCE_S", 120)
     labs: list[lmx_lab.Lab] = []
     threads = [threading.Thread(target=lambda: labs.append(lmx_lab.launch(port=0, home=tmp_path))) for _ in range(3)]
     for thread in threads:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import lmx_lab
+from lmx_lab.backend import ChatPiece
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError, NotLoadedError
-from lmx_lab.notebook import launching
+from lmx_lab.notebook import launcher
 from lmx_lab.notebook.local import InProcess
 from lmx_lab.notebook.loop_lag import LoopLag
-from lmx_lab.panels.source import ChatPiece
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Progress
@@ -287,11 +287,11 @@ def test_a_source_that_fails_once_does_not_stop_the_clock(tmp_path: Path, monkey
 
 
 def test_a_launch_that_waits_for_another_one_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.notebook.launching.PATIENCE_S", 0.05)
+    monkeypatch.setattr("lmx_lab.notebook.launcher.PATIENCE_S", 0.05)
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with launching._REGISTRY.lock:
+        with launcher._REGISTRY.lock:
             held.set()
             release.wait(WAIT_S)
 
@@ -314,7 +314,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def test_in_process_is_a_source(tmp_path: Path) -> None:
-    from lmx_lab.panels.source import Source
+    from lmx_lab.backend import Source
 
     source: Source = InProcess(lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread"))
     assert source.state().state == "stopped"

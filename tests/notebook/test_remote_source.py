@@ -12,10 +12,10 @@ import pytest
 
 import lmx_lab
 from lmx_lab import errors
+from lmx_lab.backend import ChatPiece, Source
 from lmx_lab.notebook import AttachedLab
-from lmx_lab.notebook.attached import attach
+from lmx_lab.notebook.remote_server import attach
 from lmx_lab.notebook.remote_source import AttachedSource
-from lmx_lab.panels.source import ChatPiece, Source
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 from tests.flows.conftest import serving, wait_until

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.report import CSS, GENERATOR, MOST_ROWS, report_html, write_report
 from lmx_lab.notebook.snapshot import Snapshot, taken
 from lmx_lab.panels.history import EndedRequest
-from lmx_lab.panels.source import ServerState
 from lmx_lab.wire.admin import Compute, ModelRecord, ModelRecords, RequestEvent, Sample
 
 HOSTILE = "<script>alert(1)</script><img src='http://evil.example/x' onerror=\"x\">\x00\u202e\ud800&amp;"

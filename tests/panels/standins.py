@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lmx_lab.backend import ChatPiece, Ranked, ServerState
 from lmx_lab.panels.panel import Panel
-from lmx_lab.panels.source import ChatPiece, Ranked, ServerState
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 

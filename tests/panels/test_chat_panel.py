@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import lmx_lab
+from lmx_lab.backend import ChatPiece, ChatStats
 from lmx_lab.errors import ContextLengthError, NotLoadedError
 from lmx_lab.panels.chat import MOST_CHARACTERS, MOST_TURNS, ChatPanel, Turn, end_in_words, messages, within_bounds
-from lmx_lab.panels.source import ChatPiece, ChatStats
 from lmx_lab.panels.workbench import Workbench
 from tests.panels.conftest import CONTEXT
 from tests.panels.standins import Reader, Refused, ScriptedSource

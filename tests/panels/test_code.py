@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.panels import code
+from lmx_lab.panels import assets
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.events import EventsPanel
 from lmx_lab.panels.metrics import MetricsPanel
@@ -23,13 +23,13 @@ MOST_BYTES = 70 * 1024
 BESIDE_A_DAEMON = 10 * 1024
 """What the events panel may add, which is there only beside a daemon."""
 UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
-OWN = sorted(path.name for path in code.FOLDER.glob("*.js"))
+OWN = sorted(path.name for path in assets.FOLDER.glob("*.js"))
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed; the browser tests run the same code")
 
 
 def modules() -> dict[str, str]:
-    return {panel.__name__: code.script(*panel.SCRIPTS) for panel in PANELS}
+    return {panel.__name__: assets.script(*panel.SCRIPTS) for panel in PANELS}
 
 
 def node(*arguments: str) -> str:
@@ -47,37 +47,37 @@ def test_all_panels_together_are_small() -> None:
 
 @pytest.mark.parametrize("panel", PANELS)
 def test_a_widget_carries_its_module_and_its_styles(panel: type[Panel]) -> None:
-    assert str(panel._esm) == code.script(*panel.SCRIPTS)
-    assert str(panel._css) == code.styles(*panel.STYLES)
+    assert str(panel._esm) == assets.script(*panel.SCRIPTS)
+    assert str(panel._css) == assets.styles(*panel.STYLES)
 
 
 def test_what_is_vendored_is_what_was_published() -> None:
-    readme = code.source("uplot/README.md")
+    readme = assets.source("uplot/README.md")
     for name in ("uPlot.iife.min.js", "uPlot.min.css"):
-        digest = hashlib.sha256((code.FOLDER / "uplot" / name).read_bytes()).hexdigest()
+        digest = hashlib.sha256((assets.FOLDER / "uplot" / name).read_bytes()).hexdigest()
         assert f"| `{name}` | `dist/{name}` | `{digest}` |" in readme
     assert UPLOT in readme
-    assert code.script(*MetricsPanel.SCRIPTS).startswith(code.source("uplot/uPlot.iife.min.js"))
-    assert "MIT" in code.source("uplot/LICENSE")
+    assert assets.script(*MetricsPanel.SCRIPTS).startswith(assets.source("uplot/uPlot.iife.min.js"))
+    assert "MIT" in assets.source("uplot/LICENSE")
 
 
 def test_no_code_names_another_host() -> None:
     for module in modules().values():
         assert set(re.findall(r"https?://[\w./-]+", module)) <= {"https://github.com/leeoniya/uPlot"}
     for panel in PANELS:
-        assert not re.search(r"url\(|@import", code.styles(*panel.STYLES))
+        assert not re.search(r"url\(|@import", assets.styles(*panel.STYLES))
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_text_never_becomes_markup(name: str) -> None:
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", code.source(name))
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", assets.source(name))
 
 
 @needs_node
 @pytest.mark.parametrize("panel", PANELS)
 def test_a_module_is_one(panel: type[Panel], tmp_path: Path) -> None:
     path = tmp_path / "module.mjs"
-    path.write_text(code.script(*panel.SCRIPTS), encoding="utf-8")
+    path.write_text(assets.script(*panel.SCRIPTS), encoding="utf-8")
     node("--check", str(path))
 
 
@@ -87,4 +87,4 @@ def test_what_is_built_is_of_the_files_beside_it(panel: type[Panel]) -> None:
     pytest.importorskip("minify", reason="tdewolff-minify is not installed: there are no wheels for macOS")
     from lmx_lab.panels.build import built
 
-    assert code.source(f"built/{panel.SCRIPTS[-1]}") == built(*panel.SCRIPTS)
+    assert assets.source(f"built/{panel.SCRIPTS[-1]}") == built(*panel.SCRIPTS)

@@ -12,8 +12,8 @@ import pytest
 
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import PermissionNotFoundError, UnauthorizedError, UnreachableError
-from lmx_lab.panels import event_log, event_sessions
-from lmx_lab.panels.event_log import COLUMNS, MOST_ROWS, EventLog, Filter
+from lmx_lab.panels import event_rows, event_sessions
+from lmx_lab.panels.event_rows import COLUMNS, MOST_ROWS, EventLog, Filter
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.layout import composed
 from lmx_lab.panels.workbench import Workbench
@@ -159,7 +159,7 @@ def test_what_passes_a_filter_keeps_its_number_when_older_rows_make_room(said: S
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_rows_are_bounded_in_bytes(said: Said, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "MOST_BYTES", 3_000_000)
+    monkeypatch.setattr(event_rows, "MOST_BYTES", 3_000_000)
     log = EventLog()
     for number in range(300):
         text = "x" * 50_000

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 import lmx_lab
-from lmx_lab.panels import code
+from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MOST_POINTS, MetricsPanel, packed, window
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
@@ -240,7 +240,7 @@ def test_a_chart_has_a_field_for_each_name() -> None:
 
 @pytest.mark.parametrize("background", BACKGROUNDS)
 def test_lines_can_be_told_from_every_background(background: str) -> None:
-    marks = dict(re.findall(r"\.mark(\d) \{[^}]*\bcolor: (#\w{6})", code.source("metrics.css")))
+    marks = dict(re.findall(r"\.mark(\d) \{[^}]*\bcolor: (#\w{6})", assets.source("metrics.css")))
     assert len(marks) == max(chart.lines for chart in CHARTS)
     for color in marks.values():
         light, dark = sorted((luminance(color), luminance(background)), reverse=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import lmx_lab
+from lmx_lab.backend import Ranked
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.notebook.local import InProcess
 from lmx_lab.panels.rerank import (
@@ -25,7 +26,6 @@ from lmx_lab.panels.rerank import (
     documents_in,
     shown,
 )
-from lmx_lab.panels.source import Ranked
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelEvent

@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from lmx_lab.notebook import Lab
-from lmx_lab.panels import code
+from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
 from tests.browser.chromium import chromium
 from tests.flows.conftest import serving
@@ -95,8 +95,8 @@ def test_no_panel_makes_elements_of_what_it_is_given(browser: Browser, evil_lab:
         for key, value in state.items()
     }
     page = browser.new_page()
-    scripts = code.script(*PANELS[name].SCRIPTS)
-    shown = page.evaluate(RENDER, [scripts, code.styles(*PANELS[name].STYLES), sent, bytes_of])
+    scripts = assets.script(*PANELS[name].SCRIPTS)
+    shown = page.evaluate(RENDER, [scripts, assets.styles(*PANELS[name].STYLES), sent, bytes_of])
     page.close()
     assert "<img src=x" in shown["text"], "it is shown, as text"
     assert (shown["live"], shown["hit"]) == (0, None)

@@ -12,17 +12,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from lmx_lab.backend import Source
 from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.errors import HostingError, LabError
 from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.bench import Measuring
-from lmx_lab.notebook.launching import current
+from lmx_lab.notebook.launcher import current
 from lmx_lab.notebook.remote import RemoteCost, RemoteGeneration, RemoteLoad
 from lmx_lab.notebook.remote_source import AttachedSource
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream
 from lmx_lab.notebook.rerank_result import RerankResult
-from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.values.encoding import Vectors
