@@ -13,7 +13,7 @@ from lmx_lab.values.models import ModelEntry
 from tests.browser.chromium import chromium, machine_only
 from tests.browser.jupyterlab import WAIT_MS, JupyterLab, Tab
 from tests.engine.encoders.models import write_tiny_bert
-from tests.panels.endless import write_endless_llama
+from tests.panels.endless_model import write_endless_llama
 
 LAUNCH = "import lmx_lab, os, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"
 SLEEP = "until = time.time() + 200\nwhile time.time() < until and not os.path.exists('awake'): time.sleep(0.05)"

@@ -19,8 +19,8 @@ BEGIN = """
 import os, time
 from lmx_lab.panels.layout import composed
 from lmx_lab.panels.workbench import Workbench
-from tests.panels.event_standins import *
-from tests.panels.standins import ScriptedSource
+from tests.panels.scripted_daemon import *
+from tests.panels.scripted_backend import ScriptedSource
 bench, daemon = Workbench(ScriptedSource()), ScriptedDaemon()
 bench.follow_events(daemon)
 async def put(*given):

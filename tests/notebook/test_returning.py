@@ -21,7 +21,7 @@ from lmx_lab.values.models import LoadReport, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
 from tests.engine.conftest import unload_when_idle_for
 from tests.engine.encoders.models import write_tiny_bert
-from tests.panels.standins import Reader
+from tests.panels.scripted_backend import Reader
 
 pytestmark = pytest.mark.anyio
 HELLO = [{"role": "user", "content": "hello"}]

@@ -12,8 +12,8 @@ from lmx_lab.notebook.local import InProcess
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.panels.endless import write_endless_llama
-from tests.panels.standins import ScriptedSource
+from tests.panels.endless_model import write_endless_llama
+from tests.panels.scripted_backend import ScriptedSource
 
 CONTEXT = 8192
 """Tokens; at a millisecond each an answer lasts long enough for what is done meanwhile."""

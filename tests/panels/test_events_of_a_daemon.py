@@ -14,7 +14,7 @@ from lmx_lab.panels.events import EventsPanel
 from lmx_lab.panels.workbench import Workbench
 from tests.daemon.face import client, serving
 from tests.daemon.scripted import STALL, Script, Scripted, calls, says, token
-from tests.panels.standins import Reader
+from tests.panels.scripted_backend import Reader
 
 
 def answer(body: dict[str, Any]) -> Script:

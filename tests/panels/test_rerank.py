@@ -31,7 +31,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from tests.engine.encoders.models import write_tiny_bert
-from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource
+from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedSource
 
 pytestmark = pytest.mark.usefixtures("quick")
 PAIR = "Bread is baked.\nSea water is salty."

@@ -13,7 +13,7 @@ from lmx_lab.errors import ContextLengthError, NotLoadedError
 from lmx_lab.panels.chat import MOST_CHARACTERS, MOST_TURNS, ChatPanel, Turn, end_in_words, messages, within_bounds
 from lmx_lab.panels.workbench import Workbench
 from tests.panels.conftest import CONTEXT
-from tests.panels.standins import Reader, Refused, ScriptedSource
+from tests.panels.scripted_backend import Reader, Refused, ScriptedSource
 
 
 @pytest.fixture

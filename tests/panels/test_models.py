@@ -13,7 +13,7 @@ from lmx_lab.errors import NotLoadedError, OutOfMemoryError
 from lmx_lab.panels.models import MOST_ROWS, ModelsPanel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent, Preference, Sample
-from tests.panels.standins import Reader, Refused, ScriptedSource, record
+from tests.panels.scripted_backend import Reader, Refused, ScriptedSource, record
 
 
 @pytest.fixture

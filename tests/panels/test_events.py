@@ -17,8 +17,8 @@ from lmx_lab.panels.event_rows import COLUMNS, MOST_ROWS, EventLog, Filter
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.layout import composed
 from lmx_lab.panels.workbench import Workbench
-from tests.panels.event_standins import LIVE, Flood, Said, ScriptedDaemon, asked
-from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource
+from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedSource
+from tests.panels.scripted_daemon import LIVE, Flood, Said, ScriptedDaemon, asked
 
 LOST = ConnectionState(state="waiting", attempts=1, retry_in_s=0.4, error=UnreachableError("nobody answers"))
 

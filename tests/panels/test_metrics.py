@@ -20,7 +20,7 @@ from lmx_lab.panels import assets
 from lmx_lab.panels.metrics import CHARTS, FIELDS, MOST_POINTS, MetricsPanel, packed, window
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
-from tests.panels.standins import WAIT_S, Reader, Refused, ScriptedSource
+from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedSource
 
 NOON = 1_800_000_000.0
 DECODE = FIELDS.index("decode_tokens_per_second")
