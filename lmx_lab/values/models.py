@@ -26,6 +26,20 @@ Source = Literal["store", "hub", "folder", "path", "built-in"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadSpec:
+    """Which model to load, and how. It travels unchanged from a button, an option, a call or a route to the engine."""
+
+    model: str
+    """An id, a path or a name on the hub."""
+    engine: Literal["auto", "mlx", "llama.cpp"] = "auto"
+    """The engine that runs it; ``auto`` chooses by the format of the files."""
+    pin: Kind | None = None
+    """Keep it in memory beside the loaded model, for requests of this kind; None replaces the loaded model."""
+    dtype: str | None = None
+    """Type of the weights in memory; None for the type in the settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What the files of a model say about it, wherever they lie."""
 
