@@ -1,4 +1,4 @@
-"""LMX Lab: local language models on MLX and llama.cpp, in a notebook and on the network. Importing starts nothing."""
+"""LMX Lab: local language models on MLX and llama.cpp, in a notebook and on the network."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from lmx_lab.errors import LabError
-    from lmx_lab.notebook import Lab, attach, current, launch
+    from lmx_lab.notebook.lab import Lab
+    from lmx_lab.notebook.launcher import current, launch
+    from lmx_lab.notebook.remote_server import attach
     from lmx_lab.notebook.reply import Reply
     from lmx_lab.settings import Settings
 
     __version__: str
 
-_HOME = {
-    "Lab": "lmx_lab.notebook",
+_MODULES = {
+    "Lab": "lmx_lab.notebook.lab",
     "LabError": "lmx_lab.errors",
     "Reply": "lmx_lab.notebook.reply",
     "Settings": "lmx_lab.settings",
-    "attach": "lmx_lab.notebook",
-    "current": "lmx_lab.notebook",
-    "launch": "lmx_lab.notebook",
+    "attach": "lmx_lab.notebook.remote_server",
+    "current": "lmx_lab.notebook.launcher",
+    "launch": "lmx_lab.notebook.launcher",
 }
 __all__ = ["Lab", "LabError", "Reply", "Settings", "attach", "current", "launch"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
-
-        return version("lmx-lab")
-    if name not in _HOME:
+        return import_module("importlib.metadata").version("lmx-lab")
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Lazily: MLX and FastAPI take over a second to import.
-    return getattr(import_module(_HOME[name]), name)
+    # Lazily: the modules take up to a second to import.
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
@@ -43,14 +43,10 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """``%load_ext lmx_lab``: adds ``%%offload``, ``%lmx`` and ``%%lmx``."""
-    from lmx_lab.notebook.magics import register
-
-    register(shell)
+    """Add the magics ``%%offload``, ``%lmx`` and ``%%lmx``, for ``%load_ext lmx_lab``."""
+    import_module("lmx_lab.notebook.magics").register(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """``%unload_ext lmx_lab``."""
-    from lmx_lab.notebook.magics import unregister
-
-    unregister(shell)
+    """Remove the magics, for ``%unload_ext lmx_lab``."""
+    import_module("lmx_lab.notebook.magics").unregister(shell)

@@ -1,98 +1,181 @@
-"""What panels show and ask for: the seam between a panel and a lab, in this process or elsewhere."""
+"""Define what a lab can do, wherever its server runs.
+
+``notebook.local.LocalBackend`` implements the protocol in this process, ``notebook.remote.RemoteBackend`` over HTTP.
+The lab's verbs and the panels use nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, Self
 
-from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, RequestEvent, Sample
+from lmx_lab.broadcast import Feed
+from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
+from lmx_lab.values.generation import Delta, GenerationReport
+from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.embeddings import EmbeddingsBody
+from lmx_lab.wire.generation import Timings, Usage
+from lmx_lab.wire.rerank import RerankBody
+
+Progress = Callable[[ModelEvent], None]
+"""Called with each step of a load, on the event loop that awaits the load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """The server as of now."""
+    """The state of a server at one moment."""
 
     state: Literal["running", "lagging", "stopped", "unreachable"]
-    """``lagging``: its loop has not come round for over a second."""
+    """``lagging``: its event loop has been blocked for more than a second."""
     place: str
-    """Where it runs, in words: ``the kernel's loop``."""
+    """Where the server runs, for display: ``the kernel's loop``."""
     url: str
     lan_url: str | None = None
     proxy_url: str | None = None
     proxy_path: str | None = None
-    """Where the notebook's own server passes requests on, for pages that it has sent."""
+    """Path under which the notebook's own Jupyter server forwards requests, for pages that it has served."""
     model: str | None = None
+    """Id of the loaded model."""
     pinned: tuple[str, ...] = ()
+    """Ids of the models that are kept in memory beside it."""
     note: str = ""
-    """What the reader should know now and can do about it: the remedy after a cell has blocked the loop, or how a
-    stopped server is started again."""
+    """A problem and what the user can do about it, such as how to avoid a blocked loop, or how to restart a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatStats:
-    """What one answer has cost."""
+class AnswerCost:
+    """What a complete answer cost, and how it ended."""
 
     model: str
     finish_reason: str
-    prompt_tokens: int
-    output_tokens: int
-    tokens_per_second: float
-    ttft_ms: float
+    usage: Usage
+    timings: Timings
+    """The server's measurements."""
+    ttft_s: float
+    """Seconds from the request to the first token, measured by the caller. Includes the time of the network."""
+    report: GenerationReport | None = None
+    """The engine's report; None if the engine runs in another process."""
+
+
+class AnswerStream(Protocol):
+    """A running generation. Iterate it in one task; deleting it stops the generation."""
+
+    @property
+    def remark(self) -> str:
+        """The state of the request before its first token, such as ``queued`` or ``prompt 512/7000 tokens``."""
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> Delta:
+        """Return the next piece of the answer.
+
+        Raises:
+            LabError: the generation has failed.
+        """
+
+    def cost(self) -> AnswerCost:
+        """Return the cost of the answer, after it was read to its end.
+
+        Raises:
+            LabError: the cost is not known.
+        """
+
+    def close(self) -> None:
+        """Stop the generation if it still runs. Can be called from any thread. Idempotent."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatPiece:
-    """A part of an answer, or what there is to say while there is none."""
-
-    text: str = ""
-    reasoning: str = ""
-    tokens: int = 0
-    remark: str = ""
-    """Before the first token: ``queued``, or how far the prompt is computed."""
-    stats: ChatStats | None = None
-    """With the last piece."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranked:
+class DocumentRanking:
     """Documents in order of relevance."""
 
     order: Sequence[tuple[int, float]]
-    """Index among the given documents, and score; the best first."""
+    """Index among the given documents, and score; the most relevant first."""
     model: str
-    method: str
-    took_ms: float
+    method: RerankMethod
+    tokens: int
+    """Tokens that the model has read."""
+    report: EncodeReport | None = None
+    """The engine's report; None if the engine runs in another process."""
 
 
-class Source(Protocol):
-    """A lab as panels need it. Coroutines run on the panels' own loop; the other methods on any thread, at once.
+class Backend(Protocol):
+    """A lab's server.
 
-    Whatever fails, fails with a ``LabError``.
+    Coroutines can be awaited on any event loop. The other methods return at once and can be called from any thread.
+    All failures are ``LabError``.
     """
 
-    can_cancel_loads: bool
+    @property
+    def can_cancel_loads(self) -> bool: ...
 
     def state(self) -> ServerState: ...
 
     def sample(self) -> Sample | None:
-        """The figures of now; None while there are none."""
+        """Return the current measurements; None if there are none."""
+
+    def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
+        """Return all loads, unloads and ends of requests from now on, of all clients. Ends when the server stops."""
+
+    # Models
 
     async def models(self) -> ModelRecords: ...
 
-    async def load(self, model: str) -> LoadAnswer:
-        """By id, path or name on the hub; returns when it is loaded."""
+    async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
+        """Load a model; returns when it can answer. Cancelling this stops waiting, not the load."""
 
     async def cancel_load(self, model: str) -> None:
-        """Give up a load that has not reached the engine."""
+        """Cancel a load that has not reached the engine."""
 
     async def unload(self) -> float:
-        """The GB (10^9 bytes) freed."""
+        """Unload the model; returns the freed memory in GB (10^9 bytes)."""
 
-    def progress(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
-        """Every load, unload and end of a request from now on, whoever asked; ends when the server stops."""
+    # Requests
 
-    def chat(self, request: Mapping[str, Any]) -> AsyncGenerator[ChatPiece, None]:
-        """The answer to a body of the chat format, without ``stream``; closing the generator ends the generation."""
+    async def generate(self, request: ChatRequest) -> AnswerStream:
+        """Start an answer; returns when the request was accepted."""
 
-    async def rerank(self, query: str, documents: Sequence[str], *, top_n: int | None = None) -> Ranked: ...
+    async def embed(self, body: EmbeddingsBody) -> Vectors:
+        """Return one row for each text."""
+
+    async def rerank(self, body: RerankBody) -> DocumentRanking: ...
+
+
+class RunningLoad:
+    """A load and its steps, for a caller who shows the progress. Deleting it does not end the load."""
+
+    def __init__(self, backend: Backend, spec: LoadSpec) -> None:
+        steps: Feed[ModelEvent] = Feed()
+        self._steps = steps.subscribe()
+        self._task = asyncio.create_task(backend.load(spec, progress=steps.publish), name=f"load {spec.model:.80}")
+        self._task.add_done_callback(functools.partial(_end_steps, steps))
+
+    async def step(self) -> ModelEvent | None:
+        """Return the next step with a number of bytes; None at the end of the load."""
+        async for step in self._steps:
+            if step.done_bytes is not None:
+                return step
+        return None
+
+    async def result(self) -> LoadReport:
+        """Wait for the end of the load.
+
+        Raises:
+            LabError: the load has failed.
+        """
+        return await self._task
+
+
+async def start_load(backend: Backend, spec: LoadSpec) -> RunningLoad:
+    """Start a load on the running event loop."""
+    return RunningLoad(backend, spec)
+
+
+def _end_steps(steps: Feed[ModelEvent], load: asyncio.Task[LoadReport]) -> None:
+    steps.close()
+    if not load.cancelled():
+        load.exception()  # Retrieved, because the caller may have stopped waiting.

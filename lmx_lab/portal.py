@@ -236,6 +236,12 @@ class Interrupts:
         if self._received:
             cancel()
 
+    def check(self) -> None:
+        """Raise an interrupt that was received; it is not raised again after the block."""
+        if self._received:
+            self._received = 0
+            raise KeyboardInterrupt
+
     def __enter__(self) -> Self:
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and callable(handler):
@@ -278,10 +284,12 @@ async def receive(future: concurrent.futures.Future[T]) -> T:
 
 
 def _close_result(done: concurrent.futures.Future[Any] | asyncio.Task[Any]) -> None:
-    """Close what no caller gets. Dropping it would not be enough: tracebacks may refer to it."""
-    if done.cancelled() or done.exception() is not None:
-        return
-    result = done.result()
+    if not done.cancelled() and done.exception() is None:
+        close_result(done.result())
+
+
+def close_result(result: object) -> None:
+    """Close a result that no caller receives. Deleting it would not be enough: tracebacks may refer to it."""
     for each in result if isinstance(result, list) else [result]:
         if not inspect.iscoroutinefunction(close := getattr(each, "close", None)) and callable(close):
             close()
@@ -296,7 +304,7 @@ def _settled(future: concurrent.futures.Future[Any], timeout_s: float | None) ->
             return bool(done)
 
 
-class Serving(Protocol):
+class RunningServer(Protocol):
     """A server of this process, from its start on."""
 
     @property
@@ -307,11 +315,11 @@ class Serving(Protocol):
     def running(self) -> bool: ...
 
 
-_SERVING: weakref.WeakSet[Serving] = weakref.WeakSet()
+_SERVING: weakref.WeakSet[RunningServer] = weakref.WeakSet()
 _SERVING_LOCK = threading.Lock()
 
 
-def note_serving(server: Serving) -> None:
+def note_serving(server: RunningServer) -> None:
     """Remember who serves a port, as long as anybody holds it; from any thread."""
     with _SERVING_LOCK:
         _SERVING.add(server)

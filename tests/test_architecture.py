@@ -59,10 +59,12 @@ TABLE = {
         "errors settings broadcast http portal sanitize wire client",
         "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil",
     ),
-    # A panel is given a ``Source``. client: the classes of the daemon's events. urls: which frontend shows the panels.
+    # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
+    "backend": Row("broadcast values wire"),
+    # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
     "panels": Row(
-        "errors values urls portal frames wire client", "anywidget ipywidgets IPython traitlets pandas minify"
+        "errors values urls portal frames backend wire client", "anywidget ipywidgets IPython traitlets pandas minify"
     ),
     # settings: the folder of kept runs. psutil: cores and memory in the provenance of a run.
     "bench": Row("errors values settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"),
@@ -90,7 +92,7 @@ MLX_IN_WEIGHTS = {"weights.gguf.mlx_import"}
 # Packages whose modules only they themselves import; other code imports names from the package.
 PRIVATE = ("engine.cpu_blas",)
 # Rooms whose imports inside functions still close cycles.
-LAZY_CYCLES = {"notebook"}
+LAZY_CYCLES: set[str] = set()
 # Reading a value's own class is no dependency worth a row.
 FREE = {"typing_extensions"}
 

@@ -1,12 +1,26 @@
-"""The composition root: ``launch()`` builds engine, server and host, wires them, and hands out a ``Lab``.
+"""Labs for notebooks and programs: launch one, attach to one, and use it through ``Lab``.
 
-The server runs on the kernel's own loop or on a thread of its own, in this process either way. ``launching`` decides
-what to start or to keep, ``running`` is the lab itself, ``addresses`` how it is reached. ``attached`` is a lab over a
-server elsewhere, ``verbs`` what both can do.
+``Lab`` has the verbs, over a ``lmx_lab.backend.Backend``: ``local`` is the one of this process, ``remote`` the one over
+HTTP. ``local_server`` and ``remote_server`` start and stop what a lab needs; ``launcher`` decides what ``launch()``
+starts.
 """
 
-from lmx_lab.notebook.lab import Lab
-from lmx_lab.notebook.launcher import current, launch
-from lmx_lab.notebook.remote_server import AttachedLab, attach
+from __future__ import annotations
 
-__all__ = ["AttachedLab", "Lab", "attach", "current", "launch"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmx_lab.notebook.lab import Lab
+    from lmx_lab.notebook.launcher import current, launch
+    from lmx_lab.notebook.remote_server import attach
+
+__all__ = ["Lab", "attach", "current", "launch"]
+_MODULES = {"Lab": "lab", "attach": "remote_server", "current": "launcher", "launch": "launcher"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Lazily: launching imports the engine and the server, which attaching does not need.
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

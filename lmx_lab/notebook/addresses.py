@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import psutil
 
@@ -40,7 +41,7 @@ class Addresses:
     def proxy_url(self) -> str | None:
         return urls.proxy_url(self.port, os.environ)
 
-    @property
+    @cached_property
     def proxy_path(self) -> str | None:
         """For pages of the Jupyter server above, if jupyter-server-proxy is installed in it."""
         above = notebook_server()

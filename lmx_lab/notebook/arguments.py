@@ -10,9 +10,9 @@ from pydantic import BaseModel, PydanticUserError, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.error_bodies import invalid
-from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
+from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.rerank import RerankBody
 
 Prompt = str | Sequence[Mapping[str, Any]]

@@ -1,45 +1,41 @@
-"""``lab.bench``: the lab's speed as a table, blocking and to await."""
+"""Run ``lab.bench``: requests over HTTP, from a thread of their own, whose results become a table."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
+from lmx_lab.bench.case import Sweep
 from lmx_lab.bench.load_generator import Run
 from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.runner import Measured, RunProgress, progress_text, samples
 from lmx_lab.bench.sample import Sample, frame
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, Target, as_target
-from lmx_lab.notebook.display import Showing
-from lmx_lab.notebook.verbs import Verbs
-from lmx_lab.portal import Interrupts, LoopThread
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.portal import LoopThread
 from lmx_lab.progress import counter
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
-"""What llama-bench measures by default."""
-CLOSED = Closed()
-
 
 class Measurement:
-    """One run, as a context; ``step`` waits for what comes, ``table`` is what there is.
+    """One run, as a context. ``step`` waits for the next result, ``table`` returns the results so far.
 
-    The requests go over HTTP, as those of other programs, and from a thread of their own: a client on the loop that
-    serves would note late what came in time, and figures would depend on the lab's mode. Whoever blocks for it keeps
-    that loop going.
+    The requests go over HTTP, like those of other programs, and from a thread of their own: a client on the loop that
+    serves would notice its answers late, and the results would depend on the lab's loop.
+
+    Raises:
+        ImportError: pandas is not installed.
     """
 
     def __init__(self, targets: Sequence[Target], plan: Sweep, recorder: Recorder | None) -> None:
-        frame(())  # Whether pandas is there, before anything is measured.
+        frame(())  # Raises now, and not after the measurement.
         cases = plan.cases()
         self.interrupted = False
         self._targets, self._plan, self._recorder = list(targets), plan, recorder
@@ -49,7 +45,7 @@ class Measurement:
         self._provenance: dict[str, Any] = {}
         self._taken: list[Sample] = []
         self._steps: asyncio.Queue[RunProgress | None] = asyncio.Queue()
-        """At most one for each request of the run."""
+        """At most one entry for each request of the run."""
         self._thread = LoopThread("lmx-lab-bench")
 
     def __enter__(self) -> Self:
@@ -62,16 +58,12 @@ class Measurement:
     ) -> None:
         self._thread.stop()
 
-    def interrupt(self) -> None:
-        """No further step is waited for."""
-        self.interrupted = True
-
     async def step(self) -> RunProgress | None:
-        """The next request that has ended; None after the last. On any loop.
+        """Wait for the next request to end; None after the last. Can be awaited on any loop.
 
         Raises:
             NotLoadedError: the first target has no model in memory.
-            LabError: it does not answer, a target is none, or the run cannot be kept.
+            LabError: the first target does not answer, a target is invalid, or the run cannot be stored.
         """
         step = await asyncio.wrap_future(self._thread.submit(self._steps.get()))
         if step is None:
@@ -79,6 +71,7 @@ class Measurement:
         return step
 
     def table(self) -> pd.DataFrame:
+        """Return the results so far, one row for each request."""
         table = frame(self._taken, self._provenance)
         table.attrs["interrupted"] = self.interrupted
         path = None if self._recorder is None else self._recorder.path
@@ -106,125 +99,42 @@ class Measurement:
         self._steps.put_nowait(RunProgress(done=len(self._taken), total=self._total, sample=sample))
 
 
-class Measuring(Verbs, Showing):
-    """Verbs that measure, which the metrics panel shows."""
+def measurement(
+    lab: ChatTarget,
+    plan: Sweep,
+    *,
+    compare: Measured | Sequence[Measured],
+    record: bool | Path | str,
+    folder: Path | None,
+) -> Measurement:
+    """Prepare a run.
 
-    @abstractmethod
-    def _as_target(self) -> ChatTarget:
-        """This lab, over HTTP."""
+    Args:
+        lab: The first target.
+        compare: Further targets, which take turns with it.
+        record: Whether to store the run, or the folder for it.
+        folder: The folder if ``record`` names none; None is the user's.
 
-    @abstractmethod
-    def _bench_folder(self) -> Path | None:
-        """Where its runs are kept; None is the place of this user's."""
+    Raises:
+        InvalidRequestError: a target is invalid.
+    """
+    others: Sequence[Any] = compare if isinstance(compare, list | tuple) else [compare]
+    targets = [lab, *map(as_target, others)]
+    chosen = record if isinstance(record, Path | str) else folder
+    return Measurement(targets, plan, Recorder(chosen, provenance={}) if record else None)
 
-    def bench(
-        self,
-        *,
-        prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
-        output_tokens: int | Sequence[int] = OUTPUT_TOKENS,
-        concurrency: int | Sequence[int] = 1,
-        requests: int | None = None,
-        warm_up: int = 1,
-        arrival: Arrival | Sequence[Arrival] = CLOSED,
-        cache: Cache | Sequence[Cache] = "cold",
-        seed: int | Sequence[int] = 0,
-        repeats: int = 1,
-        compare: Measured | Sequence[Measured] = (),
-        record: bool | Path | str = True,
-    ) -> pd.DataFrame:
-        """Measure the loaded model over HTTP, and return a table with a row for each request, failed ones too.
 
-        ``lmx_lab.bench.summary`` makes medians with intervals of it, ``lmx_lab.bench.by_concurrency`` a plot. Beside
-        what was seen here there is the server's own word: ``queue_ms``, ``server_ttft_ms`` and so on.
+@contextmanager
+def shown_progress(workbench: Workbench) -> Iterator[Callable[[RunProgress], None]]:
+    """Yield a function that shows a step in a progress bar and in the metrics panel."""
+    with counter("bench") as bar:
 
-        Interrupting ends what is under way and returns what is there, with ``.attrs["interrupted"]`` true.
+        def show(step: RunProgress) -> None:
+            text = progress_text(step)
+            bar.show(text, step.done, step.total)
+            workbench.job = f"Measuring, {step.done} of {step.total}: {text}"
 
-        Args:
-            prompt_tokens, output_tokens, concurrency, requests, warm_up, arrival, cache, seed, repeats: as those of
-                ``lmx_lab.bench.Sweep``.
-            compare: Addresses of other chat-format servers, or targets of ``lmx_lab.bench``, which take turns with
-                this lab.
-            record: Keep the run, in ``bench`` in the lab's home or in a folder; ``.attrs["path"]`` says where.
-
-        Raises:
-            NotLoadedError: load a model first.
-            InvalidRequestError: an argument that is none.
-            ImportError: pandas is not installed.
-        """
-        plan = Sweep(
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            concurrency=concurrency,
-            requests=requests,
-            warm_up=warm_up,
-            arrival=arrival,
-            cache=cache,
-            seed=seed,
-            repeats=repeats,
-        )
-        with self._measurement(plan, compare, record) as run, self._progress() as show:
-            try:
-                # Around all steps: between two of them, in a cell with await, an interrupt would otherwise be lost.
-                with Interrupts() as interrupts:
-                    interrupts.aim(run.interrupt)
-                    while not run.interrupted and (step := self._block(run.step())) is not None:
-                        show(step)
-            except KeyboardInterrupt:
-                run.interrupt()
-        return run.table()
-
-    async def abench(
-        self,
-        *,
-        prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
-        output_tokens: int | Sequence[int] = OUTPUT_TOKENS,
-        concurrency: int | Sequence[int] = 1,
-        requests: int | None = None,
-        warm_up: int = 1,
-        arrival: Arrival | Sequence[Arrival] = CLOSED,
-        cache: Cache | Sequence[Cache] = "cold",
-        seed: int | Sequence[int] = 0,
-        repeats: int = 1,
-        compare: Measured | Sequence[Measured] = (),
-        record: bool | Path | str = True,
-    ) -> pd.DataFrame:
-        """The same to await. Cancelling it ends what is under way; of a recorded run what is there can be loaded."""
-        plan = Sweep(
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            concurrency=concurrency,
-            requests=requests,
-            warm_up=warm_up,
-            arrival=arrival,
-            cache=cache,
-            seed=seed,
-            repeats=repeats,
-        )
-        with self._measurement(plan, compare, record) as run, self._progress() as show:
-            while (step := await self._hand_over(run.step())) is not None:
-                show(step)
-        return run.table()
-
-    def _measurement(
-        self, plan: Sweep, compare: Measured | Sequence[Measured], record: bool | Path | str
-    ) -> Measurement:
-        others: Sequence[Any] = compare if isinstance(compare, list | tuple) else [compare]
-        targets = [self._as_target(), *map(as_target, others)]
-        folder = record if isinstance(record, Path | str) else self._bench_folder()
-        return Measurement(targets, plan, Recorder(folder, provenance={}) if record else None)
-
-    @contextmanager
-    def _progress(self) -> Iterator[Callable[[RunProgress], None]]:
-        """Shows each step in a bar and in the metrics panel."""
-        workbench = self.workbench
-        with counter("bench") as bar:
-
-            def show(step: RunProgress) -> None:
-                text = progress_text(step)
-                bar.show(text, step.done, step.total)
-                workbench.job = f"Measuring, {step.done} of {step.total}: {text}"
-
-            try:
-                yield show
-            finally:
-                workbench.job = ""
+        try:
+            yield show
+        finally:
+            workbench.job = ""

@@ -1,9 +1,9 @@
-"""The daemon of a lab: with the client's verbs on it, so that a notebook needs no address and no token."""
+"""The daemon of a lab: the daemon's client as methods, so that a notebook needs neither an address nor a token."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,52 +26,55 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SHOWN_EVENTS = 5000
-"""Of the log, when the viewer is opened."""
-HELD = 1000
-"""Events between the connection and the viewer."""
+"""Events of the log that the viewer reads when it is opened."""
+BUFFERED_EVENTS = 1000
+"""Maximum number of events between the connection and the viewer."""
 
 
 class LabDaemon(Daemon):
-    """A ``Daemon`` in this process. Its verbs block, in cells too: it has a thread of its own.
+    """A ``Daemon`` in this process. Its methods block, and can be called in cells: it has a thread of its own.
 
-    ``client`` has all that is not here; for code on a loop there is ``lmx_lab.client.AsyncDaemonClient.discover()``.
+    ``client`` has all methods of the daemon's client. Code on an event loop uses
+    ``lmx_lab.client.AsyncDaemonClient.discover()``.
     """
 
-    def __init__(self, workbench: Workbench, **options: Any) -> None:
+    def __init__(self, workbench: Workbench, show: Callable[[], EventsPanel], **options: Any) -> None:
         """
         Args:
-            workbench: On which its events are shown.
-            options: Of ``Daemon``.
+            workbench: Its panels show the daemon's events.
+            show: Returns the event viewer.
+            options: Arguments of ``Daemon``.
         """
         super().__init__(**options)
         self._workbench = workbench
-        self._seen_as = LabEvents(self)
+        self._show = show
+        self._events = LabEvents(self)
         self._client: DaemonClient | None = None
 
     @property
     def client(self) -> DaemonClient:
-        """The typed client of it.
+        """The typed client of this daemon.
 
         Raises:
-            HostingError: it does not run.
+            HostingError: the daemon is not running.
         """
         if not self.running:
             raise HostingError(
-                "this daemon does not run: lab.daemon is the one that does, and lab.start_daemon() starts one"
+                "this daemon is not running: lab.daemon is the running one, and lab.start_daemon() starts one"
             )
         if self._client is None:
-            self._client = _PumpingClient(self)
+            self._client = _NestingClient(self)
         return self._client
 
-    # Life
+    # Lifetime
 
     def start(self) -> None:
         super().start()
-        self._workbench.follow_events(self._seen_as)
+        self._workbench.follow_events(self._events)
 
     def _close(self) -> None:
         super()._close()
-        if self._workbench.events is self._seen_as:
+        if self._workbench.events is self._events:
             self._workbench.follow_events(None)
         if self._client is not None:
             self._client.close()
@@ -88,50 +91,53 @@ class LabDaemon(Daemon):
         tools: Sequence[str] | None = None,
         messages: Sequence[SessionMessage] = (),
     ) -> Session:
-        """A new session, or the one of this id, which is made if it is not there. ``session.run("…")`` asks."""
+        """Create a session, or return the existing one of this id. ``session.run("…")`` runs a turn in it."""
         return self.client.session(
             session_id, title=title, model=model, system_prompt=system_prompt, tools=tools, messages=messages
         )
 
     def sessions(self, *, limit: int | None = None, q: str | None = None) -> SessionList:
-        """The sessions, the last used first."""
+        """List the sessions, the last used first."""
         return self.client.sessions(limit=limit, q=q)
 
-    # What happens
+    # Events
 
     def events(
         self, *, after: int | None = None, session_ids: Sequence[str] = (), types: Sequence[str] = ()
     ) -> BlockingSubscription:
-        """``with lab.daemon.events(after=0) as events: for event in events: ...``, over every break and restart."""
+        """Subscribe to events, over lost connections and restarts of the daemon.
+
+        ``with lab.daemon.events(after=0) as events: for event in events: …``
+        """
         return self.client.events(after=after, session_ids=session_ids, types=types)
 
     def permissions(self) -> list[PermissionRecord]:
-        """Calls that wait for a yes."""
+        """List the calls that wait for a decision."""
         return self.client.permissions()
 
     def decide(
         self, permission_id: str, decision: Literal["allow", "deny"], *, scope: Literal["once", "session"] = "once"
     ) -> PermissionRecord:
-        """Say yes or no to one of them."""
+        """Allow or deny a call; the scope ``session`` also applies to later calls of the tool in its session."""
         return self.client.decide(permission_id, decision, scope=scope)
 
     def panel(self) -> EventsPanel:
-        """The event viewer, the same as ``lab.panel("events")``."""
-        from lmx_lab.panels.events import EventsPanel
-        from lmx_lab.panels.layout import composed
-
-        panel = composed(self._workbench, ["events"])
-        assert isinstance(panel, EventsPanel)
-        return panel
+        """Return the event viewer, the same as ``lab.panel("events")``."""
+        return self._show()
 
     # MCP servers
 
     def add_mcp_server(self, name: str, command: Sequence[str] = (), **fields: Any) -> McpServerRecord:
-        """Add an MCP server and start it: a program with its arguments, or ``url=`` for one that runs. One of this name
-        is changed, as a cell that is run again means it.
+        """Add an MCP server and start it: a program with its arguments, or ``url=`` for a running server.
+
+        If there is a server of this name, it is changed, so that a cell can be run again.
 
         Args:
-            fields: Of ``McpServerConfig``: ``env``, ``cwd``, ``headers``, ``permission``, ``tool_timeout_s`` and so on.
+            fields: Fields of ``McpServerConfig``: ``env``, ``cwd``, ``headers``, ``permission``, ``tool_timeout_s`` and
+                so on.
+
+        Raises:
+            InvalidRequestError: the command is a single text, or a field is invalid.
         """
         if isinstance(command, str):
             raise InvalidRequestError(
@@ -150,8 +156,8 @@ class LabDaemon(Daemon):
             return self.client.add_mcp_server(config)
 
 
-class _PumpingPortal(Portal):
-    """Waits as the lab's own verbs do: the kernel's loop, where that serves the model, goes on meanwhile."""
+class _NestingPortal(Portal):
+    """Waits like the lab's verbs: if the kernel's loop serves the model, it keeps running, nested."""
 
     def __init__(self, client: AsyncDaemonClient, upstream_url: str) -> None:
         super().__init__(lambda: client.url, client.aclose)
@@ -166,23 +172,24 @@ class _PumpingPortal(Portal):
         if loop is None:
             return super().run(work, timeout_s)
 
-        async def handed() -> T:
+        async def submitted() -> T:
             return await asyncio.wait_for(asyncio.wrap_future(self.thread.submit(work)), timeout_s)
 
         try:
-            return run_nested(loop, handed())
+            return run_nested(loop, submitted())
         except HostingError:
-            # It was not begun, or has ended.
+            # The coroutine was not started, or has ended.
             work.close()
             raise
 
     def _served_here(self) -> asyncio.AbstractEventLoop | None:
+        """The running loop, if it serves the model."""
         here = asyncio._get_running_loop()
         return here if here is not None and serves(here, self._upstream_url) else None
 
 
-class _PumpingClient(DaemonClient):
-    """Of the daemon before a lab in this process."""
+class _NestingClient(DaemonClient):
+    """The client of the daemon of a lab in this process."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._upstream_url = daemon.upstream_url
@@ -190,11 +197,11 @@ class _PumpingClient(DaemonClient):
 
     def _begin(self, client: AsyncDaemonClient) -> None:
         self._client = client
-        self._portal = _PumpingPortal(client, self._upstream_url)
+        self._portal = _NestingPortal(client, self._upstream_url)
 
 
 class LabEvents(EventSource):
-    """A daemon's events for the viewer, on the panels' loop."""
+    """An ``EventSource`` over a daemon of this process."""
 
     def __init__(self, daemon: LabDaemon) -> None:
         self._daemon = daemon
@@ -226,17 +233,17 @@ class LabEvents(EventSource):
 
 
 async def merged(*sources: AsyncIterable[T]) -> AsyncGenerator[T, None]:
-    """What all of them give, as it comes, until one ends or raises."""
-    items: asyncio.Queue[T | None] = asyncio.Queue(HELD)
-    is_left = False
+    """Return the items of all sources, as they arrive, until one source ends or raises."""
+    items: asyncio.Queue[T | None] = asyncio.Queue(BUFFERED_EVENTS)
+    is_closed = False
 
     async def put(source: AsyncIterable[T]) -> None:
         try:
             async for item in source:
                 await items.put(item)
         finally:
-            # Once it is left nobody takes anything, and there may be no room.
-            if not is_left:
+            # After the end nothing is read, and the queue may be full.
+            if not is_closed:
                 await items.put(None)
 
     tasks = [asyncio.create_task(put(source), name="lmx-lab merging") for source in sources]
@@ -247,7 +254,7 @@ async def merged(*sources: AsyncIterable[T]) -> AsyncGenerator[T, None]:
             if task.done():
                 task.result()
     finally:
-        is_left = True
+        is_closed = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,270 +1,598 @@
-"""The lab as its user sees it: the verbs, the addresses, the looks.
+"""Define ``Lab``: the verbs on an inference server, in this process or elsewhere, and how a notebook displays it.
 
-Every blocking verb has an ``a…`` twin; both do the same work on the server's loop.
+Every verb is written once, as a coroutine; ``notebook.verbs`` makes its blocking and its awaited form. Importing this
+imports neither the engine nor the server.
+
+This module has more than 400 lines because the verbs are documented in it.
 """
 
 from __future__ import annotations
 
+import functools
+import html
 import os
-from functools import partial
+import socket
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+from lmx_lab.backend import Backend, start_load
+from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
+from lmx_lab.bench.runner import Measured
 from lmx_lab.bench.targets import ChatTarget
-from lmx_lab.notebook.arguments import model_name
-from lmx_lab.notebook.bench import Measuring
-from lmx_lab.notebook.loading import Loading, Work
-from lmx_lab.notebook.local import InProcess
-from lmx_lab.notebook.local_server import Serving
-from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream
+from lmx_lab.notebook.arguments import (
+    Documents,
+    Prompt,
+    Texts,
+    chat_request,
+    embeddings_body,
+    model_name,
+    rerank_body,
+)
+from lmx_lab.notebook.bench import measurement, shown_progress
+from lmx_lab.notebook.lab_server import LabServer
+from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, read_reply
+from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
-from lmx_lab.server.admin import alisting, listing
-from lmx_lab.server.embeddings import embedding_request
-from lmx_lab.server.generation import Generation
-from lmx_lab.server.rerank import rerank_request
-from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.generation import GenerationReport
-from lmx_lab.values.models import Kind, LoadReport
-from lmx_lab.wire.chat import ChatRequest
-from lmx_lab.wire.embeddings import EmbeddingsBody
-from lmx_lab.wire.rerank import RerankBody
+from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
+from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.progress import bar
+from lmx_lab.settings import Settings
+from lmx_lab.values.encoding import InputType, Vectors
+from lmx_lab.values.models import LoadReport, LoadSpec
 
 if TYPE_CHECKING:
+    import ipywidgets
+    import pandas as pd
+
     from lmx_lab.daemon.tools.python_tools import PythonTools
+    from lmx_lab.engine import Engine
     from lmx_lab.notebook.daemon import LabDaemon
+    from lmx_lab.notebook.display import LabDisplay
+    from lmx_lab.notebook.local_server import LocalServer
+    from lmx_lab.notebook.loop_choice import LoopChoice, LoopMode
+    from lmx_lab.panels.events import EventsPanel
+    from lmx_lab.panels.metrics import MetricsPanel
+    from lmx_lab.weights import Catalog
+
+LIST_S = 30.0
+"""Maximum time to list the models for a snapshot."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
+"""The defaults of llama-bench."""
+CLOSED = Closed()
 
 
-class Lab(Serving, Measuring):
-    """A running inference server and the verbs on it. Made by ``launch()``; ``stop()`` ends it.
+class Lab:
+    """An inference server, and the verbs on it. Made by ``launch()`` or ``attach()``; ``stop()`` ends it.
 
-    Programs with a loop of their own use it directly: ``async with Lab(settings) as lab``.
+    Every blocking verb has a form to await, whose name begins with ``a``: ``chat`` and ``achat``. Programs with an
+    event loop of their own use the class directly: ``async with Lab(settings) as lab``.
+
+    What a server in this process has besides (``settings``, ``engine``, ``lan_url``, ``daemon`` and so on) is not
+    available if the server runs elsewhere.
     """
 
-    # The daemon
+    def __init__(self, settings: Settings, *, loop: LoopChoice = "auto", explicit_port: bool = True) -> None:
+        """
+        Args:
+            loop: ``kernel`` serves on the running event loop, ``thread`` on one of its own; see ``launch()``.
+            explicit_port: Whether the port of the settings is required; otherwise the next free one is used.
+        """
+        # Here, because attaching must not import the engine and the server.
+        from lmx_lab.notebook.local import LocalBackend
+        from lmx_lab.notebook.local_server import LocalServer
+
+        server = LocalServer(settings, loop=loop, explicit_port=explicit_port)
+        self._local: LocalServer | None = server
+        self._set(server, LocalBackend(server))
+
+    @classmethod
+    def over(cls, server: LabServer, backend: Backend) -> Lab:
+        """Make a lab over a server elsewhere."""
+        lab = cls.__new__(cls)
+        lab._local = None
+        lab._set(server, backend)
+        return lab
+
+    def _set(self, server: LabServer, backend: Backend) -> None:
+        self._server = server
+        self._backend = backend
+        self._workbench: Workbench | None = None
+
+    @property
+    def _portal(self) -> LoopPortal:
+        return self._server.portal
+
+    # Lifetime
+
+    async def _start(self, sock: socket.socket | None = None) -> None:
+        """Start the server, or connect to it; returns when requests are accepted. Does nothing if that has happened.
+
+        Args:
+            sock: A listening socket for a server of this process, instead of a new one.
+
+        Raises:
+            HostingError, PortTakenError: the server could not start; nothing of it is left.
+            LabError: the server does not answer, or does not accept the key.
+        """
+        if sock is None:
+            await self._server.start()
+        else:
+            await self.server.start(sock)
+
+    start = blocking(_start)
+    astart = awaited(_start)
+
+    async def _stop(self) -> None:
+        """Stop a server of this process: it unloads and frees its port, and running requests have 2.5 s to end.
+
+        A connection to a server elsewhere is closed, which ends its requests; the server keeps running. Idempotent.
+        """
+        await self._server.stop()
+
+    stop = close = blocking(_stop)
+    astop = aclose = awaited(_stop)
+
+    async def _enter(self) -> Lab:
+        await self._start()
+        try:
+            await self._pin_encoders()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def _exit(self, *exc_info: object) -> None:
+        await self._stop()
+
+    __enter__ = blocking(_enter)
+    __exit__ = blocking(_exit)
+    __aenter__ = awaited(_enter)
+    __aexit__ = awaited(_exit)
+
+    def __await__(self) -> Generator[Any, None, Lab]:
+        return self.__aenter__().__await__()
+
+    @property
+    def running(self) -> bool:
+        """Whether the server accepts requests; of a server elsewhere, whether the connection is open."""
+        return self._server.running
+
+    async def wait(self) -> None:
+        """Return when the server has ended, for whatever reason; on the server's loop."""
+        await self.server.wait()
+
+    # Models
+
+    async def _load(self, model: str | os.PathLike[str]) -> LoadReport:
+        """Load a model by id or path, which replaces the loaded one; shows progress.
+
+        A server of this process downloads a model that is not on disk. A path is one on the server's machine.
+        Interrupting this stops waiting, not the load.
+
+        Raises:
+            AdminForbiddenError: the server allows this only to callers on its machine.
+            LabError: the load has failed; the message says why, and what is loaded now.
+        """
+        return await self._show_load(LoadSpec(model=model_name(model)))
+
+    load = blocking(_load)
+    aload = awaited(_load)
+
+    async def _show_load(self, spec: LoadSpec) -> LoadReport:
+        load = await on_loop(start_load(self._backend, spec))
+        # Drawn here, in the caller's thread: output of another thread would appear in another cell.
+        with bar(spec.model) as shown:
+            while (step := await on_loop(load.step())) is not None:
+                shown.update(step)
+        return await on_loop(load.result())
+
+    async def _pin_encoders(self) -> None:
+        """Load the models that the settings ``embedder`` and ``reranker`` name, and keep them in memory.
+
+        ``launch()``, ``with`` and ``async with`` do this. Models that are in memory stay.
+
+        Raises:
+            LabError: one of them could not be loaded; the server runs nevertheless.
+        """
+        for spec in self._server.unpinned():
+            await self._show_load(spec)
+
+    pin_encoders = blocking(_pin_encoders)
+    apin_encoders = awaited(_pin_encoders)
+
+    async def _unload(self) -> float:
+        """Unload the model; returns the freed memory in GB (10^9 bytes)."""
+        return await on_loop(self._backend.unload())
+
+    unload = blocking(_unload)
+    aunload = awaited(_unload)
+
+    async def _models(self) -> ModelList:
+        """List the models on the server's disk, and which of them are loaded."""
+        return ModelList.of(await on_loop(self._backend.models()))
+
+    models = blocking(_models)
+    amodels = awaited(_models)
+
+    # Chat
+
+    async def _chat(self, /, prompt: Prompt, **parameters: Any) -> Reply:
+        """Ask the loaded model, and return the complete reply. Parameters are those of ``chat``."""
+        return await on_loop(read_reply(self._backend, chat_request(prompt, parameters)))
+
+    async def _stream(self, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
+        """Ask the loaded model: ``async for piece in await lab.astream("…")``. Parameters are those of ``chat``."""
+        stream = await on_loop(self._backend.generate(chat_request(prompt, parameters)))
+        return ReplyStream(stream, self._portal)
+
+    achat = awaited(_chat)
+    astream = awaited(_stream)
+
+    @overload
+    def chat(self, prompt: Prompt, *, stream: Literal[False] = False, **parameters: Any) -> Reply: ...
+    @overload
+    def chat(self, prompt: Prompt, *, stream: Literal[True], **parameters: Any) -> ReplyStream: ...
+    def chat(self, prompt: Prompt, *, stream: bool = False, **parameters: Any) -> Reply | ReplyStream:
+        """Ask the loaded model; ``prompt`` is a text or a list of messages.
+
+        With ``stream=True``, iterate the result for text as it is generated. Interrupting stops the generation.
+
+        Args:
+            parameters: Those of the chat format: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``max_tokens``,
+                ``stop``, ``seed``, penalties, ``logit_bias``, ``ignore_eos``, ``tools``, ``tool_choice``,
+                ``reasoning_effort``, ``response_format``, which may be a pydantic model's class; also ``system``. A
+                reply has one text, so there is no ``n`` and no ``logprobs``.
+
+        Raises:
+            NotLoadedError: no model is loaded.
+            InvalidRequestError: a parameter does not exist or is out of range.
+        """
+        if stream:
+            return run_verb(self, self._stream(prompt, **parameters))
+        return run_verb(self, self._chat(prompt, **parameters))
+
+    # Vectors and scores
+
+    async def _embed(
+        self,
+        texts: Texts,
+        *,
+        model: str | os.PathLike[str] | None = None,
+        dimensions: int | None = None,
+        input_type: InputType | None = None,
+        truncate: bool = False,
+    ) -> Vectors:
+        """Return the vectors of texts in float32: one row for each, or for a single text just its row.
+
+        Args:
+            model: An embedding model in memory; by default the pinned one, else the loaded one.
+            dimensions: Keep this number of leading components, and normalize again.
+            input_type: The prompt in the model's files that precedes each text; many models have none.
+            truncate: Cut texts that are too long for the model, instead of refusing them.
+
+        Raises:
+            NotLoadedError: no embedding model is loaded.
+            ContextLengthError: a text is too long.
+        """
+        body = embeddings_body(texts, model=model, dimensions=dimensions, input_type=input_type, truncate=truncate)
+        return await on_loop(self._backend.embed(body))
+
+    embed = blocking(_embed)
+    aembed = awaited(_embed)
+
+    async def _rerank(
+        self,
+        query: str,
+        documents: Documents,
+        *,
+        top_n: int | None = None,
+        model: str | os.PathLike[str] | None = None,
+        truncate: bool = False,
+    ) -> RerankResult:
+        """Rank documents by relevance to a query: rows with rank, score, index and document; ``.df`` is a data frame.
+
+        Args:
+            documents: Texts, or objects with a ``text``.
+            top_n: Return only this number of rows.
+            model: A reranker or an embedding model in memory; by default a reranker first.
+            truncate: Cut documents that are too long for the model, instead of refusing them.
+
+        Raises:
+            NotLoadedError: neither a reranker nor an embedding model is loaded.
+            ContextLengthError: a document is too long.
+        """
+        body = rerank_body(query, documents, top_n=top_n, model=model, truncate=truncate)
+        ranking = await on_loop(self._backend.rerank(body))
+        return RerankResult(body.query, body.texts, ranking, show=self._show_ranking)
+
+    rerank = blocking(_rerank)
+    arerank = awaited(_rerank)
+
+    # Speed
+
+    async def _bench(
+        self,
+        *,
+        prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
+        output_tokens: int | Sequence[int] = OUTPUT_TOKENS,
+        concurrency: int | Sequence[int] = 1,
+        requests: int | None = None,
+        warm_up: int = 1,
+        arrival: Arrival | Sequence[Arrival] = CLOSED,
+        cache: Cache | Sequence[Cache] = "cold",
+        seed: int | Sequence[int] = 0,
+        repeats: int = 1,
+        compare: Measured | Sequence[Measured] = (),
+        record: bool | Path | str = True,
+    ) -> pd.DataFrame:
+        """Measure the loaded model over HTTP, and return a table with one row for each request, also for failed ones.
+
+        ``lmx_lab.bench.summary`` computes medians with intervals from it, ``lmx_lab.bench.by_concurrency`` a plot. The
+        table also has the server's own measurements: ``queue_ms``, ``server_ttft_ms`` and so on.
+
+        Interrupting ``bench`` stops running requests and returns the rows so far, with ``.attrs["interrupted"]`` true.
+        Cancelling ``abench`` stops running requests; the rows of a recorded run can be loaded.
+
+        Args:
+            prompt_tokens, output_tokens, concurrency, requests, warm_up, arrival, cache, seed, repeats: The fields of
+                ``lmx_lab.bench.Sweep``.
+            compare: Addresses of other chat-format servers, or targets of ``lmx_lab.bench``, which take turns with
+                this lab.
+            record: Whether to store the run, in ``bench`` in the lab's home, or a folder for it; ``.attrs["path"]`` is
+                its file.
+
+        Raises:
+            NotLoadedError: no model is loaded.
+            InvalidRequestError: an argument is invalid.
+            ImportError: pandas is not installed.
+        """
+        plan = Sweep(
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            concurrency=concurrency,
+            requests=requests,
+            warm_up=warm_up,
+            arrival=arrival,
+            cache=cache,
+            seed=seed,
+            repeats=repeats,
+        )
+        target = ChatTarget(self.url, api_key=self._server.api_key, name="lab")
+        run = measurement(target, plan, compare=compare, record=record, folder=self._server.bench_folder)
+        with run, shown_progress(self.workbench) as show:
+            try:
+                while (step := await on_loop(run.step())) is not None:
+                    show(step)
+            except KeyboardInterrupt:
+                run.interrupted = True
+        return run.table()
+
+    bench = blocking(_bench)
+    abench = awaited(_bench)
+
+    # Addresses
+
+    @property
+    def url(self) -> str:
+        """The server's address, for programs on this machine if the server runs in this process."""
+        return self._server.url
+
+    @property
+    def openai(self) -> dict[str, str]:
+        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``.
+
+        If the server runs on the kernel's loop, call the client from another process or through ``asyncio.to_thread``:
+        a cell that waits for its own kernel's server waits forever.
+        """
+        return {"base_url": f"{self.url}/v1", "api_key": self._server.api_key or "lmx-lab"}
+
+    # Display
+
+    @property
+    def workbench(self) -> Workbench:
+        """The state that the lab's panels share."""
+        if self._workbench is None or self._workbench.backend is not self._backend:
+            # The panels of the previous one show another lab now.
+            self._use(Workbench(self._backend))
+        assert self._workbench is not None
+        return self._workbench
+
+    def take_over(self, workbench: Workbench | None) -> Workbench:
+        """Show this lab in the panels of another one, if there are any, and start to record its measurements."""
+        self._use(workbench or Workbench(self._backend))
+        self.workbench.follow(self._backend)
+        return self.workbench
+
+    def _use(self, workbench: Workbench) -> None:
+        self._workbench = workbench
+        # Without a reference to the lab: a server elsewhere is also closed when its lab is deleted.
+        self._server.when_closed(functools.partial(workbench.leave, self._backend))
+
+    def panel(self, *names: str) -> ipywidgets.DOMWidget:
+        """Return panels as one widget: ``models``, ``metrics``, ``chat``, ``rerank``, ``events`` if there is a daemon;
+        or the named ones.
+
+        There is one instance of each panel; displayed again, it is the same one in another place.
+
+        Raises:
+            InvalidRequestError: there is no panel of this name.
+            ImportError: anywidget or ipywidgets is not installed.
+        """
+        widget = self._display().panel(names)
+        self._server.panels_shown()
+        return widget
+
+    def metrics(self) -> MetricsPanel:
+        """Return the live measurements; ``.df`` has those of the last 15 minutes as a data frame."""
+        panel = self._display().metrics()
+        self._server.panels_shown()
+        return panel
+
+    def _events_panel(self) -> EventsPanel:
+        return self._display().events()
+
+    def snapshot(self) -> Snapshot:
+        """Return the lab at this moment: server, models, measurements, versions, machine.
+
+        Raises:
+            HostingError: the server runs on the caller's own event loop, which would wait for itself.
+        """
+        self._server.check_caller()
+        samples = self.workbench.history.samples
+        models = self.workbench.submit(self._backend.models()).result(LIST_S)
+        return take_snapshot(self._backend.state(), models, samples[-1] if samples else None)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained HTML file: the snapshot, charts of the last 15 minutes, the requests, and the
+        content of the chat and rerank panels.
+
+        Raises:
+            InvalidRequestError: the path cannot be written.
+        """
+        history = self.workbench.history
+        sections = self._display().sections() if self.workbench.panels else []
+        text = report_html(self.snapshot(), history.samples, history.requests, sections)
+        return write_report(path, text)
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self._server.facts().items())
+
+    def _repr_html_(self) -> str:
+        left = "style='text-align:left'"
+        rows = "".join(
+            f"<tr><th {left}>{html.escape(name)}</th><td {left}><code>{html.escape(value)}</code></td></tr>"
+            for name, value in self._server.facts().items()
+        )
+        return f"<table>{rows}</table>"
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        """In a notebook the models panel in short; in other frontends, and in a saved notebook, the facts."""
+        facts = {"text/plain": repr(self), "text/html": self._repr_html_()}
+        try:
+            display = self._display()
+        except ImportError:
+            return facts
+        return display.card(facts, **options)
+
+    def _ipython_display_(self) -> None:
+        try:
+            display = self._display()
+        except ImportError:
+            raise NotImplementedError from None  # IPython then uses the MIME bundle.
+        display.show(self._repr_mimebundle_())
+
+    def _show_ranking(self, result: RerankResult) -> None:
+        """
+        Raises:
+            ImportError: anywidget or ipywidgets is not installed.
+        """
+        self._display().show_ranking(result)
+
+    def _display(self) -> LabDisplay:
+        """
+        Raises:
+            ImportError: anywidget or ipywidgets is not installed.
+        """
+        try:
+            # Here, because widgets are optional, and a server without a notebook does not need them.
+            from lmx_lab.notebook.display import LabDisplay
+        except ImportError as exc:
+            raise ImportError(f"panels need {exc.name}, which is not installed: pip install 'lmx-lab[lab]'") from exc
+        return LabDisplay(self.workbench)
+
+    # A server in this process
+
+    @property
+    def server(self) -> LocalServer:
+        """The server of this process.
+
+        Raises:
+            AttributeError: the server runs elsewhere.
+        """
+        if self._local is None:
+            raise AttributeError(f"the server at {self.url} runs elsewhere: it has no settings, engine or daemon here")
+        return self._local
+
+    @property
+    def settings(self) -> Settings:
+        return self.server.settings
+
+    @property
+    def mode(self) -> LoopMode:
+        """``kernel`` if the server runs on the kernel's event loop, ``thread`` if it has a thread of its own."""
+        return self.server.mode
+
+    @property
+    def engine(self) -> Engine:
+        return self.server.engine
+
+    @property
+    def catalog(self) -> Catalog:
+        """The models on this disk."""
+        return self.server.catalog
+
+    @property
+    def port(self) -> int:
+        return self.server.addresses.port
+
+    @property
+    def lan_url(self) -> str | None:
+        """The address for other hosts; None if only this machine is served."""
+        return next(iter(self.lan_urls), None)
+
+    @property
+    def lan_urls(self) -> list[str]:
+        """All addresses for other hosts, the most likely one first."""
+        return self.server.addresses.lan_urls
+
+    @property
+    def proxy_url(self) -> str | None:
+        """The address through the notebook's web front (Hub, Binder, Colab, VS Code); None if there is none."""
+        return self.server.addresses.proxy_url
+
+    @property
+    def proxy_path(self) -> str | None:
+        """The path of that address for pages of the notebook's Jupyter server; None without jupyter-server-proxy."""
+        return self.server.addresses.proxy_path
 
     @property
     def daemon(self) -> LabDaemon | None:
-        """The daemon in front of this lab; None without ``launch(daemon=True)``, or when it was stopped."""
-        return self._daemon if self._daemon is not None and self._daemon.running else None
-
-    @property
-    def daemon_tools(self) -> PythonTools | None:
-        """The Python functions of the daemon that it has, or had."""
-        return self._daemon_tools
+        """The daemon in front of this lab; None without ``launch(daemon=True)``, after it was stopped, and if the
+        server runs elsewhere."""
+        return None if self._local is None else self._local.running_daemon
 
     def start_daemon(self, *, explicit_port: bool = False, tools: PythonTools | None = None) -> LabDaemon:
-        """Start the daemon in front of this lab, or return the one that runs. ``launch(daemon=True)`` does this.
+        """Start the daemon in front of this lab, or return the running one. ``launch(daemon=True)`` does this.
 
         Args:
-            explicit_port: Whether ``settings.daemon_port`` alone will do; otherwise the next free one is taken.
-            tools: Python functions of another daemon to go on with.
+            explicit_port: Whether ``settings.daemon_port`` is required; otherwise the next free port is used.
+            tools: Python functions of a previous daemon to keep.
 
         Raises:
-            DaemonRunningError: this home has a daemon elsewhere; the lab runs nevertheless.
-            HostingError: it could not be started; the lab runs nevertheless.
+            DaemonRunningError: another process runs a daemon in this home; the lab keeps running.
+            HostingError: the daemon could not be started; the lab keeps running.
         """
-        self._check_running()
-        # Kept also where the start fails: the cell that mends it finds them.
-        self._daemon_tools = tools = tools or self._daemon_tools
-        # Here and not above: what MCP needs takes half a second to import.
+        server = self.server
+        server.check_running()
+        # Stored also if the start fails: the next attempt finds them.
+        server.daemon_tools = tools = tools or server.daemon_tools
+        # Here, because MCP takes half a second to import.
         from lmx_lab.notebook.daemon import LabDaemon
 
         if (running := self.daemon) is not None:
             return running
         daemon = LabDaemon(
             self.workbench,
-            settings=self.settings,
+            self._events_panel,
+            settings=server.settings,
             explicit_port=explicit_port,
             upstream_url=self.url,
-            upstream_api_key=self.settings.api_key,
+            upstream_api_key=server.api_key,
             tools=tools,
         )
-        self._daemon_tools = daemon.tools
+        server.daemon_tools = daemon.tools
         daemon.start()
-        self._daemon = daemon
+        server.daemon = daemon
         return daemon
-
-    # Addresses
-
-    @property
-    def port(self) -> int:
-        return self._addresses.port
-
-    @property
-    def url(self) -> str:
-        """The address for programs on this machine."""
-        return self._addresses.url
-
-    @property
-    def lan_url(self) -> str | None:
-        """The address for other hosts; None when only this machine is served."""
-        return next(iter(self.lan_urls), None)
-
-    @property
-    def lan_urls(self) -> list[str]:
-        """All of them, the likeliest first."""
-        return self._addresses.lan_urls
-
-    @property
-    def proxy_url(self) -> str | None:
-        """The address through the notebook's web front (Hub, Binder, Colab, VS Code); None where there is none."""
-        return self._addresses.proxy_url
-
-    @property
-    def proxy_path(self) -> str | None:
-        """The same for pages of the Jupyter server above, as a path on it; None without jupyter-server-proxy there."""
-        return self._addresses.proxy_path
-
-    @property
-    def openai(self) -> dict[str, str]:
-        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``.
-
-        On the kernel's loop call it from another process or through ``asyncio.to_thread``: a cell that waits for its
-        own kernel's server waits for ever.
-        """
-        return {"base_url": f"{self.url}/v1", "api_key": self.settings.api_key or "lmx-lab"}
-
-    # Models
-
-    def load(self, model: str | os.PathLike[str]) -> LoadReport:
-        """Load a model by id (fetched first where needed) or path, in the place of what is loaded; shows progress.
-
-        Interrupting ends the waiting, not the load.
-
-        Raises:
-            LabError: why not, and what is loaded now.
-        """
-        name = model_name(model)
-        return self._watch(name, self._begin(lambda: self._server.loader.load(name, local=True)))
-
-    async def aload(self, model: str | os.PathLike[str]) -> LoadReport:
-        name = model_name(model)
-        return await self._awatch(name, self._begin(lambda: self._server.loader.load(name, local=True)))
-
-    def pin_encoders(self) -> None:
-        """Load the models that the settings ``embedder`` and ``reranker`` name, fetched first where needed.
-
-        ``launch()``, ``with`` and ``async with`` do this. What is there already, stays.
-
-        Raises:
-            LabError: one of them could not be loaded; the server runs nevertheless.
-        """
-        for name, kind in self._unpinned():
-            self._watch(name, self._begin(partial(self._server.loader.pin, name, kind=kind)))
-
-    async def apin_encoders(self) -> None:
-        for name, kind in self._unpinned():
-            await self._awatch(name, self._begin(partial(self._server.loader.pin, name, kind=kind)))
-
-    def _unpinned(self) -> list[tuple[str, Kind]]:
-        there = {pinned.entry.kind for pinned in self.engine.snapshot.pinned}
-        wanted: list[tuple[str | None, Kind]] = [
-            (self.settings.embedder, "embedding"),
-            (self.settings.reranker, "rerank"),
-        ]
-        return [(name, kind) for name, kind in wanted if name is not None and kind not in there]
-
-    async def _begin(self, work: Work) -> Loading:
-        return Loading(self._server, work)
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        try:
-            self.pin_encoders()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        try:
-            await self.apin_encoders()
-        except BaseException:
-            await self.astop()
-            raise
-        return self
-
-    def unload(self) -> float:
-        """Unload the model; returns the GB (10^9 bytes) that this freed."""
-        return self._block(self._server.loader.unload()) / 1e9
-
-    async def aunload(self) -> float:
-        return await self._hand_over(self._server.loader.unload()) / 1e9
-
-    def models(self) -> ModelList:
-        """What is on disk, and which of it is loaded."""
-        self._check_running()
-        return ModelList.of(listing(self.catalog, self.engine))
-
-    async def amodels(self) -> ModelList:
-        self._check_running()
-        return ModelList.of(await alisting(self.catalog, self.engine))
-
-    # What the verbs do
-
-    async def _chat(self, request: ChatRequest) -> Reply:
-        generation = await self._generation(request)
-        whole = await generation.whole()
-        return self._reply(whole.text, generation.finished()).including(whole)
-
-    async def _stream(self, request: ChatRequest) -> ReplyStream:
-        generation = await self._generation(request)
-        return ReplyStream(generation, finish=self._reply, block=self._block, hand_over=self._hand_over)
-
-    async def _generation(self, request: ChatRequest) -> Generation:
-        _, (generation,) = await self._server.chat.start(request, local=True)
-        return generation
-
-    def _reply(self, text: str, report: GenerationReport) -> Reply:
-        return Reply(
-            text=text,
-            model=report.model,
-            finish_reason=report.finish_reason,
-            usage=usage([report]),
-            timings=timings(report),
-            ttft_s=report.ttft_s,
-            report=report,
-        )
-
-    async def _embed(self, body: EmbeddingsBody) -> Vectors:
-        vectors = (await self._server.encoding.embed(embedding_request(body), local=True)).vectors
-        return vectors[0] if body.is_single else vectors
-
-    async def _rerank(self, body: RerankBody) -> RerankResult:
-        ranking = await self._server.encoding.rerank(rerank_request(body), local=True)
-        return self._displayed(RerankResult.by_engine(body.query, body.texts, ranking, top_n=body.top_n))
-
-    def _as_target(self) -> ChatTarget:
-        return ChatTarget(self.url, api_key=self.settings.api_key, name="lab")
-
-    def _bench_folder(self) -> Path:
-        return self.settings.home / "bench"
-
-    # Looks
-
-    def _facts(self) -> dict[str, str]:
-        now = self.engine.snapshot
-        facts = {
-            "LMX Lab": f"running on {self.place}" if self.running else "stopped",
-            "address": self.url,
-            "LAN address": self.lan_url or "",
-            "browser address": self.proxy_url or self._addresses.browser_step or "",
-            "model": f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)" if now.model else "none loaded",
-            "daemon": self.daemon.url if self.daemon is not None else "",
-            "kept beside": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
-        }
-        return {name: value for name, value in facts.items() if value}
-
-    @property
-    def place(self) -> str:
-        """Where the server runs, in words."""
-        return "the kernel's loop" if self.mode == "kernel" else "a thread of its own"
-
-    def _source(self) -> InProcess:
-        return InProcess(self)
-
-    def _close(self) -> None:
-        super()._close()
-        self._rest()

@@ -16,7 +16,7 @@ from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook.addresses import is_lan
 from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.lab import Lab
-from lmx_lab.notebook.modes import LoopChoice, choose_loop
+from lmx_lab.notebook.loop_choice import LoopChoice, choose_loop
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
 
@@ -94,7 +94,7 @@ def launch(
 def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
     with _turn():
         try:
-            lab.start_daemon(explicit_port=explicit, tools=before.daemon_tools if before is not None else None)
+            lab.start_daemon(explicit_port=explicit, tools=before.server.daemon_tools if before is not None else None)
         except DaemonRunningError as exc:
             raise DaemonRunningError(f"{exc.message}. The lab itself runs, at {lab.url}") from exc
 
@@ -130,9 +130,9 @@ def _chosen(name: str, value: object) -> bool:
 
 def _fits(lab: Lab, settings: Settings, loop: LoopChoice, *, explicit: bool) -> bool:
     """Whether launching with these arguments would end in just this lab."""
-    same_port = (settings.port, explicit) == (lab.settings.port, lab.explicit_port) or settings.port == lab.port
+    same_port = (settings.port, explicit) == (lab.settings.port, lab.server.explicit_port) or settings.port == lab.port
     same_settings = replace(settings, port=0) == replace(lab.settings, port=0)
-    return same_port and same_settings and (loop == lab.loop_choice or choose_loop(loop, settings) == lab.mode)
+    return same_port and same_settings and (loop == lab.server.loop_choice or choose_loop(loop, settings) == lab.mode)
 
 
 def _replace(settings: Settings, loop: LoopChoice, *, explicit: bool) -> Lab:

@@ -1,154 +1,228 @@
-"""The lab of this process as its panels see it. Nothing here goes over the server's loop, which a cell may block."""
+"""Implement the ``Backend`` of a lab whose server runs in this process.
+
+Panels call it on their own event loop, because a cell may block the loop that serves. The lab's verbs call it on the
+server's loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, Self
 
-from lmx_lab.backend import ChatPiece, ChatStats, Ranked, ServerState
-from lmx_lab.errors import HostingError
-from lmx_lab.notebook.arguments import chat_request, rerank_body
-from lmx_lab.notebook.returning import bring_back
+from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
+from lmx_lab.errors import HostingError, ModelBusyError, ModelNotFoundError
+from lmx_lab.notebook.local_server import LocalServer
 from lmx_lab.server import InferenceServer
 from lmx_lab.server.admin import alisting, sample
+from lmx_lab.server.embeddings import embedding_request
+from lmx_lab.server.encoding import EncodingService
 from lmx_lab.server.generation import Generation
-from lmx_lab.server.naming import CHAT, RERANK
+from lmx_lab.server.naming import CHAT, EMBEDDING, RERANK, Kinds, rests_by_path
 from lmx_lab.server.rerank import rerank_request
+from lmx_lab.server.service import ChatService
+from lmx_lab.server.translate import timings, usage
+from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta
-from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, RequestEvent, Sample
-
-if TYPE_CHECKING:
-    from lmx_lab.notebook.lab import Lab
+from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.weights.threads import in_thread
+from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.embeddings import EmbeddingsBody
+from lmx_lab.wire.rerank import RerankBody
 
 LAGGING_S = 1.0
-REMARK_S = 0.5
-"""How often who waits for a first token is told what it waits for."""
+"""Time for which the server's loop is blocked before its state is ``lagging``."""
+RESTORE_ATTEMPTS = 3
+"""Attempts to reload an idle-unloaded model while other clients load and unload."""
 REMEDY = 'Put long cells under %%offload, or launch(loop="thread").'
 
 
-class InProcess:
-    """A ``Source`` over the services of a running lab."""
+class LocalAnswer:
+    """An ``AnswerStream`` over a generation of this process."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    @property
+    def remark(self) -> str:
+        return self._generation.remark
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        return await anext(self._generation)
+
+    def cost(self) -> AnswerCost:
+        report = self._generation.finished()
+        return AnswerCost(
+            model=report.model,
+            finish_reason=report.finish_reason,
+            usage=usage([report]),
+            timings=timings(report),
+            ttft_s=report.ttft_s,
+            report=report,
+        )
+
+    def close(self) -> None:
+        self._generation.close()
+
+
+class LocalBackend:
+    """A ``Backend`` over a server of this process."""
 
     can_cancel_loads = True
 
-    def __init__(self, lab: Lab) -> None:
-        self._lab = lab
+    def __init__(self, server: LocalServer) -> None:
+        self._server = server
         self._last: tuple[EngineSnapshot, float] | None = None
-        # Looking for the notebook's server takes a while, and is wanted twice a second.
-        self._proxy_path = lab.proxy_path
+        """The snapshot of the last measurement, and when it was taken."""
 
     def state(self) -> ServerState:
-        lab, now = self._lab, self._lab.engine.snapshot
-        note = "" if lab.running else "This server was stopped; run the launch cell again."
-        late_s = lab.lag.now_s if lab.running else 0.0
+        server, addresses, now = self._server, self._server.addresses, self._server.engine.snapshot
+        blocked_s = server.lag.now_s if server.running else 0.0
+        note = self._lag_note(blocked_s) if server.running else "This server was stopped; run the launch cell again."
         return ServerState(
-            state="stopped" if not lab.running else "lagging" if late_s > LAGGING_S else "running",
-            place=lab.place,
-            url=lab.url,
-            lan_url=lab.lan_url,
-            proxy_url=lab.proxy_url,
-            proxy_path=self._proxy_path,
+            state="stopped" if not server.running else "lagging" if blocked_s > LAGGING_S else "running",
+            place=server.place,
+            url=addresses.url,
+            lan_url=next(iter(addresses.lan_urls), None),
+            proxy_url=addresses.proxy_url,
+            proxy_path=addresses.proxy_path,
             model=now.model,
             pinned=tuple(pinned.entry.id for pinned in now.pinned),
-            note=note or self._blocked(late_s),
+            note=note,
         )
 
-    def _blocked(self, late_s: float) -> str:
-        """What a cell does, or did, to those whom the kernel's loop serves; in whole seconds while it grows."""
-        if self._lab.mode == "thread":
-            return ""  # no cell does that to it: the machine slept, or native code holds Python's lock
-        if late_s > LAGGING_S:
-            return f"A cell has kept the server's loop from running for {late_s:.0f} s: its clients wait. {REMEDY}"
-        worst = self._lab.lag.worst
+    def _lag_note(self, blocked_s: float) -> str:
+        """Say that a cell blocks, or has blocked, the loop that serves. Changes once a second while it lasts."""
+        if self._server.mode == "thread":
+            return ""  # No cell blocks this loop: the machine slept, or native code holds the interpreter lock.
+        if blocked_s > LAGGING_S:
+            return f"A cell has blocked the server's loop for {blocked_s:.0f} s, and clients are waiting. {REMEDY}"
+        worst = self._server.lag.worst
         if worst is None:
             return ""
         at = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - worst.ended_at)))
-        return f"Until {at} a cell kept the server's loop from running for {worst.seconds:.1f} s. {REMEDY}"
+        return f"A cell blocked the server's loop for {worst.seconds:.1f} s until {at}. {REMEDY}"
 
     def sample(self) -> Sample | None:
-        if not self._lab.running:
+        if not self._server.running:
             self._last = None
             return None
-        snapshot, now = self._lab.engine.snapshot, time.monotonic()
+        snapshot, now = self._server.engine.snapshot, time.monotonic()
         before, then = self._last or (snapshot, now - 1)
         self._last = snapshot, now
         return sample(before, snapshot, max(now - then, 1e-3))
 
-    async def models(self) -> ModelRecords:
-        return await alisting(self._lab.catalog, self._lab.engine)
-
-    async def load(self, model: str) -> LoadAnswer:
-        report = await self._server.loader.load(model, local=True)
-        return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
-
-    async def cancel_load(self, model: str) -> None:
-        self._server.loader.cancel(model)
-
-    async def unload(self) -> float:
-        return await self._server.loader.unload() / 1e9
-
-    async def progress(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
-        with self._server.feed.subscribe() as events:
+    async def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
+        with self._services.feed.subscribe() as events:
             async for event in events:
                 yield event
 
-    async def chat(self, request: Mapping[str, Any]) -> AsyncGenerator[ChatPiece, None]:
-        parameters = {name: value for name, value in request.items() if name != "messages"}
-        asked = chat_request(request["messages"], parameters)
-        await bring_back(self._lab, CHAT)
-        _, (generation,) = await self._server.chat_as_is.start(asked, local=True)
-        async with generation, aclosing(_pieces(generation)) as pieces:
-            async for piece in pieces:
-                yield piece
-        report = generation.finished()
-        yield ChatPiece(
-            stats=ChatStats(
-                model=report.model,
-                finish_reason=report.finish_reason,
-                prompt_tokens=report.prompt_tokens,
-                output_tokens=report.output_tokens,
-                tokens_per_second=report.tokens_per_second,
-                ttft_ms=report.ttft_s * 1e3,
-            )
-        )
+    # Models
 
-    async def rerank(self, query: str, documents: Sequence[str], *, top_n: int | None = None) -> Ranked:
-        body = rerank_body(query, documents, model=None, top_n=top_n, truncate=True)
-        started = time.perf_counter()
-        await bring_back(self._lab, RERANK)
-        ranking = await self._server.encoding_as_is.rerank(rerank_request(body), local=True)
-        return Ranked(
-            order=tuple((index, float(ranking.scores[index])) for index in ranking.order(top_n)),
+    async def models(self) -> ModelRecords:
+        return await alisting(self._server.catalog, self._server.engine)
+
+    async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
+        loader = self._services.loader
+        if spec.pin is not None:
+            return await self._with_progress(loader.pin(spec.model, kind=spec.pin), progress)
+        return await self._with_progress(loader.load(spec.model, local=True), progress)
+
+    async def _with_progress(self, load: Coroutine[Any, Any, LoadReport], progress: Progress | None) -> LoadReport:
+        if progress is None:
+            return await load
+        with self._services.feed.subscribe() as events:
+            reporting = asyncio.create_task(_report(events, progress), name="report the progress of a load")
+            try:
+                return await load
+            finally:
+                reporting.cancel()
+
+    async def cancel_load(self, model: str) -> None:
+        self._services.loader.cancel(model)
+
+    async def unload(self) -> float:
+        return await self._services.loader.unload() / 1e9
+
+    # Requests
+
+    async def generate(self, request: ChatRequest) -> LocalAnswer:
+        _, (generation,) = await (await self._chat()).start(request, local=True)
+        return LocalAnswer(generation)
+
+    async def embed(self, body: EmbeddingsBody) -> Vectors:
+        vectors = (await (await self._encoding(EMBEDDING)).embed(embedding_request(body), local=True)).vectors
+        return vectors[0] if body.is_single else vectors
+
+    async def rerank(self, body: RerankBody) -> DocumentRanking:
+        ranking = await (await self._encoding(RERANK)).rerank(rerank_request(body), local=True)
+        return DocumentRanking(
+            order=tuple((index, float(ranking.scores[index])) for index in ranking.order(body.top_n)),
             model=ranking.report.model,
             method=ranking.method,
-            took_ms=(time.perf_counter() - started) * 1e3,
+            tokens=ranking.report.tokens,
+            report=ranking.report,
         )
 
+    # The service that loads the model of a request is bound to the server's loop. On other loops the request is
+    # answered by the loaded model, and only a model that was unloaded because it was idle is loaded again.
+
+    async def _chat(self) -> ChatService:
+        if self._is_on_server_loop:
+            return self._services.chat
+        await self._restore(CHAT)
+        return self._services.chat_as_is
+
+    async def _encoding(self, kinds: Kinds) -> EncodingService:
+        if self._is_on_server_loop:
+            return self._services.encoding
+        await self._restore(kinds)
+        return self._services.encoding_as_is
+
     @property
-    def _server(self) -> InferenceServer:
-        if not self._lab.running:
+    def _is_on_server_loop(self) -> bool:
+        return self._server.loop is asyncio.get_running_loop()
+
+    async def _restore(self, kinds: Kinds) -> None:
+        """In swap mode, load the model that was unloaded because it was idle, and wait for other loads.
+
+        Does nothing if a pinned model answers requests of these kinds, or if the idle model does not. Cancelling this
+        stops waiting, not the load.
+        """
+        server, loader = self._server, self._services.loader
+        for _ in range(RESTORE_ATTEMPTS):
+            if not server.settings.swap or any(it.entry.answers(kinds) for it in server.engine.snapshot.pinned):
+                return
+            await loader.settled()
+            now = server.engine.snapshot
+            if (name := now.resting_model) is None:
+                return
+            local = rests_by_path(name, now)
+            try:
+                entry = await in_thread(functools.partial(server.catalog.resolve, name, local=local))
+            except ModelNotFoundError:
+                return  # Its files were deleted; the engine's error says what is missing.
+            if not entry.answers(kinds):
+                return
+            with contextlib.suppress(ModelBusyError):
+                await loader.load(entry.id, local=local, finish_queued=True)
+
+    @property
+    def _services(self) -> InferenceServer:
+        if not self._server.running:
             raise HostingError("this server was stopped; run the launch cell again")
-        return self._lab.services
+        return self._server.services
 
 
-async def _pieces(generation: Generation) -> AsyncGenerator[ChatPiece, None]:
-    """The deltas, and while there is none yet, what it waits for."""
-    begun = False
-    while True:
-        try:
-            delta = await asyncio.wait_for(_next(generation), None if begun else REMARK_S)
-        except TimeoutError:
-            yield ChatPiece(remark=generation.remark)
-            continue
-        if delta is None:
-            return
-        begun = True
-        yield ChatPiece(text=delta.text, reasoning=delta.reasoning, tokens=delta.tokens)
-
-
-async def _next(generation: Generation) -> Delta | None:
-    return await anext(generation, None)
+async def _report(events: AsyncIterator[ModelEvent | RequestEvent], progress: Progress) -> None:
+    async for event in events:
+        if isinstance(event, ModelEvent):
+            progress(event)

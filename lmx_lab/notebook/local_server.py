@@ -1,45 +1,46 @@
-"""A server and its lifetime: start, serve, stop, in either mode; and the way of blocking callers to its loop."""
+"""Run an inference server in this process, on the kernel's event loop or in a thread: start, serve, stop."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import contextlib
-import inspect
 import socket
 import time
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmx_lab.engine import Engine
 from lmx_lab.errors import EngineError, HostingError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, Host, bind, serve
 from lmx_lab.notebook.addresses import Addresses
+from lmx_lab.notebook.lab_server import LabServer
+from lmx_lab.notebook.loop_choice import LoopChoice, choose_loop
 from lmx_lab.notebook.loop_lag import LoopLag
-from lmx_lab.notebook.modes import LoopChoice, choose_loop
-from lmx_lab.portal import LoopThread, receive, run_nested
+from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
+from lmx_lab.portal import LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
+from lmx_lab.values.models import Kind, LoadSpec
 from lmx_lab.weights import Catalog
 
 if TYPE_CHECKING:
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.notebook.daemon import LabDaemon
 
-T = TypeVar("T")
-LAST_WORDS_S = 1.0
-"""The least time that clients have to receive the end of their answers."""
+LAST_ANSWERS_S = 1.0
+"""Minimum time for clients to receive the end of their answers."""
 REQUESTS_S = 2.5
-"""How long running requests may continue before they end with an error."""
-LATE_S = 0.7
-"""How much longer the engine may take to end them: a step may be under way."""
+"""Time for running requests to end before they are ended with an error."""
+STEP_S = 0.7
+"""Additional time for the engine to end them: a step may be running."""
 
 
-class Serving:
-    """An engine behind a server: ``with``, ``async with``, or ``start()`` and ``stop()``. Once stopped it stays so."""
+class LocalServer(LabServer):
+    """The engine, the services and the HTTP server of a lab in this process. Cannot be started again after a stop."""
 
     def __init__(self, settings: Settings, *, loop: LoopChoice = "auto", explicit_port: bool = True) -> None:
         self.settings = settings
@@ -48,68 +49,73 @@ class Serving:
         self.explicit_port = explicit_port
         self.catalog = Catalog(settings)
         self.engine = Engine(settings)
-        self._addresses = Addresses(settings=settings, port=settings.port)
-        # Already now, whatever host and port will be: a setting that could never match shall start nothing.
+        self.addresses = Addresses(settings=settings, port=settings.port)
+        # Computed now, for any host and port, so that a setting that can never match is refused before anything starts.
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
         self.lag = LoopLag()
-        """How late the server's loop is."""
-        self._server: InferenceServer = create_server(
+        """Measures how long the server's loop is blocked."""
+        self.services: InferenceServer = create_server(
             engine=self.engine, catalog=self.catalog, settings=settings, policy=self._current_policy
         )
+        """The services behind the routes."""
+        self.daemon: LabDaemon | None = None
+        """The daemon in front of this server, also after it was stopped."""
+        self.daemon_tools: PythonTools | None = None
+        """The Python functions of the daemon, also if it could not be started."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that serves; None before the start."""
+        self._portal: LoopPortal | None = None
         self._thread: LoopThread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._host: Host | None = None
         self._stopped = False
-        self._daemon: LabDaemon | None = None
-        self._daemon_tools: PythonTools | None = None
+        self._callbacks: list[Callable[[], None]] = []
 
     def _current_policy(self) -> GuardPolicy:
         return self._policy()
 
-    def start(self, sock: socket.socket | None = None) -> None:
-        """Bind, start the engine, serve; returns once requests are accepted. Does nothing if that has happened.
+    # Lifetime
+
+    async def start(self, sock: socket.socket | None = None) -> None:
+        """Bind, start the engine and serve; returns when requests are accepted. Does nothing if it was started.
+
+        Args:
+            sock: A listening socket, instead of a new one.
 
         Raises:
-            HostingError, PortTakenError: nothing was left behind.
+            HostingError, PortTakenError: the server could not start; nothing of it is left.
         """
-        if self._host is None:
-            with self._starting(sock) as serving:
-                self._host = self._block(serving)
-
-    async def astart(self) -> None:
-        if self._host is None:
-            with self._starting(None) as serving:
-                self._host = await self._hand_over(serving)
-
-    @contextlib.contextmanager
-    def _starting(self, sock: socket.socket | None) -> Iterator[Coroutine[Any, Any, Host]]:
-        """Everything before the server and, if that or the server fails, the way back."""
+        if self._host is not None:
+            return
         sock = sock or bind(self.settings.host, self.settings.port, explicit=self.explicit_port)
-        self._addresses = Addresses(settings=self.settings, port=sock.getsockname()[1])
-        self._policy = self._addresses.live_policy()
+        self.addresses = Addresses(settings=self.settings, port=sock.getsockname()[1])
+        self._policy = self.addresses.live_policy()
         try:
             if self.mode == "thread":
                 self._thread = LoopThread()
                 self._thread.start()
-            self._loop = self._thread.loop if self._thread else asyncio.get_running_loop()
+            self.loop = self._thread.loop if self._thread else asyncio.get_running_loop()
+            self._portal = LoopPortal(self._thread or self.loop, check=self.check_running)
             self.engine.start()
-            # After the engine's own, so that it comes first: requests end before what answers them.
+            # Registered after the engine's own function, and therefore called before it: requests end first.
             atexit.register(self._stop_at_exit)
-            yield self._serve(sock)
+            self._host = await on_loop(self._serve(sock))
         except BaseException:
             sock.close()
             self._close()
             raise
 
     async def _serve(self, sock: socket.socket) -> Host:
-        host = await serve(self._server.asgi, sock, ws_max_bytes=self.settings.max_body_bytes)
+        host = await serve(self.services.asgi, sock, ws_max_bytes=self.settings.max_body_bytes)
         self.lag.start()
         return host
 
-    @property
-    def services(self) -> InferenceServer:
-        """What is behind the routes, for callers in this process."""
-        return self._server
+    async def stop(self) -> None:
+        """Stop serving, unload and free the port. Running requests have 2.5 s to end. Idempotent."""
+        try:
+            if self.running:
+                await on_loop(self._end())
+        finally:
+            await in_thread(self._close)
 
     @property
     def running(self) -> bool:
@@ -117,103 +123,119 @@ class Serving:
         return not self._stopped and self._host is not None and self._host.running
 
     async def wait(self) -> None:
-        """Return when the server has ended, whoever ended it; on the server's loop."""
+        """Return when the server has ended, for whatever reason; on the server's loop."""
         if self._host is not None:
             await self._host.wait()
 
-    def stop(self) -> None:
-        """Stop serving, unload, free the port. Running requests have 2.5 s to end. Idempotent."""
-        try:
-            if self.running:
-                self._block(self._end())
-        except KeyboardInterrupt:
-            self._close()
-            raise
-        self._close()
-
-    async def astop(self) -> None:
-        if self.running:
-            await self._hand_over(self._end())
-        await asyncio.to_thread(self._close)
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """Call a function when the server is stopped, in a thread that may wait."""
+        self._callbacks.append(callback)
 
     async def _end(self) -> None:
-        # The daemon before all: its turns ask this very server.
-        if self._daemon is not None:
-            await asyncio.to_thread(self._daemon.stop)
-        # Then the watchers, who would never leave by themselves.
-        self._server.feed.close()
-        # And the loads and the generations, so that each request gets its answer before its connection goes.
+        # The daemon first: its turns send requests to this server.
+        if self.daemon is not None:
+            await asyncio.to_thread(self.daemon.stop)
+        # Streams of events have no end of their own.
+        self.services.feed.close()
+        # Loads and generations next, so that each request gets its answer before its connection is closed.
         began = time.monotonic()
-        await asyncio.gather(self._server.loader.close(), self._quiesce())
+        await asyncio.gather(self.services.loader.close(), self._quiesce())
         assert self._host is not None
-        await self._host.stop(max(LAST_WORDS_S, GRACE_S - (time.monotonic() - began)))
+        await self._host.stop(max(LAST_ANSWERS_S, GRACE_S - (time.monotonic() - began)))
 
     async def _quiesce(self) -> None:
-        """Let running requests end, within a time that a load or a step that hangs does not extend."""
+        """Let running requests end. A load or a step that hangs does not extend the time limit."""
         with contextlib.suppress(EngineError, TimeoutError):
-            await asyncio.wait_for(self.engine.quiesce(REQUESTS_S), REQUESTS_S + LATE_S)
+            await asyncio.wait_for(self.engine.quiesce(REQUESTS_S), REQUESTS_S + STEP_S)
 
     def _close(self) -> None:
         self._stopped = True
-        if self._daemon is not None:
-            self._daemon.stop(mode="now")
+        if self.daemon is not None:
+            self.daemon.stop(mode="now")
         self.lag.stop()
         self.engine.stop()
         if self._thread is not None:
             self._thread.stop()
         atexit.unregister(self._stop_at_exit)
+        for callback in self._callbacks:
+            callback()
 
     def _stop_at_exit(self) -> None:
         if self._host is not None:
             self._host.stop_at_exit()
         self._close()
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
+    # The server's loop
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+    @property
+    def portal(self) -> LoopPortal:
+        """
+        Raises:
+            HostingError: the server was not started.
+        """
+        self.check_running()
+        assert self._portal is not None
+        return self._portal
 
-    def __await__(self) -> Generator[Any, None, Self]:
-        return self.__aenter__().__await__()
-
-    async def __aenter__(self) -> Self:
-        await self.astart()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.astop()
-
-    # The way to the server's loop
-
-    def _block(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the work where the server runs, and wait. An interrupt cancels it."""
-        try:
-            loop = self._check_running(work)
-            return self._thread.run(work) if self._thread is not None else run_nested(loop, work)
-        except KeyboardInterrupt:
-            # Before anything looked out for interrupts; what has begun is cancelled where it runs.
-            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                work.close()
-            raise
-
-    async def _hand_over(self, work: Coroutine[Any, Any, T]) -> T:
-        loop = self._check_running(work)
-        if loop is asyncio.get_running_loop():
-            return await work
-        return await receive(
-            self._thread.submit(work) if self._thread else asyncio.run_coroutine_threadsafe(work, loop)
-        )
-
-    def _check_running(self, work: Coroutine[Any, Any, Any] | None = None) -> asyncio.AbstractEventLoop:
-        if self._stopped or self._loop is None or self._loop.is_closed():
-            if work is not None:
-                work.close()
-            state = "was stopped" if self._stopped else "does not run"
+    def check_running(self) -> None:
+        """
+        Raises:
+            HostingError: the server was stopped, or not started.
+        """
+        if self._stopped or self.loop is None or self.loop.is_closed():
+            state = "was stopped" if self._stopped else "is not running"
             raise HostingError(f"this lab {state}; launch() starts one")
-        return self._loop
+
+    def check_caller(self) -> None:
+        """The caller may wait for this server: blocking calls keep its loop running."""
+
+    # Description
+
+    @property
+    def url(self) -> str:
+        """The address for programs on this machine."""
+        return self.addresses.url
+
+    @property
+    def api_key(self) -> str | None:
+        return self.settings.api_key
+
+    @property
+    def bench_folder(self) -> Path:
+        """The folder in which runs of ``bench`` are stored."""
+        return self.settings.home / "bench"
+
+    @property
+    def place(self) -> str:
+        """Where the server runs, for display."""
+        return "the kernel's loop" if self.mode == "kernel" else "a thread of its own"
+
+    @property
+    def running_daemon(self) -> LabDaemon | None:
+        return self.daemon if self.daemon is not None and self.daemon.running else None
+
+    def facts(self) -> dict[str, str]:
+        """Name and value of each line that describes the lab."""
+        now, daemon = self.engine.snapshot, self.running_daemon
+        facts = {
+            "LMX Lab": f"running on {self.place}" if self.running else "stopped",
+            "address": self.url,
+            "LAN address": next(iter(self.addresses.lan_urls), ""),
+            "browser address": self.addresses.proxy_url or self.addresses.browser_step or "",
+            "model": f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)" if now.model else "none loaded",
+            "daemon": daemon.url if daemon is not None else "",
+            "pinned": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
+        }
+        return {name: value for name, value in facts.items() if value}
+
+    def unpinned(self) -> Sequence[LoadSpec]:
+        """The encoders that the settings name and that are not in memory."""
+        present = {pinned.entry.kind for pinned in self.engine.snapshot.pinned}
+        named: list[tuple[str | None, Kind]] = [
+            (self.settings.embedder, "embedding"),
+            (self.settings.reranker, "rerank"),
+        ]
+        return [LoadSpec(model=name, pin=kind) for name, kind in named if name is not None and kind not in present]
+
+    def panels_shown(self) -> None:
+        """Nothing to do: the registry of launched labs keeps the server."""

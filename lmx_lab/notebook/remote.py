@@ -1,126 +1,115 @@
-"""Answers and loads in progress on a remote server, on the event loop of their client."""
+"""Implement the ``Backend`` of a lab whose server runs in another process or on another machine, over its client.
+
+All methods may be called on any event loop; the client's coroutines run on the loop of its connection.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
 from time import perf_counter
-from typing import Self
+from typing import Any, Self
 
-from lmx_lab.client import AsyncLabClient, Remark
-from lmx_lab.errors import UnreachableError
-from lmx_lab.notebook.reply import TextPiece
-from lmx_lab.values.generation import ToolCallDelta
-from lmx_lab.values.models import LoadReport
-from lmx_lab.wire.admin import LoadAnswer, ModelEvent
+from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
+from lmx_lab.client import AsyncLabClient, LabEvent, Remark, as_array
+from lmx_lab.errors import InvalidRequestError, LabError, UnreachableError
+from lmx_lab.notebook.verbs import LoopPortal
+from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.generation import Delta, ToolCallDelta
+from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta
-from lmx_lab.wire.generation import StreamOptions, Timings, Usage
+from lmx_lab.wire.embeddings import EmbeddingsBody
+from lmx_lab.wire.generation import StreamOptions, Timings
+from lmx_lab.wire.rerank import RerankBody
 
-Parts = AsyncGenerator[ChatChunk | Remark, None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteCost:
-    """The cost of an answer as the server reports it, and ``ttft_s`` as measured here."""
-
-    model: str
-    finish_reason: str
-    usage: Usage
-    timings: Timings
-    ttft_s: float
+LATE_S = 3.0
+"""Time without an event after which the server's state is ``lagging``; there is a sample every second."""
 
 
-class RemoteGeneration:
-    """A streamed answer, with the time of its first token.
+class RemoteAnswer:
+    """An ``AnswerStream`` over a streamed answer. Measures the time to its first token.
 
     Closing or deleting it closes its connection, and the server stops the generation: asyncio closes a generator
     without references on its own loop, whichever thread has deleted it.
     """
 
-    def __init__(self, client: AsyncLabClient, request: ChatRequest) -> None:
-        asked = {"stream_options": StreamOptions(include_usage=True)}
+    def __init__(self, client: AsyncLabClient, request: ChatRequest, portal: LoopPortal) -> None:
+        options = {"stream_options": StreamOptions(include_usage=True)}
         self._url = client.url
+        self._portal = portal
         self.remark = "sent"
         """Before the first token: the state of the request, as the server reports it."""
-        self._parts: Parts | None = client.stream_with_remarks(request.model_copy(update=asked))
+        self._parts: AsyncGenerator[ChatChunk | Remark, None] | None = client.stream_with_remarks(
+            request.model_copy(update=options)
+        )
         self._ahead: ChatChunk | Remark | None = None
         self._last: ChatChunk | None = None
         self._finish_reason: str | None = None
         self._timings: Timings | None = None
-        self._started = perf_counter()
+        self._started_at = perf_counter()
         self._first_at: float | None = None
 
-    @classmethod
-    async def begun(cls, client: AsyncLabClient, request: ChatRequest) -> Self:
-        """Start a generation; returns when the server has accepted the request.
+    async def start(self) -> None:
+        """Send the request; returns when the server has accepted it.
 
         Raises:
             LabError: the server has refused the request.
         """
-        generation = cls(client, request)
-        generation._ahead = await generation._next()
-        return generation
-
-    def close(self) -> None:
-        """Stop the generation; can be called from any thread. Idempotent."""
-        self._parts = None
-
-    async def __anext__(self) -> TextPiece:
-        part, self._ahead = self._ahead, None
-        while not isinstance(part, ChatChunk):
-            if isinstance(part, Remark):
-                self.remark = part.text
-            if (part := await self._next()) is None:
-                raise StopAsyncIteration
-        return self._read(part)
-
-    async def _next(self) -> ChatChunk | Remark | None:
-        return await anext(self._parts, None) if self._parts is not None else None
-
-    def _read(self, chunk: ChatChunk) -> TextPiece:
-        self._last = chunk
-        for choice in chunk.choices:
-            self._finish_reason = choice.finish_reason or self._finish_reason
-        self._timings = chunk.timings or self._timings
-        piece = _piece(chunk.choices[0].delta) if chunk.choices else TextPiece()
-        if self._first_at is None and (piece.text or piece.reasoning or piece.tool_calls):
-            self._first_at = perf_counter()
-        return piece
-
-    async def whole(self) -> TextPiece:
-        """The rest of the answer as one piece; cancellation stops the generation."""
-        pieces = [piece async for piece in self]
-        return TextPiece(
-            text="".join([piece.text for piece in pieces]),
-            reasoning="".join([piece.reasoning for piece in pieces]),
-            tool_calls=tuple([call for piece in pieces for call in piece.tool_calls]),
-        )
+        self._ahead = await self._portal.call(self._next_part())
 
     def __aiter__(self) -> Self:
         return self
 
-    def finished(self) -> RemoteCost:
-        """The cost of the complete answer.
+    async def __anext__(self) -> Delta:
+        part, self._ahead = self._ahead, None
+        while not isinstance(part, ChatChunk):
+            if isinstance(part, Remark):
+                self.remark = part.text
+            if (part := await self._portal.call(self._next_part())) is None:
+                raise StopAsyncIteration
+        return self._read(part)
+
+    async def _next_part(self) -> ChatChunk | Remark | None:
+        return await anext(self._parts, None) if self._parts is not None else None
+
+    def _read(self, chunk: ChatChunk) -> Delta:
+        self._last = chunk
+        for choice in chunk.choices:
+            self._finish_reason = choice.finish_reason or self._finish_reason
+        self._timings = chunk.timings or self._timings
+        delta = _delta(chunk.choices[0].delta if chunk.choices else ChoiceDelta())
+        if self._first_at is None and delta.shows:
+            self._first_at = perf_counter()
+        return delta
+
+    def cost(self) -> AnswerCost:
+        """Return the cost of the complete answer.
 
         Raises:
             UnreachableError: the answer has no ``usage`` and ``timings``, so it is not from an LMX Lab server.
         """
         last = self._last
         if last is None or last.usage is None or self._timings is None or self._finish_reason is None:
-            raise UnreachableError(f"{self._url} did not say what its answer has cost, unlike an LMX Lab server")
-        return RemoteCost(
+            raise UnreachableError(
+                f"{self._url} did not report the cost of its answer, unlike an LMX Lab server; check the address"
+            )
+        return AnswerCost(
             model=last.model,
             finish_reason=self._finish_reason,
             usage=last.usage,
             timings=self._timings,
-            ttft_s=(self._first_at or perf_counter()) - self._started,
+            ttft_s=(self._first_at or perf_counter()) - self._started_at,
         )
 
+    def close(self) -> None:
+        self._parts = None
 
-def _piece(delta: ChoiceDelta) -> TextPiece:
+
+def _delta(delta: ChoiceDelta) -> Delta:
+    """Convert a piece; the wire has no number of tokens."""
     calls = tuple(_calls(delta))
-    return TextPiece(text=delta.content or "", reasoning=delta.reasoning_content or "", tool_calls=calls)
+    return Delta(text=delta.content or "", tokens=0, reasoning=delta.reasoning_content or "", tool_calls=calls)
 
 
 def _calls(delta: ChoiceDelta) -> Iterator[ToolCallDelta]:
@@ -129,37 +118,118 @@ def _calls(delta: ChoiceDelta) -> Iterator[ToolCallDelta]:
         yield ToolCallDelta(index=call.index, id=call.id, name=function.name, arguments=function.arguments)
 
 
-class RemoteLoad:
-    """A load on the server, which starts with the creation of this object."""
+class RemoteBackend:
+    """A ``Backend`` over a client.
 
-    def __init__(self, client: AsyncLabClient, model: str) -> None:
-        # Holds the latest step; None is the end.
-        self._steps: asyncio.Queue[ModelEvent | None] = asyncio.Queue(1)
-        load = client.load(model, progress=self._show)
-        self._task = asyncio.create_task(load, name=f"wait for {model:.80} to be loaded")
-        self._task.add_done_callback(self._ended)
+    ``state`` and ``sample`` return what ``events`` has received; the workbench reads events as long as there are
+    panels.
 
-    async def step(self) -> ModelEvent | None:
-        """Wait for the next step; None at the end of the load."""
-        return await self._steps.get()
+    Args:
+        portal: Runs coroutines on the client's loop.
+        is_open: Whether the connection is still in use.
+    """
 
-    async def result(self) -> LoadReport:
-        """Wait for the end of the load."""
-        answer = await self._task
+    can_cancel_loads = False
+
+    def __init__(self, client: AsyncLabClient, portal: LoopPortal, *, is_open: Callable[[], bool]) -> None:
+        self._client = client
+        self._is_open = is_open
+        self._portal = portal
+        self._records: ModelRecords | None = None
+        self._sample: Sample | None = None
+        self._received_at: float | None = None
+        self._problem = ""
+        """Why the last connection for events has ended."""
+
+    def state(self) -> ServerState:
+        silent_s = 0.0 if self._received_at is None else time.monotonic() - self._received_at
+        now: dict[str, Any] = {"state": "running"}
+        if not self._is_open():
+            now = {"state": "stopped", "note": "This connection was stopped; run the cell with attach() again."}
+        elif self._problem:
+            now = {"state": "unreachable", "note": f"{self._problem} New attempts follow."}
+        elif silent_s > LATE_S:
+            note = f"The server has sent nothing for {silent_s:.0f} s: a cell there may block its event loop."
+            now = {"state": "lagging", "note": note}
+        loaded = [record for record in self._records.models if record.loaded] if self._records else []
+        return ServerState(
+            place="another process or machine",
+            url=self._client.url,
+            model=next((record.id for record in loaded if not record.pinned), None),
+            pinned=tuple(record.id for record in loaded if record.pinned),
+            **now,
+        )
+
+    def sample(self) -> Sample | None:
+        return self._sample if self.state().state == "running" else None
+
+    async def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
+        # The inner generator is not closed here: cancelled it ends by itself, and without references its loop closes
+        # it.
+        events = self._client.events(["models", "requests", "samples"])
+        try:
+            await self.models()
+            while (event := await self._portal.call(_next_event(events))) is not None:
+                await self._receive(event)
+                if isinstance(event, ModelEvent | RequestEvent):
+                    yield event
+            self._problem = f"{self._client.url}: the server has closed the connection; it may be stopping."
+        except LabError as exc:
+            self._problem = f"{exc.message.rstrip('.')}."
+            raise
+
+    async def _receive(self, event: LabEvent) -> None:
+        self._problem, self._received_at = "", time.monotonic()
+        if isinstance(event, Sample):
+            self._sample = event
+        elif isinstance(event, ModelEvent) and event.stage in ("loaded", "unloaded", "failed"):
+            await self.models()
+
+    # Models
+
+    async def models(self) -> ModelRecords:
+        self._records = records = await self._portal.call(self._client.models())
+        return records
+
+    async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
+        if spec.pin is not None:
+            raise InvalidRequestError(
+                "models are pinned where the server starts; use its settings embedder and reranker"
+            )
+        answer = await self._portal.call(self._client.load(spec.model, progress=progress))
         return LoadReport(
             model=answer.model, load_s=answer.load_time_ms / 1e3, memory_bytes=round(answer.vram_gb * 1e9)
         )
 
-    def _show(self, step: ModelEvent) -> None:
-        if step.done_bytes is not None:
-            self._offer(step)
+    async def cancel_load(self, model: str) -> None:
+        raise InvalidRequestError("a load on a server elsewhere cannot be cancelled from here; wait for its end")
 
-    def _offer(self, step: ModelEvent | None) -> None:
-        if self._steps.full():
-            self._steps.get_nowait()
-        self._steps.put_nowait(step)
+    async def unload(self) -> float:
+        return (await self._portal.call(self._client.unload())).freed_vram_gb
 
-    def _ended(self, task: asyncio.Task[LoadAnswer]) -> None:
-        self._offer(None)
-        if not task.cancelled():
-            task.exception()  # Retrieved, because nothing may wait for it any more.
+    # Requests
+
+    async def generate(self, request: ChatRequest) -> RemoteAnswer:
+        # Always streamed, to measure the time to the first token.
+        answer = RemoteAnswer(self._client, request, self._portal)
+        await answer.start()
+        return answer
+
+    async def embed(self, body: EmbeddingsBody) -> Vectors:
+        answer = await self._portal.call(self._client.embed(body.model_copy(update={"encoding_format": "base64"})))
+        vectors = as_array(answer)
+        return vectors[0] if body.is_single else vectors
+
+    async def rerank(self, body: RerankBody) -> DocumentRanking:
+        body = body.model_copy(update={"return_documents": False})
+        answer = await self._portal.call(self._client.rerank(body))
+        return DocumentRanking(
+            order=tuple((item.index, item.relevance_score) for item in answer.results),
+            model=answer.model,
+            method=answer.method,
+            tokens=answer.usage.prompt_tokens,
+        )
+
+
+async def _next_event(events: AsyncGenerator[LabEvent, None]) -> LabEvent | None:
+    return await anext(events, None)

@@ -1,64 +1,53 @@
-"""A lab whose server runs elsewhere: in another kernel, another process, on another machine."""
+"""Attach to a lab's server in another kernel or process, or on another machine."""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
-from lmx_lab.backend import Source
-from lmx_lab.bench.targets import ChatTarget
-from lmx_lab.client import AsyncLabClient, as_array
+from lmx_lab.client import AsyncLabClient
+from lmx_lab.client.blocking.portal import serves
 from lmx_lab.errors import HostingError, LabError
-from lmx_lab.notebook.arguments import model_name
-from lmx_lab.notebook.bench import Measuring
-from lmx_lab.notebook.launcher import current
-from lmx_lab.notebook.remote import RemoteCost, RemoteGeneration, RemoteLoad
-from lmx_lab.notebook.remote_source import AttachedSource
-from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream
-from lmx_lab.notebook.rerank_result import RerankResult
-from lmx_lab.panels.workbench import Workbench
-from lmx_lab.portal import LoopThread, receive
-from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.models import LoadReport
-from lmx_lab.wire.admin import NotReady
-from lmx_lab.wire.chat import ChatRequest
-from lmx_lab.wire.embeddings import EmbeddingsBody
-from lmx_lab.wire.rerank import RerankBody
+from lmx_lab.notebook.lab import Lab
+from lmx_lab.notebook.lab_server import LabServer
+from lmx_lab.notebook.remote import RemoteBackend
+from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
+from lmx_lab.portal import LoopThread
+from lmx_lab.values.models import LoadSpec
+from lmx_lab.wire.admin import NotReady, Ready
 
-if TYPE_CHECKING:
-    import ipywidgets
-
-    from lmx_lab.notebook.report import Snapshot
-
-T = TypeVar("T")
 LOOK_S = 2.0
-"""A look at the lab waits no longer for its server."""
+"""Maximum time that the lab's repr waits for its server."""
 CLOSE_S = 2.0
 KEPT = 8
-_KEPT: dict[str, AttachedLab] = {}
-"""By address, the last whose panels were asked for: of ``attach(url).panel()`` nobody else holds the lab."""
+"""Maximum number of connections that are kept for panels."""
+_KEPT: dict[str, RemoteServer] = {}
+"""By address, the last connection with panels: without this, nothing would refer to that of ``attach(url).panel()``."""
 
 
-def attach(url: str, *, api_key: str | None = None) -> AttachedLab:
-    """A lab over the server at this address, with the verbs that ``launch()``'s has; also ``with attach(url) as lab``.
+def attach(url: str, *, api_key: str | None = None) -> Lab:
+    """Return a lab over the server at this address, with the verbs of a launched one; also ``with attach(url) as lab``.
+
+    Blocking verbs work in scripts, in cells and beside running event loops: the connection has a loop of its own.
+    ``stop()`` ends the connection, not the server, and so does deleting the lab; ``panel()`` keeps the connection until
+    panels of another connection to the same address are shown.
 
     Args:
-        url: As the server prints it, or through a proxy; a slash or ``/v1`` at its end does not matter.
-        api_key: The server's key, or Jupyter's token where Jupyter is in front of it.
+        url: The address that the server prints, or one through a proxy; with or without ``/v1`` or a slash at its end.
+        api_key: The server's key, or Jupyter's token if Jupyter is in front of it.
 
     Raises:
-        UnreachableError: nothing answers there, or something else than an LMX Lab server.
-        UnauthorizedError: it needs a key, or another one.
-        HostingError: it is the server of the very loop that would wait for it.
+        UnreachableError: no LMX Lab server answers at the address.
+        UnauthorizedError: the server needs a key, or another one.
+        HostingError: the server runs on the caller's own event loop, which would wait for itself.
     """
-    lab = AttachedLab(url, api_key=api_key)
+    server = RemoteServer(url, api_key=api_key)
+    lab = Lab.over(server, server.backend())
     try:
         lab.start()
     except BaseException:
@@ -67,57 +56,94 @@ def attach(url: str, *, api_key: str | None = None) -> AttachedLab:
     return lab
 
 
-class AttachedLab(Measuring):
-    """A connection to a server, and the verbs on it. Made by ``attach()``; ``stop()`` ends the connection alone.
+class RemoteServer(LabServer):
+    """The connection to a server.
 
-    Blocking verbs work in scripts, in cells and beside running loops: the connection has a loop of its own. Dropping it
-    ends the connection too; ``panel()`` keeps it until there are panels of another connection to the same address.
-    """
+    Deleting it ends the connection, so its backend and the panels must not refer to it."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self._client = AsyncLabClient(url, api_key=api_key)
-        self._key = api_key
+        self._api_key = api_key
         self._thread = LoopThread("lmx-lab-attached")
         self._version = ""
-        # Also where nobody stops it: when it is dropped, and at exit.
+        self._callbacks: list[Callable[[], None]] = []
+        # Called by ``close``, when this object is deleted, and at exit.
         self._end = weakref.finalize(self, _end, self._thread, self._client)
-        self._line = Line(self._thread, self._end)
+        # Called before it when this object is deleted. Not at exit: the kernel may not send messages any more.
+        self._on_delete = weakref.finalize(self, _close_later, self._end, self._callbacks)
+        self._on_delete.atexit = False
+        self._portal = LoopPortal(
+            self._thread,
+            check=functools.partial(_check_open, self._end),
+            check_caller=functools.partial(_check_caller, self.url),
+        )
 
-    def start(self) -> None:
-        """Connect, and see that the lab's server answers and takes the key. ``attach()`` does this.
+    def backend(self) -> RemoteBackend:
+        end = self._end
+        return RemoteBackend(self._client, self._portal, is_open=lambda: end.alive)
+
+    @property
+    def portal(self) -> LoopPortal:
+        """The loop of the connection."""
+        return self._portal
+
+    # Lifetime
+
+    async def start(self) -> None:
+        """Connect, and check that a lab's server answers and accepts the key. Does nothing if that has happened.
 
         Raises:
+            HostingError: the connection was stopped.
             LabError: as ``attach()``.
         """
-        self._check_loop()
-        self._line.check()
-        self._thread.start()
-        self._version = self._block(self._greet())
+        _check_open(self._end)
+        if not self._version:
+            self._thread.start()
+            self._version = await on_loop(self._greet())
 
     async def _greet(self) -> str:
         version = await self._client.version()
         await self._client.models()
         return version
 
-    def _check_loop(self) -> None:
+    async def stop(self) -> None:
+        """End the connection, and with it this lab's requests. Idempotent."""
+        await in_thread(self.close)
+
+    def close(self) -> None:
+        """End the connection. Takes up to ``CLOSE_S``."""
+        self._on_delete.detach()
+        self._end()
+        if _KEPT.get(self.url) is self:
+            del _KEPT[self.url]
+        for callback in self._callbacks:
+            callback()
+
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """Call a function when the connection is ended; it must not refer to this object."""
+        self._callbacks.append(callback)
+
+    @property
+    def running(self) -> bool:
+        """Whether the connection is open. The server may have stopped."""
+        return self._end.alive
+
+    def check_caller(self) -> None:
         """
         Raises:
-            HostingError: the server needs the loop of whoever would wait for it here.
+            HostingError: the server runs on the caller's own event loop.
         """
-        own = current()
-        if own is None or own.mode != "kernel" or not _is_at(self.url, own.port, [own.url, *own.lan_urls]):
-            return
-        # None in a thread without a loop, which may wait.
-        if asyncio._get_running_loop() is own._loop:
-            raise HostingError(
-                f"{self.url} is served by this kernel's own loop, which would wait for itself; "
-                "use lmx_lab.current(), or launch(loop='thread')"
-            )
+        _check_caller(self.url)
 
-    daemon = None
-    """Nothing is started for a server elsewhere."""
+    def panels_shown(self) -> None:
+        """Keep this connection until panels of another one to the same address are shown."""
+        if self.running:
+            _KEPT.pop(self.url, None)
+            _KEPT[self.url] = self
+            while len(_KEPT) > KEPT:
+                del _KEPT[next(iter(_KEPT))]
 
-    # Address
+    # Description
 
     @property
     def url(self) -> str:
@@ -125,246 +151,47 @@ class AttachedLab(Measuring):
         return self._client.url
 
     @property
-    def openai(self) -> dict[str, str]:
-        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``."""
-        return {"base_url": f"{self.url}/v1", "api_key": self._key or "lmx-lab"}
+    def api_key(self) -> str | None:
+        return self._api_key
 
     @property
-    def running(self) -> bool:
-        """Whether this connection is open; the server may have gone."""
-        return self._line.open
+    def bench_folder(self) -> None:
+        """The user's own folder, because the server's home may be on another machine."""
 
-    # Models
+    def unpinned(self) -> Sequence[LoadSpec]:
+        return ()
 
-    def load(self, model: str | os.PathLike[str]) -> LoadReport:
-        """Load a model on the server, by id or by a path there, in the place of what is loaded; shows progress.
-
-        Interrupting ends the waiting, not the load.
-
-        Raises:
-            AdminForbiddenError: the server lets only its own machine do this.
-            LabError: why not, and what is loaded now.
-        """
-        name = model_name(model)
-        return self._watch(name, self._begin(name))
-
-    async def aload(self, model: str | os.PathLike[str]) -> LoadReport:
-        name = model_name(model)
-        return await self._awatch(name, self._begin(name))
-
-    async def _begin(self, model: str) -> RemoteLoad:
-        return RemoteLoad(self._client, model)
-
-    def unload(self) -> float:
-        """Unload the server's model; returns the GB (10^9 bytes) that this freed."""
-        return self._block(self._unload())
-
-    async def aunload(self) -> float:
-        return await self._hand_over(self._unload())
-
-    async def _unload(self) -> float:
-        return (await self._client.unload()).freed_vram_gb
-
-    def models(self) -> ModelList:
-        """What is on the server's disk, and which of it is loaded."""
-        return self._block(self._models())
-
-    async def amodels(self) -> ModelList:
-        return await self._hand_over(self._models())
-
-    async def _models(self) -> ModelList:
-        return ModelList.of(await self._client.models())
-
-    # What the verbs do
-
-    async def _chat(self, request: ChatRequest) -> Reply:
-        # Streamed all the same: that tells when the first token came.
-        generation = await RemoteGeneration.begun(self._client, request)
-        whole = await generation.whole()
-        return _reply(whole.text, generation.finished()).including(whole)
-
-    async def _stream(self, request: ChatRequest) -> ReplyStream:
-        generation = await RemoteGeneration.begun(self._client, request)
-        return ReplyStream(generation, finish=_reply, block=self._block, hand_over=self._hand_over)
-
-    async def _embed(self, body: EmbeddingsBody) -> Vectors:
-        answer = await self._client.embed(body.model_copy(update={"encoding_format": "base64"}))
-        vectors = as_array(answer)
-        return vectors[0] if body.is_single else vectors
-
-    async def _rerank(self, body: RerankBody) -> RerankResult:
-        answer = await self._client.rerank(body.model_copy(update={"return_documents": False}))
-        order = [(item.index, item.relevance_score) for item in answer.results]
-        tokens = answer.usage.prompt_tokens
-        return self._displayed(
-            RerankResult(body.query, body.texts, order, model=answer.model, method=answer.method, tokens=tokens)
-        )
-
-    def _as_target(self) -> ChatTarget:
-        return ChatTarget(self.url, api_key=self._key, name="lab")
-
-    def _bench_folder(self) -> None:
-        """This user's: the server's home may be on another machine."""
-
-    # Lifetime
-
-    def stop(self) -> None:
-        """End the connection, and with it what this lab has asked for; the server goes on. Idempotent."""
-        self._end()
-        if _KEPT.get(self.url) is self:
-            del _KEPT[self.url]
-        self._rest()
-
-    close = stop
-
-    async def astop(self) -> None:
-        await asyncio.to_thread(self.stop)
-
-    aclose = astop
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def __await__(self) -> Generator[Any, None, Self]:
-        return self.__aenter__().__await__()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.astop()
-
-    # The way to the connection's loop
-
-    def _block(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            self._check_loop()
-        except HostingError:
-            work.close()
-            raise
-        return self._line.block(work)
-
-    async def _hand_over(self, work: Coroutine[Any, Any, T]) -> T:
-        return await self._line.hand_over(work)
-
-    # Looks
-
-    def _facts(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
+        """Name and value of each line that describes the lab."""
         return {"LMX Lab": self._state(), "address": self.url}
-
-    def _source(self) -> AttachedSource:
-        # Panels outlive the lab, and must not hold it.
-        line = self._line
-        return AttachedSource(self._client, running=lambda: line.open, hand_over=line.hand_over)
-
-    @property
-    def workbench(self) -> Workbench:
-        """What the panels share; it rests when the lab is stopped or dropped."""
-        held = self._workbench
-        workbench = super().workbench
-        if workbench is not held:
-            # At exit nobody looks any more, and the kernel's messages may have ended.
-            weakref.finalize(self, _rest, self._end, workbench, workbench.source).atexit = False
-        return workbench
-
-    def panel(self, *names: str) -> ipywidgets.DOMWidget:
-        """The panels, as one widget: ``models``, ``metrics``, ``chat`` and ``rerank``, or those that are named.
-
-        There is one instance of each; shown again, it is the same one in another place.
-
-        Raises:
-            InvalidRequestError: there is no such panel.
-            ImportError: anywidget or ipywidgets is not installed.
-        """
-        widget = super().panel(*names)
-        if self.running:
-            _KEPT.pop(self.url, None)
-            _KEPT[self.url] = self
-            while len(_KEPT) > KEPT:
-                del _KEPT[next(iter(_KEPT))]
-        return widget
-
-    def snapshot(self) -> Snapshot:
-        """The lab as of now: server, models, figures, versions, machine.
-
-        Raises:
-            HostingError: it is the server of the very loop that would wait for it.
-        """
-        self._check_loop()
-        return super().snapshot()
 
     def _state(self) -> str:
         if not self.running:
             return "connection stopped"
         try:
-            self._check_loop()
-            now = self._thread.run(self._client.ready(), LOOK_S)
+            now = self._portal.run(self._ready())
         except (LabError, TimeoutError) as exc:
             return f"elsewhere, does not answer now: {exc}"
         model = "no model ready" if isinstance(now, NotReady) else f"{now.model} ({now.vram_gb:.2f} GB)"
         return f"elsewhere, version {self._version}, {model}"
 
-
-class Line:
-    """The way to a connection's loop, as long as its lab is there, which it does not hold."""
-
-    def __init__(self, thread: LoopThread, end: weakref.finalize[Any, Any]) -> None:
-        self._thread = thread
-        self._end = end
-
-    @property
-    def open(self) -> bool:
-        return self._end.alive
-
-    def check(self) -> None:
-        """
-        Raises:
-            HostingError: the connection was stopped, or its lab was dropped.
-        """
-        if not self.open:
-            raise HostingError("this connection was stopped; attach() makes a new one")
-
-    def block(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the work on the connection's loop, and wait."""
-        self._check_for(work)
-        return self._thread.run(work)
-
-    async def hand_over(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same for other loops; cancelling this cancels the work."""
-        self._check_for(work)
-        if self._thread.loop is asyncio.get_running_loop():
-            return await work
-        return await receive(self._thread.submit(work))
-
-    def _check_for(self, work: Coroutine[Any, Any, Any]) -> None:
-        try:
-            self.check()
-        except HostingError:
-            work.close()
-            raise
+    async def _ready(self) -> Ready:
+        return await asyncio.wait_for(self._client.ready(), LOOK_S)
 
 
-def _reply(text: str, cost: RemoteCost) -> Reply:
-    return Reply(
-        text=text,
-        model=cost.model,
-        finish_reason=cost.finish_reason,
-        usage=cost.usage,
-        timings=cost.timings,
-        ttft_s=cost.ttft_s,
-    )
+def _check_open(end: weakref.finalize[Any, Any]) -> None:
+    if not end.alive:
+        raise HostingError("this connection was stopped; attach() makes a new one")
 
 
-def _is_at(url: str, port: int, addresses: list[str]) -> bool:
-    where = urlsplit(url)
-    return url in addresses or (where.port == port and where.hostname in ("localhost", "127.0.0.1", "::1"))
+def _check_caller(url: str) -> None:
+    # None in a thread without a loop, which may wait.
+    here = asyncio._get_running_loop()
+    if here is not None and serves(here, url):
+        raise HostingError(
+            f"{url} is served by this kernel's own event loop, which would wait for itself; "
+            "use lmx_lab.current(), or launch(loop='thread')"
+        )
 
 
 def _end(thread: LoopThread, client: AsyncLabClient) -> None:
@@ -375,14 +202,14 @@ def _end(thread: LoopThread, client: AsyncLabClient) -> None:
         thread.stop()
 
 
-def _rest(end: Callable[[], object], workbench: Workbench, source: Source) -> None:
-    """End what the panels do for a lab that was dropped; they show it once more, as stopped."""
+def _close_later(end: Callable[[], object], callbacks: list[Callable[[], None]]) -> None:
+    """Close the connection of a deleted object. Its panels show once more that it is stopped."""
 
-    def rest() -> None:
-        # First, and not left to the other finalizer, which comes after this one.
+    def close() -> None:
         end()
-        workbench.rest()
+        for callback in callbacks:
+            callback()
 
-    if workbench.source is source:
-        # Whoever dropped it last may be the panels' own loop, which cannot wait for its end.
-        threading.Thread(target=rest, name="lmx-lab-rest", daemon=True).start()
+    if callbacks:
+        # The last reference may have been on the panels' own loop, which must not wait for its end.
+        threading.Thread(target=close, name="lmx-lab-rest", daemon=True).start()

@@ -1,16 +1,19 @@
-"""What the notebook's verbs return: a reply, a stream of text that ends in one, a list of models."""
+"""Answers and lists as the lab's verbs return them, with their display in a notebook."""
 
 from __future__ import annotations
 
 import html
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
 
-from lmx_lab.values.generation import GenerationReport, ToolCallDelta, merged_calls
+from lmx_lab.backend import AnswerCost, AnswerStream, Backend
+from lmx_lab.notebook.verbs import LoopPortal
+from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, joined, merged_calls
 from lmx_lab.wire.admin import ModelRecord, ModelRecords
+from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.generation import Timings, Usage
 
 _CODE = re.compile(
@@ -21,10 +24,10 @@ _CODE = re.compile(
 
 
 def safe_markdown(text: str) -> str:
-    """Markdown that shows this text and cannot become live HTML, a link or an image, whichever parser reads it.
+    """Return Markdown that displays this text and never becomes HTML, a link or an image, whichever parser reads it.
 
-    A model's text is untrusted, notebooks run what trusted outputs contain, and an image would fetch a foreign address.
-    Nothing here depends on where a parser sees code: code too is spelled in character references only.
+    A model's text is untrusted, notebooks run scripts in trusted outputs, and an image would be fetched from another
+    host. Parsers differ in what they treat as code, so code consists of character references, too.
     """
     pieces, end = [], 0
     for match in _CODE.finditer(text):
@@ -35,19 +38,19 @@ def safe_markdown(text: str) -> str:
 
 def _safe_prose(text: str) -> str:
     text = text.replace("&", "&amp;").replace("<", "&lt;")
-    # "](" and "]:" are what makes a link, an image or the definition of one; "][" refers to one.
+    # "](" and "]:" make a link, an image or a link definition; "][" is a reference to one.
     return re.sub(r"\](?=[(:\[])", "&#93;", text)
 
 
 def _safe_code(match: re.Match[str]) -> str:
     if match["block"] is None:
         return f"<code>{_references(match['inline'])}</code>"
-    # On one line: an HTML block in a list would end with the list's indentation.
+    # On one line, because an HTML block in a list ends where the indentation of the list ends.
     return f"{match['indent']}<pre><code>{_references(match['block'])}</code></pre>\n"
 
 
 def _folded(title: str, text: str) -> str:
-    """Text behind its title, to be opened. On one line, for the same reason as code."""
+    """Return text that is folded behind a title. On one line, for the same reason as code."""
     lines = "<br>".join(map(_references, text.strip().splitlines()))
     return f"<details><summary>{_references(title)}</summary><small>{lines}</small></details>"
 
@@ -57,17 +60,17 @@ def _references(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """A function that the model asks for."""
+class ReplyToolCall:
+    """A function call that the model requests."""
 
     id: str
     name: str
     arguments: str
-    """JSON of an object, as the model wrote it."""
+    """A JSON object, as the model wrote it."""
 
     @property
     def parsed(self) -> dict[str, Any] | None:
-        """The arguments; None if their text is no JSON object, which happens where an answer was cut off."""
+        """The arguments; None if their text is not a JSON object, for example because the answer was cut off."""
         try:
             value = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -78,59 +81,50 @@ class ToolCall:
         return f"{self.name}({self.arguments})"
 
 
-def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """The calls whose pieces these are, in the order in which they began."""
+def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ReplyToolCall, ...]:
+    """Assemble complete calls from their pieces, in the order in which they started."""
     return tuple(
-        ToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments) for call in merged_calls(pieces)
+        ReplyToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments) for call in merged_calls(pieces)
     )
-
-
-class Piece(Protocol):
-    """A piece of an answer, such as the engine's ``Delta``."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def reasoning(self) -> str: ...
-    @property
-    def tool_calls(self) -> Sequence[ToolCallDelta]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextPiece:
-    """One that nobody has counted the tokens of."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Reply:
-    """A whole answer and what it cost."""
+    """A complete answer and its cost."""
 
     text: str
     reasoning: str = ""
-    """The model's thoughts, if it shows them."""
-    tool_calls: tuple[ToolCall, ...] = ()
-    """What the model asks for; answer each with a message of the role ``tool``."""
+    """The model's thoughts, if its chat format separates them."""
+    tool_calls: tuple[ReplyToolCall, ...] = ()
+    """The calls that the model requests; answer each with a message of the role ``tool``."""
     model: str
     finish_reason: str
     usage: Usage
     timings: Timings
-    """The server's own measurements."""
+    """The server's measurements."""
     ttft_s: float
-    """Seconds from the call to the first token; measured by whoever called, so a network's time is in it."""
+    """Seconds from the call to the first token, measured by the caller. Includes the time of the network."""
     report: GenerationReport | None = None
-    """The engine's own words; None where it runs elsewhere."""
+    """The engine's report; None if the engine runs in another process."""
 
-    def including(self, whole: Piece) -> Reply:
-        """The same with the thoughts and the calls of the answer."""
-        return replace(self, reasoning=whole.reasoning, tool_calls=tool_calls(whole.tool_calls))
+    @classmethod
+    def of(cls, answer: Delta, cost: AnswerCost) -> Self:
+        """Make a reply of the whole answer as one delta."""
+        return cls(
+            text=answer.text,
+            reasoning=answer.reasoning,
+            tool_calls=tool_calls(answer.tool_calls),
+            model=cost.model,
+            finish_reason=cost.finish_reason,
+            usage=cost.usage,
+            timings=cost.timings,
+            ttft_s=cost.ttft_s,
+            report=cost.report,
+        )
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message of the next prompt, which the results of its calls follow."""
+        """The answer as a message for the next prompt; the results of its calls follow it."""
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.tool_calls
@@ -144,7 +138,7 @@ class Reply:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those of the completion's tokens that are thoughts."""
+        """Number of the completion's tokens that are thoughts."""
         return self.usage.completion_tokens_details.reasoning_tokens
 
     def __str__(self) -> str:
@@ -170,56 +164,38 @@ class Reply:
         return f"{speed} · first after {self.ttft_s:.2f} s"
 
 
-Cost_co = TypeVar("Cost_co", covariant=True)
-Cost = TypeVar("Cost")
-
-
-class Deltas(Protocol[Cost_co]):
-    """A generation that is under way; dropping it ends it."""
-
-    async def __anext__(self) -> Piece:
-        """The next piece of text, until ``StopAsyncIteration``."""
-
-    def finished(self) -> Cost_co:
-        """What it cost, once it was read to its end."""
-
-    def close(self) -> None:
-        """End it if it still runs; from any thread."""
+async def read_reply(backend: Backend, request: ChatRequest) -> Reply:
+    """Generate a complete answer. Cancelling this stops the generation."""
+    stream = await backend.generate(request)
+    try:
+        deltas = [delta async for delta in stream]
+    finally:
+        stream.close()
+    return Reply.of(joined(deltas), stream.cost())
 
 
 class ReplyStream:
-    """Text as it is generated: ``for piece in stream`` or ``async for``. Afterwards ``reply`` has the whole.
+    """Text as it is generated: ``for piece in stream`` or ``async for``. Afterwards ``reply`` is the complete reply.
 
-    Leaving the loop early ends the generation, as does ``close()``.
+    Leaving the loop early stops the generation, as does ``close()``.
     """
 
-    def __init__(
-        self,
-        stream: Deltas[Cost],
-        *,
-        finish: Callable[[str, Cost], Reply],
-        block: Callable[[Any], Any],
-        hand_over: Callable[[Any], Awaitable[Any]],
-    ) -> None:
-        self._stream: Deltas[Any] | None = stream
-        self._finish: Callable[[str, Any], Reply] = finish
-        self._block = block
-        self._hand_over = hand_over
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+    def __init__(self, stream: AnswerStream, portal: LoopPortal) -> None:
+        self._stream: AnswerStream | None = stream
+        self._portal = portal
+        self._deltas: list[Delta] = []
         self.reply: Reply | None = None
-        """Set when the generation has ended; stays None when it was left early."""
+        """The reply, once the generation has ended; stays None if it was stopped."""
 
     @property
     def text(self) -> str:
-        """What has come so far."""
-        return "".join(self._text)
+        """The text so far."""
+        return "".join([delta.text for delta in self._deltas])
 
     @property
     def reasoning(self) -> str:
-        """The thoughts that have come so far; they come before the text, and iterating skips them."""
-        return "".join(self._reasoning)
+        """The thoughts so far; they precede the text, and iterating skips them."""
+        return "".join([delta.reasoning for delta in self._deltas])
 
     def __repr__(self) -> str:
         state = "ended" if self._stream is None else "running: iterate it for its text, or close() it"
@@ -227,9 +203,10 @@ class ReplyStream:
 
     def __iter__(self) -> Iterator[str]:
         try:
-            while self._stream is not None and (delta := self._block(_next(self._stream))) is not None:
-                if text := self._take(delta):
-                    yield text
+            while self._stream is not None and (delta := self._portal.run(_next(self._stream))) is not None:
+                self._deltas.append(delta)
+                if delta.text:
+                    yield delta.text
             self._end()
         finally:
             self.close()
@@ -238,39 +215,33 @@ class ReplyStream:
         return _AsyncPieces(self)
 
     def close(self) -> None:
-        """End the generation; at once, from any thread, also in a finalizer. Idempotent."""
+        """Stop the generation. Returns at once; can be called from any thread and in a finalizer. Idempotent."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            # Dropping it would not be enough: the traceback of an interrupted cell refers to it.
+            # Deleting it would not be enough: the traceback of an interrupted cell refers to it.
             stream.close()
 
     async def aclose(self) -> None:
         self.close()
 
     async def _piece(self) -> str | None:
-        while self._stream is not None and (delta := await self._hand_over(_next(self._stream))) is not None:
-            if text := self._take(delta):
-                return text
+        while self._stream is not None and (delta := await self._portal.call(_next(self._stream))) is not None:
+            self._deltas.append(delta)
+            if delta.text:
+                return delta.text
         self._end()
         return None
 
-    def _take(self, delta: Piece) -> str:
-        self._text.append(delta.text)
-        self._reasoning.append(delta.reasoning)
-        self._calls += delta.tool_calls
-        return delta.text
-
     def _end(self) -> None:
         if self._stream is not None:
-            whole = TextPiece(text=self.text, reasoning=self.reasoning, tool_calls=tuple(self._calls))
-            self.reply = self._finish(whole.text, self._stream.finished()).including(whole)
+            self.reply = Reply.of(joined(self._deltas), self._stream.cost())
         self.close()
 
 
 class _AsyncPieces:
-    """One ``async for`` over a stream; dropping it ends the generation.
+    """One ``async for`` over a stream; deleting it stops the generation.
 
-    Not an async generator: what those do when they are dropped is a task that nobody waits for.
+    Not an async generator: deleting one starts a task that nothing awaits.
     """
 
     def __init__(self, stream: ReplyStream) -> None:
@@ -293,7 +264,7 @@ class _AsyncPieces:
         self._stream.close()
 
 
-async def _next(stream: Deltas[Any]) -> Piece | None:
+async def _next(stream: AnswerStream) -> Delta | None:
     return await anext(stream, None)
 
 
@@ -301,13 +272,14 @@ SHOWN = ("id", "loaded", "pinned", "kind", "format", "engine", "quantization", "
 
 
 class ModelList(list[ModelRecord]):
-    """Model records, shown as a table."""
+    """Model records, displayed as a table."""
 
     notes: tuple[str, ...] = ()
-    """What there is to say below the table: the faster engine, and why some models cannot be loaded."""
+    """Lines below the table: which engine is faster, and why some models cannot be loaded."""
 
     @classmethod
     def of(cls, found: ModelRecords) -> Self:
+        """Make a list of the records, with notes."""
         made = cls(found.models)
         problems = dict.fromkeys(record.problem for record in found.models if record.problem)
         made.notes = (*([found.preference.detail] if found.preference else []), *problems)

@@ -17,11 +17,10 @@ from pathlib import Path
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.charts import CSS as CHART_CSS
 from lmx_lab.notebook.charts import Chart, Line, clock, number
-from lmx_lab.notebook.snapshot import Snapshot, moment, safe, taken
+from lmx_lab.notebook.snapshot import Snapshot, moment, safe
 from lmx_lab.panels.history import EndedRequest
 from lmx_lab.wire.admin import ModelRecord, RequestEvent, Sample
 
-__all__ = ["Snapshot", "report_html", "taken", "write_report"]
 MOST_ROWS = 200
 """Of the table of requests."""
 GENERATOR = '<meta name="generator" content="LMX Lab report">'

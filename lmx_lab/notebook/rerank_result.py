@@ -1,14 +1,14 @@
-"""What ``lab.rerank`` returns: documents in order of relevance, as rows, as a data frame, as a table."""
+"""Define the result of ``lab.rerank``: documents in order of relevance, as rows, a data frame or a table."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Self, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from lmx_lab.engine import Ranking
+from lmx_lab.backend import DocumentRanking
 from lmx_lab.frames import pandas_for
 from lmx_lab.values.encoding import EncodeReport, RerankMethod
 
@@ -24,54 +24,44 @@ LINE_CHARACTERS = 90
 @dataclass(frozen=True, kw_only=True)
 class RankedDocument:
     rank: int
-    """From 1."""
+    """Place in the order of relevance, starting at 1."""
     score: float
     index: int
-    """Which of the documents that were given."""
+    """Index among the given documents."""
     document: str
 
 
 class RerankResult(Sequence[RankedDocument]):
-    """The documents, the most relevant first; of equals, the one that came first.
+    """The documents, the most relevant first; of equal scores, the one that was given first.
 
     Args:
-        order: Index among the documents, and score; the most relevant first.
+        documents: All given documents.
+        show: Displays the result as a widget; raises ``ImportError`` where widgets are not installed.
     """
 
     def __init__(
         self,
         query: str,
         documents: Sequence[str],
-        order: Iterable[tuple[int, float]],
+        ranking: DocumentRanking,
         *,
-        model: str,
-        method: RerankMethod,
-        tokens: int,
-        report: EncodeReport | None = None,
+        show: Callable[[RerankResult], None] | None = None,
     ) -> None:
         self.query = query
-        self.model = model
-        self.method: RerankMethod = method
-        """``cosine`` is of two vectors by an embedding model."""
-        self.tokens = tokens
-        """What the model has read."""
-        self.report = report
-        """The engine's own words; None where it runs elsewhere."""
-        self.display_as: Callable[[RerankResult], None] | None = None
-        """Shows it in a notebook; None leaves it at a plain table."""
+        self.model = ranking.model
+        self.method: RerankMethod = ranking.method
+        """``cosine``: scores are cosines of vectors of an embedding model."""
+        self.tokens = ranking.tokens
+        """Number of tokens that the model has read."""
+        self.report: EncodeReport | None = ranking.report
+        """The engine's report; None if the engine runs in another process."""
+        self.widget: Any = None
+        """The widget that displays the result, once it was displayed."""
+        self._show = show
         self._rows = [
             RankedDocument(rank=rank, score=score, index=index, document=documents[index])
-            for rank, (index, score) in enumerate(order, start=1)
+            for rank, (index, score) in enumerate(ranking.order, start=1)
         ]
-
-    @classmethod
-    def by_engine(cls, query: str, documents: Sequence[str], ranking: Ranking, *, top_n: int | None = None) -> Self:
-        """What the engine of this process has ranked."""
-        order = [(index, float(ranking.scores[index])) for index in ranking.order(top_n)]
-        report = ranking.report
-        return cls(
-            query, documents, order, model=report.model, method=ranking.method, tokens=report.tokens, report=report
-        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -85,7 +75,7 @@ class RerankResult(Sequence[RankedDocument]):
 
     @property
     def df(self) -> pd.DataFrame:
-        """The rows as a pandas data frame: rank, score, index, document.
+        """The rows as a pandas data frame with the columns rank, score, index and document.
 
         Raises:
             ImportError: pandas is not installed.
@@ -94,9 +84,13 @@ class RerankResult(Sequence[RankedDocument]):
         return pandas.DataFrame([vars(row) for row in self._rows], columns=list(COLUMNS))
 
     def _ipython_display_(self) -> None:
-        if self.display_as is None:
-            raise NotImplementedError  # which sends IPython to the other forms
-        self.display_as(self)
+        # IPython uses the other forms after a NotImplementedError.
+        if self._show is None:
+            raise NotImplementedError
+        try:
+            self._show(self)
+        except ImportError:
+            raise NotImplementedError from None
 
     def __repr__(self) -> str:
         rows = [COLUMNS, *(_cells(row, LINE_CHARACTERS) for row in self._shown())]
@@ -127,7 +121,7 @@ def _cells(row: RankedDocument, characters: int) -> tuple[str, ...]:
 
 
 def _line(text: str, characters: int) -> str:
-    """On one line and short. What does not print could move a terminal's cursor, or turn the text around."""
+    """Shorten a text to one line. Characters that do not print could move a terminal's cursor or reverse the text."""
     start = "".join(char if char.isprintable() else " " for char in text[: 4 * characters])
     words = " ".join(start.split())
     cut = len(words) > characters or len(text) > 4 * characters

@@ -87,7 +87,7 @@ class Snapshot:
         return f"<table><tbody>{rows}</tbody></table>"
 
 
-def taken(server: ServerState, models: ModelRecords, sample: Sample | None) -> Snapshot:
+def take_snapshot(server: ServerState, models: ModelRecords, sample: Sample | None) -> Snapshot:
     """The snapshot of now, with this process's machine and versions."""
     return Snapshot(
         at=time.time(),

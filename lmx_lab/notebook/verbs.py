@@ -1,195 +1,244 @@
-"""The verbs of a lab, whether its server runs in this process or elsewhere: what they take, and both of their forms."""
+"""Write a method once and get its blocking and its awaited form.
+
+The method is a coroutine that awaits only ``on_loop(...)``, ``in_thread(...)`` and other such coroutines. Its own code
+(checks of arguments, progress bars) runs in the thread of the caller in both forms: ``blocking`` waits in each of these
+calls, ``awaited`` suspends the caller's task. This is the pattern of httpx's ``Auth.auth_flow``.
+"""
 
 from __future__ import annotations
 
-import html
-import os
+import asyncio
+import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
-from typing import Any, Literal, Protocol, TypeVar, overload
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from lmx_lab.notebook.arguments import Documents, Prompt, Texts, chat_request, embeddings_body, rerank_body
-from lmx_lab.notebook.reply import Reply, ReplyStream
-from lmx_lab.notebook.rerank_result import RerankResult
-from lmx_lab.progress import Step, bar
-from lmx_lab.values.encoding import InputType, Vectors
-from lmx_lab.values.models import LoadReport
-from lmx_lab.wire.chat import ChatRequest
-from lmx_lab.wire.embeddings import EmbeddingsBody
-from lmx_lab.wire.rerank import RerankBody
+from lmx_lab.portal import Interrupts, LoopThread, close_result, receive, run_nested
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Load(Protocol):
-    """A load that is under way."""
+class LoopPortal:
+    """Runs coroutines on one event loop, for callers on any thread and any loop.
 
-    async def step(self) -> Step | None:
-        """The next thing to show; None when the load is over."""
+    Args:
+        loop: The loop, or the thread of a loop that has one of its own. A loop of the caller's thread is run nested.
+        check: Called before each call; raises ``HostingError`` if the loop is not in use any more.
+        check_caller: Called before each blocking call; raises ``HostingError`` if the caller must not wait here.
+    """
 
-    async def result(self) -> LoadReport: ...
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop | LoopThread,
+        *,
+        check: Callable[[], None],
+        check_caller: Callable[[], None] | None = None,
+    ) -> None:
+        self._loop = loop
+        self._check = check
+        self._check_caller = check_caller
 
-
-class Verbs(ABC):
-    """Blocking verbs and their twins, over the few methods in which labs differ."""
-
-    @abstractmethod
-    def _block(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the work where the server, or the connection to it, is served, and wait. An interrupt cancels it."""
-
-    @abstractmethod
-    async def _hand_over(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same for callers on a loop of their own."""
-
-    @abstractmethod
-    async def _chat(self, request: ChatRequest) -> Reply: ...
-
-    @abstractmethod
-    async def _stream(self, request: ChatRequest) -> ReplyStream: ...
-
-    @abstractmethod
-    async def _embed(self, body: EmbeddingsBody) -> Vectors: ...
-
-    @abstractmethod
-    async def _rerank(self, body: RerankBody) -> RerankResult: ...
-
-    @abstractmethod
-    def _facts(self) -> dict[str, str]:
-        """What its looks say, by name."""
-
-    # Loads
-
-    def _watch(self, title: str, begin: Coroutine[Any, Any, Load]) -> LoadReport:
-        """A load to its end, its progress shown."""
-        loading = self._block(begin)
-        with bar(title) as shown:
-            while (step := self._block(loading.step())) is not None:
-                shown.update(step)
-        return self._block(loading.result())
-
-    async def _awatch(self, title: str, begin: Coroutine[Any, Any, Load]) -> LoadReport:
-        loading = await self._hand_over(begin)
-        with bar(title) as shown:
-            while (step := await self._hand_over(loading.step())) is not None:
-                shown.update(step)
-        return await self._hand_over(loading.result())
-
-    # Chat
-
-    @overload
-    def chat(self, prompt: Prompt, *, stream: Literal[False] = False, **parameters: Any) -> Reply: ...
-    @overload
-    def chat(self, prompt: Prompt, *, stream: Literal[True], **parameters: Any) -> ReplyStream: ...
-    def chat(self, prompt: Prompt, *, stream: bool = False, **parameters: Any) -> Reply | ReplyStream:
-        """Ask the loaded model; ``prompt`` is a text or a list of messages.
-
-        With ``stream=True`` iterate the result for text as it comes. Interrupting ends the generation.
-
-        Args:
-            parameters: of the chat format: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``,
-                ``seed``, penalties, ``logit_bias``, ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``,
-                ``response_format``, which may be a pydantic model's class; also ``system``. A reply is one text: no
-                ``n``, no ``logprobs``.
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and wait for its result. Ctrl-C cancels it.
 
         Raises:
-            NotLoadedError: load a model first.
-            InvalidRequestError: a parameter that does not exist or is out of range.
+            HostingError: as ``check`` and ``check_caller``.
         """
-        request = chat_request(prompt, parameters)
-        if stream:
-            return self._block(self._stream(request))
-        return self._block(self._chat(request))
+        try:
+            self._check_for(work, self._check, self._check_caller)
+            loop = self._loop
+            return loop.run(work) if isinstance(loop, LoopThread) else run_nested(loop, work)
+        except KeyboardInterrupt:
+            # The interrupt may have come before the coroutine was started.
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()
+            raise
 
-    async def achat(self, prompt: Prompt, **parameters: Any) -> Reply:
-        return await self._hand_over(self._chat(chat_request(prompt, parameters)))
-
-    async def astream(self, prompt: Prompt, **parameters: Any) -> ReplyStream:
-        """``async for piece in await lab.astream("…")``."""
-        return await self._hand_over(self._stream(chat_request(prompt, parameters)))
-
-    # Vectors and scores
-
-    def embed(
-        self,
-        texts: Texts,
-        *,
-        model: str | os.PathLike[str] | None = None,
-        dimensions: int | None = None,
-        input_type: InputType | None = None,
-        truncate: bool = False,
-    ) -> Vectors:
-        """The vectors of texts, float32: one row for each, or for a single text the row alone.
-
-        Args:
-            model: An embedding model in memory; None takes the pinned one, else the loaded one.
-            dimensions: Keep so many leading components and normalize again.
-            input_type: Which of the prompts in the model's files goes before each text; many models have none.
-            truncate: Cut what is too long for the model, instead of refusing it.
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. Cancelling the caller cancels it.
 
         Raises:
-            NotLoadedError: load an embedding model first.
-            ContextLengthError: a text is too long.
+            HostingError: as ``check``.
         """
-        body = embeddings_body(texts, model=model, dimensions=dimensions, input_type=input_type, truncate=truncate)
-        return self._block(self._embed(body))
+        self._check_for(work, self._check)
+        loop, here = self._loop, asyncio.get_running_loop()
+        if isinstance(loop, LoopThread):
+            return await work if loop.loop is here else await receive(loop.submit(work))
+        return await work if loop is here else await receive(asyncio.run_coroutine_threadsafe(work, loop))
 
-    async def aembed(
-        self,
-        texts: Texts,
-        *,
-        model: str | os.PathLike[str] | None = None,
-        dimensions: int | None = None,
-        input_type: InputType | None = None,
-        truncate: bool = False,
-    ) -> Vectors:
-        body = embeddings_body(texts, model=model, dimensions=dimensions, input_type=input_type, truncate=truncate)
-        return await self._hand_over(self._embed(body))
+    def _check_for(self, work: Coroutine[Any, Any, Any], *checks: Callable[[], None] | None) -> None:
+        try:
+            for check in checks:
+                if check is not None:
+                    check()
+        except BaseException:
+            work.close()
+            raise
 
-    def rerank(
-        self,
-        query: str,
-        documents: Documents,
-        *,
-        top_n: int | None = None,
-        model: str | os.PathLike[str] | None = None,
-        truncate: bool = False,
-    ) -> RerankResult:
-        """Documents by relevance to a query: rows with rank, score, index and document; ``.df`` is a data frame.
 
-        Args:
-            documents: Texts, or objects whose ``text`` counts.
-            top_n: Leave out the rows after these.
-            model: A reranker or an embedding model in memory; None takes a reranker first.
-            truncate: Cut documents that are too long for the model, instead of refusing them.
+class PortalOwner(Protocol):
+    """An object with verbs."""
 
-        Raises:
-            NotLoadedError: load a reranker or an embedding model first.
-            ContextLengthError: a document is too long.
-        """
-        body = rerank_body(query, documents, top_n=top_n, model=model, truncate=truncate)
-        return self._block(self._rerank(body))
+    @property
+    def _portal(self) -> LoopPortal: ...
 
-    async def arerank(
-        self,
-        query: str,
-        documents: Documents,
-        *,
-        top_n: int | None = None,
-        model: str | os.PathLike[str] | None = None,
-        truncate: bool = False,
-    ) -> RerankResult:
-        body = rerank_body(query, documents, top_n=top_n, model=model, truncate=truncate)
-        return await self._hand_over(self._rerank(body))
 
-    # Looks
+Owner = TypeVar("Owner", bound=PortalOwner)
 
-    def __repr__(self) -> str:
-        return "\n".join(f"{name}: {value}" for name, value in self._facts().items())
 
-    def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        rows = "".join(
-            f"<tr><th {left}>{html.escape(name)}</th><td {left}><code>{html.escape(value)}</code></td></tr>"
-            for name, value in self._facts().items()
-        )
-        return f"<table>{rows}</table>"
+class VerbStep(ABC, Generic[T]):
+    """What a verb awaits."""
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        result: T = yield self
+        return result
+
+    @abstractmethod
+    def run(self, owner: PortalOwner) -> T: ...
+
+    @abstractmethod
+    async def call(self, owner: PortalOwner) -> T: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Called instead of ``run`` and ``call`` when the verb was interrupted."""
+
+
+class _LoopStep(VerbStep[T]):
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+
+    def run(self, owner: PortalOwner) -> T:
+        return self._portal(owner).run(self._work)
+
+    async def call(self, owner: PortalOwner) -> T:
+        return await self._portal(owner).call(self._work)
+
+    def close(self) -> None:
+        self._work.close()
+
+    def _portal(self, owner: PortalOwner) -> LoopPortal:
+        try:
+            return owner._portal
+        except BaseException:
+            self._work.close()
+            raise
+
+
+class _ThreadStep(VerbStep[T]):
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+
+    def run(self, owner: PortalOwner) -> T:
+        return self._function()
+
+    async def call(self, owner: PortalOwner) -> T:
+        return await asyncio.to_thread(self._function)
+
+    def close(self) -> None:
+        pass
+
+
+def on_loop(work: Coroutine[Any, Any, T]) -> VerbStep[T]:
+    """Run a coroutine on the loop of the owner's portal."""
+    return _LoopStep(work)
+
+
+def in_thread(function: Callable[[], T]) -> VerbStep[T]:
+    """Call a function that may block; the awaited form calls it in another thread."""
+    return _ThreadStep(function)
+
+
+def blocking(verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Owner, P], T]:
+    """Return the blocking form of a verb. Ctrl-C cancels its running step, which raises ``KeyboardInterrupt``."""
+
+    @functools.wraps(verb)
+    def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        # IPython leaves these frames out of tracebacks.
+        __tracebackhide__ = True
+        return run_verb(owner, verb(owner, *args, **kwargs))
+
+    return _named(call, verb.__name__.lstrip("_"))
+
+
+def awaited(
+    verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]:
+    """Return the form of a verb to await, on any event loop. Cancelling it cancels its running step."""
+
+    @functools.wraps(verb)
+    async def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True
+        steps = verb(owner, *args, **kwargs)
+        resume: Callable[[Any], VerbStep[Any]] = steps.send
+        value: Any = None
+        try:
+            while True:
+                step = resume(value)
+                try:
+                    resume, value = steps.send, await step.call(owner)
+                except BaseException as exc:
+                    resume, value = steps.throw, exc
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            # An exception refers to this frame, which must not refer to it.
+            del resume, value
+
+    return _named(call, f"a{verb.__name__.lstrip('_')}")
+
+
+def run_verb(owner: PortalOwner, steps: Coroutine[Any, Any, T]) -> T:
+    """Run the coroutine of a verb, and wait in each of its steps.
+
+    An interrupt between two steps is kept and raised in the verb instead of the next step.
+    """
+    __tracebackhide__ = True
+    result: list[T] = []
+    try:
+        with Interrupts() as interrupts:
+            result.append(_run_steps(owner, steps, interrupts))
+    except KeyboardInterrupt:
+        close_result(result)
+        raise
+    return result[0]
+
+
+def _run_steps(owner: PortalOwner, steps: Coroutine[Any, Any, T], interrupts: Interrupts) -> T:
+    __tracebackhide__ = True
+    resume: Callable[[Any], VerbStep[Any]] = steps.send
+    value: Any = None
+    try:
+        while True:
+            step = resume(value)
+            try:
+                resume, value = steps.send, _run_step(step, owner, interrupts)
+            except BaseException as exc:
+                resume, value = steps.throw, exc
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    finally:
+        del resume, value
+
+
+def _run_step(step: VerbStep[T], owner: PortalOwner, interrupts: Interrupts) -> T:
+    __tracebackhide__ = True
+    try:
+        interrupts.check()
+    except KeyboardInterrupt:
+        step.close()
+        raise
+    return step.run(owner)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _named(function: Function, name: str) -> Function:
+    function.__name__ = name
+    function.__qualname__ = f"{function.__qualname__.rpartition('.')[0]}.{name}"
+    return function

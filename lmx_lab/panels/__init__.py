@@ -1,5 +1,5 @@
-"""Widgets that show a lab and work on it: models, metrics, chat, rerank.
+"""Widgets that show a lab and control it: models, metrics, chat, rerank, and a daemon's events.
 
-Each panel is a Python class and a plain JavaScript file beside it. ``workbench`` runs their Python on a thread of its
-own, ``source`` is the seam to the lab that they show.
+A panel is a Python class, a plain JavaScript file and a style sheet of the same name, and a row in ``layout.PANELS``.
+``workbench`` runs the Python of all panels in a thread of its own; they use a lab through ``lmx_lab.backend.Backend``.
 """

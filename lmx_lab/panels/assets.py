@@ -1,7 +1,7 @@
-"""The panels' JavaScript and CSS as widgets carry them: plain files of this folder, put together without a bundler.
+"""The panels' JavaScript and CSS: plain files of this folder, put together without a bundler.
 
-Every widget instance carries its code, into the saved notebook too, so it is made small: ``make panels`` writes
-``built/`` from the files beside it, and a test fails where that was forgotten.
+Every widget instance carries its code, which is also stored in saved notebooks, so the code is minified: ``make
+panels`` writes ``built/`` from the files beside it, and a test fails if a file there is out of date.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _CSS_SPACE = re.compile(r"/\*[\s\S]*?\*/|^[ \t]+|\n(?=\n)", re.MULTILINE)
 
 @cache
 def script(*names: str) -> str:
-    """One ES module of several files, in this order: what is vendored (in a folder of its own) as it is, then the last
-    one's module in ``built/``, which has the others in it.
+    """Return one ES module: vendored files (in a folder of their own) unchanged, then the minified module in ``built/``
+    of the last file, which includes the other files.
     """
     vendored = [source(name) for name in names if "/" in name]
     return "\n".join([*vendored, source(f"built/{names[-1]}")])
@@ -25,15 +25,15 @@ def script(*names: str) -> str:
 
 @cache
 def styles(*names: str) -> str:
-    """One style sheet from several files, without comments."""
+    """Return one style sheet of several files, without comments."""
     return _CSS_SPACE.sub("", "\n".join(source(name) for name in names)).strip()
 
 
 def source(name: str) -> str:
-    """A file of this folder as it is."""
+    """Return a file of this folder."""
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
 def own(*names: str) -> str:
-    """What ``built/`` has small: the panel's own files as one module."""
+    """Return the files that are not vendored as one module, before minification."""
     return "\n".join(source(name) for name in names if "/" not in name)

@@ -1,4 +1,4 @@
-"""``make panels``: writes the modules of ``built/``. Needs ``tdewolff-minify``, which only developers have."""
+"""Minify the panels' code: ``make panels`` writes ``built/``. Needs ``tdewolff-minify``, a development dependency."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lmx_lab.panels.layout import PANELS
 
 
 def built(*names: str) -> str:
-    """The panel's module, small: without comments and space, and with short names for what is local."""
+    """Return a panel's module without comments and whitespace, and with short local names."""
     small: str = minify.string("application/javascript", assets.own(*names))
     return small.rstrip() + "\n"
 

@@ -1,4 +1,4 @@
-"""The rows of the events panel: the last thousands of events, bounded in number and in bytes."""
+"""Keep the rows of the events panel: the latest events, bounded in number and in bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, get_args
 
-from lmx_lab.panels.rerank import shown
+from lmx_lab.panels.text import clip
 from lmx_lab.wire.event_stream import ResetFrame, Tone
 from lmx_lab.wire.events import DaemonEvent, Topic, TurnThinkingEvent, TurnTokenEvent, topic_of
 
@@ -21,26 +21,26 @@ MARKS = ("stream", "connection")
 """The names of marks begin with these: rows about the connection, which no filter hides."""
 CHARACTERS = 2000
 """Characters of a row's text that are kept and can be searched."""
-MOST_ROWS = 5000
-MOST_BYTES = 16_000_000
+MAX_ROWS = 5000
+MAX_BYTES = 16_000_000
 """Maximum size of all rows together, as JSON."""
-MOST_EVENT_CHARACTERS = 1_000_000
+MAX_EVENT_CHARACTERS = 1_000_000
 """Maximum size of one event as JSON; of longer events the beginning is kept."""
-MOST_GROWN_CHARACTERS = 100_000
+MAX_GROWN_CHARACTERS = 100_000
 """Maximum length of the text in a growing row; the end is kept."""
-MOST_PIECES = 256
+MAX_PIECES = 256
 """Batches of a row that are kept as a list before they are joined."""
 ROW_BYTES = 500
 """Approximate size of a row without its texts."""
-SHOWN_CHARACTERS = 240
+VIEW_CHARACTERS = 240
 """Maximum length of a row's text in a view."""
 # Direction marks and terminal controls, which could make a reader see another event than there is.
-_UNSEEN = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-FIRST = ("event", "seq", "at", "session_id", "turn_id")
+_UNSAFE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+ENVELOPE = ("event", "seq", "at", "session_id", "turn_id")
 COLUMNS = ("time", "seq", "event", "session_id", "turn_id", "batches", "text", "json")
 
 
-class Row:
+class EventRow:
     """An event, or a mark. All ``turn.token`` events of a message are one row, which grows."""
 
     __slots__ = (
@@ -65,19 +65,21 @@ class Row:
         self._size = len(words) + len(text)
 
     @classmethod
-    def of(cls, number: int, event: DaemonEvent) -> Row:
+    def of(cls, number: int, event: DaemonEvent) -> EventRow:
         row = cls(number, event.event, event.at, tone=event.display_tone)
         row.seq, row.session_id, row.turn_id = event.seq, event.session_id, event.turn_id
         if isinstance(event, TurnTokenEvent | TurnThinkingEvent):
             row.message_id = event.data.message_id
-            row._pieces = [event.data.text[-MOST_GROWN_CHARACTERS:]]
+            row._pieces = [event.data.text[-MAX_GROWN_CHARACTERS:]]
             event = event.model_copy(update={"data": event.data.model_copy(update={"text": ""})})
         else:
             row._words = event.display_text()[:CHARACTERS]
         row._json = event.model_dump_json()
-        if len(row._json) > MOST_EVENT_CHARACTERS:
-            cut = {"cut_at": MOST_EVENT_CHARACTERS, "beginning": row._json[:MOST_EVENT_CHARACTERS]}
-            row._json = json.dumps({name: getattr(event, name) for name in FIRST} | {"data": cut}, ensure_ascii=False)
+        if len(row._json) > MAX_EVENT_CHARACTERS:
+            cut = {"cut_at": MAX_EVENT_CHARACTERS, "beginning": row._json[:MAX_EVENT_CHARACTERS]}
+            row._json = json.dumps(
+                {name: getattr(event, name) for name in ENVELOPE} | {"data": cut}, ensure_ascii=False
+            )
         row._size = len(row._words) + len(row._json) + sum(map(len, row._pieces or ()))
         return row
 
@@ -98,52 +100,52 @@ class Row:
         self.seq = event.seq
         self.batches += 1
         self._size += len(event.data.text)
-        if len(self._pieces) > MOST_PIECES or self._size > 2 * MOST_GROWN_CHARACTERS:
+        if len(self._pieces) > MAX_PIECES or self._size > 2 * MAX_GROWN_CHARACTERS:
             text = "".join(self._pieces)
-            self._pieces = [text[-MOST_GROWN_CHARACTERS:]]
+            self._pieces = [text[-MAX_GROWN_CHARACTERS:]]
             self._size -= len(text) - len(self._pieces[0])
 
     def _text(self) -> str:
         # Must not change the row: a cell reads it on another thread.
-        return "".join(self._pieces or ())[-MOST_GROWN_CHARACTERS:]
+        return "".join(self._pieces or ())[-MAX_GROWN_CHARACTERS:]
 
-    def seen(self) -> dict[str, Any]:
-        """The row as a view shows it."""
-        words = " ".join(self.words[-SHOWN_CHARACTERS:].split()) if self._pieces is not None else self.words
+    def view(self) -> dict[str, Any]:
+        """Return the row as a view shows it."""
+        words = " ".join(self.words[-VIEW_CHARACTERS:].split()) if self._pieces is not None else self.words
         return {
             "id": self.number,
             "at": self.at,
             "kind": self.kind,
             "batches": self.batches,
             "session": self.session_id or "",
-            "text": shown(words, SHOWN_CHARACTERS),
+            "text": clip(words, VIEW_CHARACTERS),
             "tone": self.tone,
             "mark": self.is_mark,
             "grows": self._pieces is not None,
         }
 
     def record(self) -> dict[str, Any]:
-        """The event as it was received; a growing row has the first event, all text, and the last ``seq``."""
+        """Return the event as it was received; of a growing row the first one, with all text and the last ``seq``."""
         event: dict[str, Any] = json.loads(self._json)
         if self._pieces is not None:
             event["data"]["text"] = self._text()
             event |= {"seq": self.seq, "batches": self.batches}
-        return {name: event[name] for name in FIRST if name in event} | event
+        return {name: event[name] for name in ENVELOPE if name in event} | event
 
     def as_json(self) -> str:
-        """``record`` as indented JSON, in which control characters are escaped."""
+        """Return ``record`` as indented JSON, in which control characters are escaped."""
         text = json.dumps(self.record(), ensure_ascii=False, indent=2)
-        return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+        return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
     def cells(self) -> tuple[Any, ...]:
-        """The values in the order of ``COLUMNS``."""
+        """Return the values in the order of ``COLUMNS``."""
         text = self._text() if self._pieces is not None else self._words
         record = json.dumps(self.record(), ensure_ascii=False)
         return (self.at, self.seq, self.kind, self.session_id, self.turn_id, self.batches, text, record)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filter:
+class EventFilter:
     """Which rows are shown; marks always are."""
 
     groups: frozenset[str] = frozenset(GROUPS)
@@ -156,7 +158,7 @@ class Filter:
     def is_empty(self) -> bool:
         return self == _EVERYTHING
 
-    def passes(self, row: Row) -> bool:
+    def passes(self, row: EventRow) -> bool:
         if row.is_mark:
             return True
         if row.topic not in self.groups or (self.session_id and row.session_id != self.session_id):
@@ -165,40 +167,41 @@ class Filter:
         return not needle or needle in f"{row.kind} {row.session_id or ''} {row.words}".casefold()
 
 
-_EVERYTHING = Filter()
+_EVERYTHING = EventFilter()
 
 
-class EventLog:
+class EventRows:
     """The rows, and those that pass a filter. Passing rows are numbered from the first one that ever passed."""
 
     def __init__(self) -> None:
-        self._rows: deque[Row] = deque()
-        self._growing: dict[tuple[str, str], Row] = {}
+        self._rows: deque[EventRow] = deque()
+        self._growing: dict[tuple[str, str], EventRow] = {}
         """The growing rows by kind and message, without removed ones."""
-        self._filter = Filter()
-        self._passing: list[Row] | None = None
+        self._filter = EventFilter()
+        self._passing: list[EventRow] | None = None
         self._bytes = 0
         self.count = 0
         """Number of rows that were ever added."""
-        self.lost = 0
+        self.removed = 0
         """Rows that were removed to make room, since the last ``clear``."""
         self.base = 0
         """Passing rows that were removed since the filter was set."""
         self._counting = 0
         """Changes whenever the numbers of passing rows start at 0 again."""
 
-    # In
+    # Add
 
-    def take(self, event: DaemonEvent) -> None:
+    def add(self, event: DaemonEvent) -> None:
+        """Add an event: as a row, or as a batch of the row of its message."""
         if not isinstance(event, TurnTokenEvent | TurnThinkingEvent):
             if isinstance(event, ResetFrame):
-                # The following text may not continue the text before the gap.
+                # Text after the gap does not continue the text before it.
                 self._growing.clear()
-            self._add(Row.of(self.count, event))
+            self._add(EventRow.of(self.count, event))
             return
         row = self._growing.get((event.event, event.data.message_id))
         if row is None:
-            row = self._growing[event.event, event.data.message_id] = Row.of(self.count, event)
+            row = self._growing[event.event, event.data.message_id] = EventRow.of(self.count, event)
             self._add(row)
             return
         before = row.size
@@ -207,13 +210,15 @@ class EventLog:
         self._passing = None
         self._make_room()
 
-    def mark(self, kind: str, words: str, tone: Tone) -> Row:
-        """Add a row that is not an event."""
-        row = Row(self.count, kind, now_iso(), words=words, tone=tone, text=json.dumps({"event": kind, "data": words}))
+    def mark(self, kind: str, words: str, tone: Tone) -> EventRow:
+        """Add a mark, and return its row."""
+        row = EventRow(
+            self.count, kind, now_iso(), words=words, tone=tone, text=json.dumps({"event": kind, "data": words})
+        )
         self._add(row)
         return row
 
-    def change_mark(self, row: Row, words: str) -> None:
+    def change_mark(self, row: EventRow, words: str) -> None:
         """Change the text of a mark."""
         row._words = words
         row._json = json.dumps({"event": row.kind, "at": row.at, "data": words})
@@ -223,10 +228,10 @@ class EventLog:
         """Remove all rows."""
         self._rows.clear()
         self._growing.clear()
-        self._bytes = self.lost = 0
-        self._recount()
+        self._bytes = self.removed = 0
+        self._renumber()
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: EventRow) -> None:
         self._rows.append(row)
         self._bytes += row.size
         self.count += 1
@@ -234,15 +239,15 @@ class EventLog:
         self._make_room()
 
     def _make_room(self) -> None:
-        while len(self._rows) > 1 and (len(self._rows) > MOST_ROWS or self._bytes > MOST_BYTES):
+        while len(self._rows) > 1 and (len(self._rows) > MAX_ROWS or self._bytes > MAX_BYTES):
             row = self._rows.popleft()
             self._bytes -= row.size
-            self.lost += 1
+            self.removed += 1
             self.base += self._filter.passes(row)
             if row.message_id is not None and self._growing.get((row.kind, row.message_id)) is row:
                 del self._growing[row.kind, row.message_id]
 
-    # Out
+    # Read
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -253,43 +258,43 @@ class EventLog:
         return self._bytes
 
     @property
-    def filter(self) -> Filter:
+    def filter(self) -> EventFilter:
         return self._filter
 
     @filter.setter
-    def filter(self, value: Filter) -> None:
+    def filter(self, value: EventFilter) -> None:
         self._filter = value
-        self._recount()
+        self._renumber()
 
-    def _recount(self) -> None:
+    def _renumber(self) -> None:
         self._passing, self.base = None, 0
         self._counting += 1
 
     @property
-    def passing(self) -> Sequence[Row]:
+    def passing(self) -> Sequence[EventRow]:
         """The passing rows, the oldest first."""
         if self._passing is None:
             self._passing = [row for row in self._rows if self._filter.is_empty or self._filter.passes(row)]
         return self._passing
 
     def window(self, first: int | None, count: int) -> dict[str, Any]:
-        """``count`` passing rows from the number ``first`` on, or the newest if it is None."""
+        """Return ``count`` passing rows, starting at number ``first``, or the newest if it is None."""
         passing = self.passing
         at = max(0, len(passing) - count) if first is None else max(0, first - self.base)
-        rows = [row.seen() for row in passing[at : at + count]]
+        rows = [row.view() for row in passing[at : at + count]]
         first = self.base + at
         return {"counting": self._counting, "base": self.base, "total": len(passing), "first": first, "rows": rows}
 
-    def row(self, number: int) -> Row | None:
-        """The row with this number; None if it was removed."""
+    def row(self, number: int) -> EventRow | None:
+        """Return the row with this number; None if it was removed."""
         at = number - self._rows[0].number if self._rows else -1
         return next(islice(self._rows, at, at + 1), None) if at >= 0 else None
 
     def cells(self) -> Iterable[tuple[Any, ...]]:
-        """The values of all rows in the order of ``COLUMNS``; safe while rows are added."""
+        """Return the values of all rows in the order of ``COLUMNS``. Can be called while rows are added."""
         return [row.cells() for row in list(self._rows)]
 
 
 def now_iso() -> str:
-    """The current time as the daemon writes times."""
+    """Return the current time in the daemon's format."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

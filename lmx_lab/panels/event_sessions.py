@@ -1,4 +1,4 @@
-"""Sessions as the events describe them: state, streamed text, calls that wait for a decision."""
+"""Track a daemon's sessions by their events: state, streamed text, calls that wait for a decision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from lmx_lab.panels.rerank import shown
+from lmx_lab.panels.text import clip
 from lmx_lab.wire.event_stream import ResetFrame, SnapshotFrame
 from lmx_lab.wire.events import (
     DaemonEvent,
@@ -29,13 +29,13 @@ from lmx_lab.wire.events import (
 )
 from lmx_lab.wire.sessions import PermissionRecord, SessionRecord
 
-MOST_SESSIONS = 200
-MOST_MESSAGES = 64
+MAX_SESSIONS = 200
+MAX_MESSAGES = 64
 """Maximum number of messages kept of the running turn."""
-MOST_CHARACTERS = 20_000
+MAX_CHARACTERS = 20_000
 """Maximum length of a message's text, and of a turn in a view; the end is kept."""
-MOST_PERMISSIONS = 100
-SHOWN_PERMISSIONS = 20
+MAX_PERMISSIONS = 100
+VIEW_PERMISSIONS = 20
 """Permissions in a view, the oldest first; others follow when these are decided."""
 ARGUMENT_CHARACTERS = 20_000
 """Maximum length of a call's arguments in a view."""
@@ -66,61 +66,61 @@ class SessionView:
     def name(self) -> str:
         # Ids of the same minute have the same beginning.
         end = self.session_id[-ID_CHARACTERS:]
-        return shown(self.title or (self.session_id if end == self.session_id else f"…{end}"), NAME_CHARACTERS)
+        return clip(self.title or (self.session_id if end == self.session_id else f"…{end}"), NAME_CHARACTERS)
 
-    def seen(self) -> dict[str, Any]:
-        """The session as an entry of a view's list."""
+    def view(self) -> dict[str, Any]:
+        """Return the session as an entry of a view's list."""
         return {"id": self.session_id, "name": self.name, "status": self.status}
 
-    def live(self) -> dict[str, Any]:
-        """The session as a view shows it alone."""
-        text = "\n\n".join(self._texts.values())[-MOST_CHARACTERS:]
-        return self.seen() | {
-            "remark": shown(self.remark, MOST_CHARACTERS),
-            "thoughts": shown(self._thoughts, MOST_CHARACTERS),
-            "text": shown(text, MOST_CHARACTERS),
+    def live_view(self) -> dict[str, Any]:
+        """Return the session with its text."""
+        text = "\n\n".join(self._texts.values())[-MAX_CHARACTERS:]
+        return self.view() | {
+            "remark": clip(self.remark, MAX_CHARACTERS),
+            "thoughts": clip(self._thoughts, MAX_CHARACTERS),
+            "text": clip(text, MAX_CHARACTERS),
         }
 
-    def is_now(self, record: SessionRecord) -> None:
+    def set_record(self, record: SessionRecord) -> None:
         self.title, self.status, self.turn_id = record.title, record.status, record.active_turn_id
 
-    def begins(self, turn_id: str | None) -> None:
+    def begin(self, turn_id: str | None) -> None:
         self.status, self.turn_id, self.remark, self._thoughts = "running", turn_id, "", ""
         self._texts.clear()
 
-    def runs(self, turn_id: str | None) -> None:
-        """Note that a turn runs, whose start may have been missed."""
+    def begin_if_idle(self, turn_id: str | None) -> None:
+        """Begin a turn, unless its start was received."""
         if self.turn_id != turn_id or self.status == "idle":
-            self.begins(turn_id)
+            self.begin(turn_id)
 
-    def ends(self, remark: str) -> None:
+    def end(self, remark: str) -> None:
         self.status, self.turn_id, self.remark = "idle", None, remark
 
-    def writes(self, message_id: str, text: str) -> None:
+    def append_text(self, message_id: str, text: str) -> None:
         before = self._texts.get(message_id) or self._texts.pop("", "")
         self._set(message_id, before + text)
 
-    def thinks(self, text: str) -> None:
-        self._thoughts = (self._thoughts + text)[-MOST_CHARACTERS:]
+    def append_thoughts(self, text: str) -> None:
+        self._thoughts = (self._thoughts + text)[-MAX_CHARACTERS:]
 
-    def wrote(self, message_id: str, text: str) -> None:
-        """Set a complete message, which replaces its streamed text."""
+    def set_text(self, message_id: str, text: str) -> None:
+        """Replace the streamed text of a message by the complete one."""
         self._texts.pop("", None)
         self._set(message_id, text)
 
-    def resumes(self, partial_text: str) -> None:
+    def resume(self, partial_text: str) -> None:
         self._texts, self._thoughts, self.remark = {}, "", ""
         if partial_text:
             self._set("", partial_text)
 
     def _set(self, message_id: str, text: str) -> None:
-        self._texts[message_id] = text[-MOST_CHARACTERS:]
-        if len(self._texts) > MOST_MESSAGES:
+        self._texts[message_id] = text[-MAX_CHARACTERS:]
+        if len(self._texts) > MAX_MESSAGES:
             del self._texts[next(iter(self._texts))]
 
 
-class Sessions:
-    """The sessions with events, at most the latest ``MOST_SESSIONS``."""
+class SessionTracker:
+    """The sessions with events, at most the latest ``MAX_SESSIONS``."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, SessionView] = {}
@@ -128,7 +128,7 @@ class Sessions:
         self._permissions: dict[str, PermissionRecord] = {}
         self._count = 0
 
-    def take(self, event: DaemonEvent) -> None:
+    def add(self, event: DaemonEvent) -> None:
         handler = _HANDLERS.get(type(event))
         if handler is None:
             return
@@ -147,7 +147,7 @@ class Sessions:
             self._count += 1
             session = SessionView(session_id, self._count)
         self._sessions[session_id] = session
-        if len(self._sessions) > MOST_SESSIONS:
+        if len(self._sessions) > MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         return session
 
@@ -155,113 +155,113 @@ class Sessions:
         self._sessions.clear()
         self._permissions.clear()
 
-    def decided(self, permission_id: str) -> None:
-        """Remove a permission that was decided; its event follows."""
+    def remove_permission(self, permission_id: str) -> None:
+        """Remove a permission that was decided in this panel; its event follows."""
         self._permissions.pop(permission_id, None)
 
-    # Out
+    # Views
 
-    def seen(self) -> list[dict[str, Any]]:
-        """All sessions for a view, the newest first."""
+    def view(self) -> list[dict[str, Any]]:
+        """Return all sessions, the newest first."""
         newest_first = sorted(self._sessions.values(), key=lambda session: -session.number)
-        return [session.seen() for session in newest_first]
+        return [session.view() for session in newest_first]
 
     def live(self, session_id: str) -> dict[str, Any]:
-        """One session with its text; empty if it is not known."""
+        """Return one session with its text; empty if it is not known."""
         session = self._sessions.get(session_id)
-        return session.live() if session is not None else {}
+        return session.live_view() if session is not None else {}
 
-    def waiting(self) -> list[dict[str, Any]]:
-        """The calls that wait for a decision, at most the oldest ``SHOWN_PERMISSIONS``."""
-        return [self._asked(record) for record in islice(self._permissions.values(), SHOWN_PERMISSIONS)]
+    def permissions(self) -> list[dict[str, Any]]:
+        """Return the calls that wait for a decision, at most the oldest ``VIEW_PERMISSIONS``."""
+        return [self._permission_view(record) for record in islice(self._permissions.values(), VIEW_PERMISSIONS)]
 
-    def _asked(self, record: PermissionRecord) -> dict[str, Any]:
+    def _permission_view(self, record: PermissionRecord) -> dict[str, Any]:
         arguments = json.dumps(record.arguments, ensure_ascii=False, indent=1)
         session = self._sessions.get(record.session_id)
         return {
             "id": record.permission_id,
-            "tool": shown(record.tool, 200),
+            "tool": clip(record.tool, 200),
             "session": session.name if session is not None else record.session_id,
-            "arguments": shown(arguments, ARGUMENT_CHARACTERS),
+            "arguments": clip(arguments, ARGUMENT_CHARACTERS),
             "left_out": max(0, len(arguments) - ARGUMENT_CHARACTERS),
             "expires_at": record.expires_at,
         }
 
     # Effects of the events
 
-    def _record(self, session: SessionView, event: SessionCreatedEvent | SessionUpdatedEvent) -> None:
-        session.is_now(event.data.session)
+    def _on_record(self, session: SessionView, event: SessionCreatedEvent | SessionUpdatedEvent) -> None:
+        session.set_record(event.data.session)
 
-    def _deleted(self, session: SessionView, event: SessionDeletedEvent) -> None:
+    def _on_deleted(self, session: SessionView, event: SessionDeletedEvent) -> None:
         self._sessions.pop(session.session_id, None)
-        self._withdraw(session.session_id)
+        self._remove_permissions(session.session_id)
 
-    def _snapshot(self, session: SessionView, event: SnapshotFrame) -> None:
+    def _on_snapshot(self, session: SessionView, event: SnapshotFrame) -> None:
         it = event.data.session
-        session.is_now(it)
+        session.set_record(it)
         session.cursor = it.cursor
-        session.resumes(it.partial_text)
-        self._withdraw(session.session_id)
+        session.resume(it.partial_text)
+        self._remove_permissions(session.session_id)
         for record in it.permissions:
-            self._wait(record)
+            self._add_permission(record)
 
-    def _queued(self, session: SessionView, event: TurnQueuedEvent) -> None:
+    def _on_queued(self, session: SessionView, event: TurnQueuedEvent) -> None:
         if session.status == "idle":
             session.status = "queued"
 
-    def _started(self, session: SessionView, event: TurnStartedEvent) -> None:
-        session.begins(event.turn_id)
+    def _on_started(self, session: SessionView, event: TurnStartedEvent) -> None:
+        session.begin(event.turn_id)
 
-    def _progress(self, session: SessionView, event: TurnProgressEvent) -> None:
+    def _on_progress(self, session: SessionView, event: TurnProgressEvent) -> None:
         session.remark = event.data.note
 
-    def _token(self, session: SessionView, event: TurnTokenEvent) -> None:
-        session.runs(event.turn_id)
-        session.writes(event.data.message_id, event.data.text)
+    def _on_token(self, session: SessionView, event: TurnTokenEvent) -> None:
+        session.begin_if_idle(event.turn_id)
+        session.append_text(event.data.message_id, event.data.text)
         session.remark = ""
 
-    def _thinking(self, session: SessionView, event: TurnThinkingEvent) -> None:
-        session.runs(event.turn_id)
-        session.thinks(event.data.text)
+    def _on_thinking(self, session: SessionView, event: TurnThinkingEvent) -> None:
+        session.begin_if_idle(event.turn_id)
+        session.append_thoughts(event.data.text)
 
-    def _message(self, session: SessionView, event: MessageDoneEvent) -> None:
+    def _on_message(self, session: SessionView, event: MessageDoneEvent) -> None:
         message = event.data.message
         if message.role == "assistant" and (message.content or message.message_id):
-            session.wrote(message.message_id or "", message.content)
+            session.set_text(message.message_id or "", message.content)
 
-    def _tool(self, session: SessionView, event: ToolStartEvent) -> None:
-        session.remark = f"runs {event.data.name}"
+    def _on_tool(self, session: SessionView, event: ToolStartEvent) -> None:
+        session.remark = f"running {event.data.name}"
 
-    def _tool_end(self, session: SessionView, event: ToolEndEvent) -> None:
+    def _on_tool_end(self, session: SessionView, event: ToolEndEvent) -> None:
         session.remark = f"{event.data.name}: {event.data.status}"
 
-    def _asks(self, session: SessionView, event: PermissionRequestEvent) -> None:
+    def _on_permission_request(self, session: SessionView, event: PermissionRequestEvent) -> None:
         session.status = "waiting"
-        self._wait(event.data.permission)
+        self._add_permission(event.data.permission)
 
-    def _resolved(self, session: SessionView, event: PermissionResolvedEvent) -> None:
+    def _on_permission_resolved(self, session: SessionView, event: PermissionResolvedEvent) -> None:
         self._permissions.pop(event.data.permission.permission_id, None)
         if session.status == "waiting":
             session.status = "running"
 
-    def _done(self, session: SessionView, event: TurnDoneEvent) -> None:
+    def _on_done(self, session: SessionView, event: TurnDoneEvent) -> None:
         stats = event.stats
-        session.ends(
+        session.end(
             f"{event.data.stop_reason} · {stats.completion_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s"
         )
-        self._withdraw(session.session_id, event.turn_id)
+        self._remove_permissions(session.session_id, event.turn_id)
 
-    def _failed(self, session: SessionView, event: TurnErrorEvent) -> None:
-        session.ends(event.data.error.message)
-        self._withdraw(session.session_id, event.turn_id)
+    def _on_failed(self, session: SessionView, event: TurnErrorEvent) -> None:
+        session.end(event.data.error.message)
+        self._remove_permissions(session.session_id, event.turn_id)
 
-    def _wait(self, record: PermissionRecord) -> None:
+    def _add_permission(self, record: PermissionRecord) -> None:
         if record.decision is None:
             self._permissions[record.permission_id] = record
-        if len(self._permissions) > MOST_PERMISSIONS:
+        if len(self._permissions) > MAX_PERMISSIONS:
             del self._permissions[next(iter(self._permissions))]
 
-    def _withdraw(self, session_id: str, turn_id: str | None = None) -> None:
+    def _remove_permissions(self, session_id: str, turn_id: str | None = None) -> None:
         gone = [
             record.permission_id
             for record in self._permissions.values()
@@ -271,21 +271,21 @@ class Sessions:
             del self._permissions[permission_id]
 
 
-_HANDLERS: Mapping[type, Callable[[Sessions, SessionView, Any], None]] = {
-    SessionCreatedEvent: Sessions._record,
-    SessionUpdatedEvent: Sessions._record,
-    SessionDeletedEvent: Sessions._deleted,
-    SnapshotFrame: Sessions._snapshot,
-    TurnQueuedEvent: Sessions._queued,
-    TurnStartedEvent: Sessions._started,
-    TurnProgressEvent: Sessions._progress,
-    TurnTokenEvent: Sessions._token,
-    TurnThinkingEvent: Sessions._thinking,
-    MessageDoneEvent: Sessions._message,
-    ToolStartEvent: Sessions._tool,
-    ToolEndEvent: Sessions._tool_end,
-    PermissionRequestEvent: Sessions._asks,
-    PermissionResolvedEvent: Sessions._resolved,
-    TurnDoneEvent: Sessions._done,
-    TurnErrorEvent: Sessions._failed,
+_HANDLERS: Mapping[type, Callable[[SessionTracker, SessionView, Any], None]] = {
+    SessionCreatedEvent: SessionTracker._on_record,
+    SessionUpdatedEvent: SessionTracker._on_record,
+    SessionDeletedEvent: SessionTracker._on_deleted,
+    SnapshotFrame: SessionTracker._on_snapshot,
+    TurnQueuedEvent: SessionTracker._on_queued,
+    TurnStartedEvent: SessionTracker._on_started,
+    TurnProgressEvent: SessionTracker._on_progress,
+    TurnTokenEvent: SessionTracker._on_token,
+    TurnThinkingEvent: SessionTracker._on_thinking,
+    MessageDoneEvent: SessionTracker._on_message,
+    ToolStartEvent: SessionTracker._on_tool,
+    ToolEndEvent: SessionTracker._on_tool_end,
+    PermissionRequestEvent: SessionTracker._on_permission_request,
+    PermissionResolvedEvent: SessionTracker._on_permission_resolved,
+    TurnDoneEvent: SessionTracker._on_done,
+    TurnErrorEvent: SessionTracker._on_failed,
 }

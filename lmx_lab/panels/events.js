@@ -248,7 +248,7 @@ export default panel("Events", ({ model, root, watch }) => {
   });
   watch(["frame"], () => {
     take(get("frame"));
-    set(count, get("frame").said);
+    set(count, get("frame").summary);
     draw();
   });
   return () => {

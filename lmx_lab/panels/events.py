@@ -1,4 +1,4 @@
-"""The events panel: what the daemon does, row by row as it happens, and the decisions it waits for."""
+"""The events panel: a daemon's events as rows, the text of a session, and calls that wait for a decision."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from lmx_lab.backend import Source
+from lmx_lab.backend import Backend
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
 from lmx_lab.frames import pandas_for
-from lmx_lab.panels.event_rows import COLUMNS, GROUPS, MOST_ROWS, EventLog, Filter, Row
-from lmx_lab.panels.event_sessions import Sessions
+from lmx_lab.panels.event_rows import COLUMNS, GROUPS, MAX_ROWS, EventFilter, EventRow, EventRows
+from lmx_lab.panels.event_sessions import SessionTracker
 from lmx_lab.panels.event_source import EventSource
-from lmx_lab.panels.panel import Panel, number_field, text_field
-from lmx_lab.panels.rerank import shown
+from lmx_lab.panels.panel import BUG, Panel, number_field, text_field
+from lmx_lab.panels.text import clip, sendable, table_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
 from lmx_lab.wire.event_stream import ResetFrame
@@ -29,66 +29,67 @@ from lmx_lab.wire.events import DaemonEvent
 
 log = logging.getLogger(__name__)
 WINDOW_ROWS = 100
-"""In a frame, and at most in the answer to a request."""
+"""Rows in a frame, and maximum number of rows in the reply to a request."""
 SNAPSHOT_ROWS = 40
 SEARCH_CHARACTERS = 200
-TURN_EVENTS = 200
-"""After so many the loop's other work has its turn, however fast events come."""
-NO_DAEMON = "No daemon runs for this lab: lmx_lab.launch(daemon=True) starts one."
+EVENTS_AT_ONCE = 200
+"""Events after which other tasks of the loop run, however fast events arrive."""
+NO_DAEMON = "This lab has no daemon; lmx_lab.launch(daemon=True) starts one."
 
 
 class EventsPanel(Panel):
-    """The daemon's events as rows, with filters; the running text of a session; tools that wait for a decision.
+    """The daemon's events as rows, with filters; the text of a session; calls of tools that wait for a decision.
 
-    The last 5,000 rows are kept, here and not in the browser: a view has a window of at most 100 and asks for others.
-    What comes of one message's text is a single row that grows. Events are read as long as the panel is open, whether
-    or not anybody looks at it. ``df`` has the rows.
+    The last 5,000 rows are kept in Python: a view has a window of at most 100 rows, and requests others. The streamed
+    text of a message is a single row that grows. Events are read as long as the panel is open, also without a view.
+    ``df`` has the rows.
     """
 
     SCRIPTS = ("panel.js", "keyed.js", "events.js")
     STYLES = ("panel.css", "events.css")
+    NEEDS_DAEMON = True
     REQUESTS: ClassVar[frozenset[str]] = frozenset(
         {"rows", "event", "filter", "decide", "cancel", "clear", "reconnect"}
     )
 
     connection = traitlets.Dict().tag(sync=True)
-    """``{state, words, place, error}``; states are those of a ``ConnectionState``, and ``none``: without a daemon."""
+    """``{state, words, place, error}``; the state is that of a ``ConnectionState``, or ``none`` without a daemon."""
     frame = traitlets.Dict().tag(sync=True)
-    """The newest rows that pass: ``{counting, base, total, first, rows, said}``. Rows that pass are counted from 0 on,
-    also when the oldest make room: those that there are have the numbers from ``base`` to ``base + total``. With
-    another ``counting`` they are counted anew."""
+    """The newest rows that pass the filter: ``{counting, base, total, first, rows, summary}``. Passing rows are
+    numbered from 0, and keep their numbers when the oldest are removed: existing rows have the numbers from ``base`` to
+    ``base + total``. The numbers start at 0 again when ``counting`` changes."""
     filter = traitlets.Dict().tag(sync=True)
-    """``{groups, session, text}``; for all views."""
+    """``{groups, session, text}``; the same for all views."""
     sessions: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """``{id, name, status}`` each."""
+    """``{id, name, status}`` of each session."""
     live = traitlets.Dict().tag(sync=True)
-    """Of the filter's session: ``{id, name, status, remark, thoughts, text}``; empty without one."""
+    """The filter's session: ``{id, name, status, remark, thoughts, text}``; empty without one."""
     permissions: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """Calls that wait: ``{id, tool, session, arguments, left_out, expires_at}``."""
+    """Calls that wait for a decision: ``{id, tool, session, arguments, left_out, expires_at}``."""
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
-        self._log = EventLog()
-        self._sessions = Sessions()
+        self._rows = EventRows()
+        self._sessions = SessionTracker()
         self._source: EventSource | None = None
         self._reader: asyncio.Task[None] | None = None
         self._stream: tuple[str, int] | None = None
-        """The log that was read, and how far."""
-        self._outage: tuple[Row, float] | None = None
-        """The mark of the lost connection, and since when it is."""
+        """Id of the daemon's log, and the cursor of the last event that was read."""
+        self._outage: tuple[EventRow, float] | None = None
+        """The mark of a lost connection, and when it was lost."""
         self._connection = ConnectionState(state="connecting")
         self._is_stale = False
         self._is_closed = False
         super().__init__(workbench, **{**self._drawn(), **traits})
 
-    # The workbench's calls
+    # Called by the workbench
 
-    def tick(self, source: Source, sample: Sample | None) -> None:
-        super().tick(source, sample)
+    def tick(self, backend: Backend, sample: Sample | None) -> None:
+        super().tick(backend, sample)
         if self._is_closed:
             return
         if self.workbench.events is not self._source:
             self._follow(self.workbench.events)
-        # A workbench that rested has ended the reader.
+        # The reader was cancelled when the workbench rested.
         elif self._source is not None and (self._reader is None or self._reader.cancelled()):
             self._read()
 
@@ -99,15 +100,15 @@ class EventsPanel(Panel):
         self._sessions.clear()
         self._connection = ConnectionState(state="connecting")
         if source is not None:
-            if self._log.count:
-                self._log.mark("connection.other", f"another daemon is shown from here on: {source.place}", "warn")
+            if self._rows.count:
+                self._rows.mark("connection.other", f"events of another daemon follow: {source.place}", "warn")
             self._read()
         self._redraw()
 
     def close(self) -> None:
         task, self._is_closed = self._reader, True
         if task is not None and not task.done():
-            with contextlib.suppress(RuntimeError):  # its loop is closed, and the reader has ended
+            with contextlib.suppress(RuntimeError):  # Its loop is closed, and the reader has ended.
                 task.get_loop().call_soon_threadsafe(task.cancel)
         super().close()
 
@@ -115,69 +116,67 @@ class EventsPanel(Panel):
 
     def _read(self) -> None:
         assert self._source is not None
-        self._reader = asyncio.create_task(self._events(self._source), name="read a daemon's events")
+        self._reader = asyncio.create_task(self._read_events(self._source), name="read a daemon's events")
 
-    async def _events(self, source: EventSource) -> None:
+    async def _read_events(self, source: EventSource) -> None:
         error: LabError | None = None
         count = 0
         try:
             async with aclosing(source.events()) as events:
                 async for event in events:
-                    self._take(event)
+                    self._receive_event(event)
                     self._redraw()
                     count += 1
-                    if count % TURN_EVENTS == 0:
+                    if count % EVENTS_AT_ONCE == 0:
                         await asyncio.sleep(0)
         except LabError as exc:
             error = exc
         except Exception:
-            log.exception("a daemon's events could not be read")
-            error = HostingError("a bug in the panel; the kernel's log has the details")
+            log.exception("a daemon's events cannot be read")
+            error = HostingError(BUG)
         except asyncio.CancelledError:
-            # The workbench rests, or another daemon is shown: no mark in the log is due.
+            # The workbench rests, or another daemon is shown; neither needs a mark.
             if source is self._source:
                 self._connection = ConnectionState(state="closed")
                 self._redraw()
             raise
         if source is self._source and self._connection.state != "closed":
-            self._connected(ConnectionState(state="closed", error=error))
+            self._set_connection(ConnectionState(state="closed", error=error))
             self._redraw()
 
-    def _take(self, event: DaemonEvent | ConnectionState) -> None:
+    def _receive_event(self, event: DaemonEvent | ConnectionState) -> None:
         if isinstance(event, ConnectionState):
-            self._connected(event)
+            self._set_connection(event)
             return
         if isinstance(event, ResetFrame):
             self._stream = (event.stream_id, event.data.cursor)
         elif event.seq is not None:
             if self._stream is not None and self._stream[0] == event.stream_id and event.seq <= self._stream[1]:
-                return  # a reader that begins anew hears the end of what it knows again
+                return  # A new reader receives the last events once more.
             self._stream = (event.stream_id, event.seq)
-        self._log.take(event)
-        self._sessions.take(event)
+        self._rows.add(event)
+        self._sessions.add(event)
 
-    def _connected(self, now: ConnectionState) -> None:
+    def _set_connection(self, now: ConnectionState) -> None:
         self._connection = now
         why = f": {now.error.message}" if now.error is not None else ""
         if now.state == "waiting":
             if self._outage is None:
-                self._outage = (self._log.mark("connection.lost", "", "warn"), time.monotonic())
+                self._outage = (self._rows.mark("connection.lost", "", "warn"), time.monotonic())
             attempts = f" ({now.attempts} attempts have failed)" if now.attempts > 1 else ""
-            self._log.change_mark(self._outage[0], f"no connection to the daemon{attempts}{why}")
+            self._rows.change_mark(self._outage[0], f"no connection to the daemon{attempts}{why}")
         elif now.state == "live" and self._outage is not None:
             away_s = time.monotonic() - self._outage[1]
             self._outage = None
-            self._log.mark(
-                "connection.again", f"connected again after {away_s:.1f} s; what was missed is above", "good"
-            )
+            self._rows.mark("connection.again", f"reconnected after {away_s:.1f} s; missed events are above", "good")
         elif now.state == "closed":
             self._outage = None
-            self._log.mark("connection.closed", f"the connection has ended for good{why}", "bad")
+            self._rows.mark("connection.closed", f"the connection was closed{why}", "bad")
 
-    # Down
+    # State
 
     def _redraw(self) -> None:
-        """With the next frame; however much happens until then, it is put into words once."""
+        """Update all traits with the next frame; they are computed once, however many events arrive until then."""
         if not self._is_stale:
             self._is_stale = True
             self.show()
@@ -185,56 +184,56 @@ class EventsPanel(Panel):
     def flush(self) -> None:
         if self._is_stale:
             self._is_stale = False
-            self._waiting |= self._drawn()
+            self._pending |= self._drawn()
         super().flush()
 
     def _drawn(self) -> dict[str, Any]:
-        rows = self._log.filter
+        rows = self._rows.filter
         return {
-            "connection": self._connection_seen(),
-            "frame": self._log.window(None, WINDOW_ROWS) | {"said": self._said()},
+            "connection": self._connection_view(),
+            "frame": self._rows.window(None, WINDOW_ROWS) | {"summary": self._summary()},
             "filter": {"groups": sorted(rows.groups), "session": rows.session_id, "text": rows.text},
-            "sessions": self._sessions.seen(),
+            "sessions": self._sessions.view(),
             "live": self._sessions.live(rows.session_id) if rows.session_id else {},
-            "permissions": self._sessions.waiting(),
+            "permissions": self._sessions.permissions(),
         }
 
-    def _said(self) -> str:
-        """How much there is, in words."""
-        passing, kept, lost = len(self._log.passing), len(self._log), self._log.lost
-        words = f"{kept:,} rows" if passing == kept else f"{passing:,} of {kept:,} rows"
-        return f"{words}; {lost:,} older ones are no longer here" if lost else words
+    def _summary(self) -> str:
+        """Describe the number of rows."""
+        passing, kept, removed = len(self._rows.passing), len(self._rows), self._rows.removed
+        count = f"{kept:,} rows" if passing == kept else f"{passing:,} of {kept:,} rows"
+        return f"{count}; {removed:,} older ones were removed" if removed else count
 
-    def _connection_seen(self) -> dict[str, str]:
+    def _connection_view(self) -> dict[str, str]:
         now, source = self._connection, self._source
         if source is None:
             return {"state": "none", "words": NO_DAEMON, "place": "", "error": ""}
         words = now.state.replace("-", " ")
         if now.state == "waiting":
-            again = "soon" if now.retry_in_s is None else f"within {now.retry_in_s:.0f} s"
-            words = f"no connection; next attempt {again}"
+            when = "soon" if now.retry_in_s is None else f"within {now.retry_in_s:.0f} s"
+            words = f"no connection; next attempt {when}"
         error = now.error.message if now.error is not None else ""
         return {"state": now.state, "words": words, "place": source.place, "error": error}
 
     # Requests
 
     async def do_rows(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """``count`` of the rows that pass, from number ``first`` on or, if that has made room, from the first."""
+        """Return ``count`` passing rows, starting at number ``first``, or at the oldest if that was removed."""
         first = number_field(fields, "first", low=0, high=2**53, default=0)
         count = number_field(fields, "count", low=1, high=WINDOW_ROWS, default=WINDOW_ROWS)
-        return self._log.window(int(first), int(count))
+        return self._rows.window(int(first), int(count))
 
     async def do_event(self, fields: Mapping[str, Any]) -> str:
-        """A row's event as JSON, for the clipboard or the eye."""
+        """Return a row's event as JSON."""
         number = int(number_field(fields, "row", low=0, high=2**53, default=-1))
-        row = self._log.row(number)
+        row = self._rows.row(number)
         if row is None:
-            raise NotFoundError(f"row {number} is no longer kept: the last {MOST_ROWS:,} are")
+            raise NotFoundError(f"row {number} was removed; the last {MAX_ROWS:,} are kept")
         return row.as_json()
 
     async def do_filter(self, fields: Mapping[str, Any]) -> None:
-        """``groups``, ``session``, ``text``: what is left out stays."""
-        now = self._log.filter
+        """Set ``groups``, ``session`` and ``text``; missing ones stay as they are."""
+        now = self._rows.filter
         groups, session, text = (
             fields.get("groups", list(now.groups)),
             fields.get("session", now.session_id),
@@ -247,14 +246,12 @@ class EventsPanel(Panel):
                 raise InvalidRequestError(
                     f"{name} is {value!r:.60}; it must be a text of at most {SEARCH_CHARACTERS} characters", param=name
                 )
-        # Half a character, which JavaScript's texts may contain, cannot be sent back as UTF-8.
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        self._log.filter = Filter(groups=frozenset(groups), session_id=session, text=text)
+        self._rows.filter = EventFilter(groups=frozenset(groups), session_id=session, text=sendable(text))
         self._redraw()
 
     async def do_decide(self, fields: Mapping[str, Any]) -> None:
-        """``decision`` allow or deny of a permission, with the ``scope`` once or session."""
-        permission_id = text_field(fields, "permission", most=SEARCH_CHARACTERS)
+        """Decide about a ``permission``: ``decision`` is allow or deny, ``scope`` is once or session."""
+        permission_id = text_field(fields, "permission", limit=SEARCH_CHARACTERS)
         decision, scope = fields.get("decision"), fields.get("scope", "once")
         match decision, scope:
             case (("allow" | "deny"), ("once" | "session")):
@@ -265,21 +262,21 @@ class EventsPanel(Panel):
                     "they are allow or deny, and once or session",
                     param="decision",
                 )
-        self._sessions.decided(permission_id)
+        self._sessions.remove_permission(permission_id)
         self._redraw()
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
-        """Stop the running turn of a session."""
-        await self._daemon().cancel(text_field(fields, "session", most=SEARCH_CHARACTERS))
+        """Cancel the running turn of a session."""
+        await self._daemon().cancel(text_field(fields, "session", limit=SEARCH_CHARACTERS))
 
     async def do_clear(self, fields: Mapping[str, Any]) -> None:
-        """Forget the rows; sessions and what waits for a decision stay."""
-        self._log.clear()
+        """Remove all rows; sessions, and calls that wait for a decision, stay."""
+        self._rows.clear()
         self._outage = None
         self._redraw()
 
     async def do_reconnect(self, fields: Mapping[str, Any]) -> None:
-        """Begin anew where the connection has ended for good."""
+        """Connect again, if the connection was closed."""
         self._daemon()
         if self._reader is None or self._reader.done():
             self._connection = ConnectionState(state="connecting")
@@ -291,37 +288,33 @@ class EventsPanel(Panel):
             raise HostingError(NO_DAEMON)
         return self._source
 
-    # For cells, and without a kernel
+    # Data frames and saved notebooks
 
     @property
     def df(self) -> Any:
-        """The rows as a pandas data frame, the oldest first: ``time`` (UTC), ``seq``, ``event``, ``session_id``,
-        ``turn_id``, ``batches``, ``text`` and the event as ``json``. Filters do not matter. A message's streamed text
-        is one row of so many ``batches``; marks of the connection have no ``seq``.
+        """All rows as a pandas data frame, whatever the filter is, the oldest first: ``time`` (UTC), ``seq``,
+        ``event``, ``session_id``, ``turn_id``, ``batches``, ``text`` and the event as ``json``. The streamed text of a
+        message is one row; ``batches`` is its number of events. Marks of the connection have no ``seq``.
 
         Raises:
             ImportError: pandas is not installed.
         """
         pandas = pandas_for("df")
-        frame = pandas.DataFrame(self._log.cells(), columns=list(COLUMNS))
+        frame = pandas.DataFrame(self._rows.cells(), columns=list(COLUMNS))
         frame["time"] = pandas.to_datetime(frame["time"], utc=True, format="ISO8601")
         frame["seq"] = frame["seq"].astype("Int64")
         return frame
 
     def snapshot_html(self) -> str:
-        now = self._connection_seen()
-        rows = self._log.window(None, SNAPSHOT_ROWS)["rows"]
-        where = html.escape(f"{now['words']}, {now['place']}" if now["place"] else now["words"])
-        caption = f"Events: {where}; {html.escape(self._said())}, of which the last {len(rows)} are here"
-        head = "".join(f"<th {_LEFT}>{name}</th>" for name in ("time (UTC)", "event", "session", "what"))
+        now = self._connection_view()
+        rows = self._rows.window(None, SNAPSHOT_ROWS)["rows"]
+        where = f"{now['words']}, {now['place']}" if now["place"] else now["words"]
+        caption = html.escape(f"Events: {where}; {self._summary()}, the last {len(rows)} below")
+        head = table_row(["time (UTC)", "event", "session", "content"], "th")
         body = "".join(_snapshot_row(row) for row in rows)
-        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-_LEFT = "style='text-align:left'"
+        return f"<table><caption>{caption}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def _snapshot_row(row: Mapping[str, Any]) -> str:
     kind = row["kind"] if row["batches"] == 1 else f"{row['kind']} \N{MULTIPLICATION SIGN}{row['batches']}"
-    cells = (row["at"][11:23], kind, row["session"], shown(row["text"], 200))
-    return "<tr>" + "".join(f"<td {_LEFT}>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+    return table_row([row["at"][11:23], kind, row["session"], clip(row["text"], 200)])

@@ -1,4 +1,4 @@
-"""What a lab did in the last quarter of an hour: its figures twice a second, and how its requests ended."""
+"""Record what a lab did in the last 15 minutes: measurements twice a second, and the ends of requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from lmx_lab.wire.admin import RequestEvent, Sample
 
 KEPT_S = 15 * 60
-MOST_SAMPLES = 2 * KEPT_S
-MOST_REQUESTS = 1000
+MAX_SAMPLES = 2 * KEPT_S
+MAX_REQUESTS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,25 +21,25 @@ class EndedRequest:
 
 
 class History:
-    """Filled by the workbench, read by any thread."""
+    """Samples and ended requests. The workbench adds to it; it can be read from any thread."""
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
-        self._requests: deque[EndedRequest] = deque(maxlen=MOST_REQUESTS)
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._requests: deque[EndedRequest] = deque(maxlen=MAX_REQUESTS)
 
     @property
     def samples(self) -> list[Sample]:
-        """The oldest first."""
+        """The samples, the oldest first."""
         return list(self._samples)
 
     @property
     def requests(self) -> list[EndedRequest]:
-        """The oldest first, up to a thousand."""
+        """At most ``MAX_REQUESTS`` requests, the oldest first."""
         return list(self._requests)
 
     def add_sample(self, sample: Sample) -> None:
         if self._samples and self._samples[-1].at == sample.at:
-            return  # a server elsewhere tells one a second, and is looked at twice
+            return  # A server elsewhere sends one sample a second, and two are read.
         self._samples.append(sample)
         while self._samples[0].at < sample.at - KEPT_S:
             self._samples.popleft()

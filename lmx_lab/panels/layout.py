@@ -1,4 +1,4 @@
-"""Panels put together: one instance of each for a workbench, alone or side by side."""
+"""List the panels, and put them together: one instance of each for a workbench, alone or side by side."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ PANELS: dict[str, type[Panel]] = {
     "events": EventsPanel,
 }
 CARD = "card"
-REPORTED = ("chat", "rerank")
 
 
-class Panels(ipywidgets.GridBox):  # type: ignore[misc]
-    """Several panels, beside each other where there is room."""
+class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
+    """Several panels, side by side if there is room."""
 
     def __init__(self, panels: Sequence[Panel]) -> None:
         columns = "repeat(auto-fit, minmax(min(26rem, 100%), 1fr))"
@@ -47,40 +46,46 @@ class Panels(ipywidgets.GridBox):  # type: ignore[misc]
 
 
 def composed(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget:
-    """The named panels, or all (events only where there is a daemon); a single one is itself.
+    """Return the named panels as one widget. Without names all, but those of a daemon only if there is one.
 
     Raises:
-        InvalidRequestError: there is no such panel.
+        InvalidRequestError: there is no panel of this name.
     """
     for name in names:
         if name not in PANELS:
-            raise InvalidRequestError(f"there is no panel {name!r:.40}; there are {', '.join(PANELS)}", param="names")
+            raise InvalidRequestError(
+                f"there is no panel {name!r:.40}; the panels are {', '.join(PANELS)}", param="names"
+            )
     panels = [panel(workbench, name, PANELS[name]) for name in names or _usual(workbench)]
     if len(panels) == 1:
         return panels[0]
     box = workbench.boxes.get(tuple(names))
     if box is None or box.comm is None or box.children != tuple(panels):
-        box = workbench.boxes[tuple(names)] = Panels(panels)
+        box = workbench.boxes[tuple(names)] = PanelGrid(panels)
     return box
 
 
 def _usual(workbench: Workbench) -> Sequence[str]:
-    return [name for name in PANELS if name != "events" or workbench.events is not None]
+    return [name for name, panel in PANELS.items() if not panel.NEEDS_DAEMON or workbench.events is not None]
 
 
 def card(workbench: Workbench) -> Panel:
-    """The lab in short: where it is, what it has loaded, the list of models folded."""
+    """Return the lab in short: its addresses and its loaded model, with the list of models folded."""
     return panel(workbench, CARD, lambda bench: ModelsPanel(bench, compact=True))
 
 
 def panel(workbench: Workbench, name: str, make: Callable[[Workbench], Panel]) -> Panel:
-    """The workbench's one instance; a new one if that was closed."""
+    """Return the workbench's one instance, or a new one if that was closed."""
     found: Panel | None = workbench.panels.get(name)
     if found is None or found.comm is None:
         found = workbench.panels[name] = make(workbench)
     return found
 
 
-def shown_sections(workbench: Workbench) -> list[tuple[str, str]]:
-    """What the panels in use say, by title, as static HTML."""
-    return [(name.title(), workbench.panels[name].snapshot_html()) for name in REPORTED if name in workbench.panels]
+def report_sections(workbench: Workbench) -> list[tuple[str, str]]:
+    """Return title and static HTML of the existing panels that belong into a report."""
+    return [
+        (name.title(), workbench.panels[name].snapshot_html())
+        for name, panel in PANELS.items()
+        if panel.IN_REPORT and name in workbench.panels
+    ]

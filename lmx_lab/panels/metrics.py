@@ -1,4 +1,4 @@
-"""The metrics panel: what the lab does now and did in the last minutes, as figures, charts and a data frame."""
+"""The metrics panel: speed, requests and memory, as numbers, charts and a data frame."""
 
 from __future__ import annotations
 
@@ -13,43 +13,47 @@ from typing import Any
 
 import traitlets
 
-from lmx_lab.backend import Source
+from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 from lmx_lab.panels.panel import Panel
+from lmx_lab.panels.text import table_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
 
 WINDOWS_MIN = (1, 5, 15)
-MOST_POINTS = 400
-"""Of a window; more than a chart of usual width has pixels for."""
+MAX_POINTS = 400
+"""Points in a window; a chart of the usual width has fewer pixels."""
 GAP_S = 3.0
-"""Samples further apart are not joined by a line: in between nobody knows."""
+"""Samples that are further apart are not connected by a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
+class MetricChart:
+    """One chart of the panel, and the values above it."""
+
     title: str
     unit: str
     digits: int
-    """After the point."""
+    """Decimal places of the values."""
     least: float
-    """The axis goes at least so far."""
+    """Minimum of the highest value on the axis."""
     names: tuple[str, ...]
     lines: int
-    """So many of the names are drawn; the others are figures only."""
+    """The number of names, from the first, that have a line; the others have only a value."""
     fields: tuple[str, ...]
-    """Of a sample, one for each name."""
+    """The field of ``Sample`` for each name."""
 
     def shown(self) -> dict[str, Any]:
+        """The chart as a view shows it."""
         title = f"{self.title}, {self.unit}" if self.unit else self.title
         return {**asdict(self), "title": title}
 
 
 CHARTS = (
-    # Reading is so much faster than writing that on one axis nothing would be seen of the latter.
-    Chart(
-        title="Writing",
+    # Prefill is so much faster than decoding that one axis for both would hide the latter.
+    MetricChart(
+        title="Generated",
         unit="tokens/s",
         digits=1,
         least=1,
@@ -57,8 +61,8 @@ CHARTS = (
         lines=1,
         fields=("decode_tokens_per_second",),
     ),
-    Chart(
-        title="Reading",
+    MetricChart(
+        title="Processed",
         unit="tokens/s",
         digits=1,
         least=1,
@@ -66,7 +70,7 @@ CHARTS = (
         lines=2,
         fields=("prompt_tokens_per_second", "encoded_tokens_per_second"),
     ),
-    Chart(
+    MetricChart(
         title="Requests",
         unit="",
         digits=0,
@@ -75,7 +79,7 @@ CHARTS = (
         lines=2,
         fields=("active_requests", "queued_requests"),
     ),
-    Chart(
+    MetricChart(
         title="Memory",
         unit="GB",
         digits=2,
@@ -86,14 +90,14 @@ CHARTS = (
     ),
 )
 FIELDS = tuple(field for chart in CHARTS for field in chart.fields)
-figures = attrgetter(*FIELDS)
-NOTHING = (math.nan,) * len(FIELDS)
+values_of = attrgetter(*FIELDS)
+NO_VALUES = (math.nan,) * len(FIELDS)
 
 
 class MetricsPanel(Panel):
-    """Speed, requests and memory over the last minutes; ``df`` has the samples behind it.
+    """Speed, requests and memory over the last minutes; ``df`` has the samples.
 
-    Sampling is the workbench's and goes on while the view is paused.
+    The workbench takes samples also while the view is paused.
     """
 
     SCRIPTS = ("uplot/uPlot.iife.min.js", "panel.js", "metrics.js")
@@ -101,18 +105,18 @@ class MetricsPanel(Panel):
     REQUESTS = frozenset({"change"})
 
     charts: Any = traitlets.List().tag(sync=True)
-    """What is drawn: ``Chart`` as dicts, their columns in this order."""
+    """``MetricChart`` as dicts; the columns of ``frame`` are in their order."""
     minutes = traitlets.Int(1).tag(sync=True)
     paused = traitlets.Bool(False).tag(sync=True)
     job = traitlets.Unicode().tag(sync=True)
-    """How far a measurement is; empty while there is none."""
+    """Progress of a measurement; empty if there is none."""
     now: Any = traitlets.List().tag(sync=True)
-    """The figures of now, a column each; none while there are none."""
+    """The current values, one for each column; empty if there are none."""
     end = traitlets.Float().tag(sync=True)
-    """The window's right edge, seconds since 1970. The frame's times are relative to it, since a float32 cannot hold
-    seconds since 1970."""
+    """The right edge of the window in seconds since 1970. The times in ``frame`` are relative to it, because a float32
+    cannot represent seconds since 1970."""
     frame = traitlets.Bytes().tag(sync=True)
-    """The window as little-endian float32: a column of times, then a column for each figure; NaN is a gap."""
+    """The window in little-endian float32: a column of times, then one column for each value; NaN is a gap."""
 
     def __init__(self, workbench: Workbench) -> None:
         samples = workbench.history.samples
@@ -121,25 +125,25 @@ class MetricsPanel(Panel):
 
     @property
     def samples(self) -> list[Sample]:
-        """Twice a second, of the last quarter of an hour; the oldest first."""
+        """The samples of the last 15 minutes, two a second, the oldest first."""
         return self.workbench.history.samples
 
     @property
     def df(self) -> Any:
-        """The samples as a pandas data frame: ``time`` (UTC), and the figures with their units in the names.
+        """The samples as a pandas data frame: ``time`` (UTC), and the values, whose names have their units.
 
         Raises:
             ImportError: pandas is not installed.
         """
         pandas = pandas_for("df")
         samples = self.samples
-        frame = pandas.DataFrame([figures(sample) for sample in samples], columns=list(FIELDS))
+        frame = pandas.DataFrame([values_of(sample) for sample in samples], columns=list(FIELDS))
         times = array("d", (sample.at for sample in samples))
         frame.insert(0, "time", pandas.to_datetime(times, unit="s", utc=True))
         return frame
 
-    def tick(self, source: Source, sample: Sample | None) -> None:
-        super().tick(source, sample)
+    def tick(self, backend: Backend, sample: Sample | None) -> None:
+        super().tick(backend, sample)
         if (job := self.workbench.job) != self.shown("job"):
             self.show(job=job)
         if sample is not None and not self.shown("paused"):
@@ -148,7 +152,7 @@ class MetricsPanel(Panel):
             self.show(now=[])
 
     async def do_change(self, fields: Mapping[str, Any]) -> None:
-        """``minutes`` of the window, ``paused``: what is left out stays."""
+        """Set ``minutes`` of the window, and ``paused``; missing ones stay as they are."""
         minutes = fields.get("minutes", self.shown("minutes"))
         paused = fields.get("paused", self.shown("paused"))
         if isinstance(minutes, bool) or minutes not in WINDOWS_MIN:
@@ -168,52 +172,50 @@ class MetricsPanel(Panel):
     def snapshot_html(self) -> str:
         samples = self.samples
         rows = "".join(_snapshot_row(chart, at, samples) for chart in CHARTS for at in range(len(chart.fields)))
-        left = "style='text-align:left'"
-        head = "".join(f"<th {left}>{name}</th>" for name in ("figure", "last", f"highest in {len(samples)} samples"))
+        head = table_row(["measurement", "latest", f"highest of {len(samples)} samples"], "th")
         state = html.escape(self.server["state"])
-        return f"<table><caption>Metrics: server {state}</caption><thead><tr>{head}</tr></thead>{rows}</table>"
+        return f"<table><caption>Metrics: server {state}</caption><thead>{head}</thead>{rows}</table>"
 
 
-def _snapshot_row(chart: Chart, at: int, samples: Sequence[Sample]) -> str:
+def _snapshot_row(chart: MetricChart, at: int, samples: Sequence[Sample]) -> str:
     field = attrgetter(chart.fields[at])
-    last, most = (field(samples[-1]), max(map(field, samples))) if samples else (None, None)
+    latest, highest = (field(samples[-1]), max(map(field, samples))) if samples else (None, None)
     name = "total" if at >= chart.lines else chart.names[at]
-    cells = (f"{chart.title}: {name}", _shown(chart, last), _shown(chart, most))
-    return "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+    return table_row([f"{chart.title}: {name}", _formatted(chart, latest), _formatted(chart, highest)])
 
 
-def _shown(chart: Chart, value: float | None) -> str:
+def _formatted(chart: MetricChart, value: float | None) -> str:
     return "none yet" if value is None else f"{value:,.{chart.digits}f} {chart.unit}".rstrip()
 
 
 def _drawn(samples: Sequence[Sample], *, window_s: float) -> dict[str, Any]:
     """The traits of one frame."""
     end = samples[-1].at
-    return {"end": end, "now": list(figures(samples[-1])), "frame": packed(window(samples, window_s=window_s), end)}
+    return {"end": end, "now": list(values_of(samples[-1])), "frame": packed(window(samples, window_s=window_s), end)}
 
 
 def window(samples: Sequence[Sample], *, window_s: float) -> list[tuple[float, ...]]:
-    """The last seconds as rows of time and figures, at most ``MOST_POINTS``.
+    """Return the last seconds as rows of time and values, at most ``MAX_POINTS``.
 
-    Of samples that share a point, each figure's highest is kept: a peak must not vanish because the window is long.
-    Points lie on a grid of absolute time, so that the curve moves and does not flicker. A gap is a row of NaN.
+    If several samples share a point, the highest of each value is kept, so that no peak is lost in a long window.
+    Points lie on a grid of absolute time, so that the curve moves without flickering. A gap is a row of NaN.
     """
-    width_s = window_s / MOST_POINTS
+    width_s = window_s / MAX_POINTS
     rows: list[tuple[float, ...]] = []
     last = -math.inf
     for sample in _recent(samples, window_s):
-        at, values = sample.at, figures(sample)
+        at, values = sample.at, values_of(sample)
         if rows and at - last > GAP_S:
-            rows.append(((at + last) / 2, *NOTHING))
+            rows.append(((at + last) / 2, *NO_VALUES))
         elif rows and at // width_s == last // width_s:
             values = tuple(map(max, values, rows.pop()[1:]))
         rows.append((at, *values))
         last = at
-    return rows[-MOST_POINTS:]
+    return rows[-MAX_POINTS:]
 
 
 def _recent(samples: Sequence[Sample], window_s: float) -> list[Sample]:
-    """Those of the window, in ascending time: what is older than a clock that was set back is left out."""
+    """The samples in the window, in ascending time. Samples from before the clock was set back are left out."""
     recent: list[Sample] = []
     for sample in reversed(samples):
         if recent and (sample.at > recent[-1].at or sample.at < recent[0].at - window_s):
@@ -224,7 +226,7 @@ def _recent(samples: Sequence[Sample], window_s: float) -> list[Sample]:
 
 
 def packed(rows: Iterable[Sequence[float]], end: float) -> bytes:
-    """Rows as columns of little-endian float32, times relative to ``end``."""
+    """Convert rows to columns of little-endian float32, with times relative to ``end``."""
     flat = array("f")
     for number, column in enumerate(zip(*rows, strict=True)):
         flat.extend(column if number else (at - end for at in column))

@@ -1,4 +1,4 @@
-"""What all panels have in common: state down in traits, requests up as messages, one reply to each."""
+"""The base class of all panels: state is sent down in traits, requests come up as messages with one reply each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import anywidget
 import traitlets
 
-from lmx_lab.backend import Source
+from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.panels import assets, static_fallback
 from lmx_lab.panels.workbench import Workbench
@@ -20,33 +20,38 @@ from lmx_lab.wire.admin import ModelEvent, Sample
 
 log = logging.getLogger(__name__)
 FRAME_S = 0.3
-"""Between two messages of state: under four a second whatever happens, and still alive to the eye."""
-MOST_REQUESTS = 16
-"""Of one panel at the same time; the next one is refused."""
-LONGEST_ID = 64
+"""Time between two messages of state: fewer than four a second, and changes still appear at once."""
+MAX_REQUESTS = 16
+"""Running requests of one panel; further ones are refused."""
+MAX_ID_CHARACTERS = 64
+BUG = "a bug in the panel; the kernel's log has the details"
 
 
 class Panel(anywidget.AnyWidget):
     """A widget that shows the workbench's lab.
 
-    Traits go one way, down. They are set on the workbench's loop only, through ``show``; a view that opens late, again
-    or in a second tab therefore sees what all others see. A view asks with ``{id, do, ...}`` and is answered
+    Traits are only sent to the views, never back. They are set on the workbench's loop, through ``show``, so a view
+    that opens late, again or in a second tab shows the same as all others. A view sends ``{id, do, ...}`` and receives
     ``{id, ok, result}`` or ``{id, ok, error: {code, message}}``. Messages may arrive on any thread.
     """
 
     SCRIPTS: ClassVar[tuple[str, ...]] = ()
-    """Files of this folder that make up the panel's module."""
+    """Files of this folder that make up the panel's module; the last one is the panel's own."""
     STYLES: ClassVar[tuple[str, ...]] = ("panel.css",)
     REQUESTS: ClassVar[frozenset[str]] = frozenset()
-    """What a view may ask; for ``load`` there is the coroutine ``do_load(fields)``."""
+    """Requests of views: ``load`` calls the coroutine ``do_load(fields)``."""
+    IN_REPORT: ClassVar[bool] = False
+    """Whether ``lab.report`` includes the panel's snapshot."""
+    NEEDS_DAEMON: ClassVar[bool] = False
+    """Whether ``lab.panel()`` shows the panel only if there is a daemon."""
 
     server = traitlets.Dict().tag(sync=True)
     """``ServerState`` as a dict."""
     revision = traitlets.Int().tag(sync=True)
-    """Counts the messages of state; a view that has missed one sees a gap, or learns of it with ``compare``."""
+    """Number of state messages; a view that has missed one finds out by the gap, or with ``compare``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Not in the classes that traitlets derives for each instance: there these are traits.
+        # traitlets derives a class for each instance, in which these are traits already.
         if "SCRIPTS" in cls.__dict__:
             cls._esm = assets.script(*cls.SCRIPTS)
             cls._css = assets.styles(*cls.STYLES)
@@ -54,23 +59,24 @@ class Panel(anywidget.AnyWidget):
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
         self.workbench = workbench
-        self._waiting: dict[str, Any] = {}
+        self._pending: dict[str, Any] = {}
+        """Values of traits for the next frame."""
         self._frame: asyncio.TimerHandle | None = None
         self._shown_at = -FRAME_S
-        self._answering: set[asyncio.Task[None]] = set()
-        super().__init__(**{"server": asdict(workbench.source.state()), **traits})
-        # ipykernel takes a view's messages to the shell to which the panel has last spoken, which is the cell's: behind
-        # one that blocks, a click would wait. The view's own choice is right, JupyterLab opens a shell for widgets.
+        self._requests: set[asyncio.Task[None]] = set()
+        super().__init__(**{"server": asdict(workbench.backend.state()), **traits})
+        # ipykernel sends a view's messages to the shell that the panel has last used, which is the cell's: a click
+        # would wait for a cell that blocks. The shell that JupyterLab has opened for widgets does not.
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = lambda _data, chosen: chosen
-        self.on_msg(self._received)
+        self.on_msg(self._receive)
         workbench.watch(self)
 
-    # Down
+    # State
 
     def show(self, **values: Any) -> None:
-        """Set traits, in the next frame; on the workbench's loop."""
-        self._waiting |= values
+        """Set traits with the next frame. Call it on the workbench's loop."""
+        self._pending |= values
         if self._frame is None:
             wait_s = self._shown_at + FRAME_S - time.monotonic()
             if wait_s <= 0:
@@ -80,7 +86,7 @@ class Panel(anywidget.AnyWidget):
 
     def flush(self) -> None:
         self._frame = None
-        values, self._waiting = self._waiting, {}
+        values, self._pending = self._pending, {}
         self._shown_at = time.monotonic()
         with self.hold_sync():
             self.revision += 1
@@ -88,70 +94,77 @@ class Panel(anywidget.AnyWidget):
                 setattr(self, name, value)
 
     def shown(self, name: str) -> Any:
-        """A trait's value, or the one that it will have with the next frame."""
-        return self._waiting.get(name, getattr(self, name))
+        """Return a trait's value, or the value for the next frame."""
+        return self._pending.get(name, getattr(self, name))
 
-    # The workbench's calls
+    @property
+    def serves(self) -> bool:
+        """Whether the server accepts requests, as far as the panel knows."""
+        return self.shown("server")["state"] in ("running", "lagging")
 
-    def tick(self, source: Source, sample: Sample | None) -> None:
-        state = asdict(source.state())
+    # Called by the workbench
+
+    def tick(self, backend: Backend, sample: Sample | None) -> None:
+        state = asdict(backend.state())
         if state != self.shown("server"):
             self.show(server=state)
 
     def model_event(self, event: ModelEvent) -> None:
-        """For panels that show models."""
+        """Does nothing; for panels that show models."""
 
-    def changed_source(self) -> None:
-        """For panels that keep what belongs to one lab."""
+    def backend_changed(self) -> None:
+        """Does nothing; for panels whose state belongs to one lab."""
 
-    # Up
+    # Requests
 
     async def do_compare(self, fields: Mapping[str, Any]) -> int:
-        """The revision that a view has against the panel's, which it gets, with all of the state where they differ.
+        """Compare the revision of a view with the panel's. Returns the panel's, and sends all state if they differ.
 
-        What a kernel says while its connection breaks is lost, and nothing in the widgets' protocol tells of it.
+        Messages of the kernel are lost while its connection breaks, and the protocol of widgets does not detect it.
         """
         if fields.get("revision") != self.revision:
             self.send_state([name for name in self.keys if not name.startswith("_")])
         return self.revision
 
-    def _received(self, _widget: Any, content: Any, _buffers: Any) -> None:
+    def _receive(self, _widget: Any, content: Any, _buffers: Any) -> None:
         self.workbench.submit(self._accept(content))
 
     async def _accept(self, content: Any) -> None:
         number = content.get("id") if isinstance(content, dict) else None
-        if not isinstance(number, str) or len(number) > LONGEST_ID:
-            log.warning("a panel's message has no id: %.200r", content)
+        if not isinstance(number, str) or len(number) > MAX_ID_CHARACTERS:
+            log.warning("a panel has received a message without an id: %.200r", content)
             return
-        if len(self._answering) >= MOST_REQUESTS:
-            self._refuse(number, "queue-full", f"{MOST_REQUESTS} requests of this panel are under way; wait for one")
+        if len(self._requests) >= MAX_REQUESTS:
+            self._refuse(
+                number, "queue-full", f"{MAX_REQUESTS} requests of this panel are running; wait for one to end"
+            )
             return
         task = asyncio.create_task(self._answer(number, content), name=f"answer a panel's {content.get('do')!r:.40}")
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
 
     async def _answer(self, number: str, content: Mapping[str, Any]) -> None:
-        what = content.get("do")
+        name = content.get("do")
         try:
             known = self.REQUESTS | {"compare"}
-            if not isinstance(what, str) or what not in known:
-                raise InvalidRequestError(f"this panel cannot {what!r:.40}; it can {', '.join(sorted(known))}")
-            result = await getattr(self, f"do_{what}")(content)
+            if not isinstance(name, str) or name not in known:
+                raise InvalidRequestError(f"this panel has no request {name!r:.40}; it has {', '.join(sorted(known))}")
+            result = await getattr(self, f"do_{name}")(content)
         except LabError as exc:
             self._refuse(number, exc.code, exc.message)
         except Exception:
             log.exception("a panel's request failed")
-            self._refuse(number, "internal-error", "a bug in the panel; the kernel's log has the details")
+            self._refuse(number, "internal-error", BUG)
         else:
             self.send({"id": number, "ok": True, "result": result})
 
     def _refuse(self, number: str, code: str, message: str) -> None:
         self.send({"id": number, "ok": False, "error": {"code": code, "message": message}})
 
-    # Without a kernel
+    # Saved notebooks
 
     def snapshot_html(self) -> str:
-        """What the panel shows now, as HTML without scripts and ids; for saved notebooks."""
+        """Return the panel's content as HTML without scripts and ids, for saved notebooks."""
         raise NotImplementedError
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
@@ -165,25 +178,28 @@ class Panel(anywidget.AnyWidget):
         static_fallback.show(self._repr_mimebundle_())
 
 
-def text_field(fields: Mapping[str, Any], name: str, *, most: int = 4096) -> str:
-    """A text of a request.
+def text_field(fields: Mapping[str, Any], name: str, *, limit: int = 4096) -> str:
+    """Return a text of a request.
+
+    Args:
+        limit: Maximum number of characters.
 
     Raises:
-        InvalidRequestError: it is missing, empty, no text or too long.
+        InvalidRequestError: the field is missing, blank, not a text, or too long.
     """
     value = fields.get(name)
     if not isinstance(value, str) or not value.strip():
         raise InvalidRequestError(f"{name} is {value!r:.40}; it must be a text", param=name)
-    if len(value) > most:
-        raise InvalidRequestError(f"{name} has {len(value)} characters; at most {most} are taken", param=name)
+    if len(value) > limit:
+        raise InvalidRequestError(f"{name} has {len(value)} characters; the limit is {limit}", param=name)
     return value
 
 
 def number_field(fields: Mapping[str, Any], name: str, *, low: float, high: float, default: float) -> float:
-    """A number of a request, or the default where it is left out.
+    """Return a number of a request, or the default if it is missing.
 
     Raises:
-        InvalidRequestError: it is no number, or outside of its bounds.
+        InvalidRequestError: the field is not a number, or out of range.
     """
     value = fields.get(name)
     if value is None:
@@ -193,3 +209,17 @@ def number_field(fields: Mapping[str, Any], name: str, *, low: float, high: floa
             f"{name} is {value!r:.40}; it must be between {low:,.10g} and {high:,.10g}", param=name
         )
     return value
+
+
+def integer_field(fields: Mapping[str, Any], name: str, *, low: int, high: int, default: int | None) -> int | None:
+    """Return a whole number of a request, or the default if it is missing.
+
+    Raises:
+        InvalidRequestError: the field is not a whole number, or out of range.
+    """
+    if fields.get(name) is None:
+        return default
+    value = number_field(fields, name, low=low, high=high, default=low)
+    if value != int(value):
+        raise InvalidRequestError(f"{name} is {value:g}; it must be a whole number", param=name)
+    return int(value)

@@ -1,109 +1,116 @@
-"""The rerank panel: documents by relevance, as a table that can be sorted, read in full and copied."""
+"""The rerank panel: documents by relevance, as a table that can be sorted, expanded and copied."""
 
 from __future__ import annotations
 
 import asyncio
-import html
 import json
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import traitlets
 
-from lmx_lab.backend import Source
+from lmx_lab.backend import Backend
+from lmx_lab.client.bodies import shaped
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
-from lmx_lab.panels.panel import Panel, number_field, text_field
+from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
+from lmx_lab.panels.text import LEFT, clip, escape_unsafe, sendable, table_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent, Sample
 from lmx_lab.wire.embeddings import INPUT_LIMIT
+from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.rerank import RerankBody
 
 log = logging.getLogger(__name__)
 PAGE_ROWS = 100
-SHOWN_CHARACTERS = 300
-LONGEST_SHOWN = 100_000
-"""Characters of one document when it is asked for in full."""
-LONGEST_QUERY = 10_000
-MOST_CHARACTERS = 2_000_000
-"""Of all documents together as the form sends them: a kernel's web socket takes 10 MB."""
-MOST_TSV_CHARACTERS = 8_000_000
+CELL_CHARACTERS = 300
+"""Characters of a document in the table."""
+MAX_DOCUMENT_CHARACTERS = 100_000
+"""Characters of one document that was expanded."""
+MAX_QUERY_CHARACTERS = 10_000
+MAX_CHARACTERS = 2_000_000
+"""Characters of all documents in the form; a kernel's WebSocket accepts 10 MB."""
+MAX_TSV_CHARACTERS = 8_000_000
 KEPT_CHARACTERS = 10_000
-"""Documents up to here come back into the form of a view that opens later."""
+"""Documents in the form up to this size are sent to views that open later."""
 SNAPSHOT_ROWS = 20
 RANKING = "Ranking…"
 
-# What a terminal or a page would obey instead of showing it. Joiners and marks of direction belong to their languages.
-_UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# The second four are full-width, which some spreadsheets take for the same.
+# The second four are full-width variants, which some spreadsheets treat alike.
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
-    """A ranking to be shown; the best document comes first."""
+class RankingTable:
+    """A ranking to display, the most relevant document first."""
 
     query: str
     order: Sequence[tuple[int, float]]
-    """Index among the documents that were given, from 0, and score."""
+    """Index among the given documents, starting at 0, and score."""
     documents: Sequence[str]
-    """In the same order."""
+    """The documents in the same order."""
     model: str
     method: str
     took_ms: float | None = None
 
     def change(self, at: int) -> int:
-        """How many places the document rose against the order in which it was given."""
+        """The number of places by which the document rose against the given order."""
         return self.order[at][0] - at
 
 
-# By column: what it is sorted by, and whether the first click sorts downwards.
-_Key = Callable[[Rows, int], Any]
+# By column: the sort key, and whether the first click sorts in descending order.
+_Key = Callable[[RankingTable, int], Any]
 COLUMNS: dict[str, tuple[_Key, bool]] = {
-    "rank": (lambda rows, at: at, False),
-    "score": (lambda rows, at: -math.inf if math.isnan(score := rows.order[at][1]) else score, True),
-    "document": (lambda rows, at: rows.documents[at].casefold(), False),
-    "index": (lambda rows, at: rows.order[at][0], False),
-    "change": (Rows.change, True),
+    "rank": (lambda table, at: at, False),
+    "score": (lambda table, at: -math.inf if math.isnan(score := table.order[at][1]) else score, True),
+    "document": (lambda table, at: table.documents[at].casefold(), False),
+    "index": (lambda table, at: table.order[at][0], False),
+    "change": (RankingTable.change, True),
 }
 
 
 class RerankPanel(Panel):
-    """Ranks documents that are typed or pasted; or, made with a ``result``, the table of that alone.
+    """Ranks documents that are typed or pasted; or displays only the table of a given ``result``.
 
-    The rows stay in Python. A view gets a page of them, with the beginnings of long documents.
+    The rows stay in Python. A view receives one page, with the beginnings of long documents.
     """
 
     SCRIPTS = ("panel.js", "rerank.js")
     STYLES = ("panel.css", "rerank.css")
     REQUESTS = frozenset({"rank", "cancel", "sort", "page", "document", "tsv"})
+    IN_REPORT = True
 
     form = traitlets.Bool(True).tag(sync=True)
     asked = traitlets.Dict().tag(sync=True)
-    """Query and documents as they were last asked with, for the form of a view that opens later."""
+    """Query and documents of the last request, for the form of a view that opens later."""
     busy = traitlets.Bool(False).tag(sync=True)
     doing = traitlets.Unicode().tag(sync=True)
-    """What goes on while it is busy."""
+    """The current activity while it is busy."""
     problem = traitlets.Unicode().tag(sync=True)
     """Why the last ranking has no result."""
     table = traitlets.Dict().tag(sync=True)
-    """The page that is shown; empty before the first result."""
+    """The current page; empty before the first result."""
 
-    def __init__(self, workbench: Workbench, *, result: Rows | None = None) -> None:
-        self._rows = result
+    def __init__(self, workbench: Workbench, *, result: RankingTable | None = None) -> None:
+        self._result = result
         self._sorted: Sequence[int] = range(len(result.order) if result else 0)
-        self._sort, self._down, self._page = "rank", False, 0
+        self._sort, self._descending, self._page = "rank", False, 0
         self._task: asyncio.Task[None] | None = None
         self._loading: str | None = None
         traits: dict[str, Any] = {"form": True} if result is None else {"form": False, "server": {}}
-        super().__init__(workbench, table=self._shown_page(), **traits)
+        super().__init__(workbench, table=self._page_shown(), **traits)
 
-    def tick(self, source: Source, sample: Sample | None) -> None:
-        # A result stays true whatever becomes of the server.
+    # Called by the workbench
+
+    def tick(self, backend: Backend, sample: Sample | None) -> None:
+        # A given result does not depend on the server.
         if self.form:
-            super().tick(source, sample)
+            super().tick(backend, sample)
 
     def model_event(self, event: ModelEvent) -> None:
         if self._task is None:
@@ -117,28 +124,30 @@ class RerankPanel(Panel):
     # Ranking
 
     async def do_rank(self, fields: Mapping[str, Any]) -> None:
-        """Begin to rank; what comes of it is told by ``busy``, ``table`` and ``problem``."""
-        query = text_field(fields, "query", most=LONGEST_QUERY)
+        """Start to rank; ``busy``, ``table`` and ``problem`` show what becomes of it."""
+        query = text_field(fields, "query", limit=MAX_QUERY_CHARACTERS)
         text = fields.get("documents")
         documents = documents_in(text if isinstance(text, str) else "")
-        top_n = _top_n(fields)
+        top_n = integer_field(fields, "top_n", low=1, high=INPUT_LIMIT, default=None)
         if self._task is not None:
-            raise ModelBusyError("this panel is ranking already; cancel that, or wait for its result")
+            raise ModelBusyError("this panel is ranking documents already; cancel that, or wait for its result")
+        body = shaped(RerankBody, model=ANY_MODEL, query=query, documents=documents, top_n=top_n, truncate=True)
         kept = text if isinstance(text, str) and len(text) <= KEPT_CHARACTERS else ""
-        self.show(busy=True, doing=RANKING, problem="", asked={"query": _sendable(query), "documents": _sendable(kept)})
-        self._task = asyncio.create_task(self._rank(query, documents, top_n), name="rank a panel's documents")
+        self.show(busy=True, doing=RANKING, problem="", asked={"query": sendable(query), "documents": sendable(kept)})
+        self._task = asyncio.create_task(self._rank(body, documents), name="rank a panel's documents")
         self._task.add_done_callback(self._ended)
 
-    async def _rank(self, query: str, documents: Sequence[str], top_n: int | None) -> None:
-        ranked = await self.workbench.source.rerank(query, documents, top_n=top_n)
-        self._take(
-            Rows(
-                query=query,
-                order=ranked.order,
-                documents=[documents[index] for index, _ in ranked.order],
-                model=ranked.model,
-                method=ranked.method,
-                took_ms=ranked.took_ms,
+    async def _rank(self, body: RerankBody, documents: Sequence[str]) -> None:
+        started = time.perf_counter()
+        ranking = await self.workbench.backend.rerank(body)
+        self._set_result(
+            RankingTable(
+                query=body.query,
+                order=ranking.order,
+                documents=[documents[index] for index, _ in ranking.order],
+                model=ranking.model,
+                method=ranking.method,
+                took_ms=(time.perf_counter() - started) * 1e3,
             )
         )
 
@@ -147,126 +156,121 @@ class RerankPanel(Panel):
         self.show(busy=False, problem=_problem(task))
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
-        """Give the ranking up; nothing where there is none."""
+        """Cancel the ranking; does nothing if there is none."""
         if self._task is not None:
             self._task.cancel()
 
-    def _take(self, rows: Rows) -> None:
-        self._rows, self._sorted, self._page = rows, range(len(rows.order)), 0
-        self._sort, self._down = "rank", False
-        self.show(table=self._shown_page())
+    def _set_result(self, table: RankingTable) -> None:
+        self._result, self._sorted, self._page = table, range(len(table.order)), 0
+        self._sort, self._descending = "rank", False
+        self.show(table=self._page_shown())
 
     # The table
 
     async def do_sort(self, fields: Mapping[str, Any]) -> None:
-        """By a column; by the same one again the other way round."""
+        """Sort by a column; the same column again reverses the order."""
         column = text_field(fields, "column")
         if column not in COLUMNS:
-            raise InvalidRequestError(f"there is no column {column!r:.40}; there are {', '.join(COLUMNS)}")
-        rows = self._result()
-        key, down_first = COLUMNS[column]
-        self._down = not self._down if column == self._sort else down_first
+            raise InvalidRequestError(f"there is no column {column!r:.40}; the columns are {', '.join(COLUMNS)}")
+        table = self._existing_result()
+        key, descending_first = COLUMNS[column]
+        self._descending = not self._descending if column == self._sort else descending_first
         self._sort, self._page = column, 0
-        self._sorted = sorted(range(len(rows.order)), key=lambda at: key(rows, at), reverse=self._down)
-        self.show(table=self._shown_page())
+        self._sorted = sorted(range(len(table.order)), key=lambda at: key(table, at), reverse=self._descending)
+        self.show(table=self._page_shown())
 
     async def do_page(self, fields: Mapping[str, Any]) -> None:
-        """Show a page, from 0; beyond the last one, that."""
-        pages = math.ceil(len(self._result().order) / PAGE_ROWS)
+        """Show a page, counted from 0; beyond the last page, the last one."""
+        pages = math.ceil(len(self._existing_result().order) / PAGE_ROWS)
         self._page = int(number_field(fields, "page", low=-1, high=INPUT_LIMIT, default=0))
         self._page = max(0, min(self._page, pages - 1))
-        self.show(table=self._shown_page())
+        self.show(table=self._page_shown())
 
     async def do_document(self, fields: Mapping[str, Any]) -> str:
-        """A document in full, by its ``rank``."""
-        rows = self._result()
-        rank = number_field(fields, "rank", low=1, high=len(rows.order), default=1)
-        return shown(rows.documents[int(rank) - 1], LONGEST_SHOWN)
+        """Return the whole document of a ``rank``."""
+        table = self._existing_result()
+        rank = number_field(fields, "rank", low=1, high=len(table.order), default=1)
+        return clip(table.documents[int(rank) - 1], MAX_DOCUMENT_CHARACTERS)
 
     async def do_tsv(self, fields: Mapping[str, Any]) -> str:
-        """All rows as they are sorted, with a head."""
-        rows = self._result()
-        size = sum(map(len, rows.documents))
-        if size > MOST_TSV_CHARACTERS:
+        """Return all rows as they are sorted, with a header."""
+        table = self._existing_result()
+        size = sum(map(len, table.documents))
+        if size > MAX_TSV_CHARACTERS:
             raise InvalidRequestError(
-                f"the documents have {size:,} characters; up to {MOST_TSV_CHARACTERS:,} can be copied. "
-                "lab.rerank(...).df has them all"
+                f"the documents have {size:,} characters; up to {MAX_TSV_CHARACTERS:,} can be copied. "
+                "lab.rerank(...).df has all of them"
             )
-        return tsv(rows, self._sorted)
+        return tsv(table, self._sorted)
 
-    def _result(self) -> Rows:
-        if self._rows is None or not self._rows.order:
+    def _existing_result(self) -> RankingTable:
+        if self._result is None or not self._result.order:
             raise InvalidRequestError("there is no result yet; rank some documents first")
-        return self._rows
+        return self._result
 
-    def _shown_page(self) -> dict[str, Any]:
-        rows = self._rows
-        if rows is None:
+    def _page_shown(self) -> dict[str, Any]:
+        table = self._result
+        if table is None:
             return {}
         start = self._page * PAGE_ROWS
-        bar = bars([score for _, score in rows.order])
-        took = "" if rows.took_ms is None else f" in {rows.took_ms:,.0f} ms"
-        count = len(rows.order)
+        bar = bar_lengths([score for _, score in table.order])
+        took = "" if table.took_ms is None else f" in {table.took_ms:,.0f} ms"
+        count = len(table.order)
         return {
-            "rows": [_cells(rows, at, bar) for at in self._sorted[start : start + PAGE_ROWS]],
-            "caption": shown(
-                f"{count:,} document{'s' * (count != 1)} by {rows.method}, {rows.model}{took}: {rows.query}",
-                SHOWN_CHARACTERS,
+            "rows": [_row(table, at, bar) for at in self._sorted[start : start + PAGE_ROWS]],
+            "caption": clip(
+                f"{count:,} document{'s' * (count != 1)} by {table.method}, {table.model}{took}: {table.query}",
+                CELL_CHARACTERS,
             ),
             "range": f"{min(start + 1, count):,} to {min(start + PAGE_ROWS, count):,} of {count:,}",
             "page": self._page,
             "pages": math.ceil(count / PAGE_ROWS),
             "sort": self._sort,
-            "down": self._down,
+            "down": self._descending,
         }
 
     def snapshot_html(self) -> str:
         table = self.shown("table")
         if not table:
             return "<p>Rerank: no result yet</p>"
-        left = "style='text-align:left'"
-        head = "".join(f"<th {left}>{name}</th>" for name in COLUMNS)
-        body = "".join(_snapshot_row(row) for row in table["rows"][:SNAPSHOT_ROWS])
-        caption = html.escape(table["caption"])
-        return f"<table><caption {left}>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        head = table_row(list(COLUMNS), "th")
+        body = "".join(table_row(row["cells"]) for row in table["rows"][:SNAPSHOT_ROWS])
+        caption = f"<caption {LEFT}>{escape(table['caption'])}</caption>"
+        return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def _problem(task: asyncio.Task[None]) -> str:
-    """What there is to say of a ranking that has ended; it may have been cancelled before its first step."""
+    """Say why a ranking has no result. It may have been cancelled before its first step."""
     if task.cancelled():
-        return "Cancelled; the table is as it was."
+        return "Cancelled; the table has not changed."
     error = task.exception()
     if error is None or isinstance(error, LabError):
         return error.message if error else ""
     log.error("a panel's ranking failed", exc_info=error)
-    return "a bug in the panel; the kernel's log has the details"
-
-
-def _snapshot_row(row: Mapping[str, Any]) -> str:
-    cells = "".join(f"<td style='text-align:left'>{html.escape(str(cell))}</td>" for cell in row["cells"])
-    return f"<tr>{cells}</tr>"
+    return BUG
 
 
 def _arrow(change: int) -> str:
     return f"▲{change}" if change > 0 else f"▼{-change}" if change else "\N{EN DASH}"
 
 
-def _cells(rows: Rows, at: int, bar: Callable[[float], float]) -> dict[str, Any]:
-    index, score = rows.order[at]
-    document, change = rows.documents[at], rows.change(at)
+def _row(table: RankingTable, at: int, bar: Callable[[float], float]) -> dict[str, Any]:
+    """A row as a view shows it."""
+    index, score = table.order[at]
+    document, change = table.documents[at], table.change(at)
     return {
-        "cells": [at + 1, f"{score:.4f}", shown(document, SHOWN_CHARACTERS), index, _arrow(change)],
+        "cells": [at + 1, f"{score:.4f}", clip(document, CELL_CHARACTERS), index, _arrow(change)],
         "words": f"up {change}" if change > 0 else f"down {-change}" if change else "unchanged",
         "bar": bar(score),
-        "more": len(document) > SHOWN_CHARACTERS,
+        "more": len(document) > CELL_CHARACTERS,
     }
 
 
-def bars(scores: Sequence[float]) -> Callable[[float], float]:
-    """How long a score's bar is, 0 to 1; a longer one is always better.
+def bar_lengths(scores: Sequence[float]) -> Callable[[float], float]:
+    """Return a function that gives the length of a score's bar, 0 to 1; a longer bar is always a better score.
 
-    Scores between -1 and 1 (cosines, probabilities) keep their place below 1, so that nothing relevant looks like it:
-    short bars throughout. Others (logits) spread between the lowest, or 0, and the highest.
+    Scores between -1 and 1 (cosines, probabilities) keep their distance from 1, so that low scores have short bars
+    even if they are the best. Others (logits) are spread between the lowest, or 0, and the highest.
     """
     finite = [score for score in scores if math.isfinite(score)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -282,50 +286,38 @@ def bars(scores: Sequence[float]) -> Callable[[float], float]:
     return length
 
 
-def shown(text: str, characters: int) -> str:
-    """The beginning of a text, with escapes for what a page would obey instead of showing it."""
-    clipped = text[: characters - 1] + "…" if len(text) > characters else text
-    return _UNSHOWN.sub(_escape, clipped)
+def tsv(table: RankingTable, order: Sequence[int]) -> str:
+    r"""Return a header and one line per row. In documents, tab, line feed, carriage return and backslash are escaped.
 
+    Spreadsheets compute cells that begin with ``=``, ``+``, ``-`` or ``@``, and such a formula can send the sheet's
+    content to another host. Documents that begin with these get an apostrophe, the spreadsheets' mark of text.
 
-def _escape(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode("ascii")
-
-
-def _sendable(text: str) -> str:
-    # Half a character, which JavaScript's texts may contain, cannot be sent back as UTF-8.
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def tsv(rows: Rows, sorted_as: Sequence[int]) -> str:
-    r"""A head and a line a row. In documents ``\t``, ``\n``, ``\r`` and ``\\`` stand for what they name.
-
-    A spreadsheet computes what begins with ``=``, ``+``, ``-`` or ``@``, and such a formula can send the sheet away, so
-    that a document that does gets an apostrophe, the spreadsheets' own mark of text, before it.
+    Args:
+        order: Indices of the rows.
     """
     lines = ["\t".join(COLUMNS)]
-    for at in sorted_as:
-        index, score = rows.order[at]
-        lines.append(f"{at + 1}\t{score:.6g}\t{_cell(rows.documents[at])}\t{index}\t{rows.change(at)}")
+    for at in order:
+        index, score = table.order[at]
+        lines.append(f"{at + 1}\t{score:.6g}\t{_tsv_cell(table.documents[at])}\t{index}\t{table.change(at)}")
     return "\n".join(lines)
 
 
-def _cell(document: str) -> str:
+def _tsv_cell(document: str) -> str:
     text = document.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
-    text = _UNSHOWN.sub(_escape, text)
+    text = escape_unsafe(text)
     return "'" + text if text.lstrip().startswith(_FORMULA) else text
 
 
 def documents_in(text: str) -> list[str]:
-    """The documents of the form: a JSON list of texts (or of objects with a ``text``), else one a line.
+    """Return the documents in the form: a JSON list of texts (or of objects with a ``text``), else one per line.
 
     Raises:
-        InvalidRequestError: there are none, or too many, or the JSON is no such list.
+        InvalidRequestError: there are none or too many, or the JSON is not such a list.
     """
     text = text.strip()
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise InvalidRequestError(
-            f"the documents have more than the {MOST_CHARACTERS:,} characters that are taken here; "
+            f"the documents have more than {MAX_CHARACTERS:,} characters, the limit of this form; "
             "rank them with lab.rerank(query, documents)",
             param="documents",
         )
@@ -333,11 +325,11 @@ def documents_in(text: str) -> list[str]:
     documents = _json_documents(text) if is_json else [line for line in re.split(r"\r\n?|\n", text) if line.strip()]
     if not documents:
         raise InvalidRequestError(
-            "there are no documents; write one a line, or a JSON list of texts", param="documents"
+            "there are no documents; write one per line, or a JSON list of texts", param="documents"
         )
     if len(documents) > INPUT_LIMIT:
         raise InvalidRequestError(
-            f"there are {len(documents):,} documents; up to {INPUT_LIMIT:,} are taken at a time", param="documents"
+            f"there are {len(documents):,} documents; the limit is {INPUT_LIMIT:,} at a time", param="documents"
         )
     return documents
 
@@ -347,25 +339,18 @@ def _json_documents(text: str) -> list[str]:
         items = json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise InvalidRequestError(
-            f"the documents stand in brackets but are no JSON: {exc}; write one a line, or a list of texts",
+            f"the documents are in brackets but are not JSON: {exc}; write one per line, or a list of texts",
             param="documents",
         ) from exc
     items = items if isinstance(items, list) else []
     texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in items]
     if not texts or not all(isinstance(each, str) for each in texts):
         raise InvalidRequestError(
-            f'the documents are JSON but no list of texts: {text:.40}; write them as ["one", "two"]',
+            f'the documents are JSON but not a list of texts: {text:.40}; write them as ["one", "two"]',
             param="documents",
         )
     if blank := [number for number, each in enumerate(texts) if not each.strip()]:
-        raise InvalidRequestError(f"text {blank[0]} of the list (from 0) is empty; leave it out", param="documents")
+        raise InvalidRequestError(
+            f"document {blank[0]} of the list (counted from 0) is empty; leave it out", param="documents"
+        )
     return texts
-
-
-def _top_n(fields: Mapping[str, Any]) -> int | None:
-    if fields.get("top_n") is None:
-        return None
-    top_n = number_field(fields, "top_n", low=1, high=INPUT_LIMIT, default=1)
-    if top_n != int(top_n):
-        raise InvalidRequestError(f"top_n is {top_n}; it must be a whole number", param="top_n")
-    return int(top_n)

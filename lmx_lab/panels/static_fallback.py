@@ -1,4 +1,4 @@
-"""What stands in a notebook where no kernel is left to bring a widget to life."""
+"""Display a widget so that a notebook without its kernel shows a static snapshot instead."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from IPython.display import display
 from lmx_lab.urls import is_vscode
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-# Of one output JupyterLab takes the widget, and if that is gone says "Loading widget..." or "model not found" and looks
-# at no other form. So the snapshot is an output of its own, hidden behind a widget that lives or was closed; where
-# there is nothing but text, that is hidden.
+# If an output has a widget, JupyterLab uses no other form of it, and displays "Loading widget..." or "model not found"
+# when the widget is gone. Therefore the snapshot is an output of its own. It is hidden if the widget before it exists
+# or was closed, and an output that is only text is hidden before a snapshot.
 _STYLE = """\
 <style>
 .jp-OutputArea-child:has(section.lmx) + .jp-OutputArea-child:has(.lmx-snapshot),
@@ -24,18 +24,18 @@ _STYLE = """\
 
 
 def show(bundle: Any) -> None:
-    """Display what a ``_repr_mimebundle_`` has returned."""
+    """Display the result of a ``_repr_mimebundle_``."""
     data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
     for output in outputs(data, metadata, os.environ):
         display(output, metadata=metadata, raw=True)  # type: ignore[no-untyped-call]
 
 
 def outputs(data: Mapping[str, Any], metadata: Mapping[str, Any], environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The bundle as JupyterLab needs it; as it is where there is no widget, or in another frontend.
+    """Split a bundle into the outputs that JupyterLab needs. Unchanged without a widget, and for other frontends.
 
-    What prints notebooks takes the empty text instead of the widget, and then the snapshot.
+    nbconvert uses the empty HTML instead of the widget, and then the snapshot.
     """
-    # Only in Colab has a widget's bundle metadata.
+    # Only in Colab a widget's bundle has metadata.
     if WIDGET_VIEW not in data or "text/html" not in data or metadata or is_vscode(environ):
         return [dict(data)]
     return [{**data, "text/html": ""}, {"text/html": f'{_STYLE}<div class="lmx-snapshot">{data["text/html"]}</div>'}]

@@ -1,17 +1,18 @@
-"""What the panels of one lab share: the loop on which they think, the clock, and the lab they show."""
+"""Run the panels of one lab: their event loop, their timer, and the backend that they show."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from lmx_lab.backend import Source
+from lmx_lab.backend import Backend
 from lmx_lab.panels.event_source import EventSource
 from lmx_lab.panels.history import History
 from lmx_lab.portal import LoopThread
@@ -20,120 +21,126 @@ from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 OWN_TASKS = 4
-"""The loop's main one, the workbench's own, its clock and its news."""
-LAST_LOOK_S = 1.0
-TICKS_LEFT = 4
-"""So many ticks after its lab has stopped, and nothing is left to do, the loop ends."""
+"""Tasks of an idle loop: its main task, and the workbench's own, its timer and its reader of events."""
+LAST_UPDATE_S = 1.0
+"""Maximum time for the last update when the workbench rests."""
+IDLE_TICKS = 4
+"""Updates after which the loop ends, if its lab has stopped and no work is left."""
 TICK_S = 0.5
-"""Twice a second: state and figures go to the panels."""
+"""Time between two updates of the panels."""
 
 
 class Watcher(Protocol):
-    """A panel as the workbench knows it; called on the workbench's loop."""
+    """A panel as the workbench sees it. Its methods are called on the workbench's loop."""
 
-    def tick(self, source: Source, sample: Sample | None) -> None:
-        """Half a second has passed."""
+    def tick(self, backend: Backend, sample: Sample | None) -> None:
+        """Called every ``TICK_S``."""
 
     def model_event(self, event: ModelEvent) -> None:
-        """Something happened to a model, whoever asked."""
+        """Called for each event of a model, of all clients of the server."""
 
-    def changed_source(self) -> None:
-        """Another lab is shown from now on."""
+    def backend_changed(self) -> None:
+        """Called when another lab is shown."""
 
     def flush(self) -> None:
-        """Show at once what waits to be shown; when the workbench rests, and then on any thread."""
+        """Show pending changes at once. Called when the workbench rests, then on any thread."""
 
 
 class Workbench:
-    """Runs the panels' work on a thread of its own, which a busy cell does not delay.
+    """Runs the work of panels in a thread of its own, which a busy cell does not delay.
 
-    Panels outlive the lab they show: when another is launched, ``follow`` makes them show that one.
+    Panels exist longer than the lab that they show: ``follow`` makes them show another one.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self.events: EventSource | None = None
-        """The daemon of which the events panel tells; None while there is none."""
+        """The daemon whose events are shown; None if there is none."""
         self.job = ""
-        """What somebody does with the lab who shows how far it is, such as a measurement; set on any thread."""
+        """Progress of a job that uses the lab, such as a measurement, for display. Can be set from any thread."""
         self.history = History()
         self.panels: dict[str, Any] = {}
         """The one instance of each panel, by name."""
         self.boxes: dict[tuple[str, ...], Any] = {}
-        """Those that show several of them, by their names."""
+        """Widgets that show several panels, by the names of these."""
         self._thread: LoopThread | None = None
         self._lock = threading.Lock()
         self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
-    def source(self) -> Source:
-        """The lab that is shown now."""
-        return self._source
+    def backend(self) -> Backend:
+        """The lab that is shown."""
+        return self._backend
 
-    def follow(self, source: Source) -> None:
-        """Show another lab from now on, and remember what it does."""
-        self._source = source
-        self.submit(self._tell_changed())
+    def follow(self, backend: Backend) -> None:
+        """Show another lab from now on, and record its measurements."""
+        self._backend = backend
+        self.submit(self._notify_changed())
 
     def follow_events(self, source: EventSource | None) -> None:
         """Show the events of another daemon from now on, or of none."""
         self.events = source
-        # The clock tells them; without panels there is no reason for a thread.
+        # The next tick notifies the panels; without panels no thread is needed.
         if self._watchers:
             self.submit(asyncio.sleep(0))
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell a panel of time and models, as long as somebody holds it."""
+        """Notify a panel from now on, as long as it exists."""
         self.submit(self._add(watcher))
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it on the panels' loop, without waiting; from any thread."""
+        """Start a coroutine on the panels' loop, without waiting. Can be called from any thread."""
         with self._lock:
             if self._thread is None:
                 self._thread = LoopThread("lmx-lab-panels")
                 self._thread.start()
-                self._thread.submit(self._live())
+                self._thread.submit(self._run())
             return self._thread.submit(work)
 
-    def rest(self) -> None:
-        """Show the lab once more, which has stopped, and end the loop with whatever runs on it. Idempotent.
+    def leave(self, backend: Backend) -> None:
+        """Rest, because this lab has stopped, unless another one is shown."""
+        if self._backend is backend:
+            self.rest()
 
-        The next ``follow`` or request of a panel begins anew.
+    def rest(self) -> None:
+        """Update the panels once more, to show that their lab has stopped, and end the loop with all its tasks.
+
+        Idempotent. The next ``follow``, or the next request of a panel, starts the loop again.
         """
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
-                last = thread.submit(self._tell_changed())
+                last = thread.submit(self._notify_changed())
         if thread is not None:
             with contextlib.suppress(Exception):
-                last.result(LAST_LOOK_S)
+                last.result(LAST_UPDATE_S)
             thread.stop()
-            # Nobody comes round any more for what waits for its frame.
+            # No frame follows any more.
             for watcher in list(self._watchers):
-                self._guarded(watcher.flush)
+                self._guard(watcher.flush)
 
     async def _add(self, watcher: Watcher) -> None:
         self._watchers.add(watcher)
-        # The figures belong to the clock: a sample is about the time since the last one.
-        self._guarded(lambda: watcher.tick(self._source, None))
+        # Without a sample: taking one here would shorten the time that the next regular sample covers.
+        self._guard(functools.partial(watcher.tick, self._backend, None))
 
-    async def _tell_changed(self) -> None:
+    async def _notify_changed(self) -> None:
         for watcher in list(self._watchers):
-            self._guarded(watcher.changed_source)
+            self._guard(watcher.backend_changed)
         self._tick()
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._clock())
-            tasks.create_task(self._news())
+            tasks.create_task(self._run_timer())
+            tasks.create_task(self._read_events())
 
-    async def _clock(self) -> None:
+    async def _run_timer(self) -> None:
         idle = 0
-        while idle < TICKS_LEFT:
-            self._guarded(self._tick)
+        while idle < IDLE_TICKS:
+            self._guard(self._tick)
             await asyncio.sleep(TICK_S)
-            # A click on a panel whose lab has stopped begins all this again; it does not go on for that.
-            busy = self._source.state().state != "stopped" or len(asyncio.all_tasks()) > OWN_TASKS
+            # A click on a panel of a stopped lab has started this loop; only further work keeps it running.
+            busy = self._backend.state().state != "stopped" or len(asyncio.all_tasks()) > OWN_TASKS
             idle = 0 if busy else idle + 1
         with self._lock:
             thread, self._thread = self._thread, None
@@ -141,32 +148,32 @@ class Workbench:
             thread.stop()
 
     def _tick(self) -> None:
-        source = self._source
-        sample = source.sample()
+        backend = self._backend
+        sample = backend.sample()
         if sample is not None:
             self.history.add_sample(sample)
         for watcher in list(self._watchers):
-            self._guarded(lambda watcher=watcher: watcher.tick(source, sample))
+            self._guard(functools.partial(watcher.tick, backend, sample))
 
-    async def _news(self) -> None:
-        """What whichever lab is shown has to tell, for ever."""
+    async def _read_events(self) -> None:
+        """Read the events of the lab that is shown, until cancelled."""
         while True:
             try:
-                async for event in self._source.progress():
-                    self._note(event)
+                async for event in self._backend.events():
+                    self._receive(event)
             except Exception as exc:
-                log.debug("no model events: %r", exc)
+                log.debug("the lab's events cannot be read: %r", exc)
             await asyncio.sleep(TICK_S)
 
-    def _note(self, event: ModelEvent | RequestEvent) -> None:
+    def _receive(self, event: ModelEvent | RequestEvent) -> None:
         if isinstance(event, RequestEvent):
             self.history.add_request(event)
             return
         for watcher in list(self._watchers):
-            self._guarded(lambda watcher=watcher: watcher.model_event(event))
+            self._guard(functools.partial(watcher.model_event, event))
 
-    def _guarded(self, call: Any) -> None:
-        # One panel's bug must not stop the clock of the others.
+    def _guard(self, call: Callable[[], object]) -> None:
+        # An error in one panel must not stop the timer of the others.
         try:
             call()
         except Exception:

@@ -20,9 +20,9 @@ from lmx_lab.server.admin import is_local
 from lmx_lab.server.encoding import EncodingService
 from lmx_lab.server.naming import shown_id
 from lmx_lab.server.openapi import INFERENCE
-from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.values.encoding import InputType, Vectors
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
+from lmx_lab.wire.generation import ANY_MODEL
 
 SMALL = 16_384
 """Numbers that become text on the loop, in about a millisecond; more do so in a thread, and so many at a time."""

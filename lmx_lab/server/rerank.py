@@ -18,8 +18,8 @@ from lmx_lab.server.admin import is_local
 from lmx_lab.server.encoding import EncodingService
 from lmx_lab.server.naming import shown_id
 from lmx_lab.server.openapi import INFERENCE
-from lmx_lab.server.translate import ANY_MODEL
 from lmx_lab.wire.embeddings import EncodingUsage
+from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.rerank import AnyRerankBody, RerankBody, RerankItem, RerankResults, TextRank, TextsRerankBody
 
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")

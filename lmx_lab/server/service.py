@@ -13,9 +13,10 @@ from lmx_lab.server.loading import Event
 from lmx_lab.server.naming import loaded_id, not_loaded, shown_id
 from lmx_lab.server.serialize import Answer
 from lmx_lab.server.swap import ModelSwap
-from lmx_lab.server.translate import ANY_MODEL, generation_request
+from lmx_lab.server.translate import generation_request
 from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.generation import ANY_MODEL
 
 
 class ChatService:

@@ -12,6 +12,7 @@ from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat, TextFormat, json_text
 from lmx_lab.wire.generation import (
+    ANY_MODEL,
     LOWEST_LOGPROB,
     CompletionTokensDetails,
     GenerationFields,
@@ -23,10 +24,6 @@ from lmx_lab.wire.tools import NamedToolChoice, listed
 
 COLDEST = 1e-6
 """Temperatures below are greedy: nothing but the likeliest token has a chance."""
-ANY_MODEL = "default"
-"""The model name that stands for whatever is loaded."""
-
-
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 

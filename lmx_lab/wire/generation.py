@@ -30,6 +30,8 @@ LOGPROB_LIMIT = 20
 BIAS_LIMIT = 1024
 LOWEST_LOGPROB = -9999.0
 """The chat format's word for "impossible": JSON has no infinity."""
+ANY_MODEL = "default"
+"""The model name that stands for the loaded model."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS)]

@@ -1,4 +1,4 @@
-"""Where a lab's server runs: on the kernel's loop, or on a thread of its own."""
+"""Choose the event loop on which a server runs: the kernel's own, or one in a thread."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LoopMode = Literal["kernel", "thread"]
 
 
 def choose_loop(loop: LoopChoice, settings: Settings) -> LoopMode:
-    """The loop that ``auto`` means here.
+    """Return the loop to use; ``auto`` is the running loop, unless the server is for other hosts.
 
     Raises:
-        InvalidRequestError: ``kernel`` where no loop runs, or none of the three.
+        InvalidRequestError: ``kernel`` was given and no loop runs, or the value is not one of the three.
     """
     try:
         running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
     except RuntimeError:
         running = None
     if loop == "auto":
-        # Blocking verbs nest the loop, which uvloop's cannot.
+        # Blocking verbs run a nested loop, which uvloop does not support.
         nestable = isinstance(running, asyncio.BaseEventLoop)
         return "kernel" if nestable and not is_lan(settings.host) else "thread"
     if loop not in ("kernel", "thread"):

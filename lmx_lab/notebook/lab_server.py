@@ -1,0 +1,52 @@
+"""Define what a lab needs of its server besides requests: lifetime, address, description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from lmx_lab.notebook.verbs import LoopPortal
+from lmx_lab.values.models import LoadSpec
+
+
+class LabServer(Protocol):
+    """A server in this process (``LocalServer``), or the connection to one elsewhere (``RemoteServer``).
+
+    ``start`` and ``stop`` are verbs: see ``notebook.verbs``.
+    """
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def running(self) -> bool: ...
+    @property
+    def bench_folder(self) -> Path | None:
+        """The folder in which runs of ``bench`` are stored; None is the user's."""
+
+    @property
+    def portal(self) -> LoopPortal:
+        """The loop of the server or of the connection."""
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """Call a function when the server or the connection is stopped."""
+
+    def check_caller(self) -> None:
+        """
+        Raises:
+            HostingError: a caller that waits here would wait for itself.
+        """
+
+    def facts(self) -> dict[str, str]:
+        """Name and value of each line that describes the lab."""
+
+    def unpinned(self) -> Sequence[LoadSpec]:
+        """The encoders that the settings name and that are not in memory."""
+
+    def panels_shown(self) -> None:
+        """Called when panels of the lab are displayed."""
