@@ -77,14 +77,14 @@ def test_the_chart_moves_and_unload_works(busy: Tab) -> None:
     assert busy.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
-def test_an_outside_client_waits_for_no_cell_if_the_server_has_a_thread(panels: Tab) -> None:
+def test_a_server_in_a_thread_answers_while_a_cell_is_busy(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
     with sleeping(panels):
         for _ in range(20):
             httpx2.get(f"{url}/healthz", timeout=60).raise_for_status()
 
 
-def test_on_the_kernels_loop_the_badge_says_what_happened_and_a_stream_loses_nothing(kernel_loop: Tab) -> None:
+def test_on_the_kernels_loop_the_panel_reports_lag_and_a_stream_is_complete(kernel_loop: Tab) -> None:
     tab = kernel_loop
     url = tab.kernel("print(lab.url)")
     with ThreadPoolExecutor(1) as pool:
@@ -127,7 +127,7 @@ def answers_unload(message: dict[str, Any]) -> bool:
     return message["header"]["msg_type"] == "comm_msg" and content.get("result") == {"model": "tiny"}
 
 
-def test_unload_goes_past_a_kernel_that_does_not_listen(panels: Tab) -> None:
+def test_unload_bypasses_a_kernel_that_does_not_answer(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
     before = len(panels.messages)
     panels.disconnect()

@@ -26,7 +26,7 @@ def ask(tab: Tab, text: str, *, max_tokens: int = 40) -> Locator:
     return chat
 
 
-def test_an_answer_streams_and_ends_with_what_it_has_cost(panels: Tab) -> None:
+def test_an_answer_streams_and_ends_with_its_cost(panels: Tab) -> None:
     chat = ask(panels, "Tell me a story.", max_tokens=LONG)
     expect(chat.get_by_role("button", name="Stop")).to_be_visible()
     answer = chat.locator(".assistant .text:not(.dim)").last
@@ -51,7 +51,7 @@ def test_an_answer_is_stopped_by_mouse_and_the_transcript_cleared(panels: Tab) -
     expect(chat.locator(".assistant")).to_have_count(0)
 
 
-def test_what_is_written_is_shown_as_text(panels: Tab) -> None:
+def test_html_in_a_message_is_shown_as_text(panels: Tab) -> None:
     text = "<img src=x onerror=alert(1)><script>alert(2)</script> **&amp;**"
     chat = ask(panels, text)
     expect(chat.locator(".user .text:not(.dim)").last).to_have_text(text)

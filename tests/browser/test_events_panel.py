@@ -28,7 +28,7 @@ async def put(*given):
 give = lambda *given: bench.submit(put(*given)).result(30)
 """
 AFRESH = """
-daemon, said = ScriptedDaemon(), Said(f"log-{time.time_ns()}")
+daemon, log = ScriptedDaemon(), ScriptedLog(f"log-{time.time_ns()}")
 bench.follow_events(daemon)
 panel = bench.panels["events"]
 give(LIVE)
@@ -40,13 +40,13 @@ EVERYTHING = """
 failed = {"code": "lmx-timeout", "message": "the model's server has not answered", "type": "x"}
 call = {"call_id": "c", "name": "weather", "arguments": {"city": "Ulm"}}
 end = {"call_id": "c", "name": "weather", "status": "error", "text": "no network", "truncated": False, "elapsed_s": 0.2}
-give(said.created(), said.event("turn.started", {"model": "tiny"}), said.token("Let me see.", kind="turn.thinking"),
-     *(said.token("It is sunny. ") for _ in range(20)), said.message("It is sunny."), said.event("tool.start", call),
-     said.event("tool.end", end), said.event("daemon.unheard", {"of": 1}, session=None, turn=None),
-     said.event("turn.error", {"error": failed, "text": "", "stats": None}, turn="turn-0"),
+give(log.created(), log.event("turn.started", {"model": "tiny"}), log.token("Let me see.", kind="turn.thinking"),
+     *(log.token("It is sunny. ") for _ in range(20)), log.message("It is sunny."), log.event("tool.start", call),
+     log.event("tool.end", end), log.event("daemon.unheard", {"of": 1}, session=None, turn=None),
+     log.event("turn.error", {"error": failed, "text": "", "stats": None}, turn="turn-0"),
      ConnectionState(state="waiting", attempts=2, retry_in_s=2.0, error=UnreachableError("refused")),
-     said.reset(500), said.snapshot(500, partial="It is"), LIVE, said.token(" sunny, and warm."), said.asks(),
-     said.asks("per-2", tool="files__write", arguments={"path": "notes.txt", "text": "one\\ntwo"}))
+     log.reset(500), log.snapshot(500, partial="It is"), LIVE, log.token(" sunny, and warm."), log.permission_request(),
+     log.permission_request("per-2", tool="files__write", arguments={"path": "notes.txt", "text": "one\\ntwo"}))
 """
 IMPORTS = "from lmx_lab.client.event_receiver import ConnectionState\nfrom lmx_lab.errors import UnreachableError\n"
 # What a reader sees of the rows' table, without what is drawn beyond its edges.
@@ -114,9 +114,10 @@ def test_ten_thousand_events_a_second_leave_the_browser_free(events: Tab) -> Non
 
 def test_a_decision_is_taken_while_a_cell_sleeps(events: Tab) -> None:
     panel = events.panel("Events")
-    # From a thread: the cell does not give way to anything else.
+    # From a thread, because the cell does not yield to anything else.
     events.kernel(
-        "import threading\nthreading.Timer(1, lambda: give(said.asks(), said.asks('per-2', tool='other'))).start()"
+        "import threading\ncalls = log.permission_request(), log.permission_request('per-2', tool='other')\n"
+        "threading.Timer(1, give, calls).start()"
     )
     with sleeping(events):
         question = panel.get_by_role("group", name="decision about shell")
@@ -128,16 +129,16 @@ def test_a_decision_is_taken_while_a_cell_sleeps(events: Tab) -> None:
         events.page.keyboard.press("Enter")
         expect(other).to_have_count(0)
         expect(panel.get_by_label("rows")).to_be_focused()
-    assert json.loads(events.kernel("import json; print(json.dumps(daemon.told))")) == [
+    assert json.loads(events.kernel("import json; print(json.dumps(daemon.calls))")) == [
         ["decide", "per-1", "allow", "session"],
         ["decide", "per-2", "deny", "once"],
     ]
 
 
-def test_rows_that_are_read_stay_while_others_come(events: Tab) -> None:
+def test_rows_in_view_stay_while_others_arrive(events: Tab) -> None:
     panel = events.panel("Events")
     box = panel.get_by_label("rows")
-    events.kernel("give(*(said.event('x.n', f'number {n:04}') for n in range(1000)))")
+    events.kernel("give(*(log.event('x.n', f'number {n:04}') for n in range(1000)))")
     expect(rows(events).last).to_contain_text("number 0999")
     assert box.evaluate(VISIBLE)[-1] == '"number 0999"'
     box.hover()
@@ -150,7 +151,7 @@ def test_rows_that_are_read_stay_while_others_come(events: Tab) -> None:
     read = events.wait(in_the_middle, "rows in the middle are there")
     assert read == sorted(read)
     # The first 200 make room.
-    events.kernel("give(*(said.event('x.n', f'later {n}') for n in range(4200)))")
+    events.kernel("give(*(log.event('x.n', f'later {n}') for n in range(4200)))")
     expect(panel).to_contain_text("200 older ones are no longer here")
     events.page.evaluate(NEXT_FRAMES)
     assert box.evaluate(VISIBLE) == read
@@ -159,11 +160,11 @@ def test_rows_that_are_read_stay_while_others_come(events: Tab) -> None:
     assert box.evaluate(VISIBLE)[-1] == '"later 4199"'
 
 
-def test_one_event_is_shown_and_copied_and_stays_text(events: Tab) -> None:
+def test_an_event_is_shown_and_copied_as_text(events: Tab) -> None:
     panel = events.panel("Events")
     events.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-    events.kernel(f"give(said.created(title={evil!r}), said.message({evil!r}), said.asks(tool={evil!r}))")
+    events.kernel(f"give(log.created(title={evil!r}), log.message({evil!r}), log.permission_request(tool={evil!r}))")
     expect(panel.locator("img, script")).to_have_count(0)
     row = rows(events).filter(has_text="message.done")
     expect(row).to_contain_text(evil)
@@ -179,7 +180,7 @@ def test_one_event_is_shown_and_copied_and_stays_text(events: Tab) -> None:
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_a_session_is_followed_and_stopped_and_all_of_it_can_be_read(events: Tab, theme: str) -> None:
+def test_a_session_can_be_followed_and_stopped_with_enough_contrast(events: Tab, theme: str) -> None:
     panel = events.panel("Events")
     events.kernel(EVERYTHING)
     panel.get_by_label("session", exact=True).select_option("ses-1")
@@ -196,5 +197,5 @@ def test_a_session_is_followed_and_stopped_and_all_of_it_can_be_read(events: Tab
     assert len(measured) > 50
     assert {text: contrast for text, contrast in measured if contrast < LEAST} == {}
     panel.get_by_role("button", name="Stop").click()
-    events.wait(lambda: events.kernel("print(daemon.told)") == "[('cancel', 'ses-1')]", "the turn is cancelled")
+    events.wait(lambda: events.kernel("print(daemon.calls)") == "[('cancel', 'ses-1')]", "the turn is cancelled")
     panel.get_by_role("button", name="close").click()

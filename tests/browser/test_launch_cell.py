@@ -25,7 +25,7 @@ def test_the_launch_cell_shows_the_lab_and_its_addresses(tab: Tab) -> None:
     expect(shown).to_contain_text("tiny")
 
 
-def test_after_a_restart_of_the_kernel_the_panel_says_so_and_the_cell_brings_it_back(tab: Tab) -> None:
+def test_after_a_kernel_restart_the_panel_says_so_and_the_cell_restores_it(tab: Tab) -> None:
     tab.run(0)
     tab.restart()
     models = tab.panel("Models")

@@ -54,7 +54,7 @@ def test_the_window_is_chosen_by_keyboard(panels: Tab) -> None:
     expect(window).to_be_focused()
 
 
-def test_keys_on_a_button_are_no_commands_of_the_notebook(panels: Tab) -> None:
+def test_keys_on_a_button_are_not_commands_of_the_notebook(panels: Tab) -> None:
     cells = panels.page.locator(".jp-Notebook:visible .jp-Cell")
     before = cells.count()
     panels.panel("Metrics").get_by_role("button", name="Pause").focus()

@@ -76,7 +76,7 @@ def see(page: Page) -> Locator:
     return canvas
 
 
-def test_out_of_sight_nothing_is_drawn_until_it_is_seen(page: Page) -> None:
+def test_a_chart_out_of_view_is_not_drawn(page: Page) -> None:
     canvas = page.locator("canvas").first
     page.evaluate("listeners.get('change:frame').forEach((f) => f())")
     page.evaluate(NEXT_FRAMES)
@@ -84,7 +84,7 @@ def test_out_of_sight_nothing_is_drawn_until_it_is_seen(page: Page) -> None:
     see(page)
 
 
-def test_a_gap_is_no_line(page: Page) -> None:
+def test_a_gap_has_no_line(page: Page) -> None:
     drawn: list[bool] = see(page).evaluate(COLUMNS)
     first, last = drawn.index(True), len(drawn) - drawn[::-1].index(True)
     width = last - first
@@ -103,7 +103,7 @@ def test_a_chart_follows_the_width(page: Page) -> None:
     assert page.evaluate("document.getElementById('view').scrollWidth") == 400
 
 
-def test_a_view_that_closes_leaves_nothing(page: Page) -> None:
+def test_a_closed_view_removes_its_listeners(page: Page) -> None:
     see(page)
     page.evaluate("leave()")
     assert page.evaluate("[...listeners.values()].flat().length") == 0

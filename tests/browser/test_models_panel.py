@@ -86,13 +86,13 @@ def test_load_and_unload_by_keyboard_and_the_focus_stays(panels: Tab) -> None:
     expect(button(panels, "Load tiny-two")).to_be_focused()
 
 
-def test_load_clicked_twice_loads_once_and_says_so(panels: Tab) -> None:
+def test_a_double_click_on_load_loads_once(panels: Tab) -> None:
     button(panels, "Load tiny-two").dblclick()
     expect(row(panels, "tiny-two")).to_contain_text("loaded")
     assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny-two"
 
 
-def test_what_does_not_exist_is_an_error_that_can_be_dismissed(panels: Tab) -> None:
+def test_loading_an_unknown_model_is_an_error_that_can_be_dismissed(panels: Tab) -> None:
     panels.panel("Models").get_by_label("model to load").fill("<b>no</b>/<img src=x onerror=alert(1)>")
     panels.page.keyboard.press("Enter")
     strip = panels.panel("Models").get_by_role("alert")
@@ -101,7 +101,7 @@ def test_what_does_not_exist_is_an_error_that_can_be_dismissed(panels: Tab) -> N
     expect(strip).to_be_hidden()
 
 
-def test_a_load_waits_for_the_answer_that_streams_and_says_so(panels: Tab) -> None:
+def test_a_load_waits_for_a_running_answer_and_shows_it(panels: Tab) -> None:
     chat = ask(panels, "Tell me a story.", max_tokens=LONG)
     panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer begins")
     button(panels, "Load tiny-two").click()
@@ -111,7 +111,7 @@ def test_a_load_waits_for_the_answer_that_streams_and_says_so(panels: Tab) -> No
     expect(chat.locator(".assistant").last).to_contain_text("stopped")
 
 
-def test_a_server_that_was_asked_past_the_kernel_need_not_answer_when_the_kernel_does(browser: Browser) -> None:
+def test_a_direct_request_is_aborted_when_the_kernel_answers(browser: Browser) -> None:
     page = browser.new_page()
     # Of this machine, so that the server's own address is near.
     page.route("http://localhost/", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))

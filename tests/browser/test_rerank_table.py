@@ -40,7 +40,7 @@ def test_a_long_document_opens_and_closes(panels: Tab) -> None:
     assert "right to left: \\u202eabc" in panel.locator("tbody").inner_text()
 
 
-def test_what_is_wrong_with_the_form_is_said(panels: Tab) -> None:
+def test_errors_in_the_form_are_shown(panels: Tab) -> None:
     panel = send(panels, "", "q")
     expect(panel.get_by_role("alert")).to_contain_text("no documents")
     send(panels, "[1, 2]", "q")
@@ -53,7 +53,7 @@ def test_what_is_wrong_with_the_form_is_said(panels: Tab) -> None:
     expect(panel.get_by_role("alert")).to_be_hidden()
 
 
-def test_a_long_ranking_can_be_given_up(panels: Tab) -> None:
+def test_a_long_ranking_can_be_cancelled(panels: Tab) -> None:
     panels.kernel(SLOW)
     panel = send(panels, DOCUMENTS, "How long?")
     panel.get_by_role("button", name="Cancel").focus()
@@ -64,7 +64,7 @@ def test_a_long_ranking_can_be_given_up(panels: Tab) -> None:
     panels.kernel("del lab.workbench.source.rerank")
 
 
-def test_rows_that_are_exchanged_leave_the_focus_in_the_table(panels: Tab) -> None:
+def test_replaced_rows_keep_the_focus_in_the_table(panels: Tab) -> None:
     panel = rank(panels, "Where was I?")
     panel.get_by_role("button", name="more").focus()
     panels.kernel("lab.panel('rerank')._handle_custom_msg({'id': 'x', 'do': 'sort', 'column': 'score'}, [])")

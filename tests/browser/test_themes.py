@@ -78,7 +78,7 @@ def contrasts(tab: Tab) -> dict[str, float]:
     return found
 
 
-def test_the_measure_itself_is_right(tab: Tab) -> None:
+def test_the_contrast_measurement_is_correct(tab: Tab) -> None:
     tab.page.evaluate(
         """() => document.body.insertAdjacentHTML("beforeend", `<div id="measured" style="background: #fff">
             <p style="color: #767676">just enough</p><p style="color: #000; opacity: 0.5">faded</p>

@@ -43,7 +43,7 @@ def test_a_panel_shown_twice_is_the_same_panel_twice(panels: Tab) -> None:
     expect(panels.panel("Models")).to_have_count(1)
 
 
-def test_a_panel_that_was_closed_is_shown_anew_with_the_right_state(panels: Tab) -> None:
+def test_a_closed_panel_is_shown_again_with_the_right_state(panels: Tab) -> None:
     panels.kernel("lab.panel('models').close()")
     expect(panels.panel("Models")).to_have_count(0)
     panels.kernel("lab.load('tiny-two')")
@@ -53,7 +53,7 @@ def test_a_panel_that_was_closed_is_shown_anew_with_the_right_state(panels: Tab)
     expect(row(panels, "tiny-two")).to_contain_text("on disk")
 
 
-def test_an_output_that_was_cleared_comes_back_with_what_has_happened_since(panels: Tab) -> None:
+def test_a_cleared_output_is_restored_with_the_current_state(panels: Tab) -> None:
     panels.command("notebook:clear-all-cell-outputs")
     expect(panels.panel("Models")).to_have_count(0)
     panels.kernel("lab.load('tiny-two')")
@@ -61,7 +61,7 @@ def test_an_output_that_was_cleared_comes_back_with_what_has_happened_since(pane
     expect(row(panels, "tiny-two")).to_contain_text("loaded")
 
 
-def test_a_stopped_server_is_said_and_the_next_one_shown(panels: Tab) -> None:
+def test_a_stopped_server_is_shown_and_then_the_next_one(panels: Tab) -> None:
     panels.kernel("lab.stop()")
     for name in ("Models", "Chat", "Metrics", "Rerank"):
         expect(panels.panel(name).locator(".note")).to_contain_text("run the launch cell again")
@@ -74,7 +74,7 @@ def test_a_stopped_server_is_said_and_the_next_one_shown(panels: Tab) -> None:
     expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
 
 
-def test_a_browser_that_was_asleep_wakes_up_to_the_right_state(panels: Tab) -> None:
+def test_a_suspended_tab_shows_the_right_state_when_it_resumes(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
     panels.freeze()
     assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
@@ -83,7 +83,7 @@ def test_a_browser_that_was_asleep_wakes_up_to_the_right_state(panels: Tab) -> N
     expect(row(panels, "tiny")).to_contain_text("on disk")
 
 
-def test_what_the_kernel_said_to_nobody_is_asked_for(panels: Tab) -> None:
+def test_state_that_was_lost_on_the_way_is_requested(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
     expect(row(panels, "tiny")).to_contain_text("loaded")
     with panels.deaf():
@@ -94,7 +94,7 @@ def test_what_the_kernel_said_to_nobody_is_asked_for(panels: Tab) -> None:
     expect(row(panels, "tiny")).to_contain_text("on disk")
 
 
-def test_a_browser_that_has_lost_its_connection_finds_the_right_state(panels: Tab) -> None:
+def test_a_browser_shows_the_right_state_after_a_lost_connection(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
     panels.disconnect()
     assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200

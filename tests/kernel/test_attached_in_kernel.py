@@ -33,7 +33,7 @@ def notebook(lab: lmx_lab.Lab, tiny_home: Path) -> Iterator[Notebook]:
     assert "never" not in stderr
 
 
-def test_blocking_verbs_twins_and_streams_work_in_cells(lab: lmx_lab.Lab, notebook: Notebook) -> None:
+def test_blocking_and_awaited_verbs_and_streams_work_in_cells(lab: lmx_lab.Lab, notebook: Notebook) -> None:
     text = lab.chat("hi", max_tokens=5, temperature=0).text
     asked = "'hi', max_tokens=5, temperature=0"
     assert notebook.run(f"print(repr(far.chat({asked}).text))") == repr(text)
@@ -53,7 +53,7 @@ def test_the_stop_button_ends_the_generation_on_the_server(lab: lmx_lab.Lab, not
     assert notebook.run("print(far.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
 
 
-def test_a_cell_does_not_wait_for_its_own_kernels_loop(notebook: Notebook) -> None:
+def test_a_cell_that_would_wait_for_its_own_loop_is_refused(notebook: Notebook) -> None:
     notebook.run("own = lmx_lab.launch(loop='kernel', port=0)")
     output = notebook.fail("lmx_lab.attach(own.url)")
     assert (output.error, "lmx_lab.current()" in output.message) == ("HostingError", True)

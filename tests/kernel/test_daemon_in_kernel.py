@@ -30,7 +30,9 @@ def check_free(folder: Path) -> None:
     assert not (folder / "state.json").exists()
 
 
-def test_busy_and_interrupted_cells_change_nothing_and_the_kernels_end_ends_it(fresh_notebook: Notebook) -> None:
+def test_busy_and_interrupted_cells_do_not_affect_the_daemon_and_the_kernels_end_stops_it(
+    fresh_notebook: Notebook,
+) -> None:
     notebook, folder = fresh_notebook, fresh_notebook.home / "daemon"
     url = notebook.run(LAUNCH)
     notebook.start("print('started', flush=True); time.sleep(60)")

@@ -229,7 +229,7 @@ def test_an_awaited_failing_start_is_an_error_in_the_cell_and_the_kernel_lives(l
 
 
 @pytest.mark.parametrize("prefix", ["", "await asyncio.sleep(0)\n"], ids=["plain cell", "cell with await"])
-def test_the_stop_button_cancels_a_blocking_verb_and_the_server_goes_on(lab, prefix):
+def test_the_stop_button_cancels_a_blocking_verb_and_the_server_keeps_running(lab, prefix):
     port = int(lab.run(LAUNCH))
     text, error = lab.interrupt(prefix + "block(forever())")
     assert ("cancelled" in text, error) == (True, "KeyboardInterrupt")

@@ -110,7 +110,7 @@ def test_changed_arguments_restart_in_place_on_the_same_port(lab: Notebook) -> N
     assert healthz(lab.port) == 200
 
 
-def test_a_taken_port_is_an_error_in_the_cell_and_what_runs_goes_on(lab: Notebook) -> None:
+def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab: Notebook) -> None:
     lab.run("import socket; other = socket.create_server(('127.0.0.1', 0))")
     output = lab.fail("lmx_lab.launch(port=other.getsockname()[1])")
     assert (output.error, "another program" in output.message) == ("PortTakenError", True)
@@ -118,7 +118,7 @@ def test_a_taken_port_is_an_error_in_the_cell_and_what_runs_goes_on(lab: Noteboo
     assert lab.run("other.close(); print(lab.chat(hi, max_tokens=1).usage.completion_tokens)") == "1"
 
 
-def test_a_taken_port_names_a_lab_as_its_holder(lab: Notebook) -> None:
+def test_the_error_for_a_taken_port_names_the_lab_that_holds_it(lab: Notebook) -> None:
     # As another process sees it, while this kernel is idle.
     source = f"import lmx_lab; lmx_lab.launch(port={lab.port})"
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
@@ -135,7 +135,7 @@ def test_a_taken_port_names_a_lab_as_its_holder(lab: Notebook) -> None:
     ],
     ids=["engine", "lifespan"],
 )
-def test_a_failing_start_is_an_error_in_the_cell_and_leaves_nothing(notebook: Notebook, fault: str) -> None:
+def test_a_failing_start_is_an_error_in_the_cell_and_releases_everything(notebook: Notebook, fault: str) -> None:
     notebook.run("async def broken(scope, receive, send): raise ValueError('no')\nbefore = sorted(listening())")
     notebook.run(fault)
     assert notebook.fail(launch(notebook)).error in ("ZeroDivisionError", "HostingError")
@@ -218,7 +218,7 @@ def test_the_stop_button_ends_the_generation_and_the_next_one_works(notebook: No
     assert notebook.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
 
 
-def test_others_are_answered_while_a_cell_chats(lab: Notebook) -> None:
+def test_other_clients_are_answered_while_a_cell_chats(lab: Notebook) -> None:
     lab.start("print('started', flush=True)\nwhile True: lab.chat(hi)")
     lab.read(until="started")
     assert healthz(lab.port) == 200
@@ -226,7 +226,7 @@ def test_others_are_answered_while_a_cell_chats(lab: Notebook) -> None:
     assert lab.read().error == "KeyboardInterrupt"
 
 
-def test_what_is_wrong_is_said_clearly(lab: Notebook) -> None:
+def test_errors_in_a_cell_are_clear(lab: Notebook) -> None:
     assert lab.fail("lab.chat(hi, temprature=1)").message.startswith("temprature")
     assert lab.fail("lab.chat(hi, temperature=3)").message.startswith("temperature")
     assert lab.fail("await lab.achat(hi, stream=True)").error == "InvalidRequestError"
@@ -275,7 +275,7 @@ def test_openai_works_in_the_cell_or_from_a_thread(lab: Notebook) -> None:
     assert lab.run(f"print(({call}).completion_tokens)") == "3"
 
 
-def test_a_load_shows_its_download_in_the_cell_that_asked_and_nothing_else_does(lab: Notebook) -> None:
+def test_a_load_shows_its_download_in_the_calling_cell_only(lab: Notebook) -> None:
     lab.run("lab.unload()")
     lab.start("lab.load('echo')")
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # the report, no bar
@@ -299,7 +299,7 @@ def test_a_load_shows_its_download_in_the_cell_that_asked_and_nothing_else_does(
 
 
 @pytest.mark.parametrize("mode", ["kernel", "thread"])
-def test_a_kernel_that_generated_ends_with_zero_and_frees_its_port(fresh_notebook: Notebook, mode: str) -> None:
+def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_notebook: Notebook, mode: str) -> None:
     fresh_notebook.run("import lmx_lab")
     port = int(fresh_notebook.run(LAUNCH_TINY.format(mode=mode)))
     fresh_notebook.run("stream = lab.chat('hi', stream=True); print(next(iter(stream)))")

@@ -121,7 +121,7 @@ def cells(notebook: Notebook) -> Cells:
     return Cells(notebook)
 
 
-def test_the_stop_button_ends_the_cell_at_once_and_the_thread_writes_on_into_it(
+def test_the_stop_button_ends_the_cell_and_its_thread_still_prints_into_it(
     notebook: Notebook, cells: Cells, gate: Gate
 ) -> None:
     """First, without a server: nothing else wakes the kernel's loop then."""
@@ -144,7 +144,7 @@ def test_the_stop_button_ends_the_cell_at_once_and_the_thread_writes_on_into_it(
     assert cell.value == {"text/plain": "[True, True]"}
 
 
-def test_others_are_answered_while_an_offloaded_cell_is_busy(port: int, cells: Cells, gate: Gate) -> None:
+def test_other_clients_are_answered_while_an_offloaded_cell_is_busy(port: int, cells: Cells, gate: Gate) -> None:
     cell = cells.start(f"%%offload\nprint('started', flush=True)\n{gate.wait}")
     cells.until(lambda: "started" in cell.text())
     assert healthz(port) == 200
@@ -154,7 +154,7 @@ def test_others_are_answered_while_an_offloaded_cell_is_busy(port: int, cells: C
     assert cell.value == {"text/plain": "'go'"}
 
 
-def test_an_offloaded_cell_may_ask_its_own_server_and_wait(port: int, cells: Cells) -> None:
+def test_an_offloaded_cell_can_wait_for_its_own_server(port: int, cells: Cells) -> None:
     cell = cells.run(
         "%%offload\nimport urllib.request\nwith urllib.request.urlopen(lab.url + '/healthz') as a: s = a.status\ns"
     )
@@ -167,7 +167,7 @@ def test_the_verbs_work_in_an_offloaded_cell(port: int, cells: Cells) -> None:
     assert cell.value == {"text/plain": "4"}
 
 
-def test_an_offloaded_cell_is_like_any_other(cells: Cells) -> None:
+def test_an_offloaded_cell_behaves_like_other_cells(cells: Cells) -> None:
     cells.run("before = [1]")
     cell = cells.run("%%offload\nprint('words')\ndisplay('shown')\nbefore.append(2)\nafter = before\nlen(after)")
     assert (cell.text(), cell.value) == ("words\n", {"text/plain": "2"})
@@ -208,7 +208,7 @@ def test_loading_again_reloading_and_unloading_are_harmless(cells: Cells) -> Non
     assert cells.run("%%offload\n5").value == {"text/plain": "5"}
 
 
-def test_an_answer_is_streamed_and_then_gives_way_to_the_reply(port: int, cells: Cells) -> None:
+def test_an_answer_is_streamed_and_then_replaced_by_the_reply(port: int, cells: Cells) -> None:
     cell = cells.run("%%lmx --max-tokens 12 --temperature 0\nTell me {1 + 1} things.")
     reply = cells.run("print(type(_).__name__, repr(_.text))").text()
     assert cell.value is not None
@@ -220,7 +220,7 @@ def test_an_answer_is_streamed_and_then_gives_way_to_the_reply(port: int, cells:
     assert repr(cell.text()) == reply.removeprefix("Reply ").strip()
 
 
-def test_what_the_lab_refuses_is_one_line(port: int, cells: Cells) -> None:
+def test_an_error_of_the_lab_is_one_line(port: int, cells: Cells) -> None:
     assert "GB freed" in cells.run("%lmx unload").text()
     cell = cells.run("%lmx ask What's up?")
     assert cell.text("stderr").startswith("UsageError: ")
@@ -230,7 +230,7 @@ def test_what_the_lab_refuses_is_one_line(port: int, cells: Cells) -> None:
     assert cells.run("%lmx ask What's up?").value is not None
 
 
-def test_the_stop_button_ends_an_answer_and_what_came_stays(notebook: Notebook, port: int, cells: Cells) -> None:
+def test_the_stop_button_ends_an_answer_and_its_text_stays(notebook: Notebook, port: int, cells: Cells) -> None:
     cells.run("%lmx load tiny")
     cell = cells.start("%%lmx --max-tokens 4000\nTell me everything.")
     cells.until(cell.text)

@@ -125,7 +125,7 @@ def test_a_request_has_exactly_one_reply(view: View) -> None:
     view.read(lambda: view.server("model") == "tiny-two")
 
 
-def test_what_a_panel_cannot_do_and_what_makes_no_sense_is_refused_by_name(view: View) -> None:
+def test_unknown_and_invalid_requests_are_refused(view: View) -> None:
     view.ask(do="load", model="tiny-two")
     view.ask(id="a", do="explode")
     view.ask(id="b", do="load", model=7)
@@ -158,7 +158,7 @@ def test_the_launch_cell_again_gives_the_same_lab_port_and_panel(view: View, run
     assert view.run("print(before[0] is lab, before[1] is panel)") == "True True"
 
 
-def test_a_panel_says_that_the_server_was_stopped_and_shows_the_next_one(view: View, running: Notebook) -> None:
+def test_a_panel_shows_that_the_server_was_stopped_and_then_the_next_one(view: View, running: Notebook) -> None:
     view.run("before = panel\nlab.stop()")
     view.read(lambda: view.server("state") == "stopped")
     assert "run the launch cell again" in view.server("note")

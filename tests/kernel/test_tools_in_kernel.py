@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.kernel.conftest import Notebook
 
 
-def test_what_a_tool_prints_shows_under_the_cell_that_registered_it(fresh_notebook: Notebook) -> None:
+def test_the_output_of_a_tool_appears_below_the_cell_that_registered_it(fresh_notebook: Notebook) -> None:
     fresh_notebook.run(
         """
         from lmx_lab.daemon.tools.python_tools import PythonTools

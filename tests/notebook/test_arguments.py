@@ -42,14 +42,14 @@ def test_token_ids_of_one_text(given: Any) -> None:
         [np.array([101, 102]), range(3, 5)],
     ],
 )
-def test_token_ids_of_several(given: Any) -> None:
+def test_token_ids_of_several_texts(given: Any) -> None:
     assert embeddings_body(given, model=None).input == [[101, 102], [3, 4]]
 
 
 @pytest.mark.parametrize(
     "given", [["a", "b"], ("a", "b"), pd.Series(["a", "b"]), np.array(["a", "b"]), iter("ab"), pd.Index(["a", "b"])]
 )
-def test_texts_in_any_container(given: Any) -> None:
+def test_texts_can_be_in_any_container(given: Any) -> None:
     assert embeddings_body(given, model=None).input == ["a", "b"]
     assert embeddings_body(["a"], model=None, dimensions=np.int64(4)).dimensions == 4
 
@@ -68,7 +68,7 @@ def test_texts_in_any_container(given: Any) -> None:
         ([b"ab"], "give texts, decoded"),
     ],
 )
-def test_what_is_no_list_of_texts_is_said_to_be_none(given: Any, said: str) -> None:
+def test_a_value_that_is_not_a_list_of_texts_is_refused(given: Any, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         embeddings_body(given, model=None)
     if not isinstance(given, dict):
@@ -101,7 +101,7 @@ def asked_schema(response_format: Any) -> NamedSchema:
     return found.json_schema
 
 
-def test_a_models_class_stands_for_its_schema() -> None:
+def test_a_pydantic_class_is_converted_to_its_schema() -> None:
     asked = asked_schema(Town)
     assert (asked.name, asked.schema_) == ("Town", Town.model_json_schema())
     assert asked_schema(Box[int]).name == "Box[int]"
@@ -115,13 +115,13 @@ class Odd(BaseModel):
     ("given", "said"),
     [(Odd, "Odd has no JSON schema"), (dict, "has to be an object"), (Town(name="a"), "has to be an object")],
 )
-def test_what_has_no_schema_is_refused(given: Any, said: str) -> None:
+def test_a_type_without_a_schema_is_refused(given: Any, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said) as caught:
         chat_request("hello", {"response_format": given})
     assert caught.value.param == "response_format"
 
 
-def test_tools_may_be_a_tuple() -> None:
+def test_tools_can_be_a_tuple() -> None:
     tool = {"type": "function", "function": {"name": "look"}}
     request = chat_request("hello", {"tools": (tool,), "tool_choice": "required"})
     assert [one.function.name for one in request.tools or ()] == ["look"]

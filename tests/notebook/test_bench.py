@@ -1,4 +1,4 @@
-"""``lab.bench``: a table of a lab's speed, whichever loop serves, here and elsewhere."""
+"""Test ``lab.bench`` on both loops, here and elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import lmx_lab
 from lmx_lab.bench import EngineTarget, load, summary
 from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
-from lmx_lab.notebook.remote_server import AttachedLab, attach
+from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from tests.bench.asked import WORDS, after_calibration
@@ -44,7 +44,7 @@ def lab(home: Path) -> Iterator[lmx_lab.Lab]:
 
 
 @pytest.fixture
-def far(lab: lmx_lab.Lab) -> Iterator[AttachedLab]:
+def far(lab: lmx_lab.Lab) -> Iterator[lmx_lab.Lab]:
     with attach(lab.url, api_key=KEY) as far:
         yield far
 
@@ -57,7 +57,7 @@ def kept(home: Path) -> set[Path]:
     return set((home / "bench").glob("*")) if (home / "bench").exists() else set()
 
 
-def test_a_lab_measures_itself_and_keeps_the_run_in_its_home(lab: lmx_lab.Lab, home: Path) -> None:
+def test_bench_measures_the_lab_and_stores_the_run_in_its_home(lab: lmx_lab.Lab, home: Path) -> None:
     rows = lab.bench(**SMALL, concurrency=(1, 2), repeats=2)
     assert tuple(rows.columns) == COLUMNS
     assert len(rows) == 2 * 2 * (1 + 3)
@@ -75,7 +75,7 @@ def test_a_lab_measures_itself_and_keeps_the_run_in_its_home(lab: lmx_lab.Lab, h
     assert bench_threads() == []
 
 
-def test_the_servers_own_figures_come_over_http(lab: lmx_lab.Lab) -> None:
+def test_the_table_has_the_servers_own_measurements(lab: lmx_lab.Lab) -> None:
     rows = lab.bench(**SMALL, concurrency=1, record=False)
     assert rows[BY_SERVER].notna().all(axis=None)
     # The server counts from the arrival to its first token, the client from sending to seeing it.
@@ -84,7 +84,7 @@ def test_the_servers_own_figures_come_over_http(lab: lmx_lab.Lab) -> None:
     assert rows["peak_memory_gb"].max() * 1e9 >= lab.engine.snapshot.model_memory_bytes
 
 
-def test_requests_that_wait_for_a_slot_are_seen_to_wait(home: Path) -> None:
+def test_requests_that_wait_for_a_slot_have_a_queue_time(home: Path) -> None:
     with serving(home, "tiny", slots=1) as lab:
         rows = lab.bench(prompt_tokens=32, output_tokens=300, concurrency=2, requests=4, record=False)
     assert rows["error"].isna().all()
@@ -93,7 +93,7 @@ def test_requests_that_wait_for_a_slot_are_seen_to_wait(home: Path) -> None:
     assert measured["queue_ms"].max() > measured["e2e_ms"].min() / 4
 
 
-def test_a_run_that_is_not_to_be_kept_leaves_nothing(lab: lmx_lab.Lab, home: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_not_recorded_stores_nothing(lab: lmx_lab.Lab, home: Path, tmp_path: Path) -> None:
     before = kept(home)
     assert lab.bench(**SMALL, record=False).attrs["path"] is None
     assert kept(home) == before
@@ -101,7 +101,7 @@ def test_a_run_that_is_not_to_be_kept_leaves_nothing(lab: lmx_lab.Lab, home: Pat
     assert kept(home) == before
 
 
-def test_other_servers_and_the_bare_engine_take_turns_with_the_lab(lab: lmx_lab.Lab) -> None:
+def test_other_servers_and_the_engine_are_measured_with_the_lab(lab: lmx_lab.Lab) -> None:
     with Scripted(WORDS) as other:
         rows = lab.bench(**SMALL, compare=[other.url, EngineTarget(lab.engine)], record=False)
         name = other.url.partition("://")[2]
@@ -111,13 +111,13 @@ def test_other_servers_and_the_bare_engine_take_turns_with_the_lab(lab: lmx_lab.
     assert rows[rows["target"] == "engine"]["engine"].unique().tolist() == ["lmx-lab, bare"]
 
 
-def test_a_server_that_is_down_has_rows_and_does_not_keep_the_lab_from_being_measured(lab: lmx_lab.Lab) -> None:
+def test_an_unreachable_server_has_error_rows_and_the_lab_is_measured(lab: lmx_lab.Lab) -> None:
     rows = lab.bench(**SMALL, compare="http://127.0.0.1:1", record=False)
     assert rows.groupby("target")["error"].count().to_dict() == {"127.0.0.1:1": 4, "lab": 0}
 
 
-def test_a_lab_elsewhere_is_measured_by_the_same_verb(
-    far: AttachedLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_remote_lab_is_measured_by_the_same_verb(
+    far: lmx_lab.Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     rows = far.bench(**SMALL)
@@ -128,7 +128,7 @@ def test_a_lab_elsewhere_is_measured_by_the_same_verb(
 
 
 @pytest.mark.parametrize("loop", ["kernel", "thread"])
-async def test_a_program_awaits_its_twin(home: Path, loop: Any) -> None:
+async def test_bench_can_be_awaited(home: Path, loop: Any) -> None:
     async with lmx_lab.Lab(Settings(home=home, port=0), loop=loop) as lab:
         await lab.aload("tiny")
         rows = await lab.abench(**SMALL, record=False)
@@ -136,7 +136,7 @@ async def test_a_program_awaits_its_twin(home: Path, loop: Any) -> None:
     assert rows["error"].isna().all()
 
 
-async def test_a_lab_elsewhere_has_the_twin_too(far: AttachedLab) -> None:
+async def test_a_remote_lab_has_the_awaited_form_too(far: lmx_lab.Lab) -> None:
     rows = await far.abench(**SMALL, record=False)
     assert rows["error"].isna().all()
 
@@ -155,10 +155,10 @@ def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("where", ["lab", "far"])
-def test_an_interrupt_ends_what_is_under_way_and_keeps_what_is_there(
+def test_an_interrupt_stops_running_requests_and_keeps_the_rows(
     where: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    measured: lmx_lab.Lab | AttachedLab = request.getfixturevalue(where)
+    measured: lmx_lab.Lab = request.getfixturevalue(where)
     before = signal.getsignal(signal.SIGINT)
     # Two calibrate, one warms up, one is answered; of the next one an end never comes.
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as other:
@@ -188,7 +188,7 @@ def notebook(home: Path) -> Iterator[Notebook]:
     assert "was destroyed" not in stderr, stderr
 
 
-def test_a_cell_that_blocks_for_it_does_not_keep_the_kernels_loop_from_serving(notebook: Notebook) -> None:
+def test_the_kernels_loop_serves_while_a_cell_waits_for_bench(notebook: Notebook) -> None:
     notebook.start(
         """
         rows = lab.bench(prompt_tokens=48, output_tokens=8, requests=3, concurrency=2, record=False)
@@ -202,7 +202,7 @@ def test_a_cell_that_blocks_for_it_does_not_keep_the_kernels_loop_from_serving(n
 
 
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
-def test_the_stop_button_keeps_what_is_there(notebook: Notebook, first_line: str) -> None:
+def test_the_stop_button_keeps_the_rows(notebook: Notebook, first_line: str) -> None:
     output = notebook.interrupt(
         f"""
         {first_line}
@@ -221,7 +221,7 @@ def test_the_stop_button_keeps_what_is_there(notebook: Notebook, first_line: str
 
 
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
-def test_a_stop_between_two_requests_is_not_lost(notebook: Notebook, first_line: str) -> None:
+def test_an_interrupt_between_two_requests_is_not_lost(notebook: Notebook, first_line: str) -> None:
     printed = notebook.run(
         f"""
         {first_line}
@@ -237,7 +237,7 @@ def test_a_stop_between_two_requests_is_not_lost(notebook: Notebook, first_line:
     assert printed == "True True 0"
 
 
-def test_awaiting_it_in_a_cell_leaves_the_loop_to_the_server(notebook: Notebook) -> None:
+def test_awaiting_bench_in_a_cell_leaves_the_loop_to_the_server(notebook: Notebook) -> None:
     code = "rows = await lab.abench(prompt_tokens=48, output_tokens=8, requests=3, record=False); print(len(rows))"
     assert notebook.run(code) == "4"
 
@@ -257,14 +257,14 @@ def test_awaiting_it_in_a_cell_leaves_the_loop_to_the_server(notebook: Notebook)
         {"compare": "ftp://nowhere"},
     ],
 )
-def test_a_wrong_argument_is_refused_and_leaves_nothing(lab: lmx_lab.Lab, home: Path, wrong: dict[str, Any]) -> None:
+def test_an_invalid_argument_is_refused_and_stores_nothing(lab: lmx_lab.Lab, home: Path, wrong: dict[str, Any]) -> None:
     before = kept(home)
     with pytest.raises(InvalidRequestError):
         lab.bench(**{**SMALL, **wrong})
     assert (kept(home), bench_threads()) == (before, [])
 
 
-def test_without_a_model_one_is_told_to_load_one(home: Path) -> None:
+def test_bench_without_a_model_says_to_load_one(home: Path) -> None:
     before = kept(home)
     with serving(home, None) as lab:
         with pytest.raises(NotLoadedError, match="load one first"):

@@ -42,7 +42,7 @@ def chart(at: list[float], *values: list[float], **other: bool) -> Chart:
     return Chart(key="k", title="Speed & more", unit="tokens/s", at=at, lines=named, **other)
 
 
-def test_a_chart_has_a_title_and_its_figures_in_words_for_who_does_not_see_it() -> None:
+def test_a_chart_has_a_title_and_a_text_description() -> None:
     svg = drawn(chart([0, 1, 2], [0, 4, 2]))
     ids = {node.get("id"): node.text for node in svg.iter() if node.get("id")}
     assert svg.get("role") == "img"
@@ -51,7 +51,7 @@ def test_a_chart_has_a_title_and_its_figures_in_words_for_who_does_not_see_it() 
     assert "line <0>: latest 2, median above 0 3, highest 4." in text
 
 
-def test_nothing_is_drawn_where_nothing_was_seen() -> None:
+def test_gaps_in_time_and_values_are_not_drawn() -> None:
     """Half a second, two seconds are no gap; more is, and so is what is not a number."""
     assert len(runs([0, 0.5, 2.5, 4.6], [1, 1, 1, 1])) == 2
     assert runs([0, 1, 2], [1, math.nan, 3]) == [[(0, 1)], [(2, 3)]]
@@ -60,12 +60,12 @@ def test_nothing_is_drawn_where_nothing_was_seen() -> None:
     assert "Gaps without figures: 1." in chart([0, 1, 10, 11], [1, 2, 3, 4]).described()
 
 
-def test_a_single_figure_is_a_dot() -> None:
+def test_a_single_value_is_a_dot() -> None:
     (path,) = lines(chart([5], [1]))
     assert path.endswith("h0")
 
 
-def test_no_figures_are_said_to_be_none() -> None:
+def test_a_chart_without_values_says_so() -> None:
     assert "No figures" in chart([]).svg()
     assert lines(chart([0, 1], [math.nan, math.inf])) == []
 
@@ -78,7 +78,7 @@ def test_the_lines_differ_without_their_colours() -> None:
         chart([0], *[[1.0]] * (MOST_LINES + 1))
 
 
-def test_a_peak_survives_ten_thousand_figures() -> None:
+def test_a_peak_survives_ten_thousand_values() -> None:
     at = [index * 0.09 for index in range(10_000)]
     values = [1.0] * 10_000
     values[5_003] = 7.0
@@ -89,7 +89,7 @@ def test_a_peak_survives_ten_thousand_figures() -> None:
 
 
 @given(st.lists(st.floats(0, 1e12) | st.just(math.nan), min_size=1, max_size=40), st.floats(0, 1e10))
-def test_whatever_the_figures_are_they_stay_on_the_paper(values: list[float], first: float) -> None:
+def test_all_values_are_drawn_inside_the_chart(values: list[float], first: float) -> None:
     at = [first + index for index in range(len(values))]
     for path in lines(chart(at, values)):
         points = [tuple(map(float, pair.split())) for pair in re.findall(r"[\d.]+ [\d.]+", path)]
@@ -97,7 +97,7 @@ def test_whatever_the_figures_are_they_stay_on_the_paper(values: list[float], fi
 
 
 @given(st.floats(1e-9, 1e15), st.booleans())
-def test_the_value_axis_reaches_the_highest_figure_in_few_round_steps(highest: float, whole: bool) -> None:
+def test_the_value_axis_reaches_the_highest_value_in_few_round_steps(highest: float, whole: bool) -> None:
     ticks = value_ticks(highest, whole=whole)
     assert ticks[0] == 0
     assert ticks[-1] >= highest * 0.999
@@ -106,7 +106,7 @@ def test_the_value_axis_reaches_the_highest_figure_in_few_round_steps(highest: f
     assert not whole or all(tick == int(tick) for tick in ticks)
 
 
-def test_an_axis_of_nothing_still_has_a_unit() -> None:
+def test_an_axis_without_values_has_ticks() -> None:
     assert value_ticks(0) == [0, 0.5, 1.0]
     assert value_ticks(0, whole=True) == [0, 1.0]
     assert value_ticks(5e-324)[-1] == 1.0

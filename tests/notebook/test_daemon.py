@@ -33,7 +33,7 @@ def _nothing_left() -> Iterator[None]:
     assert not [thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-daemon"]
 
 
-def test_a_turn_of_the_labs_daemon_asks_the_labs_model(options: dict[str, Any]) -> None:
+def test_a_turn_of_the_daemon_uses_the_labs_model(options: dict[str, Any]) -> None:
     lab = lmx_lab.launch("echo", api_key="key-of-the-lab", **options)
     assert lab.daemon is not None
 
@@ -70,7 +70,7 @@ def test_a_launch_cell_that_is_run_again_keeps_the_daemon(options: dict[str, Any
     assert lmx_lab.launch(**options).daemon is not None
 
 
-def test_a_lab_that_changes_takes_sessions_and_functions_along(options: dict[str, Any]) -> None:
+def test_a_relaunched_lab_keeps_sessions_and_functions(options: dict[str, Any]) -> None:
     lab = lmx_lab.launch(**options)
     assert lab.daemon is not None
 
@@ -97,7 +97,7 @@ def test_a_lab_that_changes_takes_sessions_and_functions_along(options: dict[str
         assert http.get("/v3/daemon").json()["counts"]["tools"] == 0
 
 
-def test_where_the_home_has_a_daemon_the_lab_runs_and_says_where(options: dict[str, Any]) -> None:
+def test_a_second_daemon_in_a_home_is_refused_and_the_lab_runs(options: dict[str, Any]) -> None:
     with serving(options["home"]) as other:
         with pytest.raises(DaemonRunningError, match=other.url) as caught:
             lmx_lab.launch(**options)
@@ -108,7 +108,7 @@ def test_where_the_home_has_a_daemon_the_lab_runs_and_says_where(options: dict[s
         assert other.running
 
 
-def test_a_lab_of_a_program_with_a_loop_ends_its_daemon_too(options: dict[str, Any]) -> None:
+def test_leaving_the_context_of_a_lab_stops_its_daemon(options: dict[str, Any]) -> None:
     async def live() -> Any:
         settings = Settings(home=options["home"], port=0, daemon_port=0)
         async with lmx_lab.Lab(settings, loop="kernel") as lab:
@@ -120,7 +120,7 @@ def test_a_lab_of_a_program_with_a_loop_ends_its_daemon_too(options: dict[str, A
 
 
 @pytest.mark.anyio
-async def test_merged_events_can_be_left_while_there_is_no_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_merged_events_can_be_closed_while_the_buffer_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmx_lab.notebook.daemon.HELD", 2)
 
     async def many(name: str) -> AsyncIterator[str]:
@@ -133,7 +133,7 @@ async def test_merged_events_can_be_left_while_there_is_no_room_for_more(monkeyp
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "lmx-lab merging"]
 
 
-def test_verbs_of_a_daemon_that_was_stopped_say_where_the_one_is_that_runs(options: dict[str, Any]) -> None:
+def test_methods_of_a_stopped_daemon_name_the_running_one(options: dict[str, Any]) -> None:
     lab = lmx_lab.launch(**options)
     daemon = lab.daemon
     assert daemon is not None
@@ -143,7 +143,7 @@ def test_verbs_of_a_daemon_that_was_stopped_say_where_the_one_is_that_runs(optio
         daemon.sessions()
 
 
-def test_a_command_in_one_piece_is_refused_with_its_list(options: dict[str, Any]) -> None:
+def test_a_command_as_a_single_text_is_refused_with_the_list_to_use(options: dict[str, Any]) -> None:
     lab = lmx_lab.launch(**options)
     assert lab.daemon is not None
     with pytest.raises(InvalidRequestError, match=r"'python -m time'; .* \['python', '-m', 'time'\]"):
@@ -151,7 +151,7 @@ def test_a_command_in_one_piece_is_refused_with_its_list(options: dict[str, Any]
     assert lab.daemon.client.mcp_servers() == []
 
 
-def test_a_lab_elsewhere_has_no_daemon(options: dict[str, Any]) -> None:
+def test_a_remote_lab_has_no_daemon(options: dict[str, Any]) -> None:
     with lmx_lab.launch(**options) as lab, lmx_lab.attach(lab.url) as attached:
         assert attached.daemon is None
 

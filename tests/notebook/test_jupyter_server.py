@@ -9,7 +9,7 @@ import psutil
 from lmx_lab.notebook.jupyter_server import NotebookServer
 
 
-def test_a_connection_is_the_servers_by_both_of_its_ends() -> None:
+def test_a_connection_is_recognized_by_both_of_its_ends() -> None:
     server = NotebookServer(process=psutil.Process(), url="http://localhost:8888/")
     with socket.create_server(("127.0.0.1", 0)) as lab, socket.create_server(("127.0.0.1", 0)) as other:
         here, elsewhere = lab.getsockname(), other.getsockname()

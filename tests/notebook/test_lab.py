@@ -113,19 +113,19 @@ async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab) -> None:
     await until_idle(lab)
 
 
-async def test_chats_at_once_share_the_engine(lab: lmx_lab.Lab) -> None:
+async def test_concurrent_chats_share_the_engine(lab: lmx_lab.Lab) -> None:
     replies = await asyncio.gather(*(lab.achat(HELLO, max_tokens=20, temperature=0) for _ in range(6)))
     assert len({reply.text for reply in replies}) == 1
 
 
-async def test_another_loop_may_ask_too(lab: lmx_lab.Lab) -> None:
+async def test_verbs_can_be_awaited_on_another_loop(lab: lmx_lab.Lab) -> None:
     def ask() -> int:
         return asyncio.run(lab.achat(HELLO, max_tokens=2)).usage.completion_tokens
 
     assert await asyncio.to_thread(ask) == 2
 
 
-async def test_a_failed_load_says_why_and_keeps_what_is_loaded(lab: lmx_lab.Lab) -> None:
+async def test_a_failed_load_gives_the_reason_and_keeps_the_loaded_model(lab: lmx_lab.Lab) -> None:
     with pytest.raises(ModelNotFoundError):
         await lab.aload("no-such")
     assert [record.id for record in await lab.amodels() if record.loaded] == ["echo"]
@@ -148,7 +148,7 @@ async def test_a_stopped_lab_cannot_be_used_or_started_again(tmp_path: Path) -> 
     assert repr(lab).startswith("LMX Lab: stopped")
 
 
-async def test_a_failing_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_start_releases_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = lab_threads()
     monkeypatch.setattr("lmx_lab.http.uvicorn_server.ANSWER_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other:
@@ -162,7 +162,7 @@ async def test_a_failing_start_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     assert lab_threads() <= before
 
 
-async def test_what_could_never_match_is_refused_before_anything_starts() -> None:
+async def test_a_setting_that_can_never_match_is_refused_before_anything_starts() -> None:
     with pytest.raises(InvalidRequestError, match="cors_origins"):
         lmx_lab.Lab(Settings(cors_origins=("*",)))
 
@@ -170,7 +170,7 @@ async def test_what_could_never_match_is_refused_before_anything_starts() -> Non
 # --- a script
 
 
-def test_where_no_loop_runs_a_thread_serves(launched: lmx_lab.Lab) -> None:
+def test_without_a_running_loop_a_thread_serves(launched: lmx_lab.Lab) -> None:
     assert launched.mode == "thread"
     assert lmx_lab.launch(port=0, home=launched.settings.home, echo_tokens_per_s=1000) is launched is lmx_lab.current()
 
@@ -182,7 +182,7 @@ def test_a_stream_left_in_the_middle_frees_its_slot(launched: lmx_lab.Lab) -> No
     asyncio.run(until_idle(launched))
 
 
-def test_threads_may_chat_at_once(launched: lmx_lab.Lab) -> None:
+def test_threads_can_chat_concurrently(launched: lmx_lab.Lab) -> None:
     launched.load("echo")
     texts: list[str] = []
     threads = [
@@ -209,7 +209,9 @@ def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: py
         assert labs.count(labs[0]) == 3
 
 
-def test_a_restart_that_cannot_listen_leaves_what_runs(launched: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_that_cannot_listen_keeps_the_running_lab(
+    launched: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lmx_lab.http.uvicorn_server.ANSWER_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other, pytest.raises(PortTakenError):
         lmx_lab.launch(port=other.getsockname()[1], home=launched.settings.home, echo_tokens_per_s=1000)
@@ -220,11 +222,11 @@ def test_a_restart_that_cannot_listen_leaves_what_runs(launched: lmx_lab.Lab, mo
     assert lmx_lab.current() is launched
 
 
-def test_asking_for_the_port_that_it_has_changes_nothing(launched: lmx_lab.Lab) -> None:
+def test_launching_on_the_labs_own_port_returns_the_same_lab(launched: lmx_lab.Lab) -> None:
     assert lmx_lab.launch(port=launched.port, home=launched.settings.home, echo_tokens_per_s=1000) is launched
 
 
-def test_the_kernels_loop_needs_one() -> None:
+def test_loop_kernel_needs_a_running_loop() -> None:
     with pytest.raises(InvalidRequestError, match="running event loop"):
         lmx_lab.launch(loop="kernel")
 
@@ -293,7 +295,7 @@ def scripts(tiny_home: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("name", ["stopped", "left", "async, stopped", "async, left"])
-def test_a_script_ends_with_zero_and_says_nothing(scripts: dict[str, subprocess.Popen[str]], name: str) -> None:
+def test_a_script_exits_with_zero_and_prints_no_warnings(scripts: dict[str, subprocess.Popen[str]], name: str) -> None:
     output, errors = scripts[name].communicate(timeout=180)
     assert (scripts[name].returncode, output, errors) == (0, "3\n", "")
 
@@ -427,13 +429,13 @@ async def test_a_reply_shows_its_text_and_cost(lab: lmx_lab.Lab) -> None:
         ("hello", {"logprobs": True}, "logprobs"),
     ],
 )
-def test_a_wrong_parameter_is_named(prompt: object, parameters: dict[str, object], param: str) -> None:
+def test_the_error_names_the_invalid_parameter(prompt: object, parameters: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat_request(prompt, parameters)  # type: ignore[arg-type]
     assert caught.value.param == param
 
 
-def test_python_may_say_it_in_its_own_way() -> None:
+def test_python_values_are_converted_to_json_values() -> None:
     request = chat_request("hello", {"logit_bias": {5: 1, "7": 2.0}, "stop": ("a", "b")})
     assert request.logit_bias == {"5": 1, "7": 2.0}
     assert request.stop == ["a", "b"]
@@ -453,7 +455,7 @@ def test_a_system_prompt_comes_first() -> None:
 # --- addresses
 
 
-def test_a_server_everywhere_answers_to_every_name_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_on_all_interfaces_accepts_every_name_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5", "172.17.0.1"])
     addresses = Addresses(settings=Settings(host="0.0.0.0"), port=8400)
     assert addresses.url == "http://127.0.0.1:8400"
@@ -461,7 +463,7 @@ def test_a_server_everywhere_answers_to_every_name_of_this_machine(monkeypatch: 
     assert {"192.0.2.5:8400", "172.17.0.1:8400", "localhost:8400"} <= addresses.policy().hosts
 
 
-def test_a_server_on_loopback_answers_to_loopback_only() -> None:
+def test_a_server_on_loopback_accepts_only_loopback_names() -> None:
     addresses = Addresses(settings=Settings(host="[::1]"), port=8400)
     assert (addresses.url, addresses.lan_urls) == ("http://[::1]:8400", [])
     assert addresses.policy().hosts == {"127.0.0.1:8400", "localhost:8400", "[::1]:8400"}
@@ -475,7 +477,7 @@ def steps() -> Iterator[Progress]:
         yield Progress(stage="download", done_bytes=done, total_bytes=1_000_000)
 
 
-def test_a_terminal_shows_a_bar_while_something_is_fetched() -> None:
+def test_a_terminal_shows_a_bar_during_a_download() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, force_jupyter=False)
     with bar("org/[name]", console) as shown:
         for step in steps():
@@ -483,7 +485,7 @@ def test_a_terminal_shows_a_bar_while_something_is_fetched() -> None:
     assert "org/[name]: download" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_narrow_terminal_shows_how_much_of_a_count_is_done() -> None:
+def test_a_narrow_terminal_shows_the_count() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=60, force_jupyter=False)
     with counter("bench", console) as shown:
         shown.show("[lab] " * 20, 3, 12)
@@ -505,7 +507,7 @@ def test_nothing_is_drawn_into_a_file_or_before_the_first_step(terminal: bool) -
 
 
 @pytest.mark.parametrize("model", [5, "", b"tiny", ["tiny"]])
-def test_a_model_that_is_no_name_is_refused_before_anything_starts(model: object, tmp_path: Path) -> None:
+def test_an_invalid_model_is_refused_before_anything_starts(model: object, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="model is"):
         lmx_lab.launch(model, port=0, home=tmp_path)  # type: ignore[arg-type]
     assert lmx_lab.current() is None
@@ -528,13 +530,13 @@ def test_arguments_that_contradict_each_other_start_nothing(arguments: dict[str,
     assert lmx_lab.current() is None
 
 
-def test_a_lone_surrogate_is_named(launched: lmx_lab.Lab) -> None:
+def test_a_lone_surrogate_is_refused(launched: lmx_lab.Lab) -> None:
     launched.load("echo")
     with pytest.raises(InvalidRequestError, match="surrogate"):
         launched.chat("half \ud800")
 
 
-def test_a_stream_says_what_to_do_with_it_and_keeps_its_text(launched: lmx_lab.Lab) -> None:
+def test_a_stream_explains_itself_and_keeps_its_text(launched: lmx_lab.Lab) -> None:
     launched.load("echo")
     stream = launched.chat("hello", stream=True, max_tokens=20)
     assert "iterate" in repr(stream)

@@ -1,35 +1,45 @@
-"""The lab as its panels see it: they go on while a cell blocks the loop that serves, and outlive the lab they show."""
+"""Test the backend of this process: it works while a cell blocks the loop that serves, and restores idle models."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.backend import ChatPiece
+from lmx_lab.backend import Backend
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError, NotLoadedError
-from lmx_lab.notebook import launcher
-from lmx_lab.notebook.local import InProcess
-from lmx_lab.notebook.loop_lag import LoopLag
+from lmx_lab.notebook.arguments import chat_request, rerank_body
+from lmx_lab.notebook.local import LocalBackend
+from lmx_lab.notebook.local_server import LocalServer
+from lmx_lab.notebook.reply import Reply, read_reply
+from lmx_lab.panels.chat import ChatPanel
+from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights import Progress
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
+from tests.engine.conftest import unload_when_idle_for
+from tests.engine.encoders.models import write_tiny_bert
+from tests.panels.scripted_backend import Reader
 
 pytestmark = pytest.mark.anyio
+T = TypeVar("T")
 HELLO = [{"role": "user", "content": "hello"}]
+CATS = ("a cat", ["a dog", "a cat"])
 WAIT_S = 60.0
 
 
 @pytest.fixture(params=["kernel", "thread"])
 async def lab(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[lmx_lab.Lab]:
-    """Of 4,000 tokens it sends for some seconds."""
+    """A lab that takes some seconds for 4,000 tokens."""
     settings = Settings(home=tmp_path, port=0, echo_tokens_per_s=1000)
     async with lmx_lab.Lab(settings, loop=request.param) as lab:
         await lab.aload("echo")
@@ -38,7 +48,7 @@ async def lab(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[l
 
 @pytest.fixture(params=["kernel", "thread"])
 async def tiny_lab(request: pytest.FixtureRequest, tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
-    """For memory, and for what a chat model cannot do."""
+    """A lab with a model that has memory and cannot embed."""
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop=request.param) as lab:
         await lab.aload("tiny")
         yield lab
@@ -53,274 +63,369 @@ async def on_this_loop(tmp_path: Path) -> AsyncIterator[lmx_lab.Lab]:
 
 @pytest.fixture
 async def tiny_on_this_loop(tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
-    """For loads of another model."""
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
         await lab.aload("tiny")
         yield lab
 
 
-async def whole(source: Any, **request: Any) -> list[ChatPiece]:
-    return [piece async for piece in source.chat({"messages": HELLO, "temperature": 0, **request})]
+async def answer(backend: Backend, **parameters: Any) -> Reply:
+    return await read_reply(backend, chat_request(HELLO, {"temperature": 0, **parameters}))
 
 
-def while_this_loop_waits(lab: lmx_lab.Lab, work: Any) -> Any:
-    """What a panel does while a cell blocks: nothing of the test's loop, on which the lab may run, comes round."""
+def while_blocked(lab: lmx_lab.Lab, work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the panels' loop, while this thread blocks the test's loop, on which the lab may run."""
     return lab.workbench.submit(work).result(WAIT_S)
 
 
-async def test_an_answer_comes_whole_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:
-    *pieces, end = while_this_loop_waits(lab, whole(lab.workbench.source, max_tokens=30, ignore_eos=True))
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+# --- while a cell blocks the loop
+
+
+async def test_an_answer_is_complete_while_the_loop_is_blocked(lab: lmx_lab.Lab) -> None:
+    blocked = while_blocked(lab, answer(lab.workbench.backend, max_tokens=30, ignore_eos=True))
     reply = await lab.achat("hello", temperature=0, max_tokens=30, ignore_eos=True)
-    assert "".join(piece.text for piece in pieces) == reply.text
-    assert end.stats is not None
-    assert (end.stats.model, end.stats.output_tokens, end.stats.finish_reason) == ("echo", 30, "length")
+    assert blocked.text == reply.text
+    assert (blocked.model, blocked.usage.completion_tokens, blocked.finish_reason) == ("echo", 30, "length")
+    assert blocked.report is not None
 
 
 async def test_unload_and_load_work_while_the_loop_is_blocked(tiny_lab: lmx_lab.Lab) -> None:
-    source = tiny_lab.workbench.source
-    assert while_this_loop_waits(tiny_lab, source.unload()) > 0
-    assert source.state().model is None
+    backend = tiny_lab.workbench.backend
+    assert while_blocked(tiny_lab, backend.unload()) > 0
+    assert backend.state().model is None
     with pytest.raises(NotLoadedError):
-        while_this_loop_waits(tiny_lab, whole(source))
-    assert while_this_loop_waits(tiny_lab, source.load("tiny")).model == "tiny"
-    assert [record.id for record in while_this_loop_waits(tiny_lab, source.models()).models if record.loaded] == [
-        "tiny"
-    ]
+        while_blocked(tiny_lab, answer(backend))
+    assert while_blocked(tiny_lab, backend.load(LoadSpec(model="tiny"))).model == "tiny"
+    records = while_blocked(tiny_lab, backend.models())
+    assert [record.id for record in records.models if record.loaded] == ["tiny"]
 
 
-async def test_what_the_model_cannot_do_is_said(tiny_lab: lmx_lab.Lab) -> None:
-    source = tiny_lab.workbench.source
-    with pytest.raises(InvalidRequestError, match="temperature"):
-        while_this_loop_waits(tiny_lab, whole(source, temperature=9))
+async def test_a_request_that_the_model_cannot_serve_is_refused(tiny_lab: lmx_lab.Lab) -> None:
     with pytest.raises(LabError, match="load"):
-        while_this_loop_waits(tiny_lab, source.rerank("a", ["b"]))
+        while_blocked(tiny_lab, tiny_lab.workbench.backend.rerank(rerank_body("a", ["b"], model=None)))
 
 
 async def test_leaving_an_answer_frees_its_slot(lab: lmx_lab.Lab) -> None:
-    async def first() -> ChatPiece:
-        pieces = lab.workbench.source.chat({"messages": HELLO, "max_tokens": 4000, "ignore_eos": True})
+    async def first() -> str:
+        request = chat_request(HELLO, {"max_tokens": 4000, "ignore_eos": True})
+        stream = await lab.workbench.backend.generate(request)
         try:
-            return await anext(piece async for piece in pieces if piece.text)
+            return await anext(delta.text async for delta in stream if delta.text)
         finally:
-            await pieces.aclose()
+            stream.close()
 
-    while_this_loop_waits(lab, first())
+    assert while_blocked(lab, first())
     await until(lambda: lab.engine.snapshot.active_requests == 0)
     await until(lambda: [each.event.finish_reason for each in lab.workbench.history.requests] == ["cancelled"])
 
 
-async def test_a_blocked_loop_is_noticed_and_the_remedy_named(on_this_loop: lmx_lab.Lab) -> None:
-    lab, source, seen = on_this_loop, on_this_loop.workbench.source, threading.Event()
-    await until(lambda: source.state().state == "running")
+async def test_a_blocked_loop_is_reported_with_a_remedy(on_this_loop: lmx_lab.Lab) -> None:
+    lab, backend, seen = on_this_loop, on_this_loop.workbench.backend, threading.Event()
+    await until(lambda: backend.state().state == "running")
     notes = []
 
     def look() -> None:
         while not seen.is_set():
-            if (state := source.state()).state == "lagging":
+            if (state := backend.state()).state == "lagging":
                 notes.append(state.note)
                 seen.set()
             seen.wait(0.05)
 
     looking = threading.Thread(target=look)
     looking.start()
-    noticed = seen.wait(WAIT_S)  # the cell
+    noticed = seen.wait(WAIT_S)  # This is the cell that blocks.
     seen.set()
     looking.join()
     assert noticed
     assert "%%offload" in notes[0]
-    await until(lambda: lab.lag.worst is not None and source.state().state == "running")
-    assert "%%offload" in source.state().note
+    await until(lambda: lab.server.lag.worst is not None and backend.state().state == "running")
+    assert "%%offload" in backend.state().note
 
 
-async def test_on_a_thread_no_cell_is_blamed(tmp_path: Path) -> None:
+async def test_lag_of_a_loop_in_a_thread_has_no_note(tmp_path: Path) -> None:
     async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
-        assert lab._thread is not None
 
         async def sleep() -> None:
             time.sleep(1.3)  # noqa: ASYNC251
 
-        await asyncio.wrap_future(lab._thread.submit(sleep()))
-        await until(lambda: lab.lag.worst is not None)
-        assert lab.workbench.source.state().note == ""
-
-
-async def test_a_loop_that_comes_round_has_no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.notebook.loop_lag.BLOCKED_S", 60.0)  # no pause of a busy machine
-    lag = LoopLag()
-    lag.start()
-    await asyncio.sleep(0.25)
-    await until(lambda: lag.now_s == 0)
-    assert lag.worst is None
-    lag.stop()
-    assert lag.now_s == 0
-
-
-async def test_the_history_has_figures_and_requests(tiny_lab: lmx_lab.Lab) -> None:
-    while_this_loop_waits(tiny_lab, whole(tiny_lab.workbench.source, max_tokens=5))
-    history = tiny_lab.workbench.history
-    await until(lambda: len(history.requests) == 1 and len(history.samples) >= 2)
-    assert history.requests[0].event.completion_tokens == 5
-    assert history.samples[-1].memory_active_gb > 0
+        await lab.server.portal.call(sleep())
+        await until(lambda: lab.server.lag.worst is not None)
+        assert lab.workbench.backend.state().note == ""
 
 
 async def test_a_stopped_lab_says_so(tmp_path: Path) -> None:
     async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
-        source = lab.workbench.source
-    assert (source.state().state, source.sample()) == ("stopped", None)
-    assert "launch" in source.state().note
+        backend = lab.workbench.backend
+    assert (backend.state().state, backend.sample()) == ("stopped", None)
+    assert "launch" in backend.state().note
     with pytest.raises(HostingError, match="launch"):
-        while_this_loop_waits(lab, source.unload())
+        while_blocked(lab, backend.unload())
     lab.workbench.rest()
     assert not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"]
 
 
-def test_the_next_lab_is_shown_where_the_last_one_was(tmp_path: Path) -> None:
-    first = lmx_lab.launch(port=0, home=tmp_path)
-    workbench = first.workbench
-    first.stop()
-    assert workbench.source.state().state == "stopped"
-    with lmx_lab.launch(port=0, home=tmp_path) as second:
-        assert second.workbench is workbench
-        assert workbench.source.state().url == second.url
-        with lmx_lab.launch(port=0, home=tmp_path, slots=2) as third:
-            assert (third.workbench is workbench, workbench.source.state().state) == (True, "running")
+def test_a_lab_that_was_not_started_is_stopped(tmp_path: Path) -> None:
+    backend: Backend = LocalBackend(LocalServer(Settings(home=tmp_path, port=0), loop="thread"))
+    assert backend.state().state == "stopped"
 
 
 # --- loads from two loops
 
 
-async def test_who_asks_for_a_model_that_another_loop_loads_waits_for_the_same_load(
+async def test_loads_of_the_same_model_from_two_loops_are_one_load(
     tiny_on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lab, checking, go_on, seen = tiny_on_this_loop, threading.Event(), threading.Event(), []
-    check = lab.catalog.check
+    lab, checking, resume, checked = tiny_on_this_loop, threading.Event(), threading.Event(), []
+    backend, check = lab.workbench.backend, lab.catalog.check
 
     def slow_check(entry: ModelEntry) -> None:
-        seen.append(entry.id)
+        checked.append(entry.id)
         checking.set()
-        go_on.wait(WAIT_S)
+        resume.wait(WAIT_S)
         check(entry)
 
     monkeypatch.setattr(lab.catalog, "check", slow_check)
-    there = lab.workbench.submit(lab.workbench.source.load("tiny-two"))
+    there = lab.workbench.submit(backend.load(LoadSpec(model="tiny-two")))
     await asyncio.to_thread(checking.wait, WAIT_S)
     here = asyncio.create_task(lab.aload("tiny-two"))
-    given_up = asyncio.create_task(lab.aload("tiny-two"))
+    cancelled = asyncio.create_task(lab.aload("tiny-two"))
     await asyncio.sleep(0.1)
-    given_up.cancel()
-    # It is in the engine's hands.
+    cancelled.cancel()
     with pytest.raises(ModelBusyError, match="entering the engine"):
-        await lab.workbench.source.cancel_load("tiny-two")
-    go_on.set()
-    answers = [(await here).model, (await asyncio.wrap_future(there)).model]
-    assert (answers, seen, lab.engine.snapshot.model) == (["tiny-two"] * 2, ["tiny-two"], "tiny-two")
+        await backend.cancel_load("tiny-two")
+    resume.set()
+    models = [(await here).model, (await asyncio.wrap_future(there)).model]
+    assert (models, checked, lab.engine.snapshot.model) == (["tiny-two"] * 2, ["tiny-two"], "tiny-two")
     with pytest.raises(InvalidRequestError, match="not being loaded"):
-        await lab.workbench.source.cancel_load("tiny-two")
+        await backend.cancel_load("tiny-two")
 
 
-async def test_a_load_that_fetches_can_be_given_up(on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    lab, fetching, go_on = on_this_loop, threading.Event(), threading.Event()
+async def test_a_load_that_downloads_can_be_cancelled(
+    on_this_loop: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, fetching, resume = on_this_loop, threading.Event(), threading.Event()
 
     def slow_fetch(name: str, tell: Callable[[Progress], None]) -> ModelEntry:
         fetching.set()
-        go_on.wait(WAIT_S)
-        raise NotLoadedError("given up")
+        resume.wait(WAIT_S)
+        raise NotLoadedError("cancelled")
 
     monkeypatch.setattr(lab.catalog, "fetch", slow_fetch)
-    source = lab.workbench.source
-    seen: list[ModelEvent | RequestEvent] = []
+    backend = lab.workbench.backend
+    received: list[ModelEvent | RequestEvent] = []
 
     async def watch() -> None:
-        async for event in source.progress():
-            seen.append(event)
+        async for event in backend.events():
+            received.append(event)
 
     watching = asyncio.create_task(watch())
-    loading = lab.workbench.submit(source.load("somebody/large"))
+    loading = lab.workbench.submit(backend.load(LoadSpec(model="somebody/large")))
     await asyncio.to_thread(fetching.wait, WAIT_S)
-    await source.cancel_load("somebody/large")
-    with pytest.raises(NotLoadedError, match="given up"):
+    await backend.cancel_load("somebody/large")
+    with pytest.raises(NotLoadedError):
         await asyncio.wrap_future(loading)
-    go_on.set()
-    await until(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in seen))
+    resume.set()
+    await until(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in received))
     assert lab.engine.snapshot.model == "echo"
     watching.cancel()
 
 
-def test_a_lab_that_was_replaced_leaves_the_panels_to_the_next_one(tmp_path: Path) -> None:
-    first = lmx_lab.launch("echo", port=0, home=tmp_path)
-    with lmx_lab.launch(port=0, home=tmp_path, slots=2) as second:
-        workbench = second.workbench
-        first.stop()
-        # Its panels have gone; what it says is about itself.
-        assert (first.workbench is workbench, first.snapshot().server.state) == (False, "stopped")
-        seen = len(workbench.history.samples)
-        wait_until(lambda: len(workbench.history.samples) > seen)
-        assert second.snapshot().server.state == "running"
+# --- models that were unloaded because they were idle
 
 
-def test_a_stopped_lab_that_was_asked_something_falls_asleep_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def swap_home(tmp_path_factory: pytest.TempPathFactory, tiny_home: Path) -> Path:
+    home = tmp_path_factory.mktemp("swap")
+    shutil.copytree(tiny_home / "models" / "tiny", home / "models" / "tiny")
+    write_tiny_bert(home / "models" / "tiny-bert")
+    return home
+
+
+@pytest.fixture
+async def swapping(request: pytest.FixtureRequest, swap_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+    """A lab in swap mode, on this loop or on one in a thread."""
+    loop: Any = getattr(request, "param", "kernel")
+    async with lmx_lab.Lab(Settings(home=swap_home, port=0, swap=True), loop=loop) as lab:
+        yield lab
+
+
+@pytest.fixture
+def slow(swapping: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Loads wait until this event is set."""
+    return delay_loads(swapping, monkeypatch)
+
+
+def delay_loads(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    load, resume = lab.engine.load, threading.Event()
+
+    async def slow_load(entry: ModelEntry, **options: Any) -> LoadReport:
+        await asyncio.to_thread(resume.wait, WAIT_S)
+        return await load(entry, **options)
+
+    monkeypatch.setattr(lab.engine, "load", slow_load)
+    return resume
+
+
+async def make_idle(lab: lmx_lab.Lab, model: str) -> None:
+    """Load a model, and let it be unloaded because it is idle."""
+    await lab.aload(model)
+    await unload_when_idle_for(lab.engine, 0.001)
+    await until(lambda: lab.engine.snapshot.model is None and lab.engine.snapshot.unload_cause == "idle")
+    await unload_when_idle_for(lab.engine, None)
+
+
+def short_answer(lab: lmx_lab.Lab) -> Coroutine[Any, Any, Reply]:
+    return answer(lab.workbench.backend, max_tokens=5)
+
+
+@pytest.mark.parametrize("swapping", ["kernel", "thread"], indirect=True)
+async def test_a_chat_restores_the_idle_model_while_the_loop_is_blocked(swapping: lmx_lab.Lab) -> None:
+    await make_idle(swapping, "tiny")
+    text = while_blocked(swapping, short_answer(swapping)).text
+    assert swapping.engine.snapshot.model == "tiny"
+    assert text == (await swapping.achat("hello", temperature=0, max_tokens=5)).text
+
+
+async def test_a_model_of_a_path_is_restored_for_every_caller(
+    swapping: lmx_lab.Lab, swap_home: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
-    with lmx_lab.launch(port=0, home=tmp_path) as lab:
-        pass
-    with pytest.raises(HostingError, match="launch"):
-        lab.workbench.submit(lab.workbench.source.unload()).result(WAIT_S)
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"])
+    path = str(shutil.copytree(swap_home / "models" / "tiny", tmp_path / "elsewhere"))
+    await make_idle(swapping, path)
+    while_blocked(swapping, short_answer(swapping))
+    assert swapping.engine.snapshot.model == path
+    async with httpx2.AsyncClient(base_url=swapping.url, timeout=WAIT_S) as client:
+        for model in ("default", path):
+            await make_idle(swapping, path)
+            body = {"model": model, "messages": HELLO, "max_tokens": 5}
+            response = await client.post("/v1/chat/completions", json=body)
+            assert (response.status_code, response.json()["model"]) == (200, path)
+        await swapping.aunload()
+        refused = await client.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 404, "after an unload it is a path like any other"
 
 
-def test_a_source_that_fails_once_does_not_stop_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
-    with lmx_lab.launch(port=0, home=tmp_path) as lab:
-        sample, failed = lab.workbench.source.sample, threading.Event()
+async def test_a_model_of_a_path_is_restored_after_another_load(
+    swapping: lmx_lab.Lab, swap_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(shutil.copytree(swap_home / "models" / "tiny", tmp_path / "elsewhere"))
+    await make_idle(swapping, path)
+    loader, names = swapping.server.services.loader, []
+    load = loader.load
 
-        def fail_once() -> Any:
-            if not failed.is_set():
-                failed.set()
-                raise RuntimeError("no figures")
-            return sample()
+    async def busy_at_first(name: str, **options: Any) -> LoadReport:
+        names.append(name)
+        if len(names) == 1:
+            await load("tiny-bert", local=True)
+            raise ModelBusyError("tiny-bert is being loaded", retry_after_s=0.01)
+        return await load(name, **options)
 
-        monkeypatch.setattr(lab.workbench.source, "sample", fail_once)
-        assert failed.wait(WAIT_S)
-        seen = len(lab.workbench.history.samples)
-        wait_until(lambda: len(lab.workbench.history.samples) > seen)
-
-
-def test_a_launch_that_waits_for_another_one_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.notebook.launcher.PATIENCE_S", 0.05)
-    held, release = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with launcher._REGISTRY.lock:
-            held.set()
-            release.wait(WAIT_S)
-
-    other = threading.Thread(target=hold)
-    other.start()
-    held.wait(WAIT_S)
-    try:
-        with pytest.raises(HostingError, match="another launch"):
-            lmx_lab.launch(port=0, home=tmp_path)
-    finally:
-        release.set()
-        other.join()
+    monkeypatch.setattr(loader, "load", busy_at_first)
+    async with httpx2.AsyncClient(base_url=swapping.url, timeout=WAIT_S) as client:
+        response = await client.post("/v1/chat/completions", json={"model": path, "messages": HELLO, "max_tokens": 5})
+    assert (response.status_code, response.json()["model"]) == (200, path)
+    assert names == [path, path]
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+async def test_a_pinned_model_ranks_while_another_is_being_loaded(
+    swap_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=swap_home, port=0, swap=True, embedder="tiny-bert")
+    async with lmx_lab.Lab(settings, loop="kernel") as lab:
+        await until(lambda: bool(lab.engine.snapshot.pinned))
+        resume = delay_loads(lab, monkeypatch)
+        loading = asyncio.create_task(lab.aload("tiny"))
+        await until(lambda: lab.server.services.loader.changing)
+        ranking = await asyncio.to_thread(
+            while_blocked, lab, lab.workbench.backend.rerank(rerank_body(*CATS, model=None))
+        )
+        assert ranking.model == "tiny-bert"
+        assert not loading.done()
+        resume.set()
+        await loading
 
 
-def test_in_process_is_a_source(tmp_path: Path) -> None:
-    from lmx_lab.backend import Source
+async def test_a_ranking_restores_the_idle_model_while_the_loop_is_blocked(swapping: lmx_lab.Lab) -> None:
+    await make_idle(swapping, "tiny-bert")
+    ranking = while_blocked(swapping, swapping.workbench.backend.rerank(rerank_body(*CATS, model=None)))
+    assert (ranking.model, ranking.order[0][0]) == ("tiny-bert", 1)
 
-    source: Source = InProcess(lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread"))
-    assert source.state().state == "stopped"
+
+async def test_the_panels_show_which_model_is_being_loaded(swapping: lmx_lab.Lab, slow: threading.Event) -> None:
+    chat, rank = (Reader(panel(swapping.workbench), swapping.workbench) for panel in (ChatPanel, RerankPanel))
+    slow.set()
+    await make_idle(swapping, "tiny")
+    slow.clear()
+    await asyncio.to_thread(chat.ask, "send", text="hello", max_tokens=5)
+    await asyncio.to_thread(chat.until, lambda panel: panel.live.get("remark") == "loading tiny")
+    slow.set()
+    await asyncio.to_thread(chat.until, lambda panel: not panel.live)
+    assert (chat.panel.turns[-1]["error"], chat.panel.turns[-1]["stats"][:8]) == ("", "tiny · 5")
+    await make_idle(swapping, "tiny-bert")
+    slow.clear()
+    await asyncio.to_thread(rank.ask, "rank", query="a cat", documents="a dog\na cat")
+    await asyncio.to_thread(rank.until, lambda panel: panel.doing == "Loading tiny-bert…")
+    slow.set()
+    await asyncio.to_thread(rank.until, lambda panel: not panel.busy)
+    assert (rank.panel.problem, rank.panel.doing, bool(rank.panel.table["rows"])) == ("", "Ranking…", True)
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+async def test_concurrent_requests_wait_for_the_same_load(swapping: lmx_lab.Lab, slow: threading.Event) -> None:
+    slow.set()
+    await make_idle(swapping, "tiny")
+    slow.clear()
+    services = swapping.server.services
+    with services.feed.subscribe() as events:
+        panels = [swapping.workbench.submit(short_answer(swapping)) for _ in range(2)]
+        cell = asyncio.create_task(swapping.achat("hello", temperature=0, max_tokens=5))
+        await until(lambda: services.loader.changing)
+        slow.set()
+        texts = {(await cell).text, *[(await asyncio.wrap_future(panel)).text for panel in panels]}
+        kinds = []
+        async for event in events:
+            kinds.append(event.stage if isinstance(event, ModelEvent) else "answered")
+            if kinds.count("answered") == 3:
+                break
+    assert (len(texts), kinds.count("load")) == (1, 1)
+
+
+async def test_an_idle_model_of_another_kind_is_not_restored(swapping: lmx_lab.Lab) -> None:
+    await make_idle(swapping, "tiny-bert")
+    with pytest.raises(NotLoadedError):
+        while_blocked(swapping, short_answer(swapping))
+    assert swapping.engine.snapshot.model is None
+
+
+async def test_a_model_that_was_unloaded_on_request_is_not_restored(swapping: lmx_lab.Lab) -> None:
+    await swapping.aload("tiny")
+    await swapping.aunload()
+    with pytest.raises(NotLoadedError, match="load"):
+        while_blocked(swapping, short_answer(swapping))
+
+
+async def test_an_idle_model_without_files_is_reported(swapping: lmx_lab.Lab, swap_home: Path) -> None:
+    (swap_home / "models" / "short-lived").symlink_to(swap_home / "models" / "tiny")
+    await make_idle(swapping, "short-lived")
+    (swap_home / "models" / "short-lived").unlink()
+    with pytest.raises(NotLoadedError, match="short-lived was unloaded"):
+        while_blocked(swapping, short_answer(swapping))
+
+
+async def test_a_stopped_lab_loads_nothing(swapping: lmx_lab.Lab) -> None:
+    await make_idle(swapping, "tiny")
+    await swapping.astop()
+    with pytest.raises(HostingError, match="stopped"):
+        await short_answer(swapping)
+    with pytest.raises(HostingError, match="stopped"):
+        await swapping.workbench.backend.rerank(rerank_body(*CATS, model=None))
+
+
+async def test_without_swap_the_error_says_what_to_load(swap_home: Path) -> None:
+    async with lmx_lab.Lab(Settings(home=swap_home, port=0), loop="kernel") as lab:
+        await make_idle(lab, "tiny")
+        with pytest.raises(NotLoadedError, match="tiny was unloaded after a time without use"):
+            while_blocked(lab, short_answer(lab))

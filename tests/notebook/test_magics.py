@@ -49,7 +49,7 @@ def tiny_lab(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
         yield lab
 
 
-def test_loading_again_and_unloading_leave_one_of_each_and_none(shell: InteractiveShell) -> None:
+def test_loading_the_extension_twice_and_unloading_it_twice_is_harmless(shell: InteractiveShell) -> None:
     for _ in range(2):
         lmx_lab.load_ipython_extension(shell)
     assert [type(one) for one in shell.input_transformers_post].count(Awaiting) == 1
@@ -62,7 +62,7 @@ def test_loading_again_and_unloading_leave_one_of_each_and_none(shell: Interacti
     assert not shell.transform_cell("%%offload\n1").startswith("await")
 
 
-def test_reading_the_extension_imports_nothing_heavy() -> None:
+def test_importing_the_package_imports_no_heavy_modules() -> None:
     code = (
         "import sys, lmx_lab; lmx_lab.load_ipython_extension; print({'mlx', 'fastapi', 'IPython'} & set(sys.modules))"
     )
@@ -71,18 +71,18 @@ def test_reading_the_extension_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("cell", ["%%offload\nx = 1", "\n\n%%offload\nx = 1\n", "%%offload  \n'a'\n\"b\"\n"])
-def test_a_cell_that_is_offloaded_is_awaited(shell: InteractiveShell, cell: str) -> None:
+def test_an_offloaded_cell_is_awaited(shell: InteractiveShell, cell: str) -> None:
     written = shell.transform_cell(cell)
     assert written.startswith("await ")
     assert shell.should_run_async(cell, transformed_cell=written)
 
 
 @pytest.mark.parametrize("cell", ["x = 1", "%%time\nx = 1", "'%%offload'", "get_ipython().magic", "", "# %%offload\n1"])
-def test_no_other_cell_is(shell: InteractiveShell, cell: str) -> None:
+def test_other_cells_are_not_awaited(shell: InteractiveShell, cell: str) -> None:
     assert "await" not in shell.transform_cell(cell)
 
 
-def test_a_question_in_a_line_is_no_wish_for_help(shell: InteractiveShell) -> None:
+def test_a_question_mark_after_ask_does_not_request_help(shell: InteractiveShell) -> None:
     assert "'ask Who\\'s \"there\"?'" in shell.transform_cell('x = 1\n%lmx ask Who\'s "there"?\n')
     assert "%lmx ask why?" in shell.transform_cell("%%writefile notes\n%lmx ask why?\n")
     for wish in ("%lmx?", "%%lmx?", "ask?"):
@@ -94,7 +94,7 @@ TRIPLES = ("'" * 3, '"' * 3)
 
 @pytest.mark.parametrize("triple", TRIPLES)
 @pytest.mark.parametrize("before", ["    ", "if x:\n    ", "reply = ", "'T'  # it's T\n", "!echo T\n", "TaT; TbT\n"])
-def test_a_question_may_be_wherever_a_statement_is(shell: InteractiveShell, before: str, triple: str) -> None:
+def test_ask_may_be_at_any_statement(shell: InteractiveShell, before: str, triple: str) -> None:
     quote = '"' if triple[0] == "'" else "'"
     before = before.replace("'T'", f"{quote}{triple}{quote}").replace("T", triple)
     assert "run_line_magic('lmx', 'ask why?')" in shell.transform_cell(f"{before}%lmx ask why?\n")
@@ -105,7 +105,7 @@ def test_a_question_may_be_wherever_a_statement_is(shell: InteractiveShell, befo
 
 @pytest.mark.parametrize("triple", TRIPLES)
 @pytest.mark.parametrize("text", ["T\n%lmx ask why?\nT", "x = rT\\T\n    %lmx ask why?\nT", "T\n!\n%lmx ask why?\n!T"])
-def test_a_question_in_a_text_over_several_lines_is_text(shell: InteractiveShell, text: str, triple: str) -> None:
+def test_a_question_in_a_multiline_string_is_unchanged(shell: InteractiveShell, text: str, triple: str) -> None:
     text = text.replace("T", triple)
     written = shell.transform_cell(f"{text}\n%lmx ask why not?\n")
     assert written.startswith(text)
@@ -136,7 +136,7 @@ def test_the_last_expression_is_the_value_unless_a_semicolon_ends_it(
 
 
 @pytest.mark.parametrize("cell", ["await f()", "x = 1\nasync with f(): pass", "[x async for x in f()]"])
-def test_awaiting_is_refused_and_why_is_said(shell: InteractiveShell, cell: str) -> None:
+def test_awaiting_in_an_offloaded_cell_is_refused_with_the_reason(shell: InteractiveShell, cell: str) -> None:
     with pytest.raises(UsageError) as caught:
         compiled(shell, cell)
     assert str(caught.value) == NO_AWAIT
@@ -146,25 +146,25 @@ def test_awaiting_is_refused_and_why_is_said(shell: InteractiveShell, cell: str)
 
 
 @pytest.mark.parametrize("line", ["lod tiny", "load", "launch --port x", "launch --loop fast", "load 'x", "models now"])
-def test_what_is_not_understood_is_a_usage_error(shell: InteractiveShell, line: str) -> None:
+def test_invalid_arguments_are_a_usage_error(shell: InteractiveShell, line: str) -> None:
     with pytest.raises(UsageError, match=r"%lmx\? shows"):
         shell.run_line_magic("lmx", line)
 
 
 @pytest.mark.parametrize("line", ["load tiny", "unload", "models", "panel", "stop", "ask why?"])
-def test_without_a_lab_the_next_step_is_said(shell: InteractiveShell, line: str) -> None:
+def test_without_a_lab_verbs_name_the_next_step(shell: InteractiveShell, line: str) -> None:
     with pytest.raises(UsageError, match="%lmx launch MODEL"):
         shell.run_line_magic("lmx", line)
 
 
-def test_without_a_lab_and_a_verb_it_says_how_one_is_launched(
+def test_without_a_lab_the_magic_says_how_to_launch_one(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert shell.run_line_magic("lmx", "") is None
     assert "%lmx launch" in capsys.readouterr().out
 
 
-def test_the_verbs_are_those_of_the_lab(
+def test_the_magic_has_the_labs_verbs(
     shell: InteractiveShell, tiny_lab: lmx_lab.Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert shell.run_line_magic("lmx", "") is tiny_lab
@@ -222,7 +222,7 @@ def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(
     ]
 
 
-def test_a_question_in_a_line_may_have_apostrophes_and_options_of_a_cell_are_checked(
+def test_ask_accepts_apostrophes_and_the_options_of_a_cell_are_checked(
     shell: InteractiveShell, asked: list[list[tuple[str, str | None]]]
 ) -> None:
     lab = lmx_lab.current()

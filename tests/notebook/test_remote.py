@@ -1,4 +1,4 @@
-"""A lab elsewhere as its panels see it: figures, answers, and a server that goes and comes back."""
+"""Test the backend over HTTP: samples, events, answers, and a server that stops and starts again."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import pytest
 
 import lmx_lab
 from lmx_lab import errors
-from lmx_lab.backend import ChatPiece, Source
-from lmx_lab.notebook import AttachedLab
+from lmx_lab.backend import Backend
+from lmx_lab.notebook.arguments import chat_request, rerank_body
+from lmx_lab.notebook.remote import RemoteBackend
 from lmx_lab.notebook.remote_server import attach
-from lmx_lab.notebook.remote_source import AttachedSource
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.notebook.reply import Reply, read_reply
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 from tests.flows.conftest import serving, wait_until
 from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.anyio
-HELLO = [{"role": "user", "content": "hello"}]
+SALT = ("How salty is the sea?", ["Bread.", "Sea salt.", "Sand."])
 WAIT_S = 60.0
 
 
@@ -35,69 +36,79 @@ def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterat
 
 
 @pytest.fixture
-def far(lab: lmx_lab.Lab) -> Iterator[AttachedLab]:
+def far(lab: lmx_lab.Lab) -> Iterator[lmx_lab.Lab]:
     with attach(lab.url) as far:
         yield far
 
 
 @pytest.fixture
-async def source(far: AttachedLab) -> AttachedSource:
-    return far._source()
+async def backend(far: lmx_lab.Lab) -> RemoteBackend:
+    return backend_of(far)
+
+
+def backend_of(far: lmx_lab.Lab) -> RemoteBackend:
+    backend = far.workbench.backend
+    assert isinstance(backend, RemoteBackend)
+    return backend
 
 
 @contextlib.asynccontextmanager
-async def watched(source: Source) -> AsyncIterator[list[Any]]:
-    """What a workbench does: ask for news, again and again."""
-    seen: list[Any] = []
+async def watched(backend: Backend) -> AsyncIterator[list[Any]]:
+    """Read the events within the block, over lost connections, as a workbench does."""
+    received: list[Any] = []
 
     async def watch() -> None:
         while True:
             with contextlib.suppress(errors.LabError):
-                async for event in source.progress():
-                    seen.append(event)
+                async for event in backend.events():
+                    received.append(event)
             await asyncio.sleep(0.01)
 
     task = asyncio.create_task(watch())
-    yield seen
+    yield received
     task.cancel()
     await asyncio.wait([task])
 
 
-async def until(true: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not true():  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
-async def whole(source: Source, **request: Any) -> list[ChatPiece]:
-    return [piece async for piece in source.chat({"messages": HELLO, "temperature": 0, **request})]
+async def answer(backend: Backend, **parameters: Any) -> Reply:
+    return await read_reply(backend, chat_request("hello", {"temperature": 0, **parameters}))
 
 
-async def test_figures_state_and_ends_of_requests_are_heard(lab: lmx_lab.Lab, source: Source) -> None:
-    assert (source.state().state, source.sample()) == ("running", None)
-    async with watched(source) as seen:
-        await until(lambda: source.sample() is not None)
-        state = source.state()
+async def test_samples_state_and_ends_of_requests_are_received(lab: lmx_lab.Lab, backend: Backend) -> None:
+    assert (backend.state().state, backend.sample()) == ("running", None)
+    async with watched(backend) as received:
+        await until(lambda: backend.sample() is not None)
+        state = backend.state()
         assert (state.state, state.model, state.url, state.note) == ("running", "tiny", lab.url, "")
-        await whole(source, max_tokens=3)
-        await until(lambda: any(isinstance(event, RequestEvent) for event in seen))
+        await answer(backend, max_tokens=3)
+        await until(lambda: any(isinstance(event, RequestEvent) for event in received))
 
 
-async def test_an_answer_is_that_of_the_lab_and_its_cost_is_told(lab: lmx_lab.Lab, source: Source) -> None:
-    *pieces, end = await whole(source, max_tokens=30)
+async def test_an_answer_and_its_cost_are_those_of_the_lab(lab: lmx_lab.Lab, backend: Backend) -> None:
+    stream = await backend.generate(chat_request("hello", {"temperature": 0, "max_tokens": 30}))
+    deltas = [delta async for delta in stream]
     reply = await lab.achat("hello", temperature=0, max_tokens=30)
-    assert "".join(piece.text for piece in pieces) == reply.text
-    assert {piece.tokens for piece in pieces} == {0}
-    assert end.stats is not None
-    assert (end.stats.model, end.stats.output_tokens, end.stats.finish_reason) == ("tiny", 30, "length")
-    assert end.stats.ttft_ms > 0
+    assert "".join(delta.text for delta in deltas) == reply.text
+    assert {delta.tokens for delta in deltas} == {0}, "the wire has no number of tokens"
+    cost = stream.cost()
+    assert (cost.model, cost.usage.completion_tokens, cost.finish_reason) == ("tiny", 30, "length")
+    assert cost.ttft_s > 0
+    assert cost.report is None
 
 
-async def test_who_waits_for_a_slot_is_told_and_may_leave(lab: lmx_lab.Lab, source: Source) -> None:
+async def test_an_answer_that_waits_for_a_slot_has_a_remark_and_can_be_closed(
+    lab: lmx_lab.Lab, backend: Backend
+) -> None:
     running = await lab.astream("hi", max_tokens=7500, ignore_eos=True)
-    waiting = source.chat({"messages": HELLO})
-    assert (await anext(waiting)).remark
-    await waiting.aclose()
+    waiting = await backend.generate(chat_request("hello", {}))
+    assert waiting.remark
+    waiting.close()
     await running.aclose()
     await asyncio.to_thread(
         wait_until, lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0
@@ -105,82 +116,79 @@ async def test_who_waits_for_a_slot_is_told_and_may_leave(lab: lmx_lab.Lab, sour
 
 
 @pytest.mark.parametrize("way", ["close", "cancel"])
-async def test_leaving_an_answer_ends_it_on_the_server(lab: lmx_lab.Lab, source: Source, way: str) -> None:
+async def test_leaving_an_answer_stops_it_on_the_server(lab: lmx_lab.Lab, backend: Backend, way: str) -> None:
     before = lab.engine.snapshot.output_tokens
-    answer = source.chat({"messages": HELLO, "max_tokens": 7500, "ignore_eos": True})
-    while not (await anext(answer)).text:
-        pass
+    parameters = {"max_tokens": 7500, "ignore_eos": True}
     if way == "close":
-        await answer.aclose()
+        stream = await backend.generate(chat_request("hello", parameters))
+        while not (await anext(stream)).text:
+            pass
+        stream.close()
     else:
-        task = asyncio.ensure_future(collect(answer))
-        await asyncio.sleep(0)
+        task = asyncio.create_task(answer(backend, **parameters))
+        await until(lambda: lab.engine.snapshot.output_tokens > before)
         task.cancel()
         await asyncio.wait([task])
     await until(lambda: lab.engine.snapshot.active_requests == 0)
     assert lab.engine.snapshot.output_tokens - before < 7500
 
 
-async def collect(answer: Any) -> list[ChatPiece]:
-    return [piece async for piece in answer]
-
-
-async def test_models_are_loaded_and_unloaded_and_everybody_hears(tiny_home: Path) -> None:
+async def test_loads_and_unloads_are_published(tiny_home: Path) -> None:
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
-        source = far._source()
-        async with watched(source) as seen:
-            await until(lambda: source.sample() is not None)
-            assert (await source.load("tiny")).model == "tiny"
-            await until(lambda: source.state().model == "tiny")
-            assert [record.loaded for record in (await source.models()).models] == [True, False]
-            assert await source.unload() > 0
-            await until(lambda: source.state().model is None)
-        stages = [event.stage for event in seen if isinstance(event, ModelEvent)]
+        backend = backend_of(far)
+        async with watched(backend) as received:
+            await until(lambda: backend.sample() is not None)
+            assert (await backend.load(LoadSpec(model="tiny"))).model == "tiny"
+            await until(lambda: backend.state().model == "tiny")
+            assert [record.loaded for record in (await backend.models()).models] == [True, False]
+            assert await backend.unload() > 0
+            await until(lambda: backend.state().model is None)
+        stages = [event.stage for event in received if isinstance(event, ModelEvent)]
         assert [stages[-2], stages[-1]] == ["loaded", "unloaded"]
         with pytest.raises(errors.NotLoadedError):
-            await whole(source)
+            await answer(backend)
         with pytest.raises(errors.InvalidRequestError, match="elsewhere"):
-            await source.cancel_load("tiny")
+            await backend.cancel_load("tiny")
 
 
 async def test_documents_are_ranked(starter_home: Path, minilm: Any) -> None:
     with serving(starter_home, minilm.id) as lab, attach(lab.url) as far:
-        ranked = await far._source().rerank("How salty is the sea?", ["Bread.", "Sea salt.", "Sand."], top_n=2)
-        here = lab.rerank("How salty is the sea?", ["Bread.", "Sea salt.", "Sand."], top_n=2)
-    assert [index for index, _ in ranked.order] == [row.index for row in here]
-    assert (ranked.model, ranked.method) == (minilm.id, "cosine")
+        ranking = await backend_of(far).rerank(rerank_body(*SALT, model=None, top_n=2))
+        here = lab.rerank(*SALT, top_n=2)
+    assert [index for index, _ in ranking.order] == [row.index for row in here]
+    assert (ranking.model, ranking.method, ranking.tokens) == (minilm.id, "cosine", here.tokens)
 
 
-async def test_a_server_that_goes_and_comes_back_is_seen(tiny_home: Path) -> None:
+async def test_a_restarted_server_is_detected(tiny_home: Path) -> None:
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(serving(tiny_home, None))
         far = stack.enter_context(attach(lab.url))
-        source = far._source()
-        async with watched(source):
-            await until(lambda: source.sample() is not None)
+        backend = backend_of(far)
+        async with watched(backend):
+            await until(lambda: backend.sample() is not None)
             await asyncio.to_thread(lab.stop)
-            await until(lambda: source.state().state == "unreachable")
-            assert lab.url in source.state().note
-            assert source.sample() is None
+            await until(lambda: backend.state().state == "unreachable")
+            assert lab.url in backend.state().note
+            assert backend.sample() is None
             with pytest.raises(errors.UnreachableError):
-                await source.models()
+                await backend.models()
             again = lmx_lab.Lab(lmx_lab.Settings(home=tiny_home, port=lab.port), loop="thread")
             stack.enter_context(again)
-            await until(lambda: source.state().state == "running" and source.sample() is not None)
+            await until(lambda: backend.state().state == "running" and backend.sample() is not None)
         far.stop()
-        assert (source.state().state, source.sample()) == ("stopped", None)
+        assert (backend.state().state, backend.sample()) == ("stopped", None)
 
 
-async def test_silence_is_lag(source: AttachedSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with watched(source):
-        await until(lambda: source.sample() is not None)
-        monkeypatch.setattr("lmx_lab.notebook.remote_source.LATE_S", -1.0)
-        state = source.state()
-        assert (state.state, source.sample()) == ("lagging", None)
+async def test_a_silent_server_is_lagging(backend: RemoteBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(backend):
+        await until(lambda: backend.sample() is not None)
+        monkeypatch.setattr("lmx_lab.notebook.remote.LATE_S", -1.0)
+        state = backend.state()
+        assert (state.state, backend.sample()) == ("lagging", None)
         assert "a cell" in state.note
 
 
-def test_panels_show_it_and_stop_with_it(lab: lmx_lab.Lab) -> None:
+def test_panels_show_a_remote_lab_and_stop_with_it(lab: lmx_lab.Lab) -> None:
     with attach(lab.url) as far:
         panel = far.metrics()
         assert far.metrics() is panel

@@ -1,4 +1,4 @@
-"""A lab over a server elsewhere: the verbs of a lab, honest replies, and a connection that leaves nothing behind."""
+"""Test labs over servers elsewhere: verbs, replies, and connections that release everything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import lmx_lab
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient
 from lmx_lab.notebook import remote_server
-from lmx_lab.notebook.remote_server import AttachedLab, attach
+from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
@@ -37,7 +37,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterator[lmx_lab.Lab]:
-    """With room for answers that are still being made when somebody leaves."""
+    """A lab with a context long enough for answers that are running when they are stopped."""
     home = tmp_path_factory.mktemp("home")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=8192)
     with serving(home, "tiny", api_key=KEY) as lab:
@@ -45,7 +45,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def far(lab: lmx_lab.Lab) -> Iterator[AttachedLab]:
+def far(lab: lmx_lab.Lab) -> Iterator[lmx_lab.Lab]:
     with attach(lab.url, api_key=KEY) as far:
         yield far
 
@@ -67,7 +67,7 @@ def threads() -> set[str]:
 # --- replies
 
 
-def test_a_reply_says_what_the_lab_itself_says(lab: lmx_lab.Lab, far: AttachedLab) -> None:
+def test_a_remote_reply_equals_the_local_one(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> None:
     here = lab.chat("hi", max_tokens=6, temperature=0, seed=1)
     there = far.chat("hi", max_tokens=6, temperature=0, seed=1)
     assert (there.text, there.model, there.finish_reason) == (here.text, "tiny", "length")
@@ -75,7 +75,7 @@ def test_a_reply_says_what_the_lab_itself_says(lab: lmx_lab.Lab, far: AttachedLa
     assert there.reasoning_tokens == 0
 
 
-def test_a_remote_reply_has_no_report_and_the_time_that_passed_here(far: AttachedLab) -> None:
+def test_a_remote_reply_has_no_report_and_the_callers_time_to_first_token(far: lmx_lab.Lab) -> None:
     reply = far.chat("hi", max_tokens=6, temperature=0)
     assert reply.report is None
     assert reply.ttft_s > reply.timings.prompt_ms / 1e3
@@ -83,13 +83,13 @@ def test_a_remote_reply_has_no_report_and_the_time_that_passed_here(far: Attache
     assert f"first after {reply.ttft_s:.2f} s" in repr(reply)
 
 
-def test_the_first_token_and_not_the_first_chunk_is_timed(far: AttachedLab) -> None:
-    """An answer without any text: the time is that of its end."""
+def test_an_answer_without_text_has_a_time_to_first_token(far: lmx_lab.Lab) -> None:
+    """The time is that of the answer's end."""
     reply = far.chat("hi", max_tokens=200, ignore_eos=True, stop=[" ", *"abcdefghijklmno"])
     assert reply.ttft_s > 0
 
 
-def test_thoughts_and_calls_come_too(thinker_home: Path) -> None:
+def test_a_remote_reply_has_thoughts_and_calls(thinker_home: Path) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     asked: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
     with serving(thinker_home, "thinker") as lab, attach(lab.url) as far:
@@ -102,7 +102,7 @@ def test_thoughts_and_calls_come_too(thinker_home: Path) -> None:
         assert (there.reasoning, there.reasoning_tokens) == (here.reasoning, here.reasoning_tokens)
 
 
-def test_the_pieces_of_a_stream_are_its_reply(far: AttachedLab) -> None:
+def test_the_pieces_of_a_stream_are_its_reply(far: lmx_lab.Lab) -> None:
     stream = far.chat("hi", stream=True, max_tokens=30)
     pieces = list(stream)
     assert stream.reply is not None
@@ -110,7 +110,7 @@ def test_the_pieces_of_a_stream_are_its_reply(far: AttachedLab) -> None:
     assert stream.reply.usage.completion_tokens == 30
 
 
-def test_vectors_and_rankings_are_those_of_the_lab_itself(encoders: lmx_lab.Lab) -> None:
+def test_remote_vectors_and_rankings_equal_the_local_ones(encoders: lmx_lab.Lab) -> None:
     documents = ["Bread is baked.", {"text": "Sea water is salty."}, "Sand."]
     with attach(encoders.url) as far:
         np.testing.assert_array_equal(far.embed(["a", "b"]), encoders.embed(["a", "b"]))
@@ -122,7 +122,7 @@ def test_vectors_and_rankings_are_those_of_the_lab_itself(encoders: lmx_lab.Lab)
     assert (there.report, here.report is None) == (None, False)
 
 
-async def test_the_twins_do_the_same_beside_a_running_loop(far: AttachedLab, encoders: lmx_lab.Lab) -> None:
+async def test_verbs_can_be_awaited_on_the_callers_loop(far: lmx_lab.Lab, encoders: lmx_lab.Lab) -> None:
     assert (await far.achat("hi", max_tokens=3)).usage.completion_tokens == 3
     stream = await far.astream("hi", max_tokens=3)
     assert "".join([piece async for piece in stream]) == stream.text
@@ -156,21 +156,21 @@ def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("lmx_lab.progress.Bar.update", lambda self, step: steps.append(step))
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
-        load = lab._server.loader.load
+        load = lab.server.services.loader.load
 
         async def slowly(model: str, *, local: bool) -> LoadReport:
-            lab._server.feed.publish(step)
+            lab.server.services.feed.publish(step)
             while not steps:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             return await load(model, local=local)
 
-        monkeypatch.setattr(lab._server.loader, "load", slowly)
+        monkeypatch.setattr(lab.server.services.loader, "load", slowly)
         report = asyncio.run(far.aload("tiny")) if twin else far.load("tiny")
     assert report.model == "tiny"
     assert steps == [step]
 
 
-async def test_a_load_does_not_wait_for_steps_that_a_proxy_keeps_back(
+async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(
     tiny_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def silent(self: AsyncLabClient, include: Any = ()) -> AsyncGenerator[Any, None]:
@@ -187,7 +187,7 @@ async def test_a_load_does_not_wait_for_steps_that_a_proxy_keeps_back(
 # --- leaving
 
 
-def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab, far: AttachedLab) -> None:
+def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> None:
     gc.disable()
     try:
         stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
@@ -203,7 +203,7 @@ def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab, far: AttachedLab) -> 
         gc.enable()
 
 
-async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab, far: AttachedLab) -> None:
+async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> None:
     before = lab.engine.snapshot.output_tokens
     chat = asyncio.create_task(far.achat("hi", max_tokens=7500, ignore_eos=True))
     while lab.engine.snapshot.output_tokens == before:  # noqa: ASYNC110
@@ -214,7 +214,7 @@ async def test_a_cancelled_chat_frees_its_slot(lab: lmx_lab.Lab, far: AttachedLa
     assert lab.engine.snapshot.output_tokens - before < 7500
 
 
-def test_an_interrupt_ends_the_generation_on_the_server(lab: lmx_lab.Lab, far: AttachedLab) -> None:
+def test_an_interrupt_ends_the_generation_on_the_server(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> None:
     before = lab.engine.snapshot.output_tokens
 
     def interrupt() -> None:
@@ -231,7 +231,7 @@ def test_an_interrupt_ends_the_generation_on_the_server(lab: lmx_lab.Lab, far: A
     assert far.chat("hi", max_tokens=2).usage.completion_tokens == 2
 
 
-def test_stopping_ends_the_connection_and_not_the_server(lab: lmx_lab.Lab) -> None:
+def test_stopping_ends_the_connection_but_not_the_server(lab: lmx_lab.Lab) -> None:
     before = threads()
     far = attach(lab.url, api_key=KEY)
     stream = far.chat("hi", stream=True, max_tokens=7500, ignore_eos=True)
@@ -249,7 +249,7 @@ def test_stopping_ends_the_connection_and_not_the_server(lab: lmx_lab.Lab) -> No
     assert threads() == before
 
 
-def test_a_connection_that_nobody_holds_ends(lab: lmx_lab.Lab) -> None:
+def test_a_deleted_lab_ends_its_connection(lab: lmx_lab.Lab) -> None:
     with attach(lab.url, api_key=KEY):
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "lmx-lab-attached"][-1:]
     thread.join()
@@ -260,22 +260,22 @@ def test_a_connection_that_nobody_holds_ends(lab: lmx_lab.Lab) -> None:
     thread.join()
 
 
-def test_a_connection_that_was_shown_and_that_nobody_holds_ends_with_its_panels(lab: lmx_lab.Lab) -> None:
+def test_a_deleted_lab_ends_its_connection_and_its_panels(lab: lmx_lab.Lab) -> None:
     before = set(threading.enumerate())
     far = attach(lab.url, api_key=KEY)
     far._repr_mimebundle_()
     workbench, gone = far.workbench, weakref.ref(far)
-    wait_until(lambda: workbench.source.sample() is not None)
+    wait_until(lambda: workbench.backend.sample() is not None)
     own = {thread.name for thread in set(threading.enumerate()) - before}
     assert own >= {"lmx-lab-attached", "lmx-lab-panels"}
     del far
     gc.collect()
     wait_until(lambda: gone() is None)
-    assert workbench.source.state().state == "stopped"
+    assert workbench.backend.state().state == "stopped"
     wait_until(lambda: not {it for it in set(threading.enumerate()) - before if it.name.startswith("lmx-lab")})
 
 
-def test_panels_that_alone_were_asked_for_go_on_until_they_are_asked_for_again(lab: lmx_lab.Lab) -> None:
+def test_panels_keep_their_connection_until_those_of_another_one_are_shown(lab: lmx_lab.Lab) -> None:
     first = attach(lab.url, api_key=KEY).metrics()
     gc.collect()
     wait_until(lambda: first.server["model"] == "tiny")
@@ -283,7 +283,7 @@ def test_panels_that_alone_were_asked_for_go_on_until_they_are_asked_for_again(l
     gc.collect()
     wait_until(lambda: first.server["state"] == "stopped")
     wait_until(lambda: second.server["model"] == "tiny")
-    remote_server._KEPT[lab.url].stop()
+    remote_server._KEPT[lab.url].close()
     wait_until(lambda: second.server["state"] == "stopped")
     assert lab.url not in remote_server._KEPT
 
@@ -294,12 +294,12 @@ def test_connections_are_not_kept_without_a_limit(lab: lmx_lab.Lab, monkeypatch:
     far, other = attach(lab.url, api_key=KEY), attach(elsewhere, api_key=KEY)
     far.panel("metrics")
     other.panel("metrics")
-    assert {elsewhere: other} == remote_server._KEPT
+    assert {elsewhere: other._server} == remote_server._KEPT
     far.stop()
     other.stop()
 
 
-def test_a_script_that_forgets_to_stop_ends_quietly(lab: lmx_lab.Lab) -> None:
+def test_a_script_that_does_not_stop_its_lab_exits_quietly(lab: lmx_lab.Lab) -> None:
     script = f"""
 import lmx_lab
 far = lmx_lab.attach({lab.url!r}, api_key={KEY!r})
@@ -317,7 +317,7 @@ print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.complet
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1"])
-def test_it_looks_like_what_it_is(lab: lmx_lab.Lab, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_repr_describes_the_connection(lab: lmx_lab.Lab, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_server, "LOOK_S", WAIT_S)
     with attach(lab.url + end, api_key=KEY) as far:
         assert far.url == lab.url
@@ -327,7 +327,7 @@ def test_it_looks_like_what_it_is(lab: lmx_lab.Lab, end: str, monkeypatch: pytes
             assert KEY not in look
 
 
-def test_a_look_at_a_lab_whose_server_has_gone_says_so(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_repr_says_that_the_server_does_not_answer(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_server, "LOOK_S", WAIT_S)
     with serving(tiny_home, None) as lab:
         far = attach(lab.url)
@@ -339,7 +339,7 @@ def test_a_look_at_a_lab_whose_server_has_gone_says_so(tiny_home: Path, monkeypa
 
 
 @pytest.mark.parametrize("key", [None, "wrong-sesame-43"])
-def test_a_key_is_checked_at_once(lab: lmx_lab.Lab, key: str | None) -> None:
+def test_attaching_checks_the_key(lab: lmx_lab.Lab, key: str | None) -> None:
     before = threads()
     with pytest.raises(errors.UnauthorizedError, match="api_key=") as caught:
         attach(lab.url, api_key=key)
@@ -348,7 +348,7 @@ def test_a_key_is_checked_at_once(lab: lmx_lab.Lab, key: str | None) -> None:
 
 
 @pytest.mark.parametrize("answer", [whole("<html>", kind="text/html"), b"220 mail\r\n", b""])
-def test_what_is_no_lab_is_refused(answer: bytes) -> None:
+def test_attaching_to_another_program_is_refused(answer: bytes) -> None:
     before = threads()
     with answering(answer.replace(b"x-lmx-lab: 0\r\n", b"")) as server:
         with pytest.raises(errors.UnreachableError) as caught:
@@ -361,7 +361,7 @@ def test_what_is_no_lab_is_refused(answer: bytes) -> None:
     assert threads() == before
 
 
-def test_an_answer_that_breaks_off_is_no_reply() -> None:
+def test_a_broken_answer_is_an_error_and_not_a_reply() -> None:
     greeting = [whole("{}"), whole('{"models": []}')]
     choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": None}
     head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "system_fingerprint": "f"}
@@ -381,18 +381,17 @@ def test_an_answer_that_breaks_off_is_no_reply() -> None:
 
 
 @pytest.fixture
-async def own(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[lmx_lab.Lab]:
-    """A lab on this very loop, as in a kernel."""
+async def own(tiny_home: Path) -> AsyncIterator[lmx_lab.Lab]:
+    """A lab on the test's own loop, as in a kernel."""
     async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
-        monkeypatch.setattr("lmx_lab.notebook.remote_server.current", lambda: lab)
         yield lab
 
 
-async def models_here(far: AttachedLab) -> Any:
+async def models_here(far: lmx_lab.Lab) -> Any:
     return far.models()
 
 
-async def test_a_loop_does_not_wait_for_itself(own: lmx_lab.Lab) -> None:
+async def test_a_blocking_call_on_the_serving_loop_is_refused(own: lmx_lab.Lab) -> None:
     for url in (own.url, f"http://localhost:{own.port}/v1"):
         with pytest.raises(errors.HostingError, match="current"):
             attach(url)

@@ -59,18 +59,18 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_calls_are_put_together_from_their_pieces() -> None:
+def test_calls_are_assembled_from_their_pieces() -> None:
     look, see = tool_calls(PIECES)
     assert (look.id, look.name, look.arguments, look.parsed) == ("c1", "look", '{"at": "sea"}', {"at": "sea"})
     assert (see.name, see.arguments, see.parsed) == ("see", "", {})
 
 
 @pytest.mark.parametrize("arguments", ['{"at": "se', "[1]", "[" * 100_000])
-def test_arguments_that_are_no_object_are_not_parsed(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_are_not_parsed(arguments: str) -> None:
     assert ToolCall(id="c", name="look", arguments=arguments).parsed is None
 
 
-def test_a_reply_is_a_message_of_the_next_prompt() -> None:
+def test_a_reply_can_be_a_message_of_the_next_prompt() -> None:
     assert reply("Hello").message == {"role": "assistant", "content": "Hello"}
     pieces = (ToolCallDelta(index=0, id="a", name="add"), ToolCallDelta(index=0, arguments='{"x":1}'))
     called = reply("").including(Delta(text="", tokens=1, tool_calls=pieces)).message
@@ -80,12 +80,12 @@ def test_a_reply_is_a_message_of_the_next_prompt() -> None:
     assert (call.id, call.function.name, call.function.arguments) == ("a", "add", {"x": 1})
 
 
-def test_a_plain_reply_shows_text_and_cost_alone() -> None:
+def test_a_plain_reply_shows_only_text_and_cost() -> None:
     assert repr(reply()).splitlines()[:2] == ["hi", ""]
     assert "thoughts" not in repr(reply()) + reply()._repr_markdown_()
 
 
-def test_a_reply_shows_its_calls_and_says_that_there_are_thoughts() -> None:
+def test_a_reply_shows_its_calls_and_mentions_thoughts() -> None:
     shown = reply("").including(Delta(text="", tokens=0, reasoning="hm", tool_calls=PIECES))
     lines = repr(shown).splitlines()
     assert lines[:4] == ["[thoughts, 3 tokens: see .reasoning]", "", '→ look({"at": "sea"})', "→ see()"]
@@ -95,7 +95,7 @@ def test_a_reply_shows_its_calls_and_says_that_there_are_thoughts() -> None:
 
 
 @given(st.lists(st.sampled_from(LIVE) | st.text(max_size=5), max_size=8).map("".join))
-def test_thoughts_and_calls_never_become_live(text: str) -> None:
+def test_thoughts_and_calls_never_become_html(text: str) -> None:
     calls = (ToolCallDelta(index=0, id=text, name=text, arguments=text),)
     page = Page(reply("").including(Delta(text="", tokens=0, reasoning=text, tool_calls=calls))._repr_markdown_())
     assert page.elements <= {"p", "details", "summary", "small", "br", "code"}
@@ -123,7 +123,7 @@ async def hand_over(work: Coroutine[Any, Any, Any]) -> Any:
     return await work
 
 
-def test_a_stream_is_iterated_for_text_and_its_reply_has_all() -> None:
+def test_iterating_a_stream_gives_text_and_its_reply_has_everything() -> None:
     deltas = [
         Delta(text="", tokens=2, reasoning="hm"),
         Delta(text="Let me ", tokens=1),

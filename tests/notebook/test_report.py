@@ -88,7 +88,7 @@ def full(requests: Sequence[EndedRequest] = ()) -> str:
     return report_html(snapshot("tiny", now=samples[-1]), samples, requests, [("Chat", "<p>words</p>"), ("Empty", "")])
 
 
-def test_the_page_is_whole_and_asks_nobody_for_anything() -> None:
+def test_the_page_is_complete_and_loads_nothing() -> None:
     page = Page(full([ended(1000)]))
     assert not {"script", "link", "iframe", "img", "object", "form"} & set(page.tags)
     outside = [value for _, attrs in page.elements for name, value in attrs.items() if name in ("src", "href", "style")]
@@ -115,7 +115,7 @@ def test_names_and_messages_are_shown_as_text() -> None:
     assert "<script" not in snapshot(HOSTILE, state=state)._repr_html_()
 
 
-def test_what_has_not_happened_is_said() -> None:
+def test_an_empty_report_says_so_in_each_section() -> None:
     stopped = ServerState(state="stopped", place="", url="http://127.0.0.1:8400", note="run the launch cell again")
     text = report_html(taken(stopped, ModelRecords(models=[]), None), [], [], [("Chat", "")])
     Page(text)
@@ -124,7 +124,7 @@ def test_what_has_not_happened_is_said() -> None:
     assert "<svg" not in text
 
 
-def test_requests_are_listed_from_the_newest_on_with_how_they_ended() -> None:
+def test_requests_are_listed_newest_first_with_their_outcome() -> None:
     refused = ended(3000, finish_reason="error", code="queue-full", tokens_per_second=0, ttft_ms=0)
     listed = rows(full([ended(1000), refused, ended(2000, kind="embedding")]), "Requests")[2:]
     assert [(row[1], row[7]) for row in listed] == [
@@ -136,7 +136,7 @@ def test_requests_are_listed_from_the_newest_on_with_how_they_ended() -> None:
     assert listed[2][3:7] == ["5", "7", "20", "100"]
 
 
-def test_each_kind_is_counted_and_its_median_is_of_what_ended_well() -> None:
+def test_each_kind_is_counted_and_medians_include_only_successful_requests() -> None:
     requests = [ended(index, tokens_per_second=speed) for index, speed in enumerate((10.0, 20.0, 90.0))]
     requests += [ended(9, finish_reason="error", tokens_per_second=0), ended(9, finish_reason="cancelled")]
     requests += [ended(9, kind="rerank", finish_reason="error")]
@@ -145,7 +145,7 @@ def test_each_kind_is_counted_and_its_median_is_of_what_ended_well() -> None:
     assert rerank == ["rerank", "1", "1", "0", "5", "7", "", ""]
 
 
-def test_more_requests_than_fit_are_counted_and_the_older_ones_left_out() -> None:
+def test_more_requests_than_fit_are_counted_and_the_oldest_are_left_out() -> None:
     text = full([ended(index, prompt_tokens=index) for index in range(MOST_ROWS + 50)])
     listed = rows(text, "Requests")
     assert listed[0][1] == "250"
@@ -162,7 +162,7 @@ def test_samples_in_any_order_make_the_same_charts() -> None:
     assert "Gaps" not in report_html(now, samples, [])
 
 
-def test_text_and_lines_can_be_told_from_the_paper_in_both_themes() -> None:
+def test_text_and_lines_have_enough_contrast_in_both_themes() -> None:
     light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in CSS.split("@media screen", 1))
     assert set(light) == set(dark)
     for theme in (light, dark):
@@ -182,7 +182,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_a_snapshot_names_server_model_figures_machine_and_versions() -> None:
+def test_a_snapshot_has_server_model_measurements_machine_and_versions() -> None:
     looks = snapshot("tiny", now=sample(1, memory_active_gb=1.5, queued_requests=3))
     for look in (repr(looks), looks._repr_html_().replace("&#x27;", "'")):
         for words in ("running, on the kernel's loop", "127.0.0.1:8400", "tiny", "3 waiting", "1.50 GB", "cores"):
@@ -193,7 +193,7 @@ def test_a_snapshot_names_server_model_figures_machine_and_versions() -> None:
 # --- the file
 
 
-def test_a_report_is_saved_whole_and_saved_again(tmp_path: Path) -> None:
+def test_a_report_is_written_and_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "run.html"
     assert write_report(target, full()) == target
     assert write_report(str(target), full([ended(1)])) == target
@@ -201,7 +201,7 @@ def test_a_report_is_saved_whole_and_saved_again(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_report_may_be_read_by_whom_the_users_files_may_be_read_by(tmp_path: Path) -> None:
+def test_a_report_has_the_permissions_of_the_users_files(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("")
     saved = write_report(tmp_path / "run.html", full())
     assert saved.stat().st_mode == (tmp_path / "other").stat().st_mode
@@ -213,7 +213,7 @@ def test_a_link_to_a_report_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "link.html").is_symlink()
 
 
-def test_what_is_no_report_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_report_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "work.ipynb").write_text("{}")
     with pytest.raises(InvalidRequestError, match=r"work\.ipynb.*no report"):
         write_report(tmp_path / "work.ipynb", full())
@@ -225,7 +225,7 @@ def test_what_is_no_report_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["", ".", "no-such-folder/run.html", "file/run.html", "x" * 300, "a\x00b", "pipe", None]
 )
-def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_an_unwritable_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text(GENERATOR)
     os.mkfifo(tmp_path / "pipe")

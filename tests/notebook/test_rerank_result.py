@@ -21,7 +21,7 @@ def result(
     return RerankResult.by_engine("q", documents, ranking, top_n=top_n)
 
 
-def test_rows_are_numbered_from_the_most_relevant_on() -> None:
+def test_rows_are_numbered_by_relevance() -> None:
     ranked = result(["a", "b", "c"], [0.25, 0.5, 0.25])
     assert list(ranked) == [
         RankedDocument(rank=1, score=0.5, index=1, document="b"),
@@ -32,7 +32,7 @@ def test_rows_are_numbered_from_the_most_relevant_on() -> None:
     assert (ranked.method, ranked.model, ranked.query) == ("cosine", "minilm", "q")
 
 
-def test_top_n_cuts() -> None:
+def test_top_n_limits_the_rows() -> None:
     assert [row.document for row in result(["a", "b", "c"], [1, 2, 3], top_n=2)] == ["c", "b"]
 
 
@@ -42,7 +42,7 @@ def test_the_data_frame_has_the_same_rows() -> None:
     assert frame.values.tolist() == [[1, 0.5, 1, "b"], [2, 0.25, 0, "a"]]
 
 
-def test_without_pandas_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install"):
         _ = result(["a"], [1]).df
@@ -58,7 +58,7 @@ def test_the_text_is_a_table() -> None:
 
 
 @pytest.mark.parametrize("document", ["\x1b[2Jgone", "a\rb", "\u202edrawkcab", "\x9b2J", "a\u2028b"])
-def test_what_would_move_the_cursor_is_not_shown(document: str) -> None:
+def test_control_characters_are_not_printed(document: str) -> None:
     assert all(line.isprintable() for line in repr(result([document], [1])).split("\n"))
 
 

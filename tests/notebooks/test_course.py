@@ -24,7 +24,7 @@ def cells(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_begins_with_its_number_and_question_and_ends_with_what_was_seen_and_the_answer(path: Path) -> None:
+def test_a_notebook_begins_with_a_question_and_ends_with_the_answer(path: Path) -> None:
     first, *_, printed, last = cells(path)
     title, blank, question = first[1].splitlines()[:3]
     assert re.fullmatch(rf"# {path.stem[:2]} · \w.*", title)
@@ -67,7 +67,7 @@ def test_a_notebook_becomes_a_page_that_needs_no_other_host(starter_home: Path, 
     assert "How do I get salt out of sea water?\n0." in index
 
 
-def test_an_error_in_a_notebook_is_on_its_page_and_in_the_exit_status(tmp_path: Path) -> None:
+def test_a_failing_notebook_has_its_error_on_the_page_and_in_the_exit_status(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_markdown_cell("# 99 · Broken\n\n*Why?*"), nbformat.v4.new_code_cell("1 / 0")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "99_broken.ipynb")
     done = subprocess.run(

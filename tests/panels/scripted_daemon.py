@@ -1,4 +1,4 @@
-"""A daemon that says exactly what a test wants, for the events panel. Its events are made from frames as sent."""
+"""A daemon for the events panel whose events a test decides. They are parsed from frames of the wire format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STATS = {
 }
 
 
-class Said:
-    """Events of one log, each with the next number."""
+class ScriptedLog:
+    """Makes the events of one log, numbered in order."""
 
     def __init__(self, stream_id: str = "log-1") -> None:
         self._numbers = itertools.count(1)
@@ -29,15 +29,15 @@ class Said:
 
     def event(self, kind: str, data: Any, *, session: str | None = "ses-1", turn: str | None = "turn-1") -> Any:
         more = {"stats": STATS} if kind == "turn.done" else {}
-        return self._made(kind, data, seq=next(self._numbers), session_id=session, turn_id=turn, **more)
+        return self._parsed(kind, data, seq=next(self._numbers), session_id=session, turn_id=turn, **more)
 
     def control(self, kind: str, data: Any, *, session: str | None = None) -> Any:
-        return self._made(kind, data, seq=None, session_id=session)
+        return self._parsed(kind, data, seq=None, session_id=session)
 
-    def _made(self, kind: str, data: Any, **fields: Any) -> DaemonEvent:
+    def _parsed(self, kind: str, data: Any, **fields: Any) -> DaemonEvent:
         frame = {"event": kind, "at": AT, "stream_id": self.stream_id, "data": data, **fields}
         event: Any = daemon_event(json.dumps(frame))
-        assert isinstance(event, UnknownEvent) == (kind not in EVENT_CLASSES), f"not as on the wire: {frame}"
+        assert isinstance(event, UnknownEvent) == (kind not in EVENT_CLASSES), f"not valid on the wire: {frame}"
         return event
 
     def token(self, text: str, *, message: str = "msg-1", kind: str = "turn.token", **where: Any) -> Any:
@@ -49,11 +49,17 @@ class Said:
     def created(self, session: str = "ses-1", title: str = "Weather") -> Any:
         return self.event("session.created", {"session": session_record(session, title)}, session=session, turn=None)
 
-    def asks(self, permission: str = "per-1", *, tool: str = "shell", arguments: Any = None) -> Any:
-        return self.event("permission.request", {"permission": asked(permission, tool, arguments or {"command": "ls"})})
+    def permission_request(self, permission: str = "per-1", *, tool: str = "shell", arguments: Any = None) -> Any:
+        return self.event(
+            "permission.request", {"permission": permission_record(permission, tool, arguments or {"command": "ls"})}
+        )
 
     def resolved(self, permission: str = "per-1", decision: str = "allow") -> Any:
-        record = asked(permission, "shell", {}) | {"decision": decision, "scope": "once", "resolved_by": "client"}
+        record = permission_record(permission, "shell", {}) | {
+            "decision": decision,
+            "scope": "once",
+            "resolved_by": "client",
+        }
         return self.event("permission.resolved", {"permission": record})
 
     def done(self, text: str) -> Any:
@@ -71,25 +77,27 @@ class Said:
 
 
 def session_record(session: str, title: str, status: str = "idle") -> dict[str, Any]:
-    nothing = dict.fromkeys(("model", "system_prompt", "tools", "active_turn_id", "forked_from"))
+    empty = dict.fromkeys(("model", "system_prompt", "tools", "active_turn_id", "forked_from"))
     more = {"session_id": session, "title": title, "status": status, "created_at": AT, "updated_at": AT}
-    return {**nothing, **more, "metadata": {}, "archived": False, "revision": 1, "queued_turn_ids": []}
+    return {**empty, **more, "metadata": {}, "archived": False, "revision": 1, "queued_turn_ids": []}
 
 
-def asked(permission: str, tool: str, arguments: Mapping[str, Any], session: str = "ses-1") -> dict[str, Any]:
+def permission_record(
+    permission: str, tool: str, arguments: Mapping[str, Any], session: str = "ses-1"
+) -> dict[str, Any]:
     where = {"permission_id": permission, "session_id": session, "turn_id": "turn-1", "call_id": "call-1"}
     return {**where, "tool": tool, "arguments": arguments, "requested_at": AT, "expires_at": "2026-11-22T10:05:00.000Z"}
 
 
 class ScriptedDaemon:
-    """Says what the test gives it; remembers what it was told."""
+    """An ``EventSource`` over a queue; records decisions and cancellations."""
 
     place = "http://127.0.0.1:8401"
 
     def __init__(self) -> None:
         self.given: asyncio.Queue[Any] = asyncio.Queue()
-        """Events and states; an exception is raised, None ends them."""
-        self.told: list[tuple[str, ...]] = []
+        """Events and states of the connection; an exception is raised, None is the end."""
+        self.calls: list[tuple[str, ...]] = []
         self.readers = 0
         self.refusal: Exception | None = None
 
@@ -103,14 +111,14 @@ class ScriptedDaemon:
     async def decide(self, permission_id: str, decision: str, scope: str) -> None:
         if self.refusal is not None:
             raise self.refusal
-        self.told.append(("decide", permission_id, decision, scope))
+        self.calls.append(("decide", permission_id, decision, scope))
 
     async def cancel(self, session_id: str) -> None:
-        self.told.append(("cancel", session_id))
+        self.calls.append(("cancel", session_id))
 
 
 class Flood(ScriptedDaemon):
-    """As many events a second as are asked for, in some sessions, for ever; and what the test gives it."""
+    """Sends a number of events per second without an end, and those of the queue."""
 
     def __init__(self, per_second: int) -> None:
         super().__init__()
@@ -118,17 +126,17 @@ class Flood(ScriptedDaemon):
         self.sent = 0
 
     async def events(self) -> AsyncGenerator[DaemonEvent | ConnectionState, None]:
-        said = Said()
+        log = ScriptedLog()
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        started = loop.time()
         yield LIVE
         while True:
-            for _ in range(int((loop.time() - begun) * self._per_second) - self.sent):
+            for _ in range(int((loop.time() - started) * self._per_second) - self.sent):
                 while not self.given.empty():
                     yield self.given.get_nowait()
                 self.sent += 1
-                # Eight batches of a message, then its end: as a model that writes, only faster.
+                # Eight batches of a message, then its end, like the answer of a model.
                 message = f"msg-{self.sent // 9}"
                 end = self.sent % 9 == 8
-                yield said.message("all of it", message=message) if end else said.token("word ", message=message)
+                yield log.message("all of it", message=message) if end else log.token("word ", message=message)
             await asyncio.sleep(0.005)

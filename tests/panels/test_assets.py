@@ -51,7 +51,7 @@ def test_a_widget_carries_its_module_and_its_styles(panel: type[Panel]) -> None:
     assert str(panel._css) == assets.styles(*panel.STYLES)
 
 
-def test_what_is_vendored_is_what_was_published() -> None:
+def test_vendored_files_are_unchanged() -> None:
     readme = assets.source("uplot/README.md")
     for name in ("uPlot.iife.min.js", "uPlot.min.css"):
         digest = hashlib.sha256((assets.FOLDER / "uplot" / name).read_bytes()).hexdigest()
@@ -61,7 +61,7 @@ def test_what_is_vendored_is_what_was_published() -> None:
     assert "MIT" in assets.source("uplot/LICENSE")
 
 
-def test_no_code_names_another_host() -> None:
+def test_the_code_refers_to_no_other_host() -> None:
     for module in modules().values():
         assert set(re.findall(r"https?://[\w./-]+", module)) <= {"https://github.com/leeoniya/uPlot"}
     for panel in PANELS:
@@ -75,14 +75,14 @@ def test_text_never_becomes_markup(name: str) -> None:
 
 @needs_node
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_module_is_one(panel: type[Panel], tmp_path: Path) -> None:
+def test_each_panels_module_has_valid_syntax(panel: type[Panel], tmp_path: Path) -> None:
     path = tmp_path / "module.mjs"
     path.write_text(assets.script(*panel.SCRIPTS), encoding="utf-8")
     node("--check", str(path))
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_what_is_built_is_of_the_files_beside_it(panel: type[Panel]) -> None:
+def test_the_minified_code_is_up_to_date(panel: type[Panel]) -> None:
     """If not: ``make panels``."""
     pytest.importorskip("minify", reason="tdewolff-minify is not installed: there are no wheels for macOS")
     from lmx_lab.panels.build import built

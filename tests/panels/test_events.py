@@ -1,4 +1,4 @@
-"""The events panel without a browser: which rows there are, what a frame has, decisions, outages, floods."""
+"""Test the events panel without a browser: rows, frames, decisions, outages, many events."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import PermissionNotFoundError, UnauthorizedError, UnreachableError
 from lmx_lab.panels import event_rows, event_sessions
-from lmx_lab.panels.event_rows import COLUMNS, MOST_ROWS, EventLog, Filter
+from lmx_lab.panels.event_rows import COLUMNS, MAX_ROWS, EventFilter, EventRows
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.layout import composed
 from lmx_lab.panels.workbench import Workbench
-from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedSource
-from tests.panels.scripted_daemon import LIVE, Flood, Said, ScriptedDaemon, asked
+from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBackend
+from tests.panels.scripted_daemon import LIVE, Flood, ScriptedDaemon, ScriptedLog, permission_record
 
-LOST = ConnectionState(state="waiting", attempts=1, retry_in_s=0.4, error=UnreachableError("nobody answers"))
+LOST = ConnectionState(state="waiting", attempts=1, retry_in_s=0.4, error=UnreachableError("no answer"))
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def reader(quick: None, workbench: Workbench, daemon: ScriptedDaemon) -> Reader:
 
 
 @pytest.fixture
-def said() -> Said:
-    return Said()
+def log() -> ScriptedLog:
+    return ScriptedLog()
 
 
 def kinds(panel: Any) -> list[str]:
@@ -51,15 +51,15 @@ def texts(panel: Any) -> list[str]:
     return [row["text"] for row in panel.frame["rows"]]
 
 
-def test_events_are_rows_in_their_order(reader: Reader, daemon: ScriptedDaemon, said: Said) -> None:
+def test_events_are_rows_in_their_order(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
     queued = {"message": {"role": "user", "content": "Is it sunny?"}, "ahead": 0}
     reader.give(
         daemon.given,
-        said.created(),
-        said.event("turn.queued", queued),
-        said.event("tool.start", {"call_id": "c", "name": "weather", "arguments": {"city": "Ulm"}}),
-        said.event("turn.new_kind", {"so": "so"}),
-        said.done("Yes."),
+        log.created(),
+        log.event("turn.queued", queued),
+        log.event("tool.start", {"call_id": "c", "name": "weather", "arguments": {"city": "Ulm"}}),
+        log.event("turn.new_kind", {"so": "so"}),
+        log.done("Yes."),
     )
     reader.until(lambda panel: len(panel.frame["rows"]) == 5)
     assert kinds(reader.panel) == ["session.created", "turn.queued", "tool.start", "turn.new_kind", "turn.done"]
@@ -70,12 +70,14 @@ def test_events_are_rows_in_their_order(reader: Reader, daemon: ScriptedDaemon, 
         '{"so": "so"}',
         "end · 3 tokens · 20.0 tokens/s · 1.5 s · Yes.",
     ]
-    assert reader.panel.frame["said"] == "5 rows"
+    assert reader.panel.frame["summary"] == "5 rows"
 
 
-def test_the_batches_of_a_message_are_one_row_that_grows(reader: Reader, daemon: ScriptedDaemon, said: Said) -> None:
-    reader.give(daemon.given, said.token("hm", kind="turn.thinking"), *(said.token(f"{n} ") for n in range(300)))
-    reader.give(daemon.given, said.message("0 1 2"), said.token("next", message="msg-2"))
+def test_the_batches_of_a_message_are_one_row_that_grows(
+    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
+) -> None:
+    reader.give(daemon.given, log.token("hm", kind="turn.thinking"), *(log.token(f"{n} ") for n in range(300)))
+    reader.give(daemon.given, log.message("0 1 2"), log.token("next", message="msg-2"))
     reader.until(lambda panel: len(panel.frame["rows"]) == 4)
     thinking, growing, done, following = reader.panel.frame["rows"]
     assert (growing["kind"], growing["batches"], growing["text"][-7:]) == ("turn.token", 300, "298 299")
@@ -85,8 +87,8 @@ def test_the_batches_of_a_message_are_one_row_that_grows(reader: Reader, daemon:
     assert (record["seq"], record["batches"]) == (301, 300)
 
 
-def test_an_event_is_copied_as_it_came(reader: Reader, daemon: ScriptedDaemon, said: Said) -> None:
-    reader.give(daemon.given, said.event("x.odd", {"list": [1, {"\u202eevil": "ü"}]}, turn=None))
+def test_an_event_is_copied_unchanged(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+    reader.give(daemon.given, log.event("x.odd", {"list": [1, {"\u202eevil": "ü"}]}, turn=None))
     reader.until(lambda panel: panel.frame["rows"])
     text = reader.ask("event", row=0)
     assert "\u202e" not in text
@@ -97,16 +99,14 @@ def test_an_event_is_copied_as_it_came(reader: Reader, daemon: ScriptedDaemon, s
             reader.ask("event", row=row)
 
 
-def test_rows_are_filtered_by_group_session_and_text(reader: Reader, daemon: ScriptedDaemon, said: Said) -> None:
-    reader.give(
-        daemon.given, said.created(), said.token("It is SUNNY"), said.token("rain", message="m", session="ses-2")
-    )
+def test_rows_are_filtered_by_group_session_and_text(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+    reader.give(daemon.given, log.created(), log.token("It is SUNNY"), log.token("rain", message="m", session="ses-2"))
     reader.give(daemon.given, LOST, LIVE)
     marks = ["connection.lost", "connection.again"]
     reader.until(lambda panel: len(panel.frame["rows"]) == 5)
     reader.ask("filter", text="sunny")
     reader.until(lambda panel: kinds(panel) == ["turn.token", *marks])
-    assert reader.panel.frame["said"] == "3 of 5 rows"
+    assert reader.panel.frame["summary"] == "3 of 5 rows"
     reader.ask("filter", text="", session="ses-2")
     reader.until(lambda panel: texts(panel)[0] == "rain" and len(panel.frame["rows"]) == 3)
     reader.ask("filter", session="", groups=["sessions"])
@@ -115,15 +115,15 @@ def test_rows_are_filtered_by_group_session_and_text(reader: Reader, daemon: Scr
 
 
 @pytest.mark.parametrize("fields", [{"groups": ["no"]}, {"groups": "text"}, {"session": 1}, {"text": "x" * 201}])
-def test_an_impossible_filter_is_refused(reader: Reader, fields: dict[str, Any]) -> None:
+def test_an_invalid_filter_is_refused(reader: Reader, fields: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="invalid-request"):
         reader.ask("filter", **fields)
 
 
-def test_a_frame_has_the_newest_rows_and_a_view_asks_for_others(
-    reader: Reader, daemon: ScriptedDaemon, said: Said
+def test_a_frame_has_the_newest_rows_and_a_view_can_request_others(
+    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:
-    reader.give(daemon.given, *(said.event("x.n", n) for n in range(250)))
+    reader.give(daemon.given, *(log.event("x.n", n) for n in range(250)))
     reader.until(lambda panel: panel.frame["total"] == 250)
     frame = reader.panel.frame
     assert (len(frame["rows"]), frame["base"], frame["first"]) == (WINDOW_ROWS, 0, 150)
@@ -135,60 +135,60 @@ def test_a_frame_has_the_newest_rows_and_a_view_asks_for_others(
         reader.ask("rows", first=0, count=WINDOW_ROWS + 1)
 
 
-def test_the_oldest_rows_make_room_and_the_numbers_of_the_others_stay(
-    reader: Reader, daemon: ScriptedDaemon, said: Said
+def test_the_oldest_rows_are_removed_and_the_others_keep_their_numbers(
+    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:
-    reader.give(daemon.given, *(said.event("x.n", n) for n in range(MOST_ROWS + 30)))
-    reader.until(lambda panel: panel.frame["base"] == 30 and panel.frame["total"] == MOST_ROWS)
-    assert reader.panel.frame["said"] == "5,000 rows; 30 older ones are no longer here"
+    reader.give(daemon.given, *(log.event("x.n", n) for n in range(MAX_ROWS + 30)))
+    reader.until(lambda panel: panel.frame["base"] == 30 and panel.frame["total"] == MAX_ROWS)
+    assert reader.panel.frame["summary"] == "5,000 rows; 30 older ones were removed"
     assert [row["text"] for row in reader.ask("rows", first=40, count=2)["rows"]] == ["40", "41"]
     part = reader.ask("rows", first=3, count=1)
     assert (part["first"], part["rows"][0]["text"]) == (30, "30")
-    with pytest.raises(Refused, match="no longer kept"):
+    with pytest.raises(Refused, match="was removed"):
         reader.ask("event", row=29)
 
 
-def test_what_passes_a_filter_keeps_its_number_when_older_rows_make_room(said: Said) -> None:
-    log = EventLog()
-    log.filter = Filter(text="keep")
-    for number in range(MOST_ROWS + 100):
-        log.take(said.event("x.n", f"keep {number}" if number % 2 else "not this"))
-    assert log.base == 50
-    assert log.window(log.base + 7, 1)["rows"][0]["text"] == f'"keep {100 + 2 * 7 + 1}"'
+def test_passing_rows_keep_their_numbers_when_older_ones_are_removed(log: ScriptedLog) -> None:
+    rows = EventRows()
+    rows.filter = EventFilter(text="keep")
+    for number in range(MAX_ROWS + 100):
+        rows.add(log.event("x.n", f"keep {number}" if number % 2 else "not this"))
+    assert rows.base == 50
+    assert rows.window(rows.base + 7, 1)["rows"][0]["text"] == f'"keep {100 + 2 * 7 + 1}"'
 
 
 @pytest.mark.parametrize("grows", [False, True])
-def test_rows_are_bounded_in_bytes(said: Said, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_rows, "MOST_BYTES", 3_000_000)
-    log = EventLog()
+def test_rows_are_bounded_in_bytes(log: ScriptedLog, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_rows, "MAX_BYTES", 3_000_000)
+    rows = EventRows()
     for number in range(300):
         text = "x" * 50_000
-        log.take(said.token(text, message=f"m-{number // 30}") if grows else said.message(text, message=f"m-{number}"))
-        assert log.bytes <= 3_000_000 + 110_000
-    assert log.lost == (0 if grows else log.count - len(log))
-    assert log.bytes == pytest.approx(sum(row.size for row in log.passing))
-    assert len(log) == (10 if grows else pytest.approx(58, abs=3))
+        rows.add(log.token(text, message=f"m-{number // 30}") if grows else log.message(text, message=f"m-{number}"))
+        assert rows.bytes <= 3_000_000 + 110_000
+    assert rows.removed == (0 if grows else rows.count - len(rows))
+    assert rows.bytes == pytest.approx(sum(row.size for row in rows.passing))
+    assert len(rows) == (10 if grows else pytest.approx(58, abs=3))
 
 
-def test_one_huge_event_is_cut_and_says_so(said: Said) -> None:
-    log = EventLog()
-    log.take(said.event("x.huge", "y" * 3_000_000, turn=None))
-    record = log.passing[0].record()
+def test_a_huge_event_is_cut_and_marked(log: ScriptedLog) -> None:
+    rows = EventRows()
+    rows.add(log.event("x.huge", "y" * 3_000_000, turn=None))
+    record = rows.passing[0].record()
     assert (record["seq"], record["session_id"], record["data"]["cut_at"]) == (1, "ses-1", 1_000_000)
-    assert log.bytes < 1_100_000
+    assert rows.bytes < 1_100_000
 
 
-def test_an_outage_is_two_rows_however_many_attempts_it_takes(
-    reader: Reader, daemon: ScriptedDaemon, said: Said
+def test_an_outage_is_two_rows_whatever_the_number_of_attempts(
+    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:
     further = [ConnectionState(state="waiting", attempts=n, retry_in_s=9.6, error=LOST.error) for n in range(2, 30)]
     reader.give(
         daemon.given, LOST, *(state for each in further for state in (ConnectionState(state="connecting"), each))
     )
     reader.until(lambda panel: panel.connection["words"] == "no connection; next attempt within 10 s")
-    assert reader.panel.connection["error"] == "nobody answers"
-    assert texts(reader.panel) == ["no connection to the daemon (29 attempts have failed): nobody answers"]
-    reader.give(daemon.given, ConnectionState(state="catching-up"), said.created(), LIVE)
+    assert reader.panel.connection["error"] == "no answer"
+    assert texts(reader.panel) == ["no connection to the daemon (29 attempts have failed): no answer"]
+    reader.give(daemon.given, ConnectionState(state="catching-up"), log.created(), LIVE)
     reader.until(lambda panel: panel.connection["state"] == "live")
     assert kinds(reader.panel) == ["connection.lost", "session.created", "connection.again"]
     assert reader.panel.frame["rows"][-1]["mark"]
@@ -196,17 +196,19 @@ def test_an_outage_is_two_rows_however_many_attempts_it_takes(
 
 
 def test_missing_events_are_a_row_and_the_sessions_come_from_their_snapshots(
-    reader: Reader, daemon: ScriptedDaemon, said: Said
+    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:
-    reader.give(daemon.given, said.token("old"), said.asks("per-old"))
+    reader.give(daemon.given, log.token("old"), log.permission_request("per-old"))
     reader.until(lambda panel: [call["id"] for call in panel.permissions] == ["per-old"])
     reader.ask("filter", session="ses-1")
     reader.give(
-        daemon.given, said.reset(900), said.snapshot(902, partial="It is ", waiting=[asked("per-1", "shell", {})])
+        daemon.given,
+        log.reset(900),
+        log.snapshot(902, partial="It is ", waiting=[permission_record("per-1", "shell", {})]),
     )
     # Two that are in the snapshot, one that comes after it.
     reader.give(
-        daemon.given, said.token("It ", message="m"), said.token("is ", message="m"), said.token("late", message="m")
+        daemon.given, log.token("It ", message="m"), log.token("is ", message="m"), log.token("late", message="m")
     )
     reader.until(lambda panel: panel.live.get("text") == "It is late")
     assert [call["id"] for call in reader.panel.permissions] == ["per-1"]
@@ -215,17 +217,17 @@ def test_missing_events_are_a_row_and_the_sessions_come_from_their_snapshots(
     assert (gap["mark"], gap["tone"]) == (True, "bad")
     # A text after the gap is a row of its own, also of the same message.
     reader.ask("filter", session="")
-    reader.give(daemon.given, said.token("old?"))
+    reader.give(daemon.given, log.token("old?"))
     reader.until(lambda panel: texts(panel)[0] == "old" and texts(panel)[-1] == "old?")
 
 
 def test_the_running_text_of_a_session_is_replaced_by_the_whole_message(
-    reader: Reader, daemon: ScriptedDaemon, said: Said
+    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:
     reader.ask("filter", session="ses-1")
-    reader.give(daemon.given, said.created(), said.event("turn.started", {"model": "tiny"}))
-    reader.give(daemon.given, said.token("hm", kind="turn.thinking"), said.token("It "), said.token("is"))
-    reader.give(daemon.given, said.token("other", message="m-2", session="ses-2"))
+    reader.give(daemon.given, log.created(), log.event("turn.started", {"model": "tiny"}))
+    reader.give(daemon.given, log.token("hm", kind="turn.thinking"), log.token("It "), log.token("is"))
+    reader.give(daemon.given, log.token("other", message="m-2", session="ses-2"))
     reader.until(lambda panel: panel.live.get("text") == "It is")
     assert (reader.panel.live["status"], reader.panel.live["thoughts"]) == ("running", "hm")
     assert {each["name"]: each["status"] for each in reader.panel.sessions} == {
@@ -233,10 +235,10 @@ def test_the_running_text_of_a_session_is_replaced_by_the_whole_message(
         "Weather": "running",
     }
     tool = {"call_id": "c", "name": "weather", "arguments": {}}
-    reader.give(daemon.given, said.message("It is so."), said.event("tool.start", tool))
-    reader.until(lambda panel: panel.live["remark"] == "runs weather")
+    reader.give(daemon.given, log.message("It is so."), log.event("tool.start", tool))
+    reader.until(lambda panel: panel.live["remark"] == "running weather")
     assert reader.panel.live["text"] == "It is so."
-    reader.give(daemon.given, said.token("Sunny.", message="msg-3"), said.done("Sunny."))
+    reader.give(daemon.given, log.token("Sunny.", message="msg-3"), log.done("Sunny."))
     reader.until(lambda panel: panel.live["status"] == "idle")
     assert reader.panel.live["text"] == "It is so.\n\nSunny."
     assert reader.panel.live["remark"] == "end · 3 tokens · 20.0 tokens/s"
@@ -244,35 +246,40 @@ def test_the_running_text_of_a_session_is_replaced_by_the_whole_message(
 
 def test_stop_cancels_the_sessions_turn(reader: Reader, daemon: ScriptedDaemon) -> None:
     reader.ask("cancel", session="ses-1")
-    assert daemon.told == [("cancel", "ses-1")]
+    assert daemon.calls == [("cancel", "ses-1")]
 
 
-def test_a_decision_goes_to_the_daemon_and_the_call_waits_no_longer(
-    reader: Reader, daemon: ScriptedDaemon, said: Said
+def test_a_decision_is_sent_to_the_daemon_and_removes_the_call(
+    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:
-    reader.give(daemon.given, said.created(), said.asks(arguments={"command": "\u202erm -r"}), said.asks("per-2"))
+    reader.give(
+        daemon.given,
+        log.created(),
+        log.permission_request(arguments={"command": "\u202erm -r"}),
+        log.permission_request("per-2"),
+    )
     reader.until(lambda panel: len(panel.permissions) == 2)
     call = reader.panel.permissions[0]
     assert (call["tool"], call["session"], call["left_out"]) == ("shell", "Weather", 0)
     assert '"\\u202erm -r"' in call["arguments"]
     reader.ask("decide", permission="per-1", decision="allow", scope="session")
-    assert daemon.told == [("decide", "per-1", "allow", "session")]
+    assert daemon.calls == [("decide", "per-1", "allow", "session")]
     reader.until(lambda panel: [call["id"] for call in panel.permissions] == ["per-2"])
-    reader.give(daemon.given, said.resolved("per-2", "deny"))
+    reader.give(daemon.given, log.resolved("per-2", "deny"))
     reader.until(lambda panel: not panel.permissions)
 
 
-def test_a_turn_that_ends_takes_its_questions_along(reader: Reader, daemon: ScriptedDaemon, said: Said) -> None:
-    reader.give(daemon.given, said.asks())
+def test_a_turn_that_ends_removes_its_waiting_calls(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+    reader.give(daemon.given, log.permission_request())
     reader.until(lambda panel: panel.permissions)
-    reader.give(daemon.given, said.done(""))
+    reader.give(daemon.given, log.done(""))
     reader.until(lambda panel: not panel.permissions)
 
 
-def test_a_decision_that_is_refused_is_said_and_the_question_stays(
-    reader: Reader, daemon: ScriptedDaemon, said: Said
+def test_a_refused_decision_is_reported_and_the_call_stays(
+    reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:
-    reader.give(daemon.given, said.asks())
+    reader.give(daemon.given, log.permission_request())
     reader.until(lambda panel: panel.permissions)
     daemon.refusal = PermissionNotFoundError("per-1 was decided by another client")
     with pytest.raises(Refused, match="another client"):
@@ -281,46 +288,46 @@ def test_a_decision_that_is_refused_is_said_and_the_question_stays(
         with pytest.raises(Refused, match="invalid-request"):
             reader.ask("decide", permission="per-1", **wrong)
     assert reader.panel.permissions
-    assert not daemon.told
+    assert not daemon.calls
 
 
-def test_long_arguments_are_cut_and_it_is_said_by_how_much(said: Said) -> None:
-    sessions = event_sessions.Sessions()
-    sessions.take(said.asks(arguments={"text": "x" * 30_000}))
-    (call,) = sessions.waiting()
+def test_long_arguments_are_cut_and_the_rest_is_counted(log: ScriptedLog) -> None:
+    sessions = event_sessions.SessionTracker()
+    sessions.add(log.permission_request(arguments={"text": "x" * 30_000}))
+    (call,) = sessions.permissions()
     assert len(call["arguments"]) == event_sessions.ARGUMENT_CHARACTERS
     assert call["left_out"] > 10_000
 
 
-def test_a_view_has_the_oldest_questions(said: Said) -> None:
-    sessions = event_sessions.Sessions()
-    for number in range(event_sessions.MOST_PERMISSIONS + 5):
-        sessions.take(said.asks(f"per-{number}"))
+def test_a_view_has_the_oldest_waiting_calls(log: ScriptedLog) -> None:
+    sessions = event_sessions.SessionTracker()
+    for number in range(event_sessions.MAX_PERMISSIONS + 5):
+        sessions.add(log.permission_request(f"per-{number}"))
     for shown in (5, 6):
-        ids = [call["id"] for call in sessions.waiting()]
-        assert (ids[0], len(ids)) == (f"per-{shown}", event_sessions.SHOWN_PERMISSIONS)
-        sessions.decided(ids[0])
+        ids = [call["id"] for call in sessions.permissions()]
+        assert (ids[0], len(ids)) == (f"per-{shown}", event_sessions.VIEW_PERMISSIONS)
+        sessions.remove_permission(ids[0])
 
 
-def test_sessions_and_their_texts_are_bounded(said: Said) -> None:
-    sessions = event_sessions.Sessions()
+def test_sessions_and_their_texts_are_bounded(log: ScriptedLog) -> None:
+    sessions = event_sessions.SessionTracker()
     for number in range(300):
-        sessions.take(said.created(f"ses-{number}", f"Title {number}"))
-        sessions.take(said.token("x" * 50_000, session=f"ses-{number}"))
-    seen = sessions.seen()
+        sessions.add(log.created(f"ses-{number}", f"Title {number}"))
+        sessions.add(log.token("x" * 50_000, session=f"ses-{number}"))
+    seen = sessions.view()
     assert [each["name"] for each in seen[:2]] == ["Title 299", "Title 298"]
-    assert len(seen) == event_sessions.MOST_SESSIONS
-    assert len(sessions.live("ses-299")["text"]) == event_sessions.MOST_CHARACTERS
+    assert len(seen) == event_sessions.MAX_SESSIONS
+    assert len(sessions.live("ses-299")["text"]) == event_sessions.MAX_CHARACTERS
     assert sessions.live("ses-1") == {}
     for number in range(100):
-        sessions.take(said.message("y" * 1000, message=f"m-{number}"))
-    assert len(sessions.live("ses-1")["text"]) == event_sessions.MOST_CHARACTERS
+        sessions.add(log.message("y" * 1000, message=f"m-{number}"))
+    assert len(sessions.live("ses-1")["text"]) == event_sessions.MAX_CHARACTERS
 
 
-def test_a_connection_that_cannot_be_had_is_said_and_can_be_tried_again(reader: Reader, daemon: ScriptedDaemon) -> None:
-    reader.give(daemon.given, UnauthorizedError("the token is another one now; launch again"))
+def test_a_failed_connection_is_shown_and_can_be_retried(reader: Reader, daemon: ScriptedDaemon) -> None:
+    reader.give(daemon.given, UnauthorizedError("the token has changed; launch again"))
     reader.until(lambda panel: panel.connection["state"] == "closed")
-    assert reader.panel.connection["error"] == "the token is another one now; launch again"
+    assert reader.panel.connection["error"] == "the token has changed; launch again"
     assert kinds(reader.panel) == ["connection.closed"]
     reader.ask("reconnect")
     reader.until(lambda panel: panel.connection["state"] == "connecting")
@@ -329,7 +336,7 @@ def test_a_connection_that_cannot_be_had_is_said_and_can_be_tried_again(reader: 
     assert daemon.readers == 2
 
 
-def test_without_a_daemon_the_panel_says_how_to_get_one(workbench: Workbench) -> None:
+def test_without_a_daemon_the_panel_says_how_to_start_one(workbench: Workbench) -> None:
     reader = Reader(EventsPanel(workbench), workbench)
     reader.until(lambda panel: panel.connection["state"] == "none")
     assert "launch(daemon=True)" in reader.panel.connection["words"]
@@ -344,53 +351,53 @@ def test_without_a_daemon_the_panel_says_how_to_get_one(workbench: Workbench) ->
     reader.until(lambda panel: panel.connection["state"] == "none")
 
 
-def test_another_daemon_begins_below_a_mark(
-    reader: Reader, workbench: Workbench, daemon: ScriptedDaemon, said: Said
+def test_events_of_another_daemon_follow_a_mark(
+    reader: Reader, workbench: Workbench, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:
-    reader.give(daemon.given, said.created(), said.asks())
+    reader.give(daemon.given, log.created(), log.permission_request())
     reader.until(lambda panel: panel.permissions)
     following = ScriptedDaemon()
     workbench.follow_events(following)
-    reader.give(following.given, LIVE, Said("log-2").created())
+    reader.give(following.given, LIVE, ScriptedLog("log-2").created())
     reader.until(lambda panel: kinds(panel)[-2:] == ["connection.other", "session.created"])
     assert reader.panel.permissions == []
 
 
-def test_a_workbench_that_rested_reads_on_and_shows_no_event_twice(
-    reader: Reader, workbench: Workbench, source: ScriptedSource, daemon: ScriptedDaemon, said: Said
+def test_a_resumed_workbench_shows_no_event_twice(
+    reader: Reader, workbench: Workbench, backend: ScriptedBackend, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:
-    first, second = said.created(), said.done("")
+    first, second = log.created(), log.done("")
     reader.give(daemon.given, first)
     reader.until(lambda panel: kinds(panel) == ["session.created"])
     workbench.rest()
     assert reader.panel.connection["state"] == "closed"
     daemon.given = type(daemon.given)()
-    workbench.follow(source)
+    workbench.follow(backend)
     reader.give(daemon.given, LIVE, first, second)
     reader.until(lambda panel: panel.connection["state"] == "live" and kinds(panel)[-1] == "turn.done")
     assert kinds(reader.panel) == ["session.created", "turn.done"]
     assert daemon.readers == 2
 
 
-def test_a_closed_panel_reads_no_more(reader: Reader, workbench: Workbench, daemon: ScriptedDaemon) -> None:
+def test_a_closed_panel_stops_reading(reader: Reader, workbench: Workbench, daemon: ScriptedDaemon) -> None:
     task = reader.panel._reader
     reader.panel.close()
     reader.until(lambda _panel: task.cancelled())
-    workbench.submit(workbench._tell_changed()).result(WAIT_S)
+    workbench.submit(workbench._notify_changed()).result(WAIT_S)
     assert daemon.readers == 1
 
 
-def test_clear_forgets_rows_and_keeps_questions(reader: Reader, daemon: ScriptedDaemon, said: Said) -> None:
-    reader.give(daemon.given, said.created(), said.asks())
+def test_clear_removes_rows_and_keeps_waiting_calls(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+    reader.give(daemon.given, log.created(), log.permission_request())
     reader.until(lambda panel: panel.frame["total"] == 2)
     reader.ask("clear")
     reader.until(lambda panel: panel.frame["total"] == 0)
     assert len(reader.panel.permissions) == 1
-    reader.give(daemon.given, said.token("x"))
+    reader.give(daemon.given, log.token("x"))
     reader.until(lambda panel: kinds(panel) == ["turn.token"])
 
 
-def test_a_flood_is_few_frames_and_bounded(workbench: Workbench) -> None:
+def test_many_events_make_few_frames_and_bounded_rows(workbench: Workbench) -> None:
     begun, daemon = time.monotonic(), Flood(10_000)
     workbench.follow_events(daemon)
     reader = Reader(EventsPanel(workbench), workbench)
@@ -401,15 +408,15 @@ def test_a_flood_is_few_frames_and_bounded(workbench: Workbench) -> None:
     assert len(frames) <= 4 * (time.monotonic() - begun) + 2
     assert all(len(frame["rows"]) <= WINDOW_ROWS for frame in frames)
     assert reader.ask("rows", first=10**9)["rows"] == []
-    log = reader.panel._log
-    assert len(log) <= MOST_ROWS
-    assert len(log._growing) <= MOST_ROWS
+    rows = reader.panel._rows
+    assert len(rows) <= MAX_ROWS
+    assert len(rows._growing) <= MAX_ROWS
 
 
-def test_the_data_frame_has_all_rows_and_their_times(reader: Reader, daemon: ScriptedDaemon, said: Said) -> None:
+def test_the_data_frame_has_all_rows_and_their_times(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
     assert list(reader.panel.df.columns) == list(COLUMNS)
     assert len(reader.panel.df) == 0
-    reader.give(daemon.given, said.created(), said.token("It "), said.token("is"), LOST)
+    reader.give(daemon.given, log.created(), log.token("It "), log.token("is"), LOST)
     reader.ask("filter", text="no row has this")
     reader.until(lambda panel: panel.frame["total"] == 1)
     frame = reader.panel.df
@@ -425,17 +432,17 @@ def test_the_panel_does_not_import_pandas() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
 
 
-def test_the_snapshot_has_the_newest_rows_as_text(reader: Reader, daemon: ScriptedDaemon, said: Said) -> None:
-    reader.give(daemon.given, *(said.event("x.n", n) for n in range(60)), said.message("<script>alert(1)</script>"))
+def test_the_snapshot_has_the_newest_rows_as_text(reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog) -> None:
+    reader.give(daemon.given, *(log.event("x.n", n) for n in range(60)), log.message("<script>alert(1)</script>"))
     reader.until(lambda panel: panel.frame["total"] == 61)
     text = reader.panel.snapshot_html()
-    assert "live, http://127.0.0.1:8401; 61 rows, of which the last 40 are here" in text
+    assert "live, http://127.0.0.1:8401; 61 rows, the last 40 below" in text
     assert "&lt;script&gt;" in text
     assert "<script" not in text
     assert text.count("<tr>") == 41
 
 
-def test_without_names_the_panel_is_shown_only_beside_a_daemon(workbench: Workbench) -> None:
+def test_without_names_the_panel_is_shown_only_with_a_daemon(workbench: Workbench) -> None:
     alone = composed(workbench, ())
     assert not any(isinstance(panel, EventsPanel) for panel in alone.children)
     workbench.follow_events(ScriptedDaemon())

@@ -1,4 +1,4 @@
-"""The metrics panel without a browser: what goes into a frame, what stays in Python."""
+"""Test the metrics panel without a browser: windows, frames, data frames."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 
 import lmx_lab
 from lmx_lab.panels import assets
-from lmx_lab.panels.metrics import CHARTS, FIELDS, MOST_POINTS, MetricsPanel, packed, window
+from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_POINTS, MetricsPanel, packed, window
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
-from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedSource
+from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBackend
 
 NOON = 1_800_000_000.0
 DECODE = FIELDS.index("decode_tokens_per_second")
@@ -28,31 +28,31 @@ BACKGROUNDS = ("#ffffff", "#f5f5f5", "#111111", "#212121")
 """JupyterLab's, light and dark, behind outputs and behind headers."""
 
 
-def figures(at: float, **fields: float) -> Sample:
+def sample(at: float, **fields: float) -> Sample:
     plain = dict.fromkeys(FIELDS, 0)
     return Sample(at=at, **{**plain, **fields})
 
 
 def seconds(count: int, start: float = NOON, **fields: float) -> list[Sample]:
     """Twice a second."""
-    return [figures(start + 0.5 * number, **fields) for number in range(count)]
+    return [sample(start + 0.5 * number, **fields) for number in range(count)]
 
 
 class Watched:
-    """A panel to which time passes as a test says."""
+    """A panel that receives samples from a test."""
 
-    def __init__(self, workbench: Workbench, source: ScriptedSource) -> None:
+    def __init__(self, workbench: Workbench, backend: ScriptedBackend) -> None:
         self.panel = MetricsPanel(workbench)
         self.reader = Reader(self.panel, workbench)
         self._workbench = workbench
-        self._source = source
+        self._backend = backend
 
     def take(self, samples: Sequence[Sample | None]) -> None:
         async def pass_on() -> None:
-            for sample in samples:
-                if sample is not None:
-                    self._workbench.history.add_sample(sample)
-                self.panel.tick(self._source, sample)
+            for each in samples:
+                if each is not None:
+                    self._workbench.history.add_sample(each)
+                self.panel.tick(self._backend, each)
 
         self._workbench.submit(pass_on()).result(WAIT_S)
 
@@ -65,8 +65,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched(workbench: Workbench, source: ScriptedSource) -> Watched:
-    return Watched(workbench, source)
+def watched(workbench: Workbench, backend: ScriptedBackend) -> Watched:
+    return Watched(workbench, backend)
 
 
 def unpacked(frame: bytes) -> list[tuple[float, ...]]:
@@ -75,7 +75,7 @@ def unpacked(frame: bytes) -> list[tuple[float, ...]]:
     return [numbers[at : at + size] for at in range(0, len(numbers), size)]
 
 
-# What is drawn
+# Windows
 
 
 @pytest.mark.parametrize("minutes", [1, 5, 15])
@@ -83,16 +83,16 @@ def test_a_window_has_few_points_and_keeps_every_peak(minutes: int) -> None:
     samples = seconds(1800)
     peaks = {(number, float(number)) for number in range(1800 - 100 * minutes, 1800, 97)}
     for number, value in peaks:
-        samples[number] = figures(samples[number].at, decode_tokens_per_second=value)
+        samples[number] = sample(samples[number].at, decode_tokens_per_second=value)
     rows = window(samples, window_s=60 * minutes)
-    assert 100 < len(rows) <= MOST_POINTS
+    assert 100 < len(rows) <= MAX_POINTS
     assert all(before[0] < after[0] for before, after in pairwise(rows))
     assert rows[-1][0] - rows[0][0] == pytest.approx(60 * minutes, abs=3)
     assert {value for _, value in peaks} <= {row[1 + DECODE] for row in rows}
 
 
-def test_points_keep_their_place_while_time_goes_on() -> None:
-    samples = [figures(NOON + 0.5 * number, decode_tokens_per_second=number % 7) for number in range(1900)]
+def test_points_keep_their_position_as_the_window_moves() -> None:
+    samples = [sample(NOON + 0.5 * number, decode_tokens_per_second=number % 7) for number in range(1900)]
     before = {row[0]: row for row in window(samples[:1800], window_s=900)}
     after = {row[0]: row for row in window(samples[:1807], window_s=900)}
     # All but what left at one end and the point that was still being filled at the other.
@@ -107,7 +107,7 @@ def test_a_time_without_samples_is_a_gap() -> None:
 
 
 def test_two_samples_of_one_moment_are_one() -> None:
-    rows = window([figures(NOON), figures(NOON), figures(NOON + 1), figures(NOON + 1)], window_s=60)
+    rows = window([sample(NOON), sample(NOON), sample(NOON + 1), sample(NOON + 1)], window_s=60)
     assert [row[0] for row in rows] == [NOON, NOON + 1]
 
 
@@ -116,13 +116,13 @@ def test_after_the_clock_was_set_back_only_the_new_time_is_drawn() -> None:
     assert [row[0] for row in rows] == [NOON, NOON + 0.5, NOON + 1, NOON + 1.5]
 
 
-def test_nothing_is_a_window_too() -> None:
+def test_a_window_without_samples_is_empty() -> None:
     assert window([], window_s=60) == []
     assert packed([], NOON) == b""
 
 
 def test_times_keep_their_precision() -> None:
-    samples = [figures(NOON + 0.001 * number, memory_total_gb=25.28) for number in range(0, 3000, 600)]
+    samples = [sample(NOON + 0.001 * number, memory_total_gb=25.28) for number in range(0, 3000, 600)]
     columns = unpacked(packed(window(samples, window_s=60), samples[-1].at))
     assert columns[0] == pytest.approx([-2.4, -1.8, -1.2, -0.6, 0], abs=1e-5)
     assert columns[-1] == pytest.approx([25.28] * 5, abs=1e-5)
@@ -131,8 +131,8 @@ def test_times_keep_their_precision() -> None:
 # The panel
 
 
-def test_a_frame_has_the_window_and_the_figures_of_now(watched: Watched) -> None:
-    watched.take([figures(NOON + number, decode_tokens_per_second=number) for number in range(10)])
+def test_a_frame_has_the_window_and_the_current_values(watched: Watched) -> None:
+    watched.take([sample(NOON + number, decode_tokens_per_second=number) for number in range(10)])
     watched.ends_at(NOON + 9)
     assert watched.columns[0] == tuple(range(-9, 1))
     assert watched.columns[1 + DECODE] == tuple(range(10))
@@ -140,7 +140,7 @@ def test_a_frame_has_the_window_and_the_figures_of_now(watched: Watched) -> None
     assert len(watched.panel.now) == sum(len(chart["names"]) for chart in watched.panel.charts)
 
 
-def test_a_panel_that_is_made_late_shows_what_was_before(workbench: Workbench, source: ScriptedSource) -> None:
+def test_a_panel_that_is_made_late_shows_earlier_samples(workbench: Workbench, backend: ScriptedBackend) -> None:
     for sample in seconds(20, active_requests=3):
         workbench.history.add_sample(sample)
     panel = MetricsPanel(workbench)
@@ -149,12 +149,12 @@ def test_a_panel_that_is_made_late_shows_what_was_before(workbench: Workbench, s
 
 
 def test_a_thousand_updates_leave_a_small_widget(watched: Watched) -> None:
-    samples = [figures(NOON + 0.9 * number, **dict.fromkeys(FIELDS, number % 11)) for number in range(1000)]
+    samples = [sample(NOON + 0.9 * number, **dict.fromkeys(FIELDS, number % 11)) for number in range(1000)]
     watched.reader.ask("change", minutes=15)
     watched.take(samples)
     watched.ends_at(samples[-1].at)
     state: dict[str, Any] = watched.panel.get_state(drop_defaults=False)
-    assert len(bytes(state.pop("frame"))) <= 4 * MOST_POINTS * (len(FIELDS) + 1)
+    assert len(bytes(state.pop("frame"))) <= 4 * MAX_POINTS * (len(FIELDS) + 1)
     del state["_esm"], state["_css"]
     assert len(json.dumps(state, default=str)) < 4000
     # 1,000 updates in a moment are hardly more than one message.
@@ -175,15 +175,13 @@ def test_a_paused_view_stands_still_while_samples_are_taken(watched: Watched) ->
     assert (watched.panel.minutes, watched.panel.now[DECODE]) == (5, 5)
 
 
-def test_a_server_that_stopped_has_no_figures_and_comes_back_after_a_gap(
-    watched: Watched, source: ScriptedSource
-) -> None:
+def test_a_stopped_server_has_no_values_and_a_gap_precedes_new_ones(watched: Watched, backend: ScriptedBackend) -> None:
     watched.take(seconds(4))
     watched.ends_at(NOON + 1.5)
-    source.is_now(state="stopped", note="run the launch cell again")
+    backend.set_state(state="stopped", note="run the launch cell again")
     watched.take([None])
     watched.reader.until(lambda panel: panel.now == [] and panel.server["state"] == "stopped")
-    source.is_now(state="running", note="")
+    backend.set_state(state="running", note="")
     watched.take(seconds(4, NOON + 30))
     watched.ends_at(NOON + 31.5)
     assert [math.isnan(value) for value in watched.columns[1]] == [False] * 4 + [True] + [False] * 4
@@ -193,7 +191,7 @@ def test_a_server_that_stopped_has_no_figures_and_comes_back_after_a_gap(
 @pytest.mark.parametrize(
     "fields", [{"minutes": 0}, {"minutes": 2}, {"minutes": "5"}, {"minutes": True}, {"minutes": []}, {"paused": 1}]
 )
-def test_an_impossible_view_is_refused(watched: Watched, fields: dict[str, Any]) -> None:
+def test_invalid_settings_of_a_view_are_refused(watched: Watched, fields: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="invalid-request"):
         watched.reader.ask("change", **fields)
     assert (watched.panel.minutes, watched.panel.paused) == (1, False)
@@ -213,7 +211,7 @@ def test_without_samples_the_data_frame_is_empty(watched: Watched) -> None:
     assert (len(frame), str(frame["time"].dtype)[:10]) == (0, "datetime64")
 
 
-def test_without_pandas_it_is_said_what_to_install(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_error_says_what_to_install(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install"):
         _ = watched.panel.df
@@ -224,11 +222,11 @@ def test_the_panel_does_not_import_pandas() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
 
 
-def test_the_snapshot_has_the_figures_and_no_script(watched: Watched) -> None:
+def test_the_snapshot_has_the_values_and_no_script(watched: Watched) -> None:
     assert "none yet" in watched.panel.snapshot_html()
-    watched.take([*seconds(3, decode_tokens_per_second=71.25), figures(NOON + 2, memory_total_gb=25.28)])
+    watched.take([*seconds(3, decode_tokens_per_second=71.25), sample(NOON + 2, memory_total_gb=25.28)])
     text = watched.panel.snapshot_html()
-    for part in ("Writing: decode", "71.2 tokens/s", "0.0 tokens/s", "Memory: total", "25.28 GB", "in 4 samples"):
+    for part in ("Generated: decode", "71.2 tokens/s", "0.0 tokens/s", "Memory: total", "25.28 GB", "of 4 samples"):
         assert part in text
     assert "<script" not in text
     assert " id=" not in text
@@ -239,7 +237,7 @@ def test_a_chart_has_a_field_for_each_name() -> None:
 
 
 @pytest.mark.parametrize("background", BACKGROUNDS)
-def test_lines_can_be_told_from_every_background(background: str) -> None:
+def test_lines_have_enough_contrast_on_every_background(background: str) -> None:
     marks = dict(re.findall(r"\.mark(\d) \{[^}]*\bcolor: (#\w{6})", assets.source("metrics.css")))
     assert len(marks) == max(chart.lines for chart in CHARTS)
     for color in marks.values():
@@ -254,7 +252,7 @@ def luminance(color: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_how_far_a_measurement_is_can_be_seen_as_long_as_it_runs(lab: lmx_lab.Lab) -> None:
+def test_the_panel_shows_the_progress_of_a_measurement(lab: lmx_lab.Lab) -> None:
     lab.load("tiny")
     reader = Reader(MetricsPanel(lab.workbench), lab.workbench)
     lab.bench(prompt_tokens=32, output_tokens=300, requests=4, record=False)
@@ -264,7 +262,7 @@ def test_how_far_a_measurement_is_can_be_seen_as_long_as_it_runs(lab: lmx_lab.La
     assert jobs
 
 
-def test_a_real_lab_is_seen_working(lab: lmx_lab.Lab, real_workbench: Workbench) -> None:
+def test_the_panel_shows_the_work_of_a_real_lab(lab: lmx_lab.Lab, real_workbench: Workbench) -> None:
     lab.load("tiny")
     panel = MetricsPanel(real_workbench)
     reader = Reader(panel, real_workbench)

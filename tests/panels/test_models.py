@@ -1,4 +1,4 @@
-"""The models panel without a browser: what it shows, what it does, what it refuses."""
+"""Test the models panel without a browser: its list, loads, unloads, refused requests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import NotLoadedError, OutOfMemoryError
-from lmx_lab.panels.models import MOST_ROWS, ModelsPanel
+from lmx_lab.panels.models import MAX_ROWS, ModelsPanel
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent, Preference, Sample
-from tests.panels.scripted_backend import Reader, Refused, ScriptedSource, record
+from tests.panels.scripted_backend import Reader, Refused, ScriptedBackend, record
 
 
 @pytest.fixture
@@ -25,13 +25,13 @@ def cells(panel: ModelsPanel) -> dict[str, Any]:
     return {row["id"]: (row["cells"][-1], row["can"]) for row in panel.rows}
 
 
-def figures(*, active: int) -> Sample:
+def sample(*, active: int) -> Sample:
     zero = dict.fromkeys(set(Sample.model_fields) - {"type"}, 0)
     return Sample(**{**zero, "active_requests": active})
 
 
-def test_a_view_that_opens_gets_the_list(reader: Reader, source: ScriptedSource) -> None:
-    source.records = [
+def test_refresh_shows_the_list(reader: Reader, backend: ScriptedBackend) -> None:
+    backend.records = [
         record("tiny", loaded=True, vram_gb=0.01, quantization="4-bit"),
         record("mini", kind="embedding", loaded=True, pinned=True, vram_gb=1.5, context_length=None),
         record("other"),
@@ -46,11 +46,11 @@ def test_a_view_that_opens_gets_the_list(reader: Reader, source: ScriptedSource)
     }
 
 
-def test_the_faster_engine_is_named_in_one_line(reader: Reader, source: ScriptedSource) -> None:
+def test_the_faster_engine_is_named_in_one_line(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("refresh")
     assert reader.panel.engines == ""
     detail = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer <GGUF> files"
-    source.preference = Preference(engine="llama.cpp", model="smollm2-135m", measured_at=1.0, detail=detail)
+    backend.preference = Preference(engine="llama.cpp", model="smollm2-135m", measured_at=1.0, detail=detail)
     reader.ask("refresh")
     reader.until(lambda panel: panel.engines == detail)
     assert "<div>for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer &lt;GGUF&gt; files</div>" in (
@@ -58,12 +58,12 @@ def test_the_faster_engine_is_named_in_one_line(reader: Reader, source: Scripted
     )
 
 
-def test_a_model_whose_engine_is_not_installed_offers_no_load_and_the_remedy_is_said(
-    reader: Reader, source: ScriptedSource
+def test_a_model_without_its_engine_has_no_load_button_and_the_remedy_is_shown(
+    reader: Reader, backend: ScriptedBackend
 ) -> None:
     remedy = "llama.cpp is not installed: pip install it"
     missing = {"format": "gguf", "engine": "llama.cpp", "problem": remedy}
-    source.records = [record("tiny"), record("a.gguf", **missing), record("b.gguf", **missing)]
+    backend.records = [record("tiny"), record("a.gguf", **missing), record("b.gguf", **missing)]
     reader.ask("refresh")
     reader.until(lambda panel: panel.engines == remedy)
     assert cells(reader.panel) == {
@@ -74,140 +74,140 @@ def test_a_model_whose_engine_is_not_installed_offers_no_load_and_the_remedy_is_
     assert [row["cells"][1:3] for row in reader.panel.rows] == [["mlx", "mlx"], *[["gguf", "llama.cpp"]] * 2]
 
 
-def test_a_load_is_answered_at_once_and_ends_in_the_list(reader: Reader, source: ScriptedSource) -> None:
+def test_a_load_is_answered_at_once_and_its_end_is_shown_in_the_list(reader: Reader, backend: ScriptedBackend) -> None:
     assert reader.ask("load", model=" tiny ") == {"model": "tiny"}
     reader.until(lambda panel: [job["id"] for job in panel.jobs] == ["tiny"])
-    source.records = [record("tiny", loaded=True, vram_gb=0.01)]
-    reader.give(source.loads, "done")
+    backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    reader.give(backend.loads, "done")
     reader.until(lambda panel: not panel.jobs and cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
 
 
-def test_a_download_shows_how_far_it_is(reader: Reader, source: ScriptedSource) -> None:
+def test_a_download_shows_its_progress(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("load", model="org/big")
     event = ModelEvent(model="org/big", stage="download", done_bytes=500_000_000, total_bytes=2_000_000_000)
-    reader.give(source.events, event)
+    reader.give(backend.published, event)
     shown = {"words": "downloading", "detail": "500 MB of 2.00 GB", "part": 0.25, "cancel": True}
     reader.until(lambda panel: panel.jobs == [{"id": "org/big", **shown}])
 
 
-def test_a_load_under_another_name_stays_one_job(reader: Reader, source: ScriptedSource) -> None:
+def test_a_load_under_another_name_stays_one_job(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("load", model="./folder")
-    reader.give(source.events, ModelEvent(model="/abs/folder", stage="load", total_bytes=1_000))
+    reader.give(backend.published, ModelEvent(model="/abs/folder", stage="load", total_bytes=1_000))
     expected = {"id": "./folder", "words": "loading", "detail": "", "part": None, "cancel": False}
     reader.until(lambda panel: panel.jobs == [expected])
 
 
-def test_while_answers_run_a_load_says_that_it_waits_for_them(reader: Reader, source: ScriptedSource) -> None:
-    source.figures = figures(active=2)
+def test_a_load_shows_that_it_waits_for_running_answers(reader: Reader, backend: ScriptedBackend) -> None:
+    backend.measured = sample(active=2)
     reader.ask("load", model="tiny")
-    reader.give(source.events, ModelEvent(model="tiny", stage="load"))
+    reader.give(backend.published, ModelEvent(model="tiny", stage="load"))
     reader.until(lambda panel: [job["words"] for job in panel.jobs] == ["waiting for running answers (2)"])
-    source.figures = figures(active=0)
+    backend.measured = sample(active=0)
     reader.until(lambda panel: [job["words"] for job in panel.jobs] == ["loading"])
 
 
-def test_a_second_load_is_refused_and_changes_nothing(reader: Reader, source: ScriptedSource) -> None:
+def test_a_second_load_is_refused(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("load", model="tiny")
     with pytest.raises(Refused, match="tiny is being loaded") as refusal:
         reader.ask("load", model="tiny-two")
     assert refusal.value.code == "model-busy"
-    assert source.asked == [("load", "tiny")]
+    assert backend.requests == [("load", "tiny")]
     assert not reader.panel.error
 
 
-def test_a_model_that_does_not_fit_shows_why_until_it_is_dismissed(reader: Reader, source: ScriptedSource) -> None:
+def test_a_failed_load_shows_the_reason_until_it_is_dismissed(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("load", model="huge")
-    reader.give(source.loads, OutOfMemoryError("huge needs 80 GB, and 16 GB are free"))
+    reader.give(backend.loads, OutOfMemoryError("huge needs 80 GB, and 16 GB are free"))
     reader.until(lambda panel: panel.error == "huge was not loaded: huge needs 80 GB, and 16 GB are free")
     reader.until(lambda panel: not panel.jobs)
     reader.ask("dismiss")
     reader.until(lambda panel: not panel.error)
 
 
-def test_a_load_that_its_reader_gives_up_is_no_failure(reader: Reader, source: ScriptedSource) -> None:
+def test_a_cancelled_load_is_not_shown_as_a_failure(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("load", model="org/big")
     reader.ask("cancel", model="org/big")
-    assert source.asked == [("load", "org/big"), ("cancel", "org/big")]
+    assert backend.requests == [("load", "org/big"), ("cancel", "org/big")]
     reader.until(lambda panel: panel.jobs)
-    reader.give(source.loads, NotLoadedError("the load of org/big was given up"))
+    reader.give(backend.loads, NotLoadedError("the load of org/big was cancelled"))
     reader.until(lambda panel: not panel.jobs)
     assert not reader.panel.error
 
 
-def test_a_load_that_somebody_else_began_is_shown(reader: Reader, source: ScriptedSource) -> None:
+def test_a_load_of_another_client_is_shown(reader: Reader, backend: ScriptedBackend) -> None:
     event = ModelEvent(model="org/other", stage="download", done_bytes=1_000_000)
-    reader.give(source.events, event)
+    reader.give(backend.published, event)
     reader.until(lambda panel: [(job["id"], job["detail"]) for job in panel.jobs] == [("org/other", "1 MB")])
-    reader.give(source.events, ModelEvent(model="org/other", stage="loaded"))
+    reader.give(backend.published, ModelEvent(model="org/other", stage="loaded"))
     reader.until(lambda panel: not panel.jobs)
 
 
-def test_unload_frees_what_is_loaded(reader: Reader, source: ScriptedSource) -> None:
-    source.is_now(model="tiny")
+def test_unload_unloads_the_model(reader: Reader, backend: ScriptedBackend) -> None:
+    backend.set_state(model="tiny")
     reader.until(lambda panel: panel.server["model"] == "tiny")
     reader.ask("unload", model="tiny")
     reader.until(lambda panel: [job["words"] for job in panel.jobs] == ["unloading"])
     reader.ask("unload", model="tiny")
-    reader.give(source.unloads, 0.1)
+    reader.give(backend.unloads, 0.1)
     reader.until(lambda panel: not panel.jobs)
-    assert source.asked == [("unload", "tiny")]
+    assert backend.requests == [("unload", "tiny")]
 
 
-def test_an_unload_that_comes_late_spares_the_next_model(reader: Reader, source: ScriptedSource) -> None:
-    source.is_now(model="tiny-two")
+def test_a_late_unload_does_not_unload_the_next_model(reader: Reader, backend: ScriptedBackend) -> None:
+    backend.set_state(model="tiny-two")
     assert reader.ask("unload", model="tiny") == {"model": "tiny"}
-    assert source.asked == []
+    assert backend.requests == []
 
 
-def test_what_went_without_an_event_is_seen(reader: Reader, source: ScriptedSource) -> None:
-    source.is_now(model="tiny")
-    source.records = [record("tiny", loaded=True, vram_gb=0.01)]
+def test_an_unload_without_an_event_is_detected(reader: Reader, backend: ScriptedBackend) -> None:
+    backend.set_state(model="tiny")
+    backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
     reader.ask("refresh")
     reader.until(lambda panel: panel.server["model"] == "tiny")
     reader.until(lambda panel: cells(panel).get("tiny") == ("loaded, 10 MB", "Unload"))
-    source.records = [record("tiny")]
-    source.is_now(model=None)
+    backend.records = [record("tiny")]
+    backend.set_state(model=None)
     reader.until(lambda panel: cells(panel).get("tiny") == ("on disk", "Load"))
 
 
-def test_the_list_is_not_read_with_every_tick(reader: Reader, source: ScriptedSource) -> None:
+def test_the_list_is_not_read_with_every_tick(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("refresh")
     for url in ("http://a", "http://b", "http://c"):
-        source.is_now(url=url)
+        backend.set_state(url=url)
         reader.until(lambda panel, url=url: panel.server["url"] == url)
-    assert source.scans == 1
+    assert backend.scans == 1
 
 
 def test_a_stopped_server_refuses_and_the_next_one_is_shown(
-    reader: Reader, source: ScriptedSource, workbench: Workbench
+    reader: Reader, backend: ScriptedBackend, workbench: Workbench
 ) -> None:
-    source.is_now(model="tiny")
-    source.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    backend.set_state(model="tiny")
+    backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
     reader.ask("refresh")
     reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
-    source.is_now(state="stopped")
+    backend.set_state(state="stopped")
     reader.until(lambda panel: cells(panel) == {"tiny": ("on disk", "Load")})
     with pytest.raises(Refused, match="the server is stopped"):
         reader.ask("load", model="tiny")
-    following = ScriptedSource()
+    following = ScriptedBackend()
     following.records = [record("fresh")]
     workbench.follow(following)
     reader.until(lambda panel: panel.server["state"] == "running" and list(cells(panel)) == ["fresh"])
     reader.ask("load", model="fresh")
     reader.give(following.loads, "done")
-    assert following.asked == [("load", "fresh")]
+    assert following.requests == [("load", "fresh")]
 
 
-def test_a_load_of_the_lab_before_is_forgotten(reader: Reader, source: ScriptedSource, workbench: Workbench) -> None:
+def test_a_load_of_the_previous_lab_is_removed(reader: Reader, backend: ScriptedBackend, workbench: Workbench) -> None:
     reader.ask("load", model="tiny")
     reader.until(lambda panel: panel.jobs)
-    workbench.follow(ScriptedSource())
+    workbench.follow(ScriptedBackend())
     reader.until(lambda panel: not panel.jobs)
     reader.ask("load", model="tiny-two")
 
 
-def test_a_view_that_missed_something_gets_all_of_the_state(
-    reader: Reader, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+def test_a_view_that_missed_a_message_receives_all_state(
+    reader: Reader, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader.ask("refresh")
     reader.until(lambda panel: len(panel.rows) == 2)
@@ -223,26 +223,28 @@ def test_a_view_that_missed_something_gets_all_of_the_state(
     assert sent == []
 
 
-def test_a_thousand_models_are_a_bounded_list(reader: Reader, source: ScriptedSource) -> None:
-    source.records = [record(f"model-{number}") for number in range(1000)]
+def test_a_thousand_models_are_a_bounded_list(reader: Reader, backend: ScriptedBackend) -> None:
+    backend.records = [record(f"model-{number}") for number in range(1000)]
     reader.ask("refresh")
     reader.until(lambda panel: "1000 models" in panel.caption)
-    assert len(reader.panel.rows) == MOST_ROWS
+    assert len(reader.panel.rows) == MAX_ROWS
 
 
 @pytest.mark.parametrize("name", [None, "", "  ", 7, "x" * 5000])
-def test_what_is_no_name_is_refused(reader: Reader, name: object) -> None:
+def test_an_invalid_model_name_is_refused(reader: Reader, name: object) -> None:
     with pytest.raises(Refused, match="model"):
         reader.ask("load", model=name)
 
 
 @pytest.mark.parametrize("compact", [True, False])
-def test_the_snapshot_has_the_list_without_a_view(workbench: Workbench, source: ScriptedSource, compact: bool) -> None:
-    source.is_now(model="tiny", pinned=("mini",), lan_url="http://10.0.0.2:8400")
-    source.records = [record("<script>alert(1)</script>", loaded=True, vram_gb=0.01)]
+def test_the_snapshot_has_the_list_without_a_view(
+    workbench: Workbench, backend: ScriptedBackend, compact: bool
+) -> None:
+    backend.set_state(model="tiny", pinned=("mini",), lan_url="http://10.0.0.2:8400")
+    backend.records = [record("<script>alert(1)</script>", loaded=True, vram_gb=0.01)]
     html = ModelsPanel(workbench, compact=compact).snapshot_html()
     assert "running, the kernel&#x27;s loop" in html
-    assert "<td>&lt;script&gt;alert(1)&lt;/script&gt;</td>" in html
+    assert ">&lt;script&gt;alert(1)&lt;/script&gt;</td>" in html
     assert "http://10.0.0.2:8400" in html
     assert "loaded, 10 MB" in html
     assert "<script" not in html
@@ -294,7 +296,7 @@ def test_a_real_load_waits_for_a_running_answer(lab: lmx_lab.Lab, quick: None, r
     assert not reader.panel.error
 
 
-def test_what_is_no_model_shows_the_real_labs_message(real_workbench: Workbench, tmp_path: Any) -> None:
+def test_loading_a_folder_without_a_model_shows_the_labs_message(real_workbench: Workbench, tmp_path: Any) -> None:
     reader = Reader(ModelsPanel(real_workbench), real_workbench)
     reader.ask("load", model=str(tmp_path))
     reader.until(lambda panel: panel.error.startswith(f"{tmp_path} was not loaded: "))

@@ -1,9 +1,10 @@
-"""The rerank panel without a browser: forms as people fill them, rows as strangers write them."""
+"""Test the rerank panel without a browser: forms, tables, copies."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,31 +12,31 @@ from typing import Any
 import pytest
 
 import lmx_lab
-from lmx_lab.backend import Ranked
+from lmx_lab.backend import DocumentRanking
 from lmx_lab.errors import NotLoadedError
-from lmx_lab.notebook.local import InProcess
+from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.rerank import (
-    LONGEST_SHOWN,
-    MOST_CHARACTERS,
-    MOST_TSV_CHARACTERS,
+    CELL_CHARACTERS,
+    MAX_CHARACTERS,
+    MAX_DOCUMENT_CHARACTERS,
+    MAX_TSV_CHARACTERS,
     PAGE_ROWS,
-    SHOWN_CHARACTERS,
+    RankingTable,
     RerankPanel,
-    Rows,
-    bars,
+    bar_lengths,
     documents_in,
-    shown,
 )
+from lmx_lab.panels.text import clip
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from tests.engine.encoders.models import write_tiny_bert
-from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedSource
+from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("quick")
 PAIR = "Bread is baked.\nSea water is salty."
-RANKED = Ranked(order=((1, 0.75), (0, -0.25)), model="minilm", method="cosine", took_ms=12.4)
+RANKED = DocumentRanking(order=((1, 0.75), (0, -0.25)), model="minilm", method="cosine", tokens=12)
 
 
 @pytest.fixture
@@ -43,16 +44,16 @@ def reader(workbench: Workbench) -> Reader:
     return Reader(RerankPanel(workbench), workbench)
 
 
-def rows(*documents: str, scores: list[float] | None = None, order: list[int] | None = None) -> Rows:
+def rows(*documents: str, scores: list[float] | None = None, order: list[int] | None = None) -> RankingTable:
     """In this order, whose first document is the best."""
     indices = order or list(range(len(documents)))
     values = scores or [1 - number / 10 for number in range(len(documents))]
-    return Rows(
+    return RankingTable(
         query="q", order=list(zip(indices, values, strict=True)), documents=documents, model="m", method="cosine"
     )
 
 
-def table_of(result: Rows, workbench: Workbench) -> Reader:
+def table_of(result: RankingTable, workbench: Workbench) -> Reader:
     return Reader(RerankPanel(workbench, result=result), workbench)
 
 
@@ -63,69 +64,69 @@ def column(reader: Reader, at: int) -> list[Any]:
 # Ranking
 
 
-def test_documents_are_ranked_and_shown_the_best_first(reader: Reader, source: ScriptedSource) -> None:
+def test_documents_are_ranked_and_shown_the_best_first(reader: Reader, backend: ScriptedBackend) -> None:
     assert reader.ask("rank", query="How salty?", documents=PAIR, top_n=2) is None
     reader.until(lambda panel: panel.busy)
-    reader.give(source.rankings, RANKED)
+    reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: not panel.busy and panel.table)
-    assert source.asked == [("rerank", ("How salty?", PAIR.split("\n"), 2))]
+    assert backend.requests == [("rerank", ("How salty?", PAIR.split("\n"), 2))]
     table = reader.panel.table
     assert [row["cells"] for row in table["rows"]] == [
         [1, "0.7500", "Sea water is salty.", 1, "▲1"],
         [2, "-0.2500", "Bread is baked.", 0, "▼1"],
     ]
     assert [row["words"] for row in table["rows"]] == ["up 1", "down 1"]
-    assert table["caption"] == "2 documents by cosine, minilm in 12 ms: How salty?"
+    assert re.fullmatch(r"2 documents by cosine, minilm in \d+ ms: How salty\?", table["caption"])
     assert reader.panel.asked == {"query": "How salty?", "documents": PAIR}
 
 
-def test_what_fails_is_said_and_the_table_stays(reader: Reader, source: ScriptedSource) -> None:
+def test_a_failed_ranking_is_reported_and_the_table_stays(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("rank", query="q", documents=PAIR)
-    reader.give(source.rankings, RANKED)
+    reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: not panel.busy and panel.table)
     for error, words in ((NotLoadedError("load a reranker first"), "load a reranker"), (ValueError("x"), "a bug")):
         reader.ask("rank", query="q", documents=PAIR)
-        reader.give(source.rankings, error)
+        reader.give(backend.rankings, error)
         reader.until(lambda panel, words=words: words in panel.problem and not panel.busy)
         assert len(reader.panel.table["rows"]) == 2
     reader.ask("rank", query="q", documents=PAIR)
     reader.until(lambda panel: panel.busy and not panel.problem)
 
 
-def test_while_a_ranking_waits_for_its_model_other_models_are_not_spoken_of(
-    reader: Reader, source: ScriptedSource, workbench: Workbench
+def test_loads_of_other_models_are_not_shown_during_a_ranking(
+    reader: Reader, backend: ScriptedBackend, workbench: Workbench
 ) -> None:
-    async def tell(event: ModelEvent) -> str:
+    async def send(event: ModelEvent) -> str:
         reader.panel.model_event(event)
         reader.panel.flush()
         return str(reader.panel.doing)
 
-    def told(**event: Any) -> str:
-        return workbench.submit(tell(ModelEvent(**event))).result(WAIT_S)
+    def after(**event: Any) -> str:
+        return workbench.submit(send(ModelEvent(**event))).result(WAIT_S)
 
     reader.ask("rank", query="q", documents=PAIR)
     reader.until(lambda panel: panel.busy)
-    assert told(model="b", stage="download") == "Ranking…"
-    assert told(model="a", stage="load") == "Loading a…"
-    assert told(model="b", stage="loaded") == "Loading a…"
-    assert told(model="a", stage="loaded") == "Ranking…"
-    reader.give(source.rankings, RANKED)
+    assert after(model="b", stage="download") == "Ranking…"
+    assert after(model="a", stage="load") == "Loading a…"
+    assert after(model="b", stage="loaded") == "Loading a…"
+    assert after(model="a", stage="loaded") == "Ranking…"
+    reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: not panel.busy)
 
 
-def test_a_ranking_can_be_cancelled(reader: Reader, source: ScriptedSource) -> None:
+def test_a_ranking_can_be_cancelled(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("rank", query="q", documents=PAIR)
     reader.until(lambda panel: panel.busy)
     reader.ask("cancel")
     reader.until(lambda panel: not panel.busy and "Cancelled" in panel.problem)
     reader.ask("cancel")
     reader.ask("rank", query="q", documents=PAIR)
-    reader.give(source.rankings, RANKED)
+    reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: panel.table and not panel.problem)
 
 
-def test_a_ranking_that_is_cancelled_before_it_began_leaves_the_panel_free(
-    reader: Reader, source: ScriptedSource, workbench: Workbench
+def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(
+    reader: Reader, backend: ScriptedBackend, workbench: Workbench
 ) -> None:
     panel = reader.panel
 
@@ -136,11 +137,11 @@ def test_a_ranking_that_is_cancelled_before_it_began_leaves_the_panel_free(
     workbench.submit(at_once()).result(WAIT_S)
     reader.until(lambda panel: not panel.busy and panel.problem)
     assert reader.ask("rank", query="q", documents=PAIR) is None
-    reader.give(source.rankings, RANKED)
+    reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: not panel.busy and panel.table)
 
 
-def test_what_was_just_ranked_is_in_the_snapshot_before_its_frame_is(
+def test_a_new_ranking_is_in_the_snapshot_before_its_frame(
     reader: Reader, workbench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmx_lab.panels.panel.FRAME_S", WAIT_S)
@@ -148,13 +149,13 @@ def test_what_was_just_ranked_is_in_the_snapshot_before_its_frame_is(
 
     async def ranked() -> str:
         panel.show(problem="a frame, so that the next one waits")
-        panel._take(rows("Sea water is salty."))
+        panel._set_result(rows("Sea water is salty."))
         return str(panel.snapshot_html())
 
     assert "Sea water" in workbench.submit(ranked()).result(WAIT_S)
 
 
-def test_a_second_ranking_has_to_wait(reader: Reader) -> None:
+def test_a_second_ranking_is_refused(reader: Reader) -> None:
     reader.ask("rank", query="q", documents=PAIR)
     with pytest.raises(Refused, match="model-busy"):
         reader.ask("rank", query="q", documents=PAIR)
@@ -169,15 +170,15 @@ def test_a_second_ranking_has_to_wait(reader: Reader) -> None:
         ({"documents": ""}, "no documents"),
         ({"documents": " \n \r\n"}, "no documents"),
         ({"documents": None}, "no documents"),
-        ({"documents": "[]"}, "no list of texts"),
-        ({"documents": "[1, 2]"}, "no list of texts"),
-        ({"documents": '{"a": "b"}'}, "no list of texts"),
-        ({"documents": '["a", null]'}, "no list of texts"),
+        ({"documents": "[]"}, "not a list of texts"),
+        ({"documents": "[1, 2]"}, "not a list of texts"),
+        ({"documents": '{"a": "b"}'}, "not a list of texts"),
+        ({"documents": '["a", null]'}, "not a list of texts"),
         # Left out, it would give the others wrong numbers.
-        ({"documents": '["a", "", "b"]'}, "text 1"),
+        ({"documents": '["a", "", "b"]'}, "document 1"),
         ({"documents": '["a", "b]'}, "brackets"),
         ({"documents": "[" * 100_000 + "]"}, "brackets"),
-        ({"documents": "x" * (MOST_CHARACTERS + 1)}, "2,000,000"),
+        ({"documents": "x" * (MAX_CHARACTERS + 1)}, "2,000,000"),
         ({"documents": "x\n" * (INPUT_LIMIT + 1)}, "16,384"),
         ({"top_n": 0}, "top_n"),
         ({"top_n": 1.5}, "whole"),
@@ -186,15 +187,15 @@ def test_a_second_ranking_has_to_wait(reader: Reader) -> None:
         ({"top_n": INPUT_LIMIT + 1}, "top_n"),
     ],
 )
-def test_what_cannot_be_ranked_is_refused_with_a_reason(
-    reader: Reader, source: ScriptedSource, fields: dict[str, Any], words: str
+def test_invalid_rankings_are_refused_with_a_reason(
+    reader: Reader, backend: ScriptedBackend, fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(Refused) as refused:
         reader.ask("rank", **{"query": "q", "documents": PAIR, **fields})
     assert refused.value.code == "invalid-request"
     assert words in refused.value.message
     assert len(refused.value.message) < 300
-    assert not source.asked
+    assert not backend.requests
     assert not reader.panel.busy
 
 
@@ -213,9 +214,9 @@ def test_documents_are_lines_or_a_list(text: str, documents: list[str]) -> None:
     assert documents_in(text) == documents
 
 
-def test_half_a_character_does_no_harm(reader: Reader, source: ScriptedSource) -> None:
+def test_half_surrogate_pairs_are_replaced(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("rank", query="\ud800", documents="a\udc00\nb")
-    reader.give(source.rankings, RANKED)
+    reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: panel.table)
     json.dumps([reader.panel.table, reader.panel.asked], ensure_ascii=False).encode()
     reader.ask("tsv").encode()
@@ -224,11 +225,9 @@ def test_half_a_character_does_no_harm(reader: Reader, source: ScriptedSource) -
 # The table
 
 
-def test_a_result_is_a_table_of_its_own_which_the_server_does_not_touch(
-    workbench: Workbench, source: ScriptedSource
-) -> None:
+def test_the_table_of_a_result_does_not_depend_on_the_server(workbench: Workbench, backend: ScriptedBackend) -> None:
     reader = table_of(rows("a", "b", "c", order=[2, 1, 0]), workbench)
-    source.is_now(state="stopped", note="run the launch cell again")
+    backend.set_state(state="stopped", note="run the launch cell again")
     reader.ask("sort", column="index")
     reader.until(lambda panel: column(reader, 3) == [0, 1, 2])
     assert (reader.panel.form, reader.panel.server) == (False, {})
@@ -277,25 +276,25 @@ def test_ten_thousand_long_documents_are_a_page_in_the_widget(workbench: Workben
 @pytest.mark.parametrize(
     "asked", [{"do": "page", "page": "2"}, {"do": "page", "page": -2}, {"do": "sort", "column": "x"}, {"do": "sort"}]
 )
-def test_what_a_table_cannot_show_is_refused(workbench: Workbench, asked: dict[str, Any]) -> None:
+def test_invalid_requests_of_a_table_are_refused(workbench: Workbench, asked: dict[str, Any]) -> None:
     reader = table_of(rows("a"), workbench)
     with pytest.raises(Refused, match="invalid-request"):
         reader.ask(asked.pop("do"), **asked)
 
 
 @pytest.mark.parametrize("what", ["sort", "page", "document", "tsv"])
-def test_without_a_result_there_is_nothing_to_show(reader: Reader, what: str) -> None:
+def test_without_a_result_requests_of_the_table_are_refused(reader: Reader, what: str) -> None:
     with pytest.raises(Refused, match="no result yet"):
         reader.ask(what, column="rank")
 
 
-def test_a_long_document_is_clipped_until_it_is_asked_for(workbench: Workbench) -> None:
-    long, huge = "a" * 1000, "b" * (2 * LONGEST_SHOWN)
+def test_a_long_document_is_clipped_until_it_is_expanded(workbench: Workbench) -> None:
+    long, huge = "a" * 1000, "b" * (2 * MAX_DOCUMENT_CHARACTERS)
     reader = table_of(rows(long, huge, "short"), workbench)
-    assert [len(text) for text in column(reader, 2)] == [SHOWN_CHARACTERS, SHOWN_CHARACTERS, 5]
+    assert [len(text) for text in column(reader, 2)] == [CELL_CHARACTERS, CELL_CHARACTERS, 5]
     assert [row["more"] for row in reader.panel.table["rows"]] == [True, True, False]
     assert reader.ask("document", rank=1) == long
-    assert len(reader.ask("document", rank=2)) == LONGEST_SHOWN
+    assert len(reader.ask("document", rank=2)) == MAX_DOCUMENT_CHARACTERS
     for rank in (0, 4, "1"):
         with pytest.raises(Refused, match="rank"):
             reader.ask("document", rank=rank)
@@ -315,8 +314,8 @@ def test_a_long_document_is_clipped_until_it_is_asked_for(workbench: Workbench) 
         ),
     ],
 )
-def test_what_a_page_would_obey_is_shown_instead(document: str, text: str) -> None:
-    assert shown(document, 100) == text
+def test_characters_that_a_page_interprets_are_escaped(document: str, text: str) -> None:
+    assert clip(document, 100) == text
 
 
 @pytest.mark.parametrize(
@@ -332,10 +331,10 @@ def test_what_a_page_would_obey_is_shown_instead(document: str, text: str) -> No
     ],
 )
 def test_a_longer_bar_is_a_better_score(scores: list[float], lengths: list[float]) -> None:
-    assert list(map(bars(scores), scores)) == lengths
+    assert list(map(bar_lengths(scores), scores)) == lengths
 
 
-def test_scores_that_are_no_numbers_can_be_sorted_and_sent(workbench: Workbench) -> None:
+def test_non_finite_scores_can_be_sorted_and_sent(workbench: Workbench) -> None:
     reader = table_of(rows("a", "b", "c", scores=[float("inf"), float("nan"), 1.0]), workbench)
     reader.ask("sort", column="score")
     reader.until(lambda panel: panel.table["sort"] == "score")
@@ -343,7 +342,7 @@ def test_scores_that_are_no_numbers_can_be_sorted_and_sent(workbench: Workbench)
     json.dumps(reader.panel.table, allow_nan=False)
 
 
-def test_a_table_is_copied_as_it_is_sorted(workbench: Workbench) -> None:
+def test_a_table_is_copied_in_its_sort_order(workbench: Workbench) -> None:
     reader = table_of(rows("b\tc\nd\\n", "a\r\x00", order=[1, 0], scores=[0.5, -1e-7]), workbench)
     assert reader.ask("tsv").split("\n") == [
         "rank\tscore\tdocument\tindex\tchange",
@@ -359,9 +358,9 @@ def test_no_spreadsheet_computes_a_document(workbench: Workbench, document: str)
     assert table_of(rows(document), workbench).ask("tsv").split("\t")[6] == "'" + document
 
 
-def test_more_than_a_clipboard_should_hold_is_refused(workbench: Workbench) -> None:
-    reader = table_of(rows("x" * (MOST_TSV_CHARACTERS + 1)), workbench)
-    with pytest.raises(Refused, match="df has them all"):
+def test_copying_too_much_text_is_refused(workbench: Workbench) -> None:
+    reader = table_of(rows("x" * (MAX_TSV_CHARACTERS + 1)), workbench)
+    with pytest.raises(Refused, match="df has all of them"):
         reader.ask("tsv")
 
 
@@ -388,7 +387,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
 
 
 def test_a_real_lab_ranks_as_its_own_verb_does(bert: lmx_lab.Lab) -> None:
-    workbench = Workbench(InProcess(bert))
+    workbench = Workbench(LocalBackend(bert.server))
     try:
         reader = Reader(RerankPanel(workbench), workbench)
         reader.ask("rank", query="How salty is the sea?", documents=PAIR + "\n<b>salt</b>")

@@ -78,7 +78,7 @@ def test_a_tool_waits_until_the_panel_allows_it(reader: Reader, daemon: Daemon, 
     assert reader.panel.df["seq"].dropna().is_monotonic_increasing
 
 
-def test_stop_ends_a_turn_that_writes_for_ever(reader: Reader, http: httpx2.Client) -> None:
+def test_stop_cancels_an_endless_turn(reader: Reader, http: httpx2.Client) -> None:
     session = http.post("/v3/sessions", json={}).json()["session_id"]
     reader.ask("filter", session=session)
     http.post(f"/v3/sessions/{session}/turns", json={"content": "Tell a story."}).raise_for_status()

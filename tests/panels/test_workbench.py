@@ -1,0 +1,53 @@
+"""Test the workbench over labs of this process: its history, its timer, and the end of its loop."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import HostingError
+from lmx_lab.wire.admin import Sample
+from tests.flows.conftest import wait_until
+
+WAIT_S = 60.0
+
+
+def test_the_history_has_samples_and_requests(tiny_home: Path) -> None:
+    with lmx_lab.launch("tiny", port=0, home=tiny_home) as lab:
+        lab.chat("hello", max_tokens=5, ignore_eos=True)
+        history = lab.workbench.history
+        wait_until(lambda: len(history.requests) == 1)
+        wait_until(lambda: any(sample.memory_active_gb > 0 for sample in history.samples))
+        assert history.requests[0].event.completion_tokens == 5
+
+
+def test_the_panels_loop_of_a_stopped_lab_ends_after_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
+    with lmx_lab.launch(port=0, home=tmp_path) as lab:
+        pass
+    with pytest.raises(HostingError, match="launch"):
+        lab.workbench.submit(lab.workbench.backend.unload()).result(WAIT_S)
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"])
+
+
+def test_a_backend_that_fails_once_does_not_stop_the_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.panels.workbench.TICK_S", 0.01)
+    with lmx_lab.launch(port=0, home=tmp_path) as lab:
+        backend: Any = lab.workbench.backend
+        sample, failed = backend.sample, threading.Event()
+
+        def fail_once() -> Sample | None:
+            if not failed.is_set():
+                failed.set()
+                raise RuntimeError("no sample")
+            result: Sample | None = sample()
+            return result
+
+        monkeypatch.setattr(backend, "sample", fail_once)
+        assert failed.wait(WAIT_S)
+        count = len(lab.workbench.history.samples)
+        wait_until(lambda: len(lab.workbench.history.samples) > count)
