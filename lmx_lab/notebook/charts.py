@@ -1,4 +1,4 @@
-"""Line charts over time as inline SVG: no script, nothing to fetch, readable without colour. Pure functions."""
+"""Render line charts over time as inline SVG, without scripts and external files, readable without colour."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GAP_S = 2.0
-"""Between two points further apart than this nothing was seen, and no line is drawn."""
-MOST_LINES = 3
-"""As many as the styles below tell apart."""
+"""Points that are further apart than this are not connected: nothing was recorded between them."""
+MAX_SERIES = 3
+"""Number of line styles in ``CSS``."""
 WIDTH, HEIGHT = 720, 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 30, 28
-SHORTEST_S = 10.0
-LETTER = 7
-"""About a letter's width; SVG cannot measure text."""
+MIN_SPAN_S = 10.0
+"""Minimum length of the time axis."""
+CHARACTER_WIDTH = 7
+"""Approximate width of a character, because SVG cannot measure text."""
 TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
 CSS = """\
@@ -29,98 +30,101 @@ CSS = """\
 .chart .line-1 { stroke: var(--line-1); stroke-dasharray: 8 5; }
 .chart .line-2 { stroke: var(--line-2); stroke-dasharray: 1 5; stroke-width: 3; }
 """
-"""Expects the colours ``--muted``, ``--grid`` and ``--line-0`` to ``--line-2``."""
+"""Styles of a chart. The page defines the colours ``--muted``, ``--grid`` and ``--line-0`` to ``--line-2``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """A quantity over time; the values belong to the chart's moments, one each. What is not finite is a gap."""
+class Series:
+    """The values of one line of a chart."""
 
     name: str
     values: Sequence[float]
+    """One value for each time of the chart; one that is not finite is a gap."""
 
-    @property
-    def figures(self) -> Figures | None:
-        """None if there is no finite value."""
+    def summary(self) -> SeriesSummary | None:
+        """Return statistics of the finite values; None if there are none."""
         finite = [value for value in self.values if math.isfinite(value)]
         if not finite:
             return None
-        busy = [value for value in finite if value > 0]
-        return Figures(latest=finite[-1], median=statistics.median(busy or [0.0]), highest=max(finite))
+        positive = [value for value in finite if value > 0]
+        return SeriesSummary(latest=finite[-1], median=statistics.median(positive or [0.0]), highest=max(finite))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class SeriesSummary:
+    """Statistics of a series."""
+
     latest: float
     median: float
-    """Of the values above 0, since a lab is idle most of the time."""
+    """Median of the values above 0, because a lab is idle most of the time."""
     highest: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
-    """Lines over the same moments (seconds since 1970, ascending), in one unit, from 0 up."""
+class LineChart:
+    """A chart of one or more series in the same unit, with an axis that begins at 0."""
 
     key: str
-    """For the ids of the text that describes it; one word, another one for each chart of a page."""
+    """A word that is unique in its page, for the ids of the chart's description."""
     title: str
     unit: str
     at: Sequence[float]
-    lines: Sequence[Line]
+    """The times of the values in seconds since 1970, ascending."""
+    series: Sequence[Series]
     whole: bool = False
     """Whether the values are counts, so that the axis has no fractions."""
 
     def __post_init__(self) -> None:
-        assert len(self.lines) <= MOST_LINES
-        assert all(len(line.values) == len(self.at) for line in self.lines)
+        assert len(self.series) <= MAX_SERIES
+        assert all(len(series.values) == len(self.at) for series in self.series)
 
     def svg(self) -> str:
-        """The chart as an ``svg`` element, with its title and its figures as text for those who do not see it."""
+        """Return the chart as an ``svg`` element, with a title and a description for screen readers."""
         if not self.at:
-            return "<p>No figures have been recorded.</p>"
+            return "<p>No measurements have been recorded.</p>"
         plot = _Plot.of(self)
-        label, about = f"chart-{self.key}-title", f"chart-{self.key}-text"
+        title_id, text_id = f"chart-{self.key}-title", f"chart-{self.key}-text"
         return "".join(
             [
-                f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{label} {about}">',
-                f'<title id="{label}">{html.escape(self.title)}</title>',
-                f'<desc id="{about}">{html.escape(self.described())}</desc>',
+                f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{title_id} {text_id}">',
+                f'<title id="{title_id}">{html.escape(self.title)}</title>',
+                f'<desc id="{text_id}">{html.escape(self.description())}</desc>',
                 f'<text x="4" y="16">{html.escape(self.unit)}</text>',
-                *_legend(self.lines),
+                *_legend(self.series),
                 *plot.value_axis(),
                 *plot.time_axis(),
-                *(plot.path(number, line) for number, line in enumerate(self.lines)),
+                *(plot.path(index, series) for index, series in enumerate(self.series)),
                 "</svg>",
             ]
         )
 
-    def described(self) -> str:
-        """What there is to see, in words."""
-        parts = [f"From {clock(self.at[0])} to {clock(self.at[-1])}, in {self.unit}."]
-        for line in self.lines:
-            figures = line.figures
-            if figures is not None:
+    def description(self) -> str:
+        """Describe the chart in words."""
+        parts = [f"From {format_clock(self.at[0])} to {format_clock(self.at[-1])}, in {self.unit}."]
+        for series in self.series:
+            summary = series.summary()
+            if summary is not None:
                 parts.append(
-                    f"{line.name}: latest {number(figures.latest)}, median above 0 {number(figures.median)}, "
-                    f"highest {number(figures.highest)}."
+                    f"{series.name}: latest {format_number(summary.latest)}, "
+                    f"median above 0 {format_number(summary.median)}, highest {format_number(summary.highest)}."
                 )
-        holes = sum(later - sooner > GAP_S for sooner, later in zip(self.at, self.at[1:], strict=False))
-        return " ".join([*parts, *([f"Gaps without figures: {holes}."] if holes else [])])
+        gaps = sum(later - sooner > GAP_S for sooner, later in zip(self.at, self.at[1:], strict=False))
+        return " ".join([*parts, *([f"Gaps without measurements: {gaps}."] if gaps else [])])
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plot:
-    """Where values and moments are on the paper."""
+    """The coordinates of values and times."""
 
-    chart: Chart
+    chart: LineChart
     first: float
     last: float
     ticks: Sequence[float]
 
     @classmethod
-    def of(cls, chart: Chart) -> _Plot:
-        highest = max((figures.highest for line in chart.lines if (figures := line.figures)), default=0.0)
-        first, last = chart.at[0], max(chart.at[-1], chart.at[0] + SHORTEST_S)
+    def of(cls, chart: LineChart) -> _Plot:
+        highest = max((summary.highest for series in chart.series if (summary := series.summary())), default=0.0)
+        first, last = chart.at[0], max(chart.at[-1], chart.at[0] + MIN_SPAN_S)
         return cls(chart=chart, first=first, last=last, ticks=value_ticks(highest, whole=chart.whole))
 
     def x(self, at: float) -> float:
@@ -143,40 +147,40 @@ class _Plot:
         parts = []
         for tick, label in time_ticks(self.first, self.last):
             x = self.x(tick)
-            # A label in the middle of its tick must not leave the paper.
+            # A centred label at an end of the axis would extend beyond the chart.
             anchor = "start" if x < LEFT + 20 else "end" if x > WIDTH - RIGHT - 20 else "middle"
             parts.append(f'<path class="grid" d="M{x:.1f} {bottom}v5"/>')
             parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="{anchor}">{label}</text>')
         return parts
 
-    def path(self, number: int, line: Line) -> str:
+    def path(self, index: int, series: Series) -> str:
         steps = []
-        for run in runs(self.chart.at, line.values):
-            points = thinned([(self.x(at), self.y(value)) for at, value in run])
+        for segment in segments(self.chart.at, series.values):
+            points = downsample([(self.x(at), self.y(value)) for at, value in segment])
             steps.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points))
             if len(points) == 1:
-                # A line of no length, which round ends make a dot.
+                # A line of length 0 with round ends is a dot.
                 steps.append("h0")
-        return f'<path class="line line-{number}" d="{"".join(steps)}"/>' if steps else ""
+        return f'<path class="line line-{index}" d="{"".join(steps)}"/>' if steps else ""
 
 
-def runs(at: Sequence[float], values: Sequence[float]) -> list[list[tuple[float, float]]]:
-    """The points in the pieces that are drawn without a gap."""
-    found: list[list[tuple[float, float]]] = []
-    before: float | None = None
-    for moment, value in zip(at, values, strict=True):
+def segments(at: Sequence[float], values: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """Split the points of a line into the parts that are drawn without a gap."""
+    result: list[list[tuple[float, float]]] = []
+    previous: float | None = None
+    for time_s, value in zip(at, values, strict=True):
         if not math.isfinite(value):
-            before = None
+            previous = None
             continue
-        if before is None or moment - before > GAP_S:
-            found.append([])
-        found[-1].append((moment, value))
-        before = moment
-    return found
+        if previous is None or time_s - previous > GAP_S:
+            result.append([])
+        result[-1].append((time_s, value))
+        previous = time_s
+    return result
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lowest and the highest point of each column of a pixel: more cannot be seen, and no peak is lost."""
+def downsample(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Keep the lowest and the highest point of each column of pixels, so that no peak is lost."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(int(point[0]), []).append(point)
@@ -188,8 +192,12 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def value_ticks(highest: float, *, whole: bool = False) -> list[float]:
-    """From 0 to the highest value or a bit above, in steps of 1, 2 or 5 times a power of ten; at least two."""
-    # What is as good as nothing, and counts below 1, get an axis up to 1.
+    """Return at least two ticks, from 0 to the highest value or slightly above, in steps of 1, 2 or 5 times 10^n.
+
+    Args:
+        whole: Whether the values are counts.
+    """
+    # Values of almost 0, and counts below 1, have an axis up to 1.
     highest = max(1.0, highest) if whole or highest < 1e-9 else highest
     raw = highest / 4
     power = 10.0 ** math.floor(math.log10(raw))
@@ -199,7 +207,7 @@ def value_ticks(highest: float, *, whole: bool = False) -> list[float]:
 
 
 def time_ticks(first: float, last: float, *, most: int = 7) -> list[tuple[float, str]]:
-    """Round moments of the local day between two others, and how they are written."""
+    """Return round times of the local day between two times, with their labels."""
     step = next((step for step in TIME_STEPS_S if (last - first) / step <= most), None)
     step = step or TIME_STEPS_S[-1] * math.ceil((last - first) / TIME_STEPS_S[-1] / most)
     form = "%H:%M:%S" if step < 60 else "%H:%M" if step < 86400 else "%Y-%m-%d"
@@ -208,13 +216,13 @@ def time_ticks(first: float, last: float, *, most: int = 7) -> list[tuple[float,
     return [(moment, time.strftime(form, time.localtime(moment))) for moment in moments]
 
 
-def clock(at: float) -> str:
-    """The local time of day."""
+def format_clock(at: float) -> str:
+    """Format the local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
-def number(value: float) -> str:
-    """Three digits or so, as people write them."""
+def format_number(value: float) -> str:
+    """Format a number with about three digits."""
     size = abs(value)
     return f"{value:,.{0 if size >= 100 or value == int(value) else 1 if size >= 10 else 2}f}"
 
@@ -223,10 +231,14 @@ def _decimals(step: float) -> int:
     return max(0, -math.floor(math.log10(step) + 1e-9))
 
 
-def _legend(lines: Sequence[Line]) -> list[str]:
-    parts, x = [], WIDTH - RIGHT - sum(len(line.name) * LETTER + 52 for line in lines)
-    for index, line in enumerate(lines):
+def _legend(all_series: Sequence[Series]) -> list[str]:
+    parts, x = [], WIDTH - RIGHT - sum(_legend_width(series) for series in all_series)
+    for index, series in enumerate(all_series):
         parts.append(f'<path class="line line-{index}" d="M{x} 12h30"/>')
-        parts.append(f'<text x="{x + 36}" y="16">{html.escape(line.name)}</text>')
-        x += len(line.name) * LETTER + 52
+        parts.append(f'<text x="{x + 36}" y="16">{html.escape(series.name)}</text>')
+        x += _legend_width(series)
     return parts
+
+
+def _legend_width(series: Series) -> int:
+    return len(series.name) * CHARACTER_WIDTH + 52

@@ -395,20 +395,20 @@ class Lab:
         """The state that the lab's panels share."""
         if self._workbench is None or self._workbench.backend is not self._backend:
             # The panels of the previous one show another lab now.
-            self._use(Workbench(self._backend))
-        assert self._workbench is not None
+            return self._use(Workbench(self._backend))
         return self._workbench
 
     def take_over(self, workbench: Workbench | None) -> Workbench:
         """Show this lab in the panels of another one, if there are any, and start to record its measurements."""
-        self._use(workbench or Workbench(self._backend))
-        self.workbench.follow(self._backend)
-        return self.workbench
+        workbench = workbench or Workbench(self._backend)
+        workbench.follow(self._backend)
+        return self._use(workbench)
 
-    def _use(self, workbench: Workbench) -> None:
+    def _use(self, workbench: Workbench) -> Workbench:
         self._workbench = workbench
         # Without a reference to the lab: a server elsewhere is also closed when its lab is deleted.
         self._server.when_closed(functools.partial(workbench.leave, self._backend))
+        return workbench
 
     def panel(self, *names: str) -> ipywidgets.DOMWidget:
         """Return panels as one widget: ``models``, ``metrics``, ``chat``, ``rerank``, ``events`` if there is a daemon;

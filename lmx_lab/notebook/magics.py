@@ -1,4 +1,4 @@
-"""What ``%load_ext lmx_lab`` adds to a notebook: ``%%offload`` for busy cells, ``%lmx`` and ``%%lmx`` for the lab."""
+"""Define the magics of ``%load_ext lmx_lab``: ``%%offload`` runs a cell in a thread, ``%lmx`` and ``%%lmx`` a lab."""
 
 from __future__ import annotations
 
@@ -21,45 +21,46 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 from IPython.utils.text import DollarFormatter
 
+import lmx_lab
 from lmx_lab.errors import LabError
 
 if TYPE_CHECKING:
-    from lmx_lab.notebook import Lab
+    from lmx_lab.notebook.lab import Lab
 
 CALL = "get_ipython().run_cell_magic('offload', "
-"""How IPython writes a cell that begins with ``%%offload``."""
+"""The beginning of the code to which IPython transforms a cell with ``%%offload``."""
 AWAITED = "--awaited"
-BEAT_S = 0.1
-"""How often a waiting cell looks up: an interrupt does not wake a loop on which nothing happens."""
+"""Argument that ``OffloadTransformer`` adds: the call is awaited."""
+POLL_S = 0.1
+"""Time between two checks of a waiting cell. An interrupt does not wake an idle event loop."""
 NO_AWAIT = (
-    "%%offload runs its cell in a thread, where nothing can be awaited. Take the await out of the cell, or the "
-    "%%offload: what is awaited does not keep the kernel's loop busy."
+    "%%offload runs its cell in a thread, where await is not possible. Remove either the await or the %%offload: "
+    "a cell that awaits does not block the kernel's loop."
 )
 NOT_AWAITED = (
-    "%%offload has to be the first line of its cell, with %autoawait on; in code, "
+    "%%offload has to be the first line of its cell, with %autoawait on; in code, use "
     f"await get_ipython().run_cell_magic('offload', {AWAITED!r}, text)."
 )
-GOES_ON = (
-    "%%offload: nobody waits for this cell any more, but its thread goes on. Only a restart of the kernel ends it."
+STILL_RUNNING = (
+    "%%offload: the cell no longer waits, but its thread is still running. Only a restart of the kernel ends it."
 )
 
 
 def register(shell: InteractiveShell) -> None:
-    """Add the magics to a shell; doing it again changes nothing."""
+    """Add the magics to a shell. Idempotent."""
     unregister(shell)
     shell.register_magics(LabMagics)
-    # Not among those for cleaning up, which come before IPython turns cells with a magic into calls.
-    shell.input_transformers_post.append(Awaiting(shell))
-    shell.input_transformers_cleanup.append(Questions())
+    # Not with the cleanup transformers: they run before IPython transforms magics to calls.
+    shell.input_transformers_post.append(OffloadTransformer(shell))
+    shell.input_transformers_cleanup.append(QuestionTransformer())
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Take them away again."""
-    # By name: after a reload the class is another one.
+    """Remove the magics from a shell. Idempotent."""
+    # By name, because a reload creates new classes.
+    own = {OffloadTransformer.__name__, QuestionTransformer.__name__}
     for transformers in (shell.input_transformers_post, shell.input_transformers_cleanup):
-        transformers[:] = [
-            it for it in transformers if type(it).__name__ not in (Awaiting.__name__, Questions.__name__)
-        ]
+        transformers[:] = [each for each in transformers if type(each).__name__ not in own]
     for kind, name in (("cell", "offload"), ("line", "lmx"), ("cell", "lmx")):
         shell.magics_manager.magics[kind].pop(name, None)
 
@@ -68,45 +69,45 @@ def unregister(shell: InteractiveShell) -> None:
 
 
 @dataclass(frozen=True)
-class Awaiting:
-    """Puts ``await`` before the call of ``%%offload``: a magic itself cannot be awaited."""
+class OffloadTransformer:
+    """Transforms cells: inserts ``await`` before the call of ``%%offload``, because a magic cannot await."""
 
     shell: InteractiveShell
 
     def __call__(self, lines: list[str]) -> list[str]:
-        # Within a running cell, such as one that begins with %%time, nothing could be awaited.
-        runs = cast(Any, self.shell.displayhook).exec_result is not None
-        if runs or len(lines) != 1 or not lines[0].startswith(CALL) or not self.shell.autoawait:
+        # Inside another magic, such as %%time, await is not possible.
+        is_nested = cast(Any, self.shell.displayhook).exec_result is not None
+        if is_nested or len(lines) != 1 or not lines[0].startswith(CALL) or not self.shell.autoawait:
             return lines
         return [f"await {CALL}'{AWAITED} ' {lines[0].removeprefix(CALL)}"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell's code in two parts."""
+    """The compiled code of a cell."""
 
     statements: CodeType
     value: CodeType | None
-    """The last expression, if there is one and it is to be shown."""
+    """The last expression, if its value is to be displayed."""
 
     def run(self, shell: InteractiveShell) -> Any:
         exec(self.statements, shell.user_global_ns, shell.user_ns)
         return None if self.value is None else eval(self.value, shell.user_global_ns, shell.user_ns)
 
 
-def compiled(shell: Any, text: str) -> Cell:
-    """The text below ``%%offload`` as code whose lines have the numbers that the notebook shows.
+def compile_cell(shell: Any, text: str) -> Cell:
+    """Compile the text below ``%%offload``, with the line numbers that the notebook displays.
 
     Raises:
-        UsageError: it awaits something.
-        SyntaxError: it is no Python.
+        UsageError: the text contains ``await``.
+        SyntaxError: the text is not valid Python.
     """
     source = shell.transform_cell(text)
-    # What IPython has taken away from the beginning.
+    # Empty lines at the beginning, which IPython has removed.
     blank = len(text) - len(text.lstrip("\n"))
     running = shell.displayhook.exec_result
     number = running.execution_count if running else shell.execution_count
-    # As IPython has called the whole cell, so that its first line is shown as it was written.
+    # With the source under which IPython has cached the cell, so that tracebacks display its first line as written.
     name = shell.compile.cache("%%offload\n" + "\n" * blank + source, number, f"%%offload\n{text}".removesuffix("\n"))
     tree = shell.transform_ast(shell.compile.ast_parse("\n" * (blank + 1) + source, name))
     last = tree.body[-1] if tree.body else None
@@ -126,45 +127,46 @@ def _code(shell: Any, tree: ast.AST, name: str, mode: str) -> CodeType:
         raise UsageError(NO_AWAIT) from None
 
 
-async def offloaded(shell: InteractiveShell, cell: Cell) -> Any:
-    """Run a cell in a thread of its own, and wait for its value without keeping the loop busy.
+async def run_offloaded(shell: InteractiveShell, cell: Cell) -> Any:
+    """Run a cell in a thread, and return its value without blocking the loop.
 
     Raises:
-        KeyboardInterrupt: the wait was ended; the thread goes on.
+        KeyboardInterrupt: the wait was interrupted; the thread keeps running.
     """
-    # From IPython's tracebacks, which show the cell before and after.
+    # Hide this function in IPython's tracebacks, between the frames of the cell.
     __tracebackhide__ = True
-    outcome = in_thread(lambda: cell.run(shell))
+    outcome = start_thread(lambda: cell.run(shell))
     done = asyncio.wrap_future(outcome)
     try:
         while not done.done():
-            await asyncio.wait([done], timeout=BEAT_S)
+            await asyncio.wait([done], timeout=POLL_S)
     except asyncio.CancelledError:
-        # What ipykernel makes of an interrupt of a cell that awaits.
-        print(GOES_ON, file=sys.stderr)
-        outcome.add_done_callback(_tell_late_error)
+        # ipykernel cancels a cell that awaits when it is interrupted.
+        print(STILL_RUNNING, file=sys.stderr)
+        outcome.add_done_callback(_print_late_error)
         raise KeyboardInterrupt from None
     value, error = done.result()
     if isinstance(error, StopIteration):
-        raise Stopped(*error.args).with_traceback(error.__traceback__) from None
+        raise OffloadedStopIteration(*error.args).with_traceback(error.__traceback__) from None
     if error is not None:
         raise error
     return value
 
 
-class Stopped(Exception):
-    """The ``StopIteration`` of a cell, by its name: Python lets none of those out of what is awaited."""
+class OffloadedStopIteration(Exception):
+    """A ``StopIteration`` of a cell, with the same name, because a coroutine cannot raise a ``StopIteration``."""
 
 
-Stopped.__name__ = Stopped.__qualname__ = StopIteration.__name__
+OffloadedStopIteration.__name__ = OffloadedStopIteration.__qualname__ = StopIteration.__name__
 
 
 Outcome = tuple[Any, BaseException | None]
+"""The result of a function, and its exception."""
 
 
-def in_thread(work: Callable[[], Any]) -> Future[Outcome]:
-    """Run it in a thread whose output goes where the caller's goes; neither an interrupt nor an exit waits for it."""
-    # Not asyncio.to_thread: the interpreter waits for the threads of that pool before it ends.
+def start_thread(work: Callable[[], Any]) -> Future[Outcome]:
+    """Run a function in a daemon thread whose output appears in the caller's cell."""
+    # Not asyncio.to_thread: the interpreter waits for the threads of that pool before it exits.
     outcome: Future[Outcome] = Future()
     outcome.set_running_or_notify_cancel()
     context = contextvars.copy_context()
@@ -177,24 +179,24 @@ def in_thread(work: Callable[[], Any]) -> Future[Outcome]:
 
 
 def _outcome(work: Callable[[], Any]) -> Outcome:
-    # As a value: a future does not take every exception, StopIteration for one.
+    # The exception is part of the result, because a future does not accept every exception, such as StopIteration.
     try:
         return work(), None
     except BaseException as exc:
-        return None, exc.with_traceback(_from_the_cell(exc.__traceback__))
+        return None, exc.with_traceback(_without_own_frames(exc.__traceback__))
 
 
-def _from_the_cell(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames that led to the cell."""
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Remove the frames of this module, which precede those of the cell."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 
 
-def _tell_late_error(outcome: Future[Outcome]) -> None:
+def _print_late_error(outcome: Future[Outcome]) -> None:
     _, error = outcome.result()
     if error is not None:
-        print(f"%%offload: the thread has ended with {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"%%offload: the thread ended with {type(error).__name__}: {error}", file=sys.stderr)
 
 
 # %lmx and %%lmx
@@ -203,136 +205,134 @@ def _tell_late_error(outcome: Future[Outcome]) -> None:
 QUESTION = re.compile(
     r"""
     ^(?P<before>[ \t]*(?:[\w.,\ ]+=[ \t]*)?)%lmx[ \t]+(?P<text>ask[ \t].*\?)[ \t]*$
-    | ^[ \t]*[%!].*$  # other commands of IPython's, whose quotation marks need no partner
+    | ^[ \t]*[%!].*$  # other magics and shell commands, in which quotation marks need not be paired
     | (?P<quotes>\"{3}|'{3})(?:\\[\s\S]|[^\\])*?(?:(?P=quotes)|\Z)
     | \"(?:\\[\s\S]|[^\"\\\n])*\" | '(?:\\[\s\S]|[^'\\\n])*'
     | \#[^\n]*
     """,
     re.MULTILINE | re.VERBOSE,
 )
-"""One, as a line of its own; or what may hold something that only looks like it."""
+"""Matches a question, which is a line of its own, and everything that may contain text that looks like one."""
 
 
-class Questions:
-    """Keeps ``%lmx ask ... ?`` from IPython, which takes a question mark at the end of a line for a wish for help."""
+class QuestionTransformer:
+    """Transforms cells: calls ``%lmx ask ...?`` before IPython takes its question mark for a request for help."""
 
     def __call__(self, lines: list[str]) -> list[str]:
-        # Below a cell magic is its text, which is not ours.
+        # The text below a cell magic belongs to that magic.
         if lines and lines[0].startswith("%%"):
             return lines
-        return QUESTION.sub(self._kept, "".join(lines)).splitlines(keepends=True)
+        return QUESTION.sub(self._call, "".join(lines)).splitlines(keepends=True)
 
-    def _kept(self, found: re.Match[str]) -> str:
-        if found["text"] is None:
-            return found[0]
-        return f"{found['before']}get_ipython().run_line_magic('lmx', {found['text']!r})"
+    def _call(self, match: re.Match[str]) -> str:
+        if match["text"] is None:
+            return match[0]
+        return f"{match['before']}get_ipython().run_line_magic('lmx', {match['text']!r})"
 
 
 @magics_class
 class LabMagics(Magics):
+    """The magics, registered in one shell."""
+
     @no_var_expand
     @cell_magic
     def offload(self, line: str, cell: str) -> Any:
-        """Run the cell in a thread, so that a server on the kernel's loop goes on answering.
+        """Run the cell in a thread, so that it does not block a server on the kernel's loop.
 
-        Everything else is as without it: the same variables, the last expression is shown, output and errors appear
-        in this cell. What is not possible in a thread: ``await``. The stop button ends the waiting, not the thread.
+        Variables are those of the notebook, the value of the last expression is displayed, and output and errors
+        appear in this cell. ``await`` is not possible. The stop button stops the waiting, not the thread.
         """
         first, *rest = line.split() or [""]
         if first != AWAITED:
             raise UsageError(NOT_AWAITED)
         if rest:
-            raise UsageError(f"%%offload takes no arguments, and was given {' '.join(rest)!r:.80}")
-        return offloaded(self._shell, compiled(self._shell, cell))
+            raise UsageError(f"%%offload takes no arguments, but {' '.join(rest)!r:.80} was given")
+        return run_offloaded(self._shell, compile_cell(self._shell, cell))
 
     @line_cell_magic
     def lmx(self, line: str, cell: str | None = None) -> Any:
-        """The lab in one line, or a cell that is a prompt.
+        """Use the lab in one line, or use a cell as a prompt.
 
         ::
 
-            %lmx                               show the lab that runs
+            %lmx                               display the running lab
             %lmx launch [MODEL] [--loop auto|kernel|thread] [--lan] [--port N]
-            %lmx load MODEL                    in the place of what is loaded
+            %lmx load MODEL                    load a model, which replaces the loaded one
             %lmx unload
-            %lmx models                        what is on disk, what is loaded
+            %lmx models                        list the models on disk, and which of them are loaded
             %lmx panel
             %lmx stop
             %lmx ask TEXT                      ask the loaded model
 
             %%lmx [--max-tokens N] [--temperature T] [--system TEXT] [--raw]
-            Text over several lines, in which {expression} and $name stand for values, unless --raw is given.
+            Text of several lines. {expression} and $name are replaced by values, unless --raw is given.
 
-        An answer is shown as it comes; in the end it is a ``Reply``, also as ``_``.
+        An answer is displayed while it is generated. The result is a ``Reply``, also as ``_``.
         """
         try:
             return self._verb(line.strip()) if cell is None else self._prompt(line, cell)
         except LabError as exc:
-            # What to do next is in the message; where it was raised helps nobody.
+            # The message names the next step; a traceback into this package does not help the reader of a notebook.
             raise UsageError(exc.message) from exc
 
     def _prompt(self, line: str, cell: str) -> Any:
-        options = _parsed(CELL, line)
-        prompt = cell if options.pop("raw") else self._expanded(cell)
+        options = _parse(CELL, line)
+        prompt = cell if options.pop("raw") else self._expand(cell)
         return self._ask(prompt, **{name: value for name, value in options.items() if value is not None})
 
     def _verb(self, line: str) -> Any:
         word, _, text = line.partition(" ")
         if word == "ask":
-            # A text is no list of arguments: it has apostrophes.
+            # Not parsed as arguments, because a text may contain apostrophes.
             return self._ask(text)
-        options = _parsed(LINE, line)
+        options = _parse(LINE, line)
         verb = options.pop("verb")
         return getattr(self, f"_{verb or 'show'}")(**options)
 
     def _show(self) -> Lab | None:
-        from lmx_lab.notebook import current
-
-        lab = current()
+        lab = lmx_lab.current()
         if lab is None:
-            print("No lab runs in this kernel; %lmx launch MODEL starts one, such as %lmx launch smollm2-135m.")
+            print("No lab is running in this kernel. %lmx launch MODEL starts one, such as %lmx launch smollm2-135m.")
         return lab
 
     def _launch(self, **options: Any) -> Lab:
-        from lmx_lab.notebook import launch
-
-        return launch(**options)
+        return lmx_lab.launch(**options)
 
     def _load(self, *, model: str) -> Any:
-        return _lab().load(model)
+        return _running_lab().load(model)
 
     def _unload(self) -> None:
-        print(f"{_lab().unload():.2f} GB freed.")
+        print(f"{_running_lab().unload():.2f} GB freed.")
 
     def _models(self) -> Any:
-        return _lab().models()
+        return _running_lab().models()
 
     def _panel(self) -> Any:
-        return _lab().panel()
+        return _running_lab().panel()
 
     def _stop(self) -> None:
-        lab = _lab()
+        lab = _running_lab()
         lab.stop()
         print(f"The server at {lab.url} was stopped.")
 
     def _ask(self, prompt: str, **parameters: Any) -> Any:
         if not prompt.strip():
-            raise UsageError("there is no text; %lmx ask TEXT, or %%lmx with the text below it")
+            raise UsageError("there is no text; use %lmx ask TEXT, or %%lmx with the text below it")
         if getattr(self._shell, "kernel", None) is None:
-            # A terminal cannot take back what was streamed, and would show it twice.
-            return _lab().chat(prompt, **parameters)
-        stream = _lab().chat(prompt, stream=True, **parameters)
+            # A terminal cannot clear streamed text, and would display the answer twice.
+            return _running_lab().chat(prompt, **parameters)
+        stream = _running_lab().chat(prompt, stream=True, **parameters)
         for piece in stream:
             print(piece, end="")
-        # With the next output, which is the reply.
+        # Replace the streamed text by the reply, which is displayed next.
         cast(Any, self._shell).display_pub.clear_output(wait=True)
         return stream.reply
 
-    def _expanded(self, text: str) -> str:
+    def _expand(self, text: str) -> str:
         try:
             return DollarFormatter().vformat(text, args=[], kwargs=self._shell.user_ns)
         except Exception:
-            # As with IPython's own magics: text that only looks like a format stays as it is.
+            # Like IPython's own magics: text that cannot be formatted is left unchanged.
             return text
 
     @property
@@ -342,33 +342,32 @@ class LabMagics(Magics):
 
 
 class _Parser(argparse.ArgumentParser):
-    """One whose mistakes do not end the kernel."""
+    """A parser whose errors do not exit the kernel."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, add_help=False, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (%lmx? shows what there is)")
+        raise UsageError(f"{message} (%lmx? shows the options)")
 
 
-def _lab() -> Lab:
-    from lmx_lab.notebook import current
-
-    lab = current()
+def _running_lab() -> Lab:
+    lab = lmx_lab.current()
     if lab is None:
-        raise UsageError("no lab runs in this kernel; %lmx launch MODEL starts one")
+        raise UsageError("no lab is running in this kernel; %lmx launch MODEL starts one")
     return lab
 
 
-def _parsed(parser: _Parser, line: str) -> dict[str, Any]:
-    """
+def _parse(parser: _Parser, line: str) -> dict[str, Any]:
+    """Parse the arguments of a magic.
+
     Raises:
-        UsageError: what is wrong, and where the help is.
+        UsageError: an argument is invalid.
     """
     try:
         return vars(parser.parse_args(shlex.split(line)))
     except ValueError as exc:
-        # An apostrophe or a quotation mark without its partner.
+        # An unpaired quotation mark.
         parser.error(str(exc))
 
 
@@ -381,7 +380,7 @@ def _line_parser() -> _Parser:
     launch.add_argument("--lan", action="store_true")
     launch.add_argument("--port", type=int)
     verbs.add_parser("load").add_argument("model")
-    # ask: only so that it is among the choices that a mistake is told.
+    # ask is included because error messages list the verbs.
     for name in ("ask", "unload", "models", "panel", "stop"):
         verbs.add_parser(name)
     return parser

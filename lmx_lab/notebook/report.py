@@ -1,6 +1,6 @@
-"""A lab on one page: what it was, what it did, as a single HTML file that needs no script and no network.
+"""Render a report of a lab as one HTML file without scripts and external files, and write it.
 
-Nothing here asks a lab. ``Snapshot`` holds what was asked, ``report_html`` writes it down, ``write_report`` saves it.
+These functions do not access a lab: they render a ``Snapshot`` and the workbench's history.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from pathlib import Path
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.charts import CSS as CHART_CSS
-from lmx_lab.notebook.charts import Chart, Line, clock, number
-from lmx_lab.notebook.snapshot import Snapshot, moment, safe
+from lmx_lab.notebook.charts import LineChart, Series, format_clock, format_number
+from lmx_lab.notebook.snapshot import Snapshot, format_time, safe_html
 from lmx_lab.panels.history import EndedRequest
 from lmx_lab.wire.admin import ModelRecord, RequestEvent, Sample
 
-MOST_ROWS = 200
-"""Of the table of requests."""
+MAX_REQUEST_ROWS = 200
+"""Maximum number of rows of the table of requests."""
 GENERATOR = '<meta name="generator" content="LMX Lab report">'
+"""The line by which a report is recognized."""
 HEAD_BYTES = 2048
-"""Where the line above is looked for in a file that would be overwritten."""
-WELL = ("stop", "length", "tool_calls")
+"""Length of the part of an existing file in which ``GENERATOR`` is searched before the file is overwritten."""
+SUCCESSFUL = ("stop", "length", "tool_calls")
+"""Finish reasons of requests whose speed counts."""
 
 CSS = (
     """\
@@ -53,7 +55,7 @@ tr { break-inside: avoid; }
 """
     + CHART_CSS
 )
-# Whatever a section may hold: the page loads nothing and runs nothing.
+# The page loads and runs nothing, whatever the HTML of a section contains.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -66,22 +68,23 @@ def report_html(
     requests: Sequence[EndedRequest],
     sections: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """The whole page.
+    """Return the HTML of a report.
 
     Args:
-        samples: Of any length and order; the charts show them by time.
-        requests: The newest 200 by time have a row each, all of them count in the summary.
-        sections: A title, which is escaped, and HTML, which is not.
+        samples: Measurements for the charts, in any order.
+        requests: Requests that have ended, in any order. The 200 newest have a row each; the summary counts all.
+        sections: Title and HTML of additional sections. The title is escaped, the HTML is not.
     """
     parts = [
-        ("Server", _table(_facts_rows(snapshot), head=())),
+        ("Server", _table(_fact_rows(snapshot), head=())),
         ("Models", _models(snapshot.models.models)),
-        ("Figures", _figures(sorted(samples, key=lambda sample: sample.at))),
+        ("Measurements", _measurements(sorted(samples, key=lambda sample: sample.at))),
         ("Requests", _requests(sorted(requests, key=lambda request: request.at, reverse=True))),
         *sections,
     ]
-    body = "\n".join(f"<section>\n<h2>{safe(title)}</h2>\n{text or NOTHING}\n</section>" for title, text in parts)
-    title = f"LMX Lab, {safe(moment(snapshot.at))}"
+    body = "\n".join(f"<section>\n<h2>{safe_html(title)}</h2>\n{text or NOTHING}\n</section>" for title, text in parts)
+    title = f"LMX Lab, {safe_html(format_time(snapshot.at))}"
+    zone = time.strftime("%Z, UTC%z", time.localtime(snapshot.at))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -99,8 +102,7 @@ def report_html(
 <main>
 {body}
 </main>
-<footer><p>Times are local: {safe(time.strftime("%Z, UTC%z", time.localtime(snapshot.at)))}. GB are 10<sup>9</sup> \
-bytes.</p></footer>
+<footer><p>Times are local: {safe_html(zone)}. GB are 10<sup>9</sup> bytes.</p></footer>
 </body>
 </html>
 """
@@ -109,62 +111,65 @@ bytes.</p></footer>
 NOTHING = '<p class="quiet">There is nothing to show.</p>'
 
 
-def _facts_rows(snapshot: Snapshot) -> Iterable[str]:
+def _fact_rows(snapshot: Snapshot) -> Iterable[str]:
     for name, value in snapshot.facts().items():
-        yield f'<tr><th scope="row">{safe(name)}</th><td>{safe(value)}</td></tr>'
+        yield f'<tr><th scope="row">{safe_html(name)}</th><td>{safe_html(value)}</td></tr>'
 
 
 def _models(models: Sequence[ModelRecord]) -> str:
     if not models:
-        return '<p class="quiet">No models are on this disk.</p>'
+        return '<p class="quiet">There are no models on this disk.</p>'
     head = ("model", "state", "kind", "format", "engine", "quantization", "#size GB", "#memory GB", "#context")
     return _table((_model_row(model) for model in models), head=head)
 
 
 def _model_row(model: ModelRecord) -> str:
-    state = "kept in memory" if model.pinned else "loaded" if model.loaded else ""
+    state = "pinned" if model.pinned else "loaded" if model.loaded else ""
     texts = (model.id, state, model.kind, model.format, model.engine, model.quantization or "")
     memory = "" if model.vram_gb is None else f"{model.vram_gb:.3f}"
     context = "" if model.context_length is None else f"{model.context_length:,}"
     return _row(texts, (f"{model.size_gb:.3f}", memory, context))
 
 
-# Figures
+# Measurements
 
 
-def _figures(samples: Sequence[Sample]) -> str:
+def _measurements(samples: Sequence[Sample]) -> str:
     if not samples:
-        return '<p class="quiet">No figures have been recorded yet.</p>'
+        return '<p class="quiet">No measurements have been recorded yet.</p>'
     charts = _charts(samples)
-    drawn = "\n".join(f"<figure>\n<h3>{safe(chart.title)}</h3>\n{chart.svg()}\n</figure>" for chart in charts)
-    rows = (_figures_row(chart, line) for chart in charts for line in chart.lines)
-    return f"{drawn}\n{_table(rows, head=('figure', 'unit', '#latest', '#median above 0', '#highest'))}"
+    figures = "\n".join(f"<figure>\n<h3>{safe_html(chart.title)}</h3>\n{chart.svg()}\n</figure>" for chart in charts)
+    rows = (_series_row(chart, series) for chart in charts for series in chart.series)
+    return f"{figures}\n{_table(rows, head=('measurement', 'unit', '#latest', '#median above 0', '#highest'))}"
 
 
-def _charts(samples: Sequence[Sample]) -> list[Chart]:
+def _charts(samples: Sequence[Sample]) -> list[LineChart]:
     at = [sample.at for sample in samples]
 
-    def line(name: str, field: str) -> Line:
-        return Line(name=name, values=[float(getattr(sample, field)) for sample in samples])
+    def series(name: str, field: str) -> Series:
+        return Series(name=name, values=[float(getattr(sample, field)) for sample in samples])
 
     speed, counts, memory = "tokens/s", "requests", "GB"
-    generated = [line("generated", "decode_tokens_per_second")]
-    read = [line("prompts", "prompt_tokens_per_second"), line("embedded or scored", "encoded_tokens_per_second")]
-    requests = [line("running", "active_requests"), line("waiting", "queued_requests")]
-    used = [line(name, f"memory_{name}_gb") for name in ("active", "cache", "peak")]
+    generated = [series("generated", "decode_tokens_per_second")]
+    processed = [
+        series("prompts", "prompt_tokens_per_second"),
+        series("embedded or scored", "encoded_tokens_per_second"),
+    ]
+    requests = [series("running", "active_requests"), series("waiting", "queued_requests")]
+    used = [series(name, f"memory_{name}_gb") for name in ("active", "cache", "peak")]
     return [
-        Chart(key="generated", title="Tokens generated", unit=speed, at=at, lines=generated),
-        # Ten to a hundred times as many as are generated: on one axis these would lie on the ground.
-        Chart(key="read", title="Tokens read", unit=speed, at=at, lines=read),
-        Chart(key="requests", title="Requests at work", unit=counts, at=at, lines=requests, whole=True),
-        Chart(key="memory", title="Memory", unit=memory, at=at, lines=used),
+        LineChart(key="generated", title="Tokens generated", unit=speed, at=at, series=generated),
+        # Separate, because these values are 10 to 100 times as high as those of generated tokens.
+        LineChart(key="processed", title="Tokens processed", unit=speed, at=at, series=processed),
+        LineChart(key="requests", title="Requests in progress", unit=counts, at=at, series=requests, whole=True),
+        LineChart(key="memory", title="Memory", unit=memory, at=at, series=used),
     ]
 
 
-def _figures_row(chart: Chart, line: Line) -> str:
-    figures = line.figures
-    numbers = [number(value) for value in (figures.latest, figures.median, figures.highest)] if figures else [""] * 3
-    return _row((f"{chart.title}: {line.name}", chart.unit), numbers)
+def _series_row(chart: LineChart, series: Series) -> str:
+    summary = series.summary()
+    values = (summary.latest, summary.median, summary.highest) if summary else ()
+    return _row((f"{chart.title}: {series.name}", chart.unit), map(format_number, values) if values else [""] * 3)
 
 
 # Requests
@@ -177,14 +182,14 @@ def _requests(newest: Sequence[EndedRequest]) -> str:
     groups = [(kind, [request.event for request in newest if request.event.kind == kind]) for kind in kinds]
     head = ("kind", "#requests", "#failed", "#cancelled", "#prompt tokens", "#tokens", "#median tokens/s", "#median ms")
     summary = _table((_summary_row(kind, events) for kind, events in groups), head=head, caption="By kind")
-    left_out = len(newest) - MOST_ROWS
-    remark = f"The newest {MOST_ROWS}; {left_out:,} older ones are left out." if left_out > 0 else "The newest first."
-    head = ("time", "kind", "model", "#prompt tokens", "#tokens", "#tokens/s", "#ms to first token", "end")
-    return summary + _table((_request_row(request) for request in newest[:MOST_ROWS]), head=head, caption=remark)
+    omitted = len(newest) - MAX_REQUEST_ROWS
+    note = f"The {MAX_REQUEST_ROWS} newest; {omitted:,} older ones are omitted." if omitted > 0 else "The newest first."
+    head = ("time", "kind", "model", "#prompt tokens", "#tokens", "#tokens/s", "#ms to first token", "finish reason")
+    return summary + _table((_request_row(request) for request in newest[:MAX_REQUEST_ROWS]), head=head, caption=note)
 
 
 def _summary_row(kind: str, events: Sequence[RequestEvent]) -> str:
-    well = [event for event in events if event.finish_reason in WELL]
+    successful = [event for event in events if event.finish_reason in SUCCESSFUL]
     reasons = [event.finish_reason for event in events]
     numbers = (
         f"{len(events):,}",
@@ -192,22 +197,22 @@ def _summary_row(kind: str, events: Sequence[RequestEvent]) -> str:
         f"{reasons.count('cancelled'):,}",
         f"{sum(event.prompt_tokens for event in events):,}",
         f"{sum(event.completion_tokens for event in events):,}",
-        _median([event.tokens_per_second for event in well]),
-        _median([event.ttft_ms for event in well]),
+        _median([event.tokens_per_second for event in successful]),
+        _median([event.ttft_ms for event in successful]),
     )
     return _row((kind,), numbers)
 
 
 def _median(values: Sequence[float]) -> str:
-    return number(statistics.median(values)) if values else ""
+    return format_number(statistics.median(values)) if values else ""
 
 
 def _request_row(request: EndedRequest) -> str:
     event = request.event
-    well = event.finish_reason in WELL
+    successful = event.finish_reason in SUCCESSFUL
     iso = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(request.at))
-    when = f'<td><time datetime="{iso}">{clock(request.at)}</time></td>'
-    speed = (number(event.tokens_per_second), number(event.ttft_ms)) if well else ("", "")
+    when = f'<td><time datetime="{iso}">{format_clock(request.at)}</time></td>'
+    speed = (format_number(event.tokens_per_second), format_number(event.ttft_ms)) if successful else ("", "")
     counts = (f"{event.prompt_tokens:,}", f"{event.completion_tokens:,}", *speed)
     end = f"{event.finish_reason}: {event.code}" if event.code else event.finish_reason
     cells = "".join([when, _cells((event.kind, event.model)), _cells(counts, "number"), _cells((end,))])
@@ -218,14 +223,18 @@ def _request_row(request: EndedRequest) -> str:
 
 
 def _table(rows: Iterable[str], *, head: Sequence[str], caption: str = "") -> str:
-    """Columns whose name begins with ``#`` hold numbers."""
+    """Return a table.
+
+    Args:
+        head: Names of the columns. Those of columns with numbers begin with ``#``.
+    """
     names = "".join(
-        f'<th scope="col" class="number">{safe(name[1:])}</th>'
+        f'<th scope="col" class="number">{safe_html(name[1:])}</th>'
         if name.startswith("#")
-        else f'<th scope="col">{safe(name)}</th>'
+        else f'<th scope="col">{safe_html(name)}</th>'
         for name in head
     )
-    above = f"<caption>{safe(caption)}</caption>\n" if caption else ""
+    above = f"<caption>{safe_html(caption)}</caption>\n" if caption else ""
     top = f"<thead><tr>{names}</tr></thead>\n" if head else ""
     body = "\n".join(rows)
     return f'<div class="wide"><table>\n{above}{top}<tbody>\n{body}\n</tbody>\n</table></div>\n'
@@ -237,32 +246,32 @@ def _row(texts: Iterable[str], numbers: Iterable[str]) -> str:
 
 def _cells(texts: Iterable[str], kind: str = "") -> str:
     mark = f' class="{kind}"' if kind else ""
-    return "".join(f"<td{mark}>{safe(text)}</td>" for text in texts)
+    return "".join(f"<td{mark}>{safe_html(text)}</td>" for text in texts)
 
 
 # The file
 
 
 def write_report(path: str | os.PathLike[str], text: str) -> Path:
-    """Save a report, whole or not at all; returns where it is. A report that is there already is overwritten.
+    """Write a report atomically, and return its path. An older report is overwritten.
 
     Raises:
-        InvalidRequestError: the path names a folder, something in a folder that does not exist, a file that is no
-            report, or a place that cannot be written.
+        InvalidRequestError: the path is a folder, is in a folder that does not exist, is a file that is not a report,
+            or cannot be written.
     """
     target = _target(path)
-    beside = target.with_name(f".lmx-report-{secrets.token_hex(6)}")
+    temporary = target.with_name(f".lmx-report-{secrets.token_hex(6)}")
     try:
         try:
-            # Not a temporary file of the library's, which nobody else could read.
-            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            # A file of ``tempfile`` would be readable only for this user.
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
                 file.write(text.encode("utf-8", errors="replace"))
-            beside.replace(target)
+            temporary.replace(target)
         finally:
             with suppress(FileNotFoundError):
-                beside.unlink()
+                temporary.unlink()
     except OSError as exc:
-        raise _unwritable(target, f"cannot be written: {exc.strerror}; name another place") from exc
+        raise _unwritable(target, f"cannot be written: {exc.strerror}; use another path") from exc
     return target
 
 
@@ -271,30 +280,30 @@ def _target(path: str | os.PathLike[str]) -> Path:
         target = Path(os.path.realpath(Path(path).expanduser()))
         mode = target.stat().st_mode if target.exists() else None
     except (TypeError, ValueError, RuntimeError, OSError) as exc:
-        raise _unwritable(path, f"is no path of a file: {exc}") from exc
+        raise _unwritable(path, f"is not a path of a file: {exc}") from exc
     if mode is None:
         if not target.parent.is_dir():
             raise _unwritable(target, f"cannot be written: there is no folder {str(target.parent)!r}; create it first")
     elif stat.S_ISDIR(mode):
-        raise _unwritable(target, "is a folder; name a file in it, such as run.html")
+        raise _unwritable(target, "is a folder; give the path of a file in it, such as run.html")
     elif not stat.S_ISREG(mode):
-        raise _unwritable(target, "is no ordinary file; name another one")
+        raise _unwritable(target, "is not a regular file; use another path")
     else:
-        _check_own(target)
+        _check_is_report(target)
     return target
 
 
-def _check_own(target: Path) -> None:
+def _check_is_report(target: Path) -> None:
     try:
         with target.open("rb") as file:
             head = file.read(HEAD_BYTES)
     except OSError as exc:
-        raise _unwritable(target, f"is there already and cannot be read: {exc.strerror}; name another file") from exc
+        raise _unwritable(target, f"exists and cannot be read: {exc.strerror}; use another path") from exc
     if head and GENERATOR.encode() not in head:
-        raise _unwritable(target, "is there already and is no report; name another file, or delete that one first")
+        raise _unwritable(target, "exists and is not a report; use another path, or delete that file first")
     if not os.access(target, os.W_OK):
-        raise _unwritable(target, "is there already and may not be changed; name another file")
+        raise _unwritable(target, "exists and is read-only; use another path")
 
 
-def _unwritable(path: object, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the report {str(path)!r:.300} {why}", param="path")
+def _unwritable(path: object, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the report {str(path)!r:.300} {reason}", param="path")

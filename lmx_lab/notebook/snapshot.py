@@ -1,4 +1,4 @@
-"""A lab as of one moment: what it was, what it had in memory, what ran where."""
+"""Take snapshots of a lab: its server, its models, its measurements, the machine and the versions."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ import time
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 import psutil
 
 from lmx_lab.backend import ServerState
-from lmx_lab.notebook.charts import number
+from lmx_lab.notebook.charts import format_number
 from lmx_lab.wire.admin import ModelRecords, Sample
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")
-TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""With these a name could show itself backwards."""
+DIRECTION_MARKS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Characters that change the direction of text; a name with them could be displayed reversed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
+    """The machine of this process."""
+
     platform: str
+    """Operating system and processor architecture."""
     cores: int
     memory_gb: float
-    """10^9 bytes."""
+    """Total memory in units of 10^9 bytes."""
 
     def __str__(self) -> str:
         return f"{self.platform}, {self.cores} cores, {self.memory_gb:.1f} GB"
@@ -35,47 +38,50 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Snapshot:
-    """A lab as of one moment. Machine and versions are those of the process that looked."""
+    """The state of a lab at one time. Machine and versions are those of the process that took the snapshot."""
 
     at: float
     """Seconds since 1970."""
     server: ServerState
     models: ModelRecords
     sample: Sample | None
+    """The latest measurements; None if there are none."""
     versions: Mapping[str, str]
+    """Versions of packages and of Python, by name."""
     machine: Machine
 
     def facts(self) -> dict[str, str]:
-        """What there is to say in a word or two, by name."""
+        """Return short descriptions by name, without empty ones."""
         server, compute, preference = self.server, self.models.compute, self.models.preference
         facts = {
-            "at": moment(self.at),
+            "time": format_time(self.at),
             "server": f"{server.state}, on {server.place}" if server.place else server.state,
-            "remark": server.note,
+            "note": server.note,
             "address": server.url,
             "LAN address": server.lan_url or "",
             "browser address": server.proxy_url or "",
             "model": server.model or "none loaded",
-            "kept beside": ", ".join(server.pinned),
+            "pinned": ", ".join(server.pinned),
             "models on disk": str(len(self.models.models)),
-            "MLX's matrix products": f"{compute.blas}: {compute.detail}" if compute else "",
+            "MLX matrix multiplication": f"{compute.blas}: {compute.detail}" if compute else "",
             "faster engine": preference.detail if preference else "",
-            **self._figures(),
+            **self._measurements(),
             "machine": str(self.machine),
-            "versions": ", ".join(f"{name} {number}" for name, number in self.versions.items()),
+            "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         }
         return {name: value for name, value in facts.items() if value}
 
-    def _figures(self) -> dict[str, str]:
+    def _measurements(self) -> dict[str, str]:
         now = self.sample
         if now is None:
             return {}
+        generated, prompts = format_number(now.decode_tokens_per_second), format_number(now.prompt_tokens_per_second)
+        encoded = format_number(now.encoded_tokens_per_second)
         return {
-            "speed": f"{number(now.decode_tokens_per_second)} generated, {number(now.prompt_tokens_per_second)} read, "
-            f"{number(now.encoded_tokens_per_second)} encoded tokens/s",
+            "tokens/s": f"{generated} generated, {prompts} of prompts, {encoded} embedded or scored",
             "requests": f"{now.active_requests} running, {now.queued_requests} waiting",
-            "memory": f"{now.memory_active_gb:.2f} GB in use, {now.memory_cache_gb:.2f} GB of it cached prompts, "
-            f"{now.memory_peak_gb:.2f} GB at its peak, of {now.memory_total_gb:.1f} GB",
+            "memory": f"{now.memory_active_gb:.2f} GB in use ({now.memory_cache_gb:.2f} GB for cached prompts), "
+            f"{now.memory_peak_gb:.2f} GB at most, {now.memory_total_gb:.1f} GB in total",
         }
 
     def __repr__(self) -> str:
@@ -83,12 +89,14 @@ class Snapshot:
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"
-        rows = "".join(f"<tr><th {left}>{safe(k)}</th><td {left}>{safe(v)}</td></tr>" for k, v in self.facts().items())
+        rows = "".join(
+            f"<tr><th {left}>{safe_html(k)}</th><td {left}>{safe_html(v)}</td></tr>" for k, v in self.facts().items()
+        )
         return f"<table><tbody>{rows}</tbody></table>"
 
 
 def take_snapshot(server: ServerState, models: ModelRecords, sample: Sample | None) -> Snapshot:
-    """The snapshot of now, with this process's machine and versions."""
+    """Return a snapshot of the given state, with the current time, this machine and the installed versions."""
     return Snapshot(
         at=time.time(),
         server=server,
@@ -105,20 +113,20 @@ def take_snapshot(server: ServerState, models: ModelRecords, sample: Sample | No
 
 def _version(package: str) -> str:
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "not installed"
 
 
-def moment(at: float) -> str:
-    """Local date and time."""
+def format_time(at: float) -> str:
+    """Format local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def safe(text: str) -> str:
-    """Text as HTML that shows it; a sign for characters that a page may not contain, or that turn what follows."""
-    return html.escape("".join("\N{REPLACEMENT CHARACTER}" if _is_unfit(char) else char for char in text))
+def safe_html(text: str) -> str:
+    """Escape text for HTML. Characters that a page must not contain, or that change the direction, are replaced."""
+    return html.escape("".join("\N{REPLACEMENT CHARACTER}" if _is_unsafe(char) else char for char in text))
 
 
-def _is_unfit(char: str) -> bool:
-    return char in TURNING or (unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t")
+def _is_unsafe(char: str) -> bool:
+    return char in DIRECTION_MARKS or (unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t")

@@ -21,7 +21,7 @@ from lmx_lab.panels.event_rows import COLUMNS, GROUPS, MAX_ROWS, EventFilter, Ev
 from lmx_lab.panels.event_sessions import SessionTracker
 from lmx_lab.panels.event_source import EventSource
 from lmx_lab.panels.panel import BUG, Panel, number_field, text_field
-from lmx_lab.panels.text import clip, sendable, table_row
+from lmx_lab.panels.text import clip, replace_surrogates, table_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
 from lmx_lab.wire.event_stream import ResetFrame
@@ -246,7 +246,7 @@ class EventsPanel(Panel):
                 raise InvalidRequestError(
                     f"{name} is {value!r:.60}; it must be a text of at most {SEARCH_CHARACTERS} characters", param=name
                 )
-        self._rows.filter = EventFilter(groups=frozenset(groups), session_id=session, text=sendable(text))
+        self._rows.filter = EventFilter(groups=frozenset(groups), session_id=session, text=replace_surrogates(text))
         self._redraw()
 
     async def do_decide(self, fields: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.client.bodies import shaped
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
-from lmx_lab.panels.text import LEFT, clip, escape_unsafe, sendable, table_row
+from lmx_lab.panels.text import LEFT, clip, escape_unsafe, replace_surrogates, table_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent, Sample
 from lmx_lab.wire.embeddings import INPUT_LIMIT
@@ -133,7 +133,12 @@ class RerankPanel(Panel):
             raise ModelBusyError("this panel is ranking documents already; cancel that, or wait for its result")
         body = shaped(RerankBody, model=ANY_MODEL, query=query, documents=documents, top_n=top_n, truncate=True)
         kept = text if isinstance(text, str) and len(text) <= KEPT_CHARACTERS else ""
-        self.show(busy=True, doing=RANKING, problem="", asked={"query": sendable(query), "documents": sendable(kept)})
+        self.show(
+            busy=True,
+            doing=RANKING,
+            problem="",
+            asked={"query": replace_surrogates(query), "documents": replace_surrogates(kept)},
+        )
         self._task = asyncio.create_task(self._rank(body, documents), name="rank a panel's documents")
         self._task.add_done_callback(self._ended)
 

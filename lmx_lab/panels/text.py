@@ -1,4 +1,4 @@
-"""Make the text of strangers (models, documents, events) safe and short enough to be displayed."""
+"""Make untrusted text (of models, documents, events) safe and short enough to be displayed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def escape_unsafe(text: str) -> str:
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
-def sendable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace half surrogate pairs, which JavaScript's strings may contain and UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
 

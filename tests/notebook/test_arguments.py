@@ -1,4 +1,4 @@
-"""What the verbs are given: lists in all of Python's shapes, and what is none."""
+"""Test the conversion of verbs' arguments: lists of all Python types, and invalid values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmx_lab.wire.formats import JsonSchemaFormat, NamedSchema
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         [101, 102],
         (101, 102),
@@ -29,12 +29,12 @@ from lmx_lab.wire.formats import JsonSchemaFormat, NamedSchema
         iter([101, 102]),
     ],
 )
-def test_token_ids_of_one_text(given: Any) -> None:
-    assert embeddings_body(given, model=None).input == [101, 102]
+def test_token_ids_of_one_text(value: Any) -> None:
+    assert embeddings_body(value, model=None).input == [101, 102]
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         [[101, 102], [3, 4]],
         [(101, 102), (3, 4)],
@@ -42,20 +42,20 @@ def test_token_ids_of_one_text(given: Any) -> None:
         [np.array([101, 102]), range(3, 5)],
     ],
 )
-def test_token_ids_of_several_texts(given: Any) -> None:
-    assert embeddings_body(given, model=None).input == [[101, 102], [3, 4]]
+def test_token_ids_of_several_texts(value: Any) -> None:
+    assert embeddings_body(value, model=None).input == [[101, 102], [3, 4]]
 
 
 @pytest.mark.parametrize(
-    "given", [["a", "b"], ("a", "b"), pd.Series(["a", "b"]), np.array(["a", "b"]), iter("ab"), pd.Index(["a", "b"])]
+    "value", [["a", "b"], ("a", "b"), pd.Series(["a", "b"]), np.array(["a", "b"]), iter("ab"), pd.Index(["a", "b"])]
 )
-def test_texts_can_be_in_any_container(given: Any) -> None:
-    assert embeddings_body(given, model=None).input == ["a", "b"]
+def test_texts_can_be_in_any_container(value: Any) -> None:
+    assert embeddings_body(value, model=None).input == ["a", "b"]
     assert embeddings_body(["a"], model=None, dimensions=np.int64(4)).dimensions == 4
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("value", "message"),
     [
         (pd.DataFrame({"text": ["a"]}), "a whole data frame; give one of its columns"),
         ({"text": "a"}, "give a list of texts"),
@@ -68,12 +68,12 @@ def test_texts_can_be_in_any_container(given: Any) -> None:
         ([b"ab"], "give texts, decoded"),
     ],
 )
-def test_a_value_that_is_not_a_list_of_texts_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said):
-        embeddings_body(given, model=None)
-    if not isinstance(given, dict):
-        with pytest.raises(InvalidRequestError, match=said):
-            rerank_body("query", given, model=None)
+def test_a_value_that_is_not_a_list_of_texts_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        embeddings_body(value, model=None)
+    if not isinstance(value, dict):
+        with pytest.raises(InvalidRequestError, match=message):
+            rerank_body("query", value, model=None)
 
 
 def test_documents_may_be_any_mappings() -> None:
@@ -81,6 +81,47 @@ def test_documents_may_be_any_mappings() -> None:
         "q", [MappingProxyType({"text": "a"}), {"text": "b", "id": 7}, "c"], model=None, top_n=np.int64(2)
     )
     assert (body.texts, body.top_n) == (("a", "b", "c"), 2)
+
+
+# --- chat
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parameters", "param"),
+    [
+        ("hi", {"temprature": 1}, "temprature"),
+        ("hi", {"temperature": 3}, "temperature"),
+        ("hi", {"max_tokens": 0}, "max_tokens"),
+        ("hi", {"stream": True}, "stream"),
+        ([], {}, "messages"),
+        (["hi"], {}, "messages.0"),
+        ([{"role": "poet", "content": "hi"}], {}, "messages.0.role"),
+        (7, {}, "messages"),
+        ("hello", {"n": 2}, "n"),
+        ("hello", {"logprobs": True}, "logprobs"),
+    ],
+)
+def test_the_error_names_the_invalid_parameter(prompt: object, parameters: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat_request(prompt, parameters)  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
+def test_python_values_are_converted_to_json_values() -> None:
+    request = chat_request("hello", {"logit_bias": {5: 1, "7": 2.0}, "stop": ("a", "b")})
+    assert request.logit_bias == {"5": 1, "7": 2.0}
+    assert request.stop == ["a", "b"]
+
+
+@pytest.mark.parametrize("bias", [{True: 1}, {5.0: 1}, {-1: 1}, [5]])
+def test_a_bias_whose_keys_are_not_token_ids_is_refused(bias: object) -> None:
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        chat_request("hello", {"logit_bias": bias})
+
+
+def test_a_system_prompt_comes_first() -> None:
+    request = chat_request([{"role": "user", "content": "hi"}], {"system": "Be brief."})
+    assert [message.role for message in request.messages] == ["system", "user"]
 
 
 class Town(BaseModel):
@@ -95,16 +136,16 @@ class Box(BaseModel, Generic[Item]):
     item: Item
 
 
-def asked_schema(response_format: Any) -> NamedSchema:
-    found = chat_request("hello", {"response_format": response_format}).response_format
-    assert isinstance(found, JsonSchemaFormat)
-    return found.json_schema
+def requested_schema(response_format: Any) -> NamedSchema:
+    response = chat_request("hello", {"response_format": response_format}).response_format
+    assert isinstance(response, JsonSchemaFormat)
+    return response.json_schema
 
 
 def test_a_pydantic_class_is_converted_to_its_schema() -> None:
-    asked = asked_schema(Town)
-    assert (asked.name, asked.schema_) == ("Town", Town.model_json_schema())
-    assert asked_schema(Box[int]).name == "Box[int]"
+    schema = requested_schema(Town)
+    assert (schema.name, schema.schema_) == ("Town", Town.model_json_schema())
+    assert requested_schema(Box[int]).name == "Box[int]"
 
 
 class Odd(BaseModel):
@@ -112,16 +153,16 @@ class Odd(BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("value", "message"),
     [(Odd, "Odd has no JSON schema"), (dict, "has to be an object"), (Town(name="a"), "has to be an object")],
 )
-def test_a_type_without_a_schema_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said) as caught:
-        chat_request("hello", {"response_format": given})
+def test_a_type_without_a_schema_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        chat_request("hello", {"response_format": value})
     assert caught.value.param == "response_format"
 
 
 def test_tools_can_be_a_tuple() -> None:
-    tool = {"type": "function", "function": {"name": "look"}}
-    request = chat_request("hello", {"tools": (tool,), "tool_choice": "required"})
-    assert [one.function.name for one in request.tools or ()] == ["look"]
+    look = {"type": "function", "function": {"name": "look"}}
+    request = chat_request("hello", {"tools": (look,), "tool_choice": "required"})
+    assert [tool.function.name for tool in request.tools or ()] == ["look"]

@@ -1,4 +1,4 @@
-"""Line charts as SVG."""
+"""Test line charts: their description, gaps, ticks and legend."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from lmx_lab.notebook.charts import (
     CSS,
     HEIGHT,
-    MOST_LINES,
+    MAX_SERIES,
     WIDTH,
-    Chart,
-    Line,
-    number,
-    runs,
-    thinned,
+    LineChart,
+    Series,
+    downsample,
+    format_number,
+    segments,
     time_ticks,
     value_ticks,
 )
@@ -27,23 +27,23 @@ from lmx_lab.notebook.charts import (
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(chart: Chart) -> ElementTree.Element:
+def parse_svg(chart: LineChart) -> ElementTree.Element:
     return ElementTree.fromstring(chart.svg().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
 
 
-def lines(chart: Chart) -> list[str]:
-    """The lines' paths; the legend's come first."""
-    found = [path.get("d", "") for path in drawn(chart).iter(f"{SVG}path") if "line " in path.get("class", "")]
-    return found[len(chart.lines) :]
+def lines(chart: LineChart) -> list[str]:
+    """Return the paths of the lines, without those of the legend, which come first."""
+    found = [path.get("d", "") for path in parse_svg(chart).iter(f"{SVG}path") if "line " in path.get("class", "")]
+    return found[len(chart.series) :]
 
 
-def chart(at: list[float], *values: list[float], **other: bool) -> Chart:
-    named = [Line(name=f"line <{index}>", values=line) for index, line in enumerate(values)]
-    return Chart(key="k", title="Speed & more", unit="tokens/s", at=at, lines=named, **other)
+def chart(at: list[float], *values: list[float], **other: bool) -> LineChart:
+    named = [Series(name=f"line <{index}>", values=series) for index, series in enumerate(values)]
+    return LineChart(key="k", title="Speed & more", unit="tokens/s", at=at, series=named, **other)
 
 
 def test_a_chart_has_a_title_and_a_text_description() -> None:
-    svg = drawn(chart([0, 1, 2], [0, 4, 2]))
+    svg = parse_svg(chart([0, 1, 2], [0, 4, 2]))
     ids = {node.get("id"): node.text for node in svg.iter() if node.get("id")}
     assert svg.get("role") == "img"
     title, text = (ids[name] for name in svg.get("aria-labelledby", "").split())
@@ -51,13 +51,13 @@ def test_a_chart_has_a_title_and_a_text_description() -> None:
     assert "line <0>: latest 2, median above 0 3, highest 4." in text
 
 
-def test_gaps_in_time_and_values_are_not_drawn() -> None:
-    """Half a second, two seconds are no gap; more is, and so is what is not a number."""
-    assert len(runs([0, 0.5, 2.5, 4.6], [1, 1, 1, 1])) == 2
-    assert runs([0, 1, 2], [1, math.nan, 3]) == [[(0, 1)], [(2, 3)]]
+def test_gaps_in_time_and_values_are_not_parse_svg() -> None:
+    """Half a second and two seconds are not a gap. More is one, as is a value that is not a number."""
+    assert len(segments([0, 0.5, 2.5, 4.6], [1, 1, 1, 1])) == 2
+    assert segments([0, 1, 2], [1, math.nan, 3]) == [[(0, 1)], [(2, 3)]]
     (path,) = lines(chart([0, 1, 10, 11], [1, 2, 3, 4]))
     assert path.count("M") == 2
-    assert "Gaps without figures: 1." in chart([0, 1, 10, 11], [1, 2, 3, 4]).described()
+    assert "Gaps without measurements: 1." in chart([0, 1, 10, 11], [1, 2, 3, 4]).description()
 
 
 def test_a_single_value_is_a_dot() -> None:
@@ -66,16 +66,16 @@ def test_a_single_value_is_a_dot() -> None:
 
 
 def test_a_chart_without_values_says_so() -> None:
-    assert "No figures" in chart([]).svg()
+    assert "No measurements" in chart([]).svg()
     assert lines(chart([0, 1], [math.nan, math.inf])) == []
 
 
 def test_the_lines_differ_without_their_colours() -> None:
     rules = dict(re.findall(r"\.line-(\d) \{ (.*) \}", CSS))
     without_colour = {re.sub(r"stroke: [^;]*;", "", rule) for rule in rules.values()}
-    assert len(rules) == len(without_colour) == MOST_LINES
+    assert len(rules) == len(without_colour) == MAX_SERIES
     with pytest.raises(AssertionError):
-        chart([0], *[[1.0]] * (MOST_LINES + 1))
+        chart([0], *[[1.0]] * (MAX_SERIES + 1))
 
 
 def test_a_peak_survives_ten_thousand_values() -> None:
@@ -113,18 +113,18 @@ def test_an_axis_without_values_has_ticks() -> None:
 
 
 @given(st.floats(1, 4e9), st.floats(10, 1e8))
-def test_the_time_axis_has_few_round_moments(first: float, span: float) -> None:
+def test_the_time_axis_has_few_round_times(first: float, span: float) -> None:
     ticks = time_ticks(first, first + span)
     assert 1 <= len(ticks) <= 8
-    assert all(first <= moment <= first + span for moment, _ in ticks)
+    assert all(first <= at <= first + span for at, _ in ticks)
 
 
 def test_a_column_of_points_keeps_its_lowest_and_highest() -> None:
-    assert thinned([(1.1, 5), (1.2, 9), (1.3, 1), (2.0, 4)]) == [(1.2, 9), (1.3, 1), (2.0, 4)]
+    assert downsample([(1.1, 5), (1.2, 9), (1.3, 1), (2.0, 4)]) == [(1.2, 9), (1.3, 1), (2.0, 4)]
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (3, "3"), (0.256, "0.26"), (12.34, "12.3"), (1234.5, "1,234"), (-0.5, "-0.50")]
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text

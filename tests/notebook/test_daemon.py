@@ -1,4 +1,4 @@
-"""A lab with its daemon: started, kept, moved, ended together."""
+"""Test the daemon of a lab: both start and stop together, and the daemon survives a new launch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
+def _no_daemon_remains() -> Iterator[None]:
     yield
     if (lab := lmx_lab.current()) is not None:
         lab.stop()
@@ -39,7 +39,7 @@ def test_a_turn_of_the_daemon_uses_the_labs_model(options: dict[str, Any]) -> No
 
     @lab.daemon.tool
     def now() -> str:
-        """The time."""
+        """Return the time."""
         return "noon"
 
     with client(lab.daemon) as http:
@@ -76,7 +76,7 @@ def test_a_relaunched_lab_keeps_sessions_and_functions(options: dict[str, Any]) 
 
     @lab.daemon.tool
     def length(text: str) -> int:
-        """How long a text is."""
+        """Return the length of a text."""
         return len(text)
 
     with client(lab.daemon) as http:
@@ -90,9 +90,9 @@ def test_a_relaunched_lab_keeps_sessions_and_functions(options: dict[str, Any]) 
         assert http.get("/v3/sessions/kept").status_code == 200
         assert http.get("/v3/daemon").json()["counts"]["tools"] == 1
     changed.stop()
-    anew = lmx_lab.launch(**options)
-    assert anew.daemon is not None
-    with client(anew.daemon) as http:
+    new = lmx_lab.launch(**options)
+    assert new.daemon is not None
+    with client(new.daemon) as http:
         assert http.get("/v3/sessions/kept").status_code == 200
         assert http.get("/v3/daemon").json()["counts"]["tools"] == 0
 
@@ -109,19 +109,19 @@ def test_a_second_daemon_in_a_home_is_refused_and_the_lab_runs(options: dict[str
 
 
 def test_leaving_the_context_of_a_lab_stops_its_daemon(options: dict[str, Any]) -> None:
-    async def live() -> Any:
+    async def run() -> Any:
         settings = Settings(home=options["home"], port=0, daemon_port=0)
         async with lmx_lab.Lab(settings, loop="kernel") as lab:
             daemon = lab.start_daemon()
             assert daemon.running
             return daemon
 
-    assert not asyncio.run(live()).running
+    assert not asyncio.run(run()).running
 
 
 @pytest.mark.anyio
 async def test_merged_events_can_be_closed_while_the_buffer_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.notebook.daemon.HELD", 2)
+    monkeypatch.setattr("lmx_lab.notebook.daemon.BUFFERED_EVENTS", 2)
 
     async def many(name: str) -> AsyncIterator[str]:
         while True:
@@ -156,7 +156,7 @@ def test_a_remote_lab_has_no_daemon(options: dict[str, Any]) -> None:
         assert attached.daemon is None
 
 
-def test_functions_outlive_a_launch_that_failed(options: dict[str, Any]) -> None:
+def test_functions_survive_a_launch_that_fails(options: dict[str, Any]) -> None:
     lab = lmx_lab.launch(**options)
     assert lab.daemon is not None
 

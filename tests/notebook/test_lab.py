@@ -1,56 +1,32 @@
-"""The lab without a notebook: on the loop of a program, on a thread, in scripts; replies and progress."""
+"""Test labs on the loop of a program and in a thread, and how they display themselves."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import io
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from markdown_it import MarkdownIt
-from rich.console import Console
 
 import lmx_lab
 from lmx_lab.errors import HostingError, InvalidRequestError, ModelNotFoundError, NotLoadedError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
-from lmx_lab.notebook import launcher
-from lmx_lab.notebook.addresses import Addresses
-from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.notebook.reply import safe_markdown
-from lmx_lab.progress import bar, counter
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Progress
 
 pytestmark = pytest.mark.anyio
-
-
 HELLO = "hi " * 4000
-"""The engine repeats it, which takes some seconds."""
+"""A prompt that the echo engine repeats for some seconds."""
 
 
 @pytest.fixture(scope="module", params=["kernel", "thread"])
 async def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[lmx_lab.Lab]:
-    """A lab in a program with a loop of its own, which is what ``kernel`` means there."""
+    """A lab in a program with a running loop; ``kernel`` serves on that loop."""
     settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, echo_tokens_per_s=1000)
     async with lmx_lab.Lab(settings, loop=request.param) as lab:
         await lab.aload("echo")
         yield lab
-
-
-@pytest.fixture
-def launched(tmp_path: Path) -> Iterator[lmx_lab.Lab]:
-    with lmx_lab.launch(port=0, home=tmp_path, echo_tokens_per_s=1000) as lab:
-        yield lab
-    assert lmx_lab.current() is None
 
 
 @pytest.fixture
@@ -60,7 +36,7 @@ def launched_with_models(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
 
 
 async def until_idle(lab: lmx_lab.Lab) -> None:
-    """The engine sees within a step that a reader has left."""
+    """Wait until the engine has seen, within one step, that a reader has left."""
     while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
@@ -69,7 +45,7 @@ def lab_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("lmx-lab-")}
 
 
-# --- a program with a loop of its own
+# --- a program with a running loop
 
 
 async def test_a_chat_gives_text_usage_and_timings(lab: lmx_lab.Lab) -> None:
@@ -170,11 +146,6 @@ async def test_a_setting_that_can_never_match_is_refused_before_anything_starts(
 # --- a script
 
 
-def test_without_a_running_loop_a_thread_serves(launched: lmx_lab.Lab) -> None:
-    assert launched.mode == "thread"
-    assert lmx_lab.launch(port=0, home=launched.settings.home, echo_tokens_per_s=1000) is launched is lmx_lab.current()
-
-
 def test_a_stream_left_in_the_middle_frees_its_slot(launched: lmx_lab.Lab) -> None:
     launched.load("echo")
     for _ in launched.chat(HELLO, stream=True):
@@ -197,322 +168,6 @@ def test_threads_can_chat_concurrently(launched: lmx_lab.Lab) -> None:
     assert len(set(texts)) == 1
 
 
-def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "PATIENCE_S", 120)
-    labs: list[lmx_lab.Lab] = []
-    threads = [threading.Thread(target=lambda: labs.append(lmx_lab.launch(port=0, home=tmp_path))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    with labs[0]:
-        assert labs.count(labs[0]) == 3
-
-
-def test_a_restart_that_cannot_listen_keeps_the_running_lab(
-    launched: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lmx_lab.http.uvicorn_server.ANSWER_S", 0.05)
-    with bind("127.0.0.1", 0, explicit=True) as other, pytest.raises(PortTakenError):
-        lmx_lab.launch(port=other.getsockname()[1], home=launched.settings.home, echo_tokens_per_s=1000)
-    with pytest.raises(HostingError):
-        lmx_lab.launch(port=0, host="192.0.2.77", home=launched.settings.home, echo_tokens_per_s=1000)
-    with pytest.raises(InvalidRequestError):
-        lmx_lab.launch(port=0, cors_origins=["*"], home=launched.settings.home, echo_tokens_per_s=1000)
-    assert lmx_lab.current() is launched
-
-
-def test_launching_on_the_labs_own_port_returns_the_same_lab(launched: lmx_lab.Lab) -> None:
-    assert lmx_lab.launch(port=launched.port, home=launched.settings.home, echo_tokens_per_s=1000) is launched
-
-
-def test_loop_kernel_needs_a_running_loop() -> None:
-    with pytest.raises(InvalidRequestError, match="running event loop"):
-        lmx_lab.launch(loop="kernel")
-
-
-SCRIPT = """
-import lmx_lab
-lab = lmx_lab.launch("tiny", port=0)
-print(lab.chat("hi", max_tokens=3).usage.completion_tokens)
-stream = iter(lab.chat("hi", stream=True))
-next(stream)
-{end}
-"""
-ASYNC_SCRIPT = """
-import asyncio, lmx_lab
-async def main():
-    lab = await lmx_lab.launch("tiny", port=0)
-    print((await lab.achat("hi", max_tokens=3)).usage.completion_tokens)
-    {end}
-asyncio.run(main())
-"""
-
-
-TWO_LAUNCHES = """
-import asyncio, lmx_lab
-from lmx_lab.errors import HostingError
-
-async def launch():
-    return lmx_lab.launch(port=0, loop="kernel")
-
-async def main():
-    results = await asyncio.gather(launch(), launch(), return_exceptions=True)
-    labs = [result for result in results if isinstance(result, lmx_lab.Lab)]
-    assert len(labs) == 1 or labs[0] is labs[1], results
-    assert all(isinstance(result, lmx_lab.Lab | HostingError) for result in results), results
-    await labs[0].astop()
-
-asyncio.run(main())
-"""
-SCRIPTS = {
-    "stopped": SCRIPT.format(end="lab.stop()").replace("tiny", "echo").replace("hi", "hi " * 9),
-    "left": SCRIPT.format(end=""),
-    "async, stopped": ASYNC_SCRIPT.format(end="await lab.astop()").replace("tiny", "echo").replace("hi", "hi " * 9),
-    "async, left": ASYNC_SCRIPT.format(end=""),
-    # A nested loop patches asyncio for the whole process.
-    "two launches": TWO_LAUNCHES,
-}
-
-
-@pytest.fixture(scope="module")
-def scripts(tiny_home: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All at once: most of their time is the start of Python."""
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-W", "default::ResourceWarning", "-c", source],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "LMX_LAB_HOME": str(tiny_home)},
-        )
-        for name, source in SCRIPTS.items()
-    }
-    yield running
-    for process in running.values():
-        with process:
-            process.kill()
-
-
-@pytest.mark.parametrize("name", ["stopped", "left", "async, stopped", "async, left"])
-def test_a_script_exits_with_zero_and_prints_no_warnings(scripts: dict[str, subprocess.Popen[str]], name: str) -> None:
-    output, errors = scripts[name].communicate(timeout=180)
-    assert (scripts[name].returncode, output, errors) == (0, "3\n", "")
-
-
-def test_two_launches_at_once_on_one_loop_start_one_lab(scripts: dict[str, subprocess.Popen[str]]) -> None:
-    _, errors = scripts["two launches"].communicate(timeout=180)
-    assert scripts["two launches"].returncode == 0, errors
-
-
-# --- looks
-
-
-def test_the_html_of_a_lab_is_escaped(tmp_path: Path) -> None:
-    lab = lmx_lab.Lab(Settings(home=tmp_path, host="<script>alert(1)</script>"), loop="thread")
-    assert "<script" not in lab._repr_html_()
-    assert "&lt;script&gt;" in lab._repr_html_()
-
-
-def test_a_list_of_models_is_a_table(launched: lmx_lab.Lab) -> None:
-    launched.load("echo")
-    table = launched.models()._repr_html_()
-    assert table.startswith("<table>")
-    assert "<td>echo</td><td>yes</td>" in table
-
-
-LIVE = [
-    "<script>",
-    "</script>",
-    "<img src=x onerror=alert(1)>",
-    "<a href='x'>",
-    "![a](http://x/y)",
-    "[a](javascript:x)",
-]
-LIVE += [
-    "[a]: javascript:x",
-    "[a][a]",
-    "[a]",
-    "<javascript:x>",
-    "&lt;b&gt;",
-    "&#60;i&#62;",
-    "<!--",
-    "-->",
-    "<pre>",
-    '"',
-]
-LAYOUT = [
-    "```\n",
-    "```html\n",
-    "~~~\n",
-    "`",
-    "``",
-    "\n",
-    "\n\n",
-    "    ",
-    "- ",
-    "> ",
-    "1. ",
-    "\\",
-    "word",
-    "* ",
-    "|",
-    "---",
-]
-
-
-class Elements(HTMLParser):
-    """The elements and attributes of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.found.add(tag)
-        self.found |= {name for name, _ in attributes}
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-HARMLESS = {"p", "pre", "code", "ul", "ol", "li", "blockquote", "em", "strong", "hr", "br", "start"} | {
-    *("h1", "h2", "h3", "table", "thead", "tbody", "tr", "th", "td", "s", "class")
-}
-
-
-def rendered(markdown: str) -> Elements:
-    return Elements(MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(markdown))
-
-
-@given(st.lists(st.sampled_from(LIVE + LAYOUT) | st.text(max_size=5), max_size=12).map("".join))
-def test_no_text_of_a_model_becomes_live_html_a_link_or_an_image(text: str) -> None:
-    assert rendered(safe_markdown(text)).found <= HARMLESS
-
-
-def test_html_of_a_model_is_shown_as_its_text() -> None:
-    text = "Use <b>bold</b> & `a < b`:\n\n```html\n<script>x</script>\n\n  <i>\n```\nand **so** on"
-    page = rendered(safe_markdown(text))
-    lines = [line for line in page.text.splitlines() if line]
-    assert lines == ["Use <b>bold</b> & a < b:", "<script>x</script>", "  <i>", "and so on"]
-    assert {"strong", "pre", "code"} <= page.found
-
-
-def test_a_block_that_was_cut_off_is_still_code() -> None:
-    assert rendered(safe_markdown("```python\nif a < b:\n    x")).text == "if a < b:\n    x\n"
-
-
-async def test_a_reply_shows_its_text_and_cost(lab: lmx_lab.Lab) -> None:
-    reply = await lab.achat("hi", max_tokens=2, temperature=0)
-    page = rendered(reply._repr_markdown_())
-    assert "2 tokens" in page.text
-    assert page.found <= {*HARMLESS, "small"}
-
-
-# --- what is asked
-
-
-@pytest.mark.parametrize(
-    ("prompt", "parameters", "param"),
-    [
-        ("hi", {"temprature": 1}, "temprature"),
-        ("hi", {"temperature": 3}, "temperature"),
-        ("hi", {"max_tokens": 0}, "max_tokens"),
-        ("hi", {"stream": True}, "stream"),
-        ([], {}, "messages"),
-        (["hi"], {}, "messages.0"),
-        ([{"role": "poet", "content": "hi"}], {}, "messages.0.role"),
-        (7, {}, "messages"),
-        ("hello", {"n": 2}, "n"),
-        ("hello", {"logprobs": True}, "logprobs"),
-    ],
-)
-def test_the_error_names_the_invalid_parameter(prompt: object, parameters: dict[str, object], param: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        chat_request(prompt, parameters)  # type: ignore[arg-type]
-    assert caught.value.param == param
-
-
-def test_python_values_are_converted_to_json_values() -> None:
-    request = chat_request("hello", {"logit_bias": {5: 1, "7": 2.0}, "stop": ("a", "b")})
-    assert request.logit_bias == {"5": 1, "7": 2.0}
-    assert request.stop == ["a", "b"]
-
-
-@pytest.mark.parametrize("bias", [{True: 1}, {5.0: 1}, {-1: 1}, [5]])
-def test_a_bias_of_no_token_is_refused(bias: object) -> None:
-    with pytest.raises(InvalidRequestError, match="logit_bias"):
-        chat_request("hello", {"logit_bias": bias})
-
-
-def test_a_system_prompt_comes_first() -> None:
-    request = chat_request([{"role": "user", "content": "hi"}], {"system": "Be brief."})
-    assert [message.role for message in request.messages] == ["system", "user"]
-
-
-# --- addresses
-
-
-def test_a_server_on_all_interfaces_accepts_every_name_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5", "172.17.0.1"])
-    addresses = Addresses(settings=Settings(host="0.0.0.0"), port=8400)
-    assert addresses.url == "http://127.0.0.1:8400"
-    assert addresses.lan_urls == ["http://192.0.2.5:8400", "http://172.17.0.1:8400"]
-    assert {"192.0.2.5:8400", "172.17.0.1:8400", "localhost:8400"} <= addresses.policy().hosts
-
-
-def test_a_server_on_loopback_accepts_only_loopback_names() -> None:
-    addresses = Addresses(settings=Settings(host="[::1]"), port=8400)
-    assert (addresses.url, addresses.lan_urls) == ("http://[::1]:8400", [])
-    assert addresses.policy().hosts == {"127.0.0.1:8400", "localhost:8400", "[::1]:8400"}
-
-
-# --- progress
-
-
-def steps() -> Iterator[Progress]:
-    for done in (0, 500_000, 1_000_000):
-        yield Progress(stage="download", done_bytes=done, total_bytes=1_000_000)
-
-
-def test_a_terminal_shows_a_bar_during_a_download() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, force_jupyter=False)
-    with bar("org/[name]", console) as shown:
-        for step in steps():
-            shown.update(step)
-    assert "org/[name]: download" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_narrow_terminal_shows_the_count() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=60, force_jupyter=False)
-    with counter("bench", console) as shown:
-        shown.show("[lab] " * 20, 3, 12)
-    output = console.file.getvalue()  # type: ignore[attr-defined]
-    assert " 3/12" in output
-    assert "bench: [lab]" in output
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_nothing_is_drawn_into_a_file_or_before_the_first_step(terminal: bool) -> None:
-    console = Console(file=io.StringIO(), force_terminal=terminal, force_jupyter=False)
-    with bar("model", console) as shown:
-        for step in [] if terminal else steps():
-            shown.update(step)
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
-
-
-# --- what is given wrongly
-
-
-@pytest.mark.parametrize("model", [5, "", b"tiny", ["tiny"]])
-def test_an_invalid_model_is_refused_before_anything_starts(model: object, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="model is"):
-        lmx_lab.launch(model, port=0, home=tmp_path)  # type: ignore[arg-type]
-    assert lmx_lab.current() is None
-
-
 def test_the_loaded_model_may_be_named_by_its_path_too(launched_with_models: lmx_lab.Lab, tiny_home: Path) -> None:
     where = tiny_home / "models" / "tiny"
     launched_with_models.load("tiny")
@@ -521,13 +176,6 @@ def test_the_loaded_model_may_be_named_by_its_path_too(launched_with_models: lmx
 
 def test_a_path_object_is_a_path(launched_with_models: lmx_lab.Lab, tiny_home: Path) -> None:
     assert launched_with_models.load(tiny_home / "models" / "tiny-two").model == "tiny-two"
-
-
-@pytest.mark.parametrize("arguments", [{"lan": "no"}, {"lan": True, "host": "127.0.0.1"}, {"host": ""}])
-def test_arguments_that_contradict_each_other_start_nothing(arguments: dict[str, object], tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError):
-        lmx_lab.launch(port=0, home=tmp_path, **arguments)  # type: ignore[arg-type]
-    assert lmx_lab.current() is None
 
 
 def test_a_lone_surrogate_is_refused(launched: lmx_lab.Lab) -> None:
@@ -542,3 +190,19 @@ def test_a_stream_explains_itself_and_keeps_its_text(launched: lmx_lab.Lab) -> N
     assert "iterate" in repr(stream)
     first = next(iter(stream))
     assert stream.text.startswith(first)
+
+
+# --- display
+
+
+def test_the_html_of_a_lab_is_escaped(tmp_path: Path) -> None:
+    lab = lmx_lab.Lab(Settings(home=tmp_path, host="<script>alert(1)</script>"), loop="thread")
+    assert "<script" not in lab._repr_html_()
+    assert "&lt;script&gt;" in lab._repr_html_()
+
+
+def test_a_list_of_models_is_a_table(launched: lmx_lab.Lab) -> None:
+    launched.load("echo")
+    table = launched.models()._repr_html_()
+    assert table.startswith("<table>")
+    assert "<td>echo</td><td>yes</td>" in table

@@ -1,4 +1,4 @@
-"""The magics in a shell without a kernel: what they understand, and what they say."""
+"""Test the magics in a shell without a kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import lmx_lab
-from lmx_lab.notebook.magics import NO_AWAIT, Awaiting, Questions, compiled
+from lmx_lab.backend import AnswerStream
+from lmx_lab.notebook.magics import NO_AWAIT, OffloadTransformer, QuestionTransformer, compile_cell
+from lmx_lab.wire.chat import ChatRequest
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InteractiveSh
     config = Config({"HistoryManager": {"enabled": False}})
     shell = InteractiveShell.instance(config=config, ipython_dir=str(tmp_path_factory.mktemp("ipython")))
     yield shell
-    # Now, because it gives ``__main__`` back.
+    # Here, not at exit, because this restores ``__main__``.
     atexit.unregister(shell.atexit_operations)
     shell.atexit_operations()
     InteractiveShell.clear_instance()
@@ -44,7 +46,6 @@ def lab(tmp_path: Path) -> Iterator[lmx_lab.Lab]:
 
 @pytest.fixture
 def tiny_lab(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
-    """For loads of another model."""
     with lmx_lab.launch("tiny", home=tiny_home, port=0) as lab:
         yield lab
 
@@ -52,12 +53,12 @@ def tiny_lab(tiny_home: Path) -> Iterator[lmx_lab.Lab]:
 def test_loading_the_extension_twice_and_unloading_it_twice_is_harmless(shell: InteractiveShell) -> None:
     for _ in range(2):
         lmx_lab.load_ipython_extension(shell)
-    assert [type(one) for one in shell.input_transformers_post].count(Awaiting) == 1
+    assert [type(each) for each in shell.input_transformers_post].count(OffloadTransformer) == 1
     assert all((shell.find_cell_magic("offload"), shell.find_line_magic("lmx"), shell.find_cell_magic("lmx")))
     for _ in range(2):
         lmx_lab.unload_ipython_extension(shell)
     assert shell.input_transformers_post == []
-    assert not [one for one in shell.input_transformers_cleanup if isinstance(one, Questions)]
+    assert not [each for each in shell.input_transformers_cleanup if isinstance(each, QuestionTransformer)]
     assert not any((shell.find_cell_magic("offload"), shell.find_line_magic("lmx"), shell.find_cell_magic("lmx")))
     assert not shell.transform_cell("%%offload\n1").startswith("await")
 
@@ -72,9 +73,9 @@ def test_importing_the_package_imports_no_heavy_modules() -> None:
 
 @pytest.mark.parametrize("cell", ["%%offload\nx = 1", "\n\n%%offload\nx = 1\n", "%%offload  \n'a'\n\"b\"\n"])
 def test_an_offloaded_cell_is_awaited(shell: InteractiveShell, cell: str) -> None:
-    written = shell.transform_cell(cell)
-    assert written.startswith("await ")
-    assert shell.should_run_async(cell, transformed_cell=written)
+    transformed = shell.transform_cell(cell)
+    assert transformed.startswith("await ")
+    assert shell.should_run_async(cell, transformed_cell=transformed)
 
 
 @pytest.mark.parametrize("cell", ["x = 1", "%%time\nx = 1", "'%%offload'", "get_ipython().magic", "", "# %%offload\n1"])
@@ -85,8 +86,8 @@ def test_other_cells_are_not_awaited(shell: InteractiveShell, cell: str) -> None
 def test_a_question_mark_after_ask_does_not_request_help(shell: InteractiveShell) -> None:
     assert "'ask Who\\'s \"there\"?'" in shell.transform_cell('x = 1\n%lmx ask Who\'s "there"?\n')
     assert "%lmx ask why?" in shell.transform_cell("%%writefile notes\n%lmx ask why?\n")
-    for wish in ("%lmx?", "%%lmx?", "ask?"):
-        assert "pinfo" in shell.transform_cell(wish)
+    for request in ("%lmx?", "%%lmx?", "ask?"):
+        assert "pinfo" in shell.transform_cell(request)
 
 
 TRIPLES = ("'" * 3, '"' * 3)
@@ -107,9 +108,9 @@ def test_ask_may_be_at_any_statement(shell: InteractiveShell, before: str, tripl
 @pytest.mark.parametrize("text", ["T\n%lmx ask why?\nT", "x = rT\\T\n    %lmx ask why?\nT", "T\n!\n%lmx ask why?\n!T"])
 def test_a_question_in_a_multiline_string_is_unchanged(shell: InteractiveShell, text: str, triple: str) -> None:
     text = text.replace("T", triple)
-    written = shell.transform_cell(f"{text}\n%lmx ask why not?\n")
-    assert written.startswith(text)
-    assert written.endswith("run_line_magic('lmx', 'ask why not?')\n")
+    transformed = shell.transform_cell(f"{text}\n%lmx ask why not?\n")
+    assert transformed.startswith(text)
+    assert transformed.endswith("run_line_magic('lmx', 'ask why not?')\n")
 
 
 def test_the_magic_explains_itself_where_it_cannot_be_awaited(shell: InteractiveShell) -> None:
@@ -132,17 +133,17 @@ def test_an_offloaded_cell_runs_in_a_terminal_too(shell: InteractiveShell) -> No
 def test_the_last_expression_is_the_value_unless_a_semicolon_ends_it(
     shell: InteractiveShell, cell: str, value: object
 ) -> None:
-    assert compiled(shell, cell).run(shell) == value
+    assert compile_cell(shell, cell).run(shell) == value
 
 
 @pytest.mark.parametrize("cell", ["await f()", "x = 1\nasync with f(): pass", "[x async for x in f()]"])
 def test_awaiting_in_an_offloaded_cell_is_refused_with_the_reason(shell: InteractiveShell, cell: str) -> None:
     with pytest.raises(UsageError) as caught:
-        compiled(shell, cell)
+        compile_cell(shell, cell)
     assert str(caught.value) == NO_AWAIT
     with pytest.raises(SyntaxError):
-        compiled(shell, "x = = 1")
-    assert compiled(shell, "async def f():\n    await g()").value is None
+        compile_cell(shell, "x = = 1")
+    assert compile_cell(shell, "async def f():\n    await g()").value is None
 
 
 @pytest.mark.parametrize("line", ["lod tiny", "load", "launch --port x", "launch --loop fast", "load 'x", "models now"])
@@ -190,21 +191,21 @@ def test_launch_takes_its_options(
 
 
 @pytest.fixture
-def asked(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str | None]]]:
-    """The messages that reach the model, which answers nevertheless."""
-    seen: list[list[tuple[str, str | None]]] = []
-    chat = type(lab)._chat
+def prompts(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str | None]]]:
+    """The messages of each request; the model answers them."""
+    requests: list[list[tuple[str, str | None]]] = []
+    generate = lab._backend.generate
 
-    async def noting(self: lmx_lab.Lab, request: object) -> lmx_lab.Reply:
-        seen.append([(message.role, message.content) for message in request.messages])  # type: ignore[attr-defined]
-        return await chat(self, request)  # type: ignore[arg-type]
+    async def record(request: ChatRequest) -> AnswerStream:
+        requests.append([(message.role, message.content) for message in request.messages])
+        return await generate(request)
 
-    monkeypatch.setattr(type(lab), "_chat", noting)
-    return seen
+    monkeypatch.setattr(lab._backend, "generate", record)
+    return requests
 
 
 def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(
-    shell: InteractiveShell, asked: list[list[tuple[str, str | None]]]
+    shell: InteractiveShell, prompts: list[list[tuple[str, str | None]]]
 ) -> None:
     shell.user_ns.update(town="Paris", numbers=[1, 2])
     reply = shell.run_cell_magic(
@@ -214,7 +215,7 @@ def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(
     assert reply.usage.completion_tokens == 2
     shell.run_cell_magic("lmx", "--max-tokens 1 --raw", "Is $town {sum(numbers)}?")
     shell.run_cell_magic("lmx", "--max-tokens 1", 'Is {"a": [town]} {unknown} valid?')
-    assert [(role, content.strip()) for messages in asked for role, content in messages if content] == [
+    assert [(role, content.strip()) for messages in prompts for role, content in messages if content] == [
         ("system", "Be brief."),
         ("user", "Is Paris 3?"),
         ("user", "Is $town {sum(numbers)}?"),
@@ -223,16 +224,16 @@ def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(
 
 
 def test_ask_accepts_apostrophes_and_the_options_of_a_cell_are_checked(
-    shell: InteractiveShell, asked: list[list[tuple[str, str | None]]]
+    shell: InteractiveShell, prompts: list[list[tuple[str, str | None]]]
 ) -> None:
     lab = lmx_lab.current()
     assert lab is not None
     shell.user_ns["town"] = "Paris"
     shell.run_line_magic("lmx", 'ask What\'s $town --like, "really"?')
-    assert asked == [[("user", 'What\'s Paris --like, "really"?')]]
+    assert prompts == [[("user", 'What\'s Paris --like, "really"?')]]
     for options, words in (("--max-tokens x", "int"), ("--temperature 9", "temperature"), ("--seed 1", "unrecognized")):
         with pytest.raises(UsageError, match=words):
             shell.run_cell_magic("lmx", options, "hi")
     with pytest.raises(UsageError, match="no text"):
         shell.run_cell_magic("lmx", "", "  \n")
-    assert len(asked) == 1
+    assert len(prompts) == 1

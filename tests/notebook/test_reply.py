@@ -1,19 +1,20 @@
-"""Thoughts and calls in replies: gathered from the pieces, and shown without becoming live."""
+"""Test replies: how they are assembled from deltas, and that a model's text never becomes HTML, a link or an image."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from lmx_lab.backend import AnswerCost
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.notebook.reply import Reply, ReplyStream, ToolCall, tool_calls
+from lmx_lab.notebook.reply import Reply, ReplyStream, ReplyToolCall, safe_markdown, tool_calls
+from lmx_lab.notebook.verbs import LoopPortal
+from lmx_lab.portal import LoopThread
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta
 from tests.server.test_translate import report
@@ -30,6 +31,48 @@ LIVE = [
     "&lt;",
     "\r",
 ]
+"""Parts of Markdown and HTML that could become elements of a page."""
+LIVE_TEXT = [
+    "<script>",
+    "</script>",
+    "<img src=x onerror=alert(1)>",
+    "<a href='x'>",
+    "![a](http://x/y)",
+    "[a](javascript:x)",
+]
+LIVE_TEXT += [
+    "[a]: javascript:x",
+    "[a][a]",
+    "[a]",
+    "<javascript:x>",
+    "&lt;b&gt;",
+    "&#60;i&#62;",
+    "<!--",
+    "-->",
+    "<pre>",
+    '"',
+]
+LAYOUT = [
+    "```\n",
+    "```html\n",
+    "~~~\n",
+    "`",
+    "``",
+    "\n",
+    "\n\n",
+    "    ",
+    "- ",
+    "> ",
+    "1. ",
+    "\\",
+    "word",
+    "* ",
+    "|",
+    "---",
+]
+HARMLESS = {"p", "pre", "code", "ul", "ol", "li", "blockquote", "em", "strong", "hr", "br", "start"} | {
+    *("h1", "h2", "h3", "table", "thead", "tbody", "tr", "th", "td", "s", "class")
+}
 PIECES = (
     ToolCallDelta(index=0, id="c1", name="look", arguments='{"at":'),
     ToolCallDelta(index=1, id="c2", name="see"),
@@ -37,15 +80,25 @@ PIECES = (
 )
 
 
-def reply(text: str = "hi", done: GenerationReport | None = None) -> Reply:
-    cost = done or report(reasoning=3)
-    spent, took = usage([cost]), timings(cost)
-    return Reply(
-        text=text, model="tiny", finish_reason="stop", usage=spent, timings=took, ttft_s=cost.ttft_s, report=cost
+def cost(report: GenerationReport) -> AnswerCost:
+    return AnswerCost(
+        model="tiny",
+        finish_reason="stop",
+        usage=usage([report]),
+        timings=timings(report),
+        ttft_s=report.ttft_s,
+        report=report,
     )
 
 
+def reply(text: str = "hi", *, reasoning: str = "", calls: Sequence[ToolCallDelta] = ()) -> Reply:
+    answer = Delta(text=text, tokens=1, reasoning=reasoning, tool_calls=tuple(calls))
+    return Reply.of(answer, cost(report(reasoning=3)))
+
+
 class Page(HTMLParser):
+    """The text, the elements and the attributes of a page."""
+
     def __init__(self, markdown: str) -> None:
         super().__init__()
         self.elements: set[str] = set()
@@ -59,6 +112,9 @@ class Page(HTMLParser):
         self.text += data
 
 
+# --- replies
+
+
 def test_calls_are_assembled_from_their_pieces() -> None:
     look, see = tool_calls(PIECES)
     assert (look.id, look.name, look.arguments, look.parsed) == ("c1", "look", '{"at": "sea"}', {"at": "sea"})
@@ -67,13 +123,13 @@ def test_calls_are_assembled_from_their_pieces() -> None:
 
 @pytest.mark.parametrize("arguments", ['{"at": "se', "[1]", "[" * 100_000])
 def test_arguments_that_are_not_an_object_are_not_parsed(arguments: str) -> None:
-    assert ToolCall(id="c", name="look", arguments=arguments).parsed is None
+    assert ReplyToolCall(id="c", name="look", arguments=arguments).parsed is None
 
 
 def test_a_reply_can_be_a_message_of_the_next_prompt() -> None:
     assert reply("Hello").message == {"role": "assistant", "content": "Hello"}
     pieces = (ToolCallDelta(index=0, id="a", name="add"), ToolCallDelta(index=0, arguments='{"x":1}'))
-    called = reply("").including(Delta(text="", tokens=1, tool_calls=pieces)).message
+    called = reply("", calls=pieces).message
     result = {"role": "tool", "tool_call_id": "a", "content": "2"}
     request = chat_request([{"role": "user", "content": "?"}, called, result], {})
     (call,) = request.messages[1].tool_calls or ()
@@ -86,7 +142,7 @@ def test_a_plain_reply_shows_only_text_and_cost() -> None:
 
 
 def test_a_reply_shows_its_calls_and_mentions_thoughts() -> None:
-    shown = reply("").including(Delta(text="", tokens=0, reasoning="hm", tool_calls=PIECES))
+    shown = reply("", reasoning="hm", calls=PIECES)
     lines = repr(shown).splitlines()
     assert lines[:4] == ["[thoughts, 3 tokens: see .reasoning]", "", '→ look({"at": "sea"})', "→ see()"]
     page = Page(shown._repr_markdown_())
@@ -97,40 +153,76 @@ def test_a_reply_shows_its_calls_and_mentions_thoughts() -> None:
 @given(st.lists(st.sampled_from(LIVE) | st.text(max_size=5), max_size=8).map("".join))
 def test_thoughts_and_calls_never_become_html(text: str) -> None:
     calls = (ToolCallDelta(index=0, id=text, name=text, arguments=text),)
-    page = Page(reply("").including(Delta(text="", tokens=0, reasoning=text, tool_calls=calls))._repr_markdown_())
+    page = Page(reply("", reasoning=text, calls=calls)._repr_markdown_())
     assert page.elements <= {"p", "details", "summary", "small", "br", "code"}
 
 
-class Pieces:
-    """A generation that has these to say."""
+def test_a_reply_displays_its_text_and_cost() -> None:
+    page = Page(reply()._repr_markdown_())
+    assert "5 tokens" in page.text
+    assert page.elements <= {*HARMLESS, "small"}
+
+
+# --- Markdown
+
+
+@given(st.lists(st.sampled_from(LIVE_TEXT + LAYOUT) | st.text(max_size=5), max_size=12).map("".join))
+def test_no_text_of_a_model_becomes_live_html_a_link_or_an_image(text: str) -> None:
+    assert Page(safe_markdown(text)).elements <= HARMLESS
+
+
+def test_html_of_a_model_is_shown_as_its_text() -> None:
+    text = "Use <b>bold</b> & `a < b`:\n\n```html\n<script>x</script>\n\n  <i>\n```\nand **so** on"
+    page = Page(safe_markdown(text))
+    lines = [line for line in page.text.splitlines() if line]
+    assert lines == ["Use <b>bold</b> & a < b:", "<script>x</script>", "  <i>", "and so on"]
+    assert {"strong", "pre", "code"} <= page.elements
+
+
+def test_a_block_that_was_cut_off_is_still_code() -> None:
+    assert Page(safe_markdown("```python\nif a < b:\n    x")).text == "if a < b:\n    x\n"
+
+
+# --- streams
+
+
+class ScriptedStream:
+    """An answer with these deltas."""
 
     def __init__(self, *deltas: Delta) -> None:
         self._deltas = list(deltas)
+
+    def __aiter__(self) -> ScriptedStream:
+        return self
 
     async def __anext__(self) -> Delta:
         if not self._deltas:
             raise StopAsyncIteration
         return self._deltas.pop(0)
 
-    def finished(self) -> GenerationReport:
-        return report(reasoning=2)
+    def cost(self) -> AnswerCost:
+        return cost(report(reasoning=2))
 
     def close(self) -> None:
         self._deltas.clear()
 
 
-async def hand_over(work: Coroutine[Any, Any, Any]) -> Any:
-    return await work
+@pytest.fixture
+def portal() -> Iterator[LoopPortal]:
+    thread = LoopThread()
+    thread.start()
+    yield LoopPortal(thread, check=lambda: None)
+    thread.stop()
 
 
-def test_iterating_a_stream_gives_text_and_its_reply_has_everything() -> None:
+def test_iterating_a_stream_gives_text_and_its_reply_has_everything(portal: LoopPortal) -> None:
     deltas = [
         Delta(text="", tokens=2, reasoning="hm"),
         Delta(text="Let me ", tokens=1),
         Delta(text="see.", tokens=1, tool_calls=PIECES[:2]),
         Delta(text="", tokens=1, tool_calls=PIECES[2:]),
     ]
-    stream = ReplyStream(Pieces(*deltas), finish=reply, block=asyncio.run, hand_over=hand_over)
+    stream = ReplyStream(ScriptedStream(*deltas), portal)
     pieces = []
     for piece in stream:
         assert stream.reasoning == "hm"

@@ -1,4 +1,4 @@
-"""The snapshot and the report, as pure functions over what was seen."""
+"""Test reports: their content, their escaping, and how they are written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from lmx_lab.backend import ServerState
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook.report import CSS, GENERATOR, MOST_ROWS, report_html, write_report
-from lmx_lab.notebook.snapshot import Snapshot, taken
+from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, write_report
+from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
 from lmx_lab.panels.history import EndedRequest
 from lmx_lab.wire.admin import Compute, ModelRecord, ModelRecords, RequestEvent, Sample
 
@@ -24,7 +24,7 @@ STATE = ServerState(state="running", place="the kernel's loop", url="http://127.
 
 
 class Page(HTMLParser):
-    """Reads a page and checks that every element is closed by its own end."""
+    """Parses a page, and checks that every element is closed by its own end tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class Page(HTMLParser):
         return [tag for tag, _ in self.elements]
 
 
-def sample(at: float, **figures: float) -> Sample:
+def sample(at: float, **values: float) -> Sample:
     zero = dict.fromkeys(set(Sample.model_fields) - {"type", "at"}, 0)
-    return Sample(at=at, **{**zero, **figures})
+    return Sample(at=at, **{**zero, **values})
 
 
 def ended(at: float, **fields: object) -> EndedRequest:
@@ -72,24 +72,24 @@ def record(name: str) -> ModelRecord:
 
 def snapshot(*models: str, state: ServerState = STATE, now: Sample | None = None) -> Snapshot:
     compute = Compute(blas="openblas", detail="2 threads", threads=2, gflops=80.0)
-    return taken(state, ModelRecords(models=[record(name) for name in models], compute=compute), now)
+    return take_snapshot(state, ModelRecords(models=[record(name) for name in models], compute=compute), now)
 
 
-def rows(text: str, of: str) -> list[list[str]]:
-    """The cells of the bodies of a section's tables."""
-    (section,) = re.findall(rf"<h2>{of}</h2>(.*?)</section>", text, re.DOTALL)
-    bodies = re.findall(r"<tbody>(.*?)</tbody>", section, re.DOTALL)
-    found = re.findall(r"<tr>(.*?)</tr>", "".join(bodies), re.DOTALL)
-    return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[dh].*?</t[dh]>", row, re.DOTALL)] for row in found]
+def rows(text: str, section: str) -> list[list[str]]:
+    """Return the cells of the bodies of a section's tables."""
+    (content,) = re.findall(rf"<h2>{section}</h2>(.*?)</section>", text, re.DOTALL)
+    bodies = re.findall(r"<tbody>(.*?)</tbody>", content, re.DOTALL)
+    parts = re.findall(r"<tr>(.*?)</tr>", "".join(bodies), re.DOTALL)
+    return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[dh].*?</t[dh]>", row, re.DOTALL)] for row in parts]
 
 
-def full(requests: Sequence[EndedRequest] = ()) -> str:
+def full_report(requests: Sequence[EndedRequest] = ()) -> str:
     samples = [sample(1000 + i, decode_tokens_per_second=i, active_requests=1, memory_active_gb=2) for i in range(60)]
     return report_html(snapshot("tiny", now=samples[-1]), samples, requests, [("Chat", "<p>words</p>"), ("Empty", "")])
 
 
 def test_the_page_is_complete_and_loads_nothing() -> None:
-    page = Page(full([ended(1000)]))
+    page = Page(full_report([ended(1000)]))
     assert not {"script", "link", "iframe", "img", "object", "form"} & set(page.tags)
     outside = [value for _, attrs in page.elements for name, value in attrs.items() if name in ("src", "href", "style")]
     assert outside == []
@@ -117,22 +117,22 @@ def test_names_and_messages_are_shown_as_text() -> None:
 
 def test_an_empty_report_says_so_in_each_section() -> None:
     stopped = ServerState(state="stopped", place="", url="http://127.0.0.1:8400", note="run the launch cell again")
-    text = report_html(taken(stopped, ModelRecords(models=[]), None), [], [], [("Chat", "")])
+    text = report_html(take_snapshot(stopped, ModelRecords(models=[]), None), [], [], [("Chat", "")])
     Page(text)
-    for words in ("No models", "No figures", "No request", "nothing to show", "none loaded", "launch cell again"):
+    for words in ("no models", "No measurements", "No request", "nothing to show", "none loaded", "launch cell again"):
         assert words in text
     assert "<svg" not in text
 
 
 def test_requests_are_listed_newest_first_with_their_outcome() -> None:
     refused = ended(3000, finish_reason="error", code="queue-full", tokens_per_second=0, ttft_ms=0)
-    listed = rows(full([ended(1000), refused, ended(2000, kind="embedding")]), "Requests")[2:]
+    listed = rows(full_report([ended(1000), refused, ended(2000, kind="embedding")]), "Requests")[2:]
     assert [(row[1], row[7]) for row in listed] == [
         ("chat", "error: queue-full"),
         ("embedding", "stop"),
         ("chat", "stop"),
     ]
-    assert listed[0][5:7] == ["", ""]  # what did not end well has no speed
+    assert listed[0][5:7] == ["", ""]  # A request that failed has no speed.
     assert listed[2][3:7] == ["5", "7", "20", "100"]
 
 
@@ -140,19 +140,19 @@ def test_each_kind_is_counted_and_medians_include_only_successful_requests() -> 
     requests = [ended(index, tokens_per_second=speed) for index, speed in enumerate((10.0, 20.0, 90.0))]
     requests += [ended(9, finish_reason="error", tokens_per_second=0), ended(9, finish_reason="cancelled")]
     requests += [ended(9, kind="rerank", finish_reason="error")]
-    chat, rerank = rows(full(requests), "Requests")[:2]
+    chat, rerank = rows(full_report(requests), "Requests")[:2]
     assert chat == ["chat", "5", "1", "1", "25", "35", "20", "100"]
     assert rerank == ["rerank", "1", "1", "0", "5", "7", "", ""]
 
 
-def test_more_requests_than_fit_are_counted_and_the_oldest_are_left_out() -> None:
-    text = full([ended(index, prompt_tokens=index) for index in range(MOST_ROWS + 50)])
+def test_requests_beyond_the_maximum_are_counted_and_omitted() -> None:
+    text = full_report([ended(index, prompt_tokens=index) for index in range(MAX_REQUEST_ROWS + 50)])
     listed = rows(text, "Requests")
     assert listed[0][1] == "250"
-    assert len(listed) == 1 + MOST_ROWS
+    assert len(listed) == 1 + MAX_REQUEST_ROWS
     assert (listed[1][3], listed[-1][3]) == ("249", "50")
-    assert "50 older ones are left out" in text
-    assert "left out" not in full([ended(index) for index in range(MOST_ROWS)])
+    assert "50 older ones are omitted" in text
+    assert "omitted" not in full_report([ended(index) for index in range(MAX_REQUEST_ROWS)])
 
 
 def test_samples_in_any_order_make_the_same_charts() -> None:
@@ -182,44 +182,36 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_a_snapshot_has_server_model_measurements_machine_and_versions() -> None:
-    looks = snapshot("tiny", now=sample(1, memory_active_gb=1.5, queued_requests=3))
-    for look in (repr(looks), looks._repr_html_().replace("&#x27;", "'")):
-        for words in ("running, on the kernel's loop", "127.0.0.1:8400", "tiny", "3 waiting", "1.50 GB", "cores"):
-            assert words in look
-        assert all(f"{name} " in look for name in ("lmx-lab", "mlx", "mlx-lm", "python"))
-
-
 # --- the file
 
 
 def test_a_report_is_written_and_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "run.html"
-    assert write_report(target, full()) == target
-    assert write_report(str(target), full([ended(1)])) == target
+    assert write_report(target, full_report()) == target
+    assert write_report(str(target), full_report([ended(1)])) == target
     assert "<time" in target.read_text(encoding="utf-8")
     assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_report_has_the_permissions_of_the_users_files(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("")
-    saved = write_report(tmp_path / "run.html", full())
+    saved = write_report(tmp_path / "run.html", full_report())
     assert saved.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_link_to_a_report_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "link.html").symlink_to(tmp_path / "run.html")
-    assert write_report(tmp_path / "link.html", full()) == tmp_path / "run.html"
+    assert write_report(tmp_path / "link.html", full_report()) == tmp_path / "run.html"
     assert (tmp_path / "link.html").is_symlink()
 
 
 def test_a_file_that_is_not_a_report_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "work.ipynb").write_text("{}")
-    with pytest.raises(InvalidRequestError, match=r"work\.ipynb.*no report"):
-        write_report(tmp_path / "work.ipynb", full())
+    with pytest.raises(InvalidRequestError, match=r"work\.ipynb.*not a report"):
+        write_report(tmp_path / "work.ipynb", full_report())
     assert (tmp_path / "work.ipynb").read_text() == "{}"
     (tmp_path / "empty.html").touch()
-    write_report(tmp_path / "empty.html", full())
+    write_report(tmp_path / "empty.html", full_report())
 
 
 @pytest.mark.parametrize(
@@ -230,5 +222,5 @@ def test_an_unwritable_path_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "file").write_text(GENERATOR)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InvalidRequestError, match=r"^the report "):
-        write_report(path, full())
+        write_report(path, full_report())
     assert sorted(item.name for item in tmp_path.iterdir()) == ["file", "pipe"]

@@ -1,24 +1,23 @@
-"""A rerank result as rows, as a data frame, as a table: documents are strangers' text."""
+"""Test rerank results as rows, data frames and tables; the text of documents is untrusted."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from lmx_lab.engine import Ranking
+from lmx_lab.backend import DocumentRanking
 from lmx_lab.notebook.rerank_result import COLUMNS, SHOWN_CHARACTERS, RankedDocument, RerankResult
-from lmx_lab.values.encoding import EncodeReport
 
 
 def result(
     documents: Sequence[str], scores: Sequence[float], model: str = "minilm", top_n: int | None = None
 ) -> RerankResult:
-    report = EncodeReport(model=model, texts=3, tokens=9, queue_s=0, compute_s=1, peak_memory_bytes=1)
-    ranking = Ranking(scores=np.array(scores, dtype=np.float32), method="cosine", report=report)
-    return RerankResult.by_engine("q", documents, ranking, top_n=top_n)
+    best = sorted(range(len(documents)), key=lambda index: -scores[index])
+    order = tuple((index, float(scores[index])) for index in best[:top_n])
+    ranking = DocumentRanking(order=order, model=model, method="cosine", tokens=9)
+    return RerankResult("q", documents, ranking, show=lambda result: None)
 
 
 def test_rows_are_numbered_by_relevance() -> None:

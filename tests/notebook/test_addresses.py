@@ -1,0 +1,22 @@
+"""Test the addresses of a server, and the names that it accepts."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmx_lab.notebook.addresses import Addresses
+from lmx_lab.settings import Settings
+
+
+def test_a_server_on_all_interfaces_accepts_every_name_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5", "172.17.0.1"])
+    addresses = Addresses(settings=Settings(host="0.0.0.0"), port=8400)
+    assert addresses.url == "http://127.0.0.1:8400"
+    assert addresses.lan_urls == ["http://192.0.2.5:8400", "http://172.17.0.1:8400"]
+    assert {"192.0.2.5:8400", "172.17.0.1:8400", "localhost:8400"} <= addresses.policy().hosts
+
+
+def test_a_server_on_loopback_accepts_only_loopback_names() -> None:
+    addresses = Addresses(settings=Settings(host="[::1]"), port=8400)
+    assert (addresses.url, addresses.lan_urls) == ("http://[::1]:8400", [])
+    assert addresses.policy().hosts == {"127.0.0.1:8400", "localhost:8400", "[::1]:8400"}

@@ -1,0 +1,201 @@
+"""Test ``launch()`` and ``current()``: which lab they return, what a changed launch replaces, and scripts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import HostingError, InvalidRequestError, PortTakenError
+from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.notebook import launcher
+from tests.flows.conftest import wait_until
+
+WAIT_S = 60.0
+
+
+def test_without_a_running_loop_a_thread_serves(launched: lmx_lab.Lab) -> None:
+    assert launched.mode == "thread"
+    assert lmx_lab.launch(port=0, home=launched.settings.home, echo_tokens_per_s=1000) is launched is lmx_lab.current()
+
+
+def test_launching_on_the_labs_own_port_returns_the_same_lab(launched: lmx_lab.Lab) -> None:
+    assert lmx_lab.launch(port=launched.port, home=launched.settings.home, echo_tokens_per_s=1000) is launched
+
+
+def test_a_restart_that_cannot_listen_keeps_the_running_lab(
+    launched: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmx_lab.http.uvicorn_server.ANSWER_S", 0.05)
+    with bind("127.0.0.1", 0, explicit=True) as other, pytest.raises(PortTakenError):
+        lmx_lab.launch(port=other.getsockname()[1], home=launched.settings.home, echo_tokens_per_s=1000)
+    with pytest.raises(HostingError):
+        lmx_lab.launch(port=0, host="192.0.2.77", home=launched.settings.home, echo_tokens_per_s=1000)
+    with pytest.raises(InvalidRequestError):
+        lmx_lab.launch(port=0, cors_origins=["*"], home=launched.settings.home, echo_tokens_per_s=1000)
+    assert lmx_lab.current() is launched
+
+
+def test_loop_kernel_needs_a_running_loop() -> None:
+    with pytest.raises(InvalidRequestError, match="running event loop"):
+        lmx_lab.launch(loop="kernel")
+
+
+@pytest.mark.parametrize("model", [5, "", b"tiny", ["tiny"]])
+def test_an_invalid_model_is_refused_before_anything_starts(model: object, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="model is"):
+        lmx_lab.launch(model, port=0, home=tmp_path)  # type: ignore[arg-type]
+    assert lmx_lab.current() is None
+
+
+@pytest.mark.parametrize("arguments", [{"lan": "no"}, {"lan": True, "host": "127.0.0.1"}, {"host": ""}])
+def test_arguments_that_contradict_each_other_start_nothing(arguments: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError):
+        lmx_lab.launch(port=0, home=tmp_path, **arguments)  # type: ignore[arg-type]
+    assert lmx_lab.current() is None
+
+
+# --- panels of the next lab
+
+
+def test_the_next_lab_is_displayed_by_the_panels_of_the_last_one(tmp_path: Path) -> None:
+    first = lmx_lab.launch(port=0, home=tmp_path)
+    workbench = first.workbench
+    first.stop()
+    assert workbench.backend.state().state == "stopped"
+    with lmx_lab.launch(port=0, home=tmp_path) as second:
+        assert second.workbench is workbench
+        assert workbench.backend.state().url == second.url
+        with lmx_lab.launch(port=0, home=tmp_path, slots=2) as third:
+            assert third.workbench is workbench
+            assert workbench.backend.state().state == "running"
+
+
+def test_a_replaced_lab_does_not_change_the_panels_of_the_next_one(tmp_path: Path) -> None:
+    first = lmx_lab.launch("echo", port=0, home=tmp_path)
+    with lmx_lab.launch(port=0, home=tmp_path, slots=2) as second:
+        workbench = second.workbench
+        first.stop()
+        assert first.workbench is not workbench
+        assert first.snapshot().server.state == "stopped"
+        count = len(workbench.history.samples)
+        wait_until(lambda: len(workbench.history.samples) > count)
+        assert second.snapshot().server.state == "running"
+
+
+# --- several launches at once
+
+
+def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "PATIENCE_S", 120)
+    labs: list[lmx_lab.Lab] = []
+    threads = [threading.Thread(target=lambda: labs.append(lmx_lab.launch(port=0, home=tmp_path))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with labs[0]:
+        assert labs.count(labs[0]) == 3
+
+
+def test_a_launch_that_waits_too_long_for_another_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "PATIENCE_S", 0.05)
+    locked, release = threading.Event(), threading.Event()
+
+    def lock() -> None:
+        with launcher._REGISTRY.lock:
+            locked.set()
+            release.wait(WAIT_S)
+
+    other = threading.Thread(target=lock)
+    other.start()
+    locked.wait(WAIT_S)
+    try:
+        with pytest.raises(HostingError, match="another launch"):
+            lmx_lab.launch(port=0, home=tmp_path)
+    finally:
+        release.set()
+        other.join()
+
+
+# --- scripts
+
+
+SCRIPT = """
+import lmx_lab
+lab = lmx_lab.launch("tiny", port=0)
+print(lab.chat("hi", max_tokens=3).usage.completion_tokens)
+stream = iter(lab.chat("hi", stream=True))
+next(stream)
+{end}
+"""
+ASYNC_SCRIPT = """
+import asyncio, lmx_lab
+async def main():
+    lab = await lmx_lab.launch("tiny", port=0)
+    print((await lab.achat("hi", max_tokens=3)).usage.completion_tokens)
+    {end}
+asyncio.run(main())
+"""
+
+
+TWO_LAUNCHES = """
+import asyncio, lmx_lab
+from lmx_lab.errors import HostingError
+
+async def launch():
+    return lmx_lab.launch(port=0, loop="kernel")
+
+async def main():
+    results = await asyncio.gather(launch(), launch(), return_exceptions=True)
+    labs = [result for result in results if isinstance(result, lmx_lab.Lab)]
+    assert len(labs) == 1 or labs[0] is labs[1], results
+    assert all(isinstance(result, lmx_lab.Lab | HostingError) for result in results), results
+    await labs[0].astop()
+
+asyncio.run(main())
+"""
+SCRIPTS = {
+    "stopped": SCRIPT.format(end="lab.stop()").replace("tiny", "echo").replace("hi", "hi " * 9),
+    "left": SCRIPT.format(end=""),
+    "async, stopped": ASYNC_SCRIPT.format(end="await lab.astop()").replace("tiny", "echo").replace("hi", "hi " * 9),
+    "async, left": ASYNC_SCRIPT.format(end=""),
+    # A nested loop patches asyncio for the whole process.
+    "two launches": TWO_LAUNCHES,
+}
+
+
+@pytest.fixture(scope="module")
+def scripts(tiny_home: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Run the scripts at the same time, because most of their time is the start of Python."""
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-W", "default::ResourceWarning", "-c", source],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "LMX_LAB_HOME": str(tiny_home)},
+        )
+        for name, source in SCRIPTS.items()
+    }
+    yield running
+    for process in running.values():
+        with process:
+            process.kill()
+
+
+@pytest.mark.parametrize("name", ["stopped", "left", "async, stopped", "async, left"])
+def test_a_script_exits_with_zero_and_prints_no_warnings(scripts: dict[str, subprocess.Popen[str]], name: str) -> None:
+    output, errors = scripts[name].communicate(timeout=180)
+    assert (scripts[name].returncode, output, errors) == (0, "3\n", "")
+
+
+def test_two_launches_at_once_on_one_loop_start_one_lab(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    _, errors = scripts["two launches"].communicate(timeout=180)
+    assert scripts["two launches"].returncode == 0, errors
