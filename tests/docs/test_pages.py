@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from lmx_lab.cli.commands import app
 from lmx_lab.engine import Engine
 from lmx_lab.http.guard import GuardPolicy
-from lmx_lab.notebook import AttachedLab, Lab
+from lmx_lab.notebook import Lab
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
@@ -71,7 +71,7 @@ def is_there(name: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_a_lab_has_what_is_said_of_it(page: Path) -> None:
     names = {name for text in inline(page) for name in re.findall(r"\blab\.(\w+)", text)}
-    assert not [name for name in names if not (hasattr(Lab, name) or hasattr(AttachedLab, name) or name == "settings")]
+    assert not [name for name in names if not hasattr(Lab, name)]
 
 
 def commands() -> dict[str, set[str]]:

@@ -312,7 +312,7 @@ def test_stopping_the_server_ends_a_stream_with_an_error_line(echo_home: Path) -
     ):
         pieces = response.iter_text()
         text = next(pieces)
-        lab._block(lab.engine.quiesce(0.0))
+        lab._portal.run(lab.engine.quiesce(0.0))
         text += "".join(pieces)
     *_, last = text.removesuffix("\n\n").split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "no-model-loaded"

@@ -135,7 +135,7 @@ def in_kernel(jupyter: Jupyter, tmp_path_factory: pytest.TempPathFactory) -> dic
     code = f"""
 import json, lmx_lab
 lab = lmx_lab.launch(port=0, loop="thread", home={home!r})
-print("found", json.dumps({{"port": lab.port, "path": lab._addresses.proxy_path}}))
+print("found", json.dumps({{"port": lab.port, "path": lab.proxy_path}}))
 """
     found: dict[str, Any] = json.loads(jupyter.run(code).rpartition("found ")[2])
     return found

@@ -71,13 +71,13 @@ def test_default_does_not_bring_back_what_an_operator_unloaded(swapping: Lab, cl
 def test_requests_for_two_models_that_come_together_need_two_loads(tiny_home: Path) -> None:
     with serving(tiny_home, "tiny", swap=True, slots=8) as lab:
         loads: list[str] = []
-        load = lab._server.loader.load
+        load = lab.server.services.loader.load
 
         async def counted(name: str, **how: Any) -> LoadReport:
             loads.append(name)
             return await load(name, **how)
 
-        lab._server.loader.load = counted  # type: ignore[method-assign]
+        lab.server.services.loader.load = counted  # type: ignore[method-assign]
         names = [TWO[at % 2] for at in range(12)]
         answers = at_once(lab, names, max_tokens=60)
     assert [answer.json().get("model") for answer in answers] == names
@@ -128,7 +128,7 @@ def test_an_administrators_load_is_waited_for(swapping: Lab, client: httpx2.Clie
             target=client.post, args=("/admin/models/load",), kwargs={"json": {"model": "tiny-two"}}
         )
         load.start()
-        wait_until(lambda: swapping._server.loader._doing is not None)
+        wait_until(lambda: swapping.server.services.loader._doing is not None)
         answers: list[httpx2.Response] = []
         asks = threading.Thread(target=lambda: answers.append(ask(client, "tiny")))
         asks.start()
@@ -169,7 +169,7 @@ def test_the_line_for_a_model_has_an_end(tiny_home: Path) -> None:
             waiting = [threading.Thread(target=ask, args=(client, "tiny-two")) for _ in range(2)]
             for thread in waiting:
                 thread.start()
-            swap = lab._server.chat._swap
+            swap = lab.server.services.chat._swap
             assert swap is not None
             wait_until(lambda: len(swap._called) == 2)
             swap._load_s = 7.0

@@ -85,7 +85,13 @@ def test_the_key_of_the_server_is_in_nothing_that_it_says(keyed_lab: Lab) -> Non
 
 
 def test_the_key_is_in_no_repr_panel_or_report(keyed_lab: Lab, tmp_path: Path) -> None:
-    shown_ones: list[object] = [keyed_lab, keyed_lab.settings, vars(keyed_lab), keyed_lab.services]
+    shown_ones: list[object] = [
+        keyed_lab,
+        keyed_lab.settings,
+        vars(keyed_lab),
+        vars(keyed_lab.server),
+        keyed_lab.server.services,
+    ]
     texts = [repr(each) for each in shown_ones] + [str(keyed_lab.settings)]
     panel = keyed_lab.panel("models", "metrics", "chat", "rerank")
     for each in (panel, *panel.children):

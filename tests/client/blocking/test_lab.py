@@ -167,15 +167,15 @@ def loading(tiny_home: Path) -> Iterator[tuple[Lab, list[ModelEvent]]]:
     """A server that does not load before its step was seen."""
     seen: list[ModelEvent] = []
     with serving(tiny_home, None) as lab, pytest.MonkeyPatch.context() as patched:
-        load = lab._server.loader.load
+        load = lab.server.services.loader.load
 
         async def slowly(model: str, *, local: bool) -> LoadReport:
-            lab._server.feed.publish(ModelEvent(model=model, stage="verify", done_bytes=1, total_bytes=2))
+            lab.server.services.feed.publish(ModelEvent(model=model, stage="verify", done_bytes=1, total_bytes=2))
             while not seen:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             return await load(model, local=local)
 
-        patched.setattr(lab._server.loader, "load", slowly)
+        patched.setattr(lab.server.services.loader, "load", slowly)
         yield lab, seen
 
 
