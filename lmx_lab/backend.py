@@ -66,7 +66,7 @@ class AnswerStream(Protocol):
     """A running generation. Iterate it in one task; deleting it stops the generation."""
 
     @property
-    def remark(self) -> str:
+    def status(self) -> str:
         """The state of the request before its first token, such as ``queued`` or ``prompt 512/7000 tokens``."""
 
     def __aiter__(self) -> Self: ...

@@ -49,7 +49,7 @@ class LocalAnswer:
         self._generation = generation
 
     @property
-    def remark(self) -> str:
+    def status(self) -> str:
         return self._generation.remark
 
     def __aiter__(self) -> Self:

@@ -38,7 +38,7 @@ class RemoteAnswer:
         options = {"stream_options": StreamOptions(include_usage=True)}
         self._url = client.url
         self._portal = portal
-        self.remark = "sent"
+        self.status = "sent"
         """Before the first token: the state of the request, as the server reports it."""
         self._parts: AsyncGenerator[ChatChunk | Remark, None] | None = client.stream_with_remarks(
             request.model_copy(update=options)
@@ -65,7 +65,7 @@ class RemoteAnswer:
         part, self._ahead = self._ahead, None
         while not isinstance(part, ChatChunk):
             if isinstance(part, Remark):
-                self.remark = part.text
+                self.status = part.text
             if (part := await self._portal.call(self._next_part())) is None:
                 raise StopAsyncIteration
         return self._read(part)

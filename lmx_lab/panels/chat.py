@@ -66,7 +66,7 @@ class LiveAnswer:
         self._reasoning: list[str] = []
         self._tokens = 0
         self._size = 0
-        self.remark = "sent"
+        self.status = "sent"
         """The state of the request, or the progress of the answer."""
         self.cost: AnswerCost | None = None
         """The cost of the complete answer."""
@@ -80,7 +80,7 @@ class LiveAnswer:
         self._tokens += delta.tokens
         self._size += len(delta.text) + len(delta.reasoning)
         # Answers of other processes do not report the number of tokens.
-        self.remark = f"{self._tokens} tokens" if self._tokens else "answering"
+        self.status = f"{self._tokens} tokens" if self._tokens else "answering"
 
     @property
     def has_begun(self) -> bool:
@@ -92,7 +92,7 @@ class LiveAnswer:
 
     def live(self) -> dict[str, Any]:
         """The answer so far, as a view shows it."""
-        return asdict(self.message()) | {"remark": self.remark}
+        return asdict(self.message()) | {"status": self.status}
 
     def message(self) -> TranscriptMessage:
         return TranscriptMessage(
@@ -121,11 +121,11 @@ class ChatPanel(Panel):
     REQUESTS: ClassVar[frozenset[str]] = frozenset({"send", "stop", "clear"})
     IN_REPORT = True
 
-    turns: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    messages: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """``TranscriptMessage`` as dicts, the oldest first."""
     live = traitlets.Dict().tag(sync=True)
-    """The answer so far, with a remark about its state; empty if there is none."""
-    forgotten = traitlets.Unicode().tag(sync=True)
+    """The answer so far, with a status about its state; empty if there is none."""
+    removed = traitlets.Unicode().tag(sync=True)
     """How many messages were removed, and why."""
     sampling = traitlets.Dict(dict(SAMPLING)).tag(sync=True)
 
@@ -148,7 +148,7 @@ class ChatPanel(Panel):
     # Requests
 
     async def do_send(self, fields: Mapping[str, Any]) -> None:
-        """Start an answer. It is in ``live`` until it ends, and then in ``turns``."""
+        """Start an answer. It is in ``live`` until it ends, and then in ``messages``."""
         text = text_field(fields, "text", limit=MAX_MESSAGE_CHARACTERS)
         sampling = sampling_fields(fields)
         if self._answer_now is not None:
@@ -177,14 +177,14 @@ class ChatPanel(Panel):
         """Remove all messages."""
         self._stop("")
         self._answer_now, self._messages, self._removed = None, (), 0
-        self.show(turns=[], live={}, forgotten="")
+        self.show(messages=[], live={}, removed="")
 
     # Called by the workbench
 
     def model_event(self, event: ModelEvent) -> None:
         answer = self._answer_now
         if answer is not None and event.stage == "load" and not answer.has_begun:
-            answer.remark = f"loading {event.model}"
+            answer.status = f"loading {event.model}"
             self.show(live=answer.live())
 
     def backend_changed(self) -> None:
@@ -226,7 +226,7 @@ class ChatPanel(Panel):
         step = asyncio.ensure_future(_next_delta(stream))
         try:
             while not (await asyncio.wait({step}, timeout=None if answer.has_begun else REMARK_S))[0]:
-                answer.remark = stream.remark
+                answer.status = stream.status
                 self._show_live(answer)
             return step.result()
         finally:
@@ -258,11 +258,11 @@ class ChatPanel(Panel):
         self._removed += len(self._messages) + 1 - len(kept)
         self._messages = kept
         if self._removed:
-            values["forgotten"] = (
+            values["removed"] = (
                 f"{self._removed} older messages were removed, also from the prompt: "
                 f"at most {MAX_MESSAGES} messages and {MAX_CHARACTERS:,} characters are kept"
             )
-        self.show(turns=[asdict(each) for each in kept], **values)
+        self.show(messages=[asdict(each) for each in kept], **values)
 
     # Saved notebooks
 
@@ -271,8 +271,8 @@ class ChatPanel(Panel):
         shown = [*self._messages, *([answer.message()] if answer else [])]
         if not shown:
             return "<div><b>LMX Lab</b>: chat without messages</div>"
-        forgotten = self.shown("forgotten")
-        return (f"<div>{html.escape(forgotten)}</div>" if forgotten else "") + "".join(map(_message_html, shown))
+        removed = self.shown("removed")
+        return (f"<div>{html.escape(removed)}</div>" if removed else "") + "".join(map(_message_html, shown))
 
 
 async def _next_delta(stream: AnswerStream) -> Delta | None:

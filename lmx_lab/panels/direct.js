@@ -1,18 +1,18 @@
-// Past the kernel: what must work although it is busy.
+// Requests to the server that do not use the kernel, because it may be busy.
 
 /**
- * POST to the first of the server's addresses that this page can reach. On a page from elsewhere, loopback would be the
- * reader's own machine. Once `signal` is aborted nothing more is sent.
+ * Send a POST request to the first address of the server that this page can reach. Loopback is used only if the page
+ * comes from this machine, because elsewhere it would be the reader's own machine. `signal` aborts further requests.
  */
 const direct = async (model, path, signal) => {
   const { url, proxy_url, proxy_path } = model.get("server");
-  const near = /^(localhost|127\.0\.0\.1|\[::1])$/.test(location.hostname) || location.protocol === "vscode-webview:";
-  for (const base of [near && url + "/", proxy_path, proxy_url]) {
+  const local = /^(localhost|127\.0\.0\.1|\[::1])$/.test(location.hostname) || location.protocol === "vscode-webview:";
+  for (const base of [local && url + "/", proxy_path, proxy_url]) {
     if (!base) continue;
-    const answer = await fetch(new URL(path, new URL(base, location.href)), {
+    const response = await fetch(new URL(path, new URL(base, location.href)), {
       method: "POST", headers: { "Content-Type": "application/json" }, body: "{}", signal,
     }).catch(() => null);
-    if (answer?.ok) return answer.json();
+    if (response?.ok) return response.json();
   }
-  throw new Error("no answer");
+  throw new Error("no response");
 };

@@ -45,10 +45,10 @@ class EventRow:
 
     __slots__ = (
         *("number", "kind", "topic", "is_mark", "tone", "at", "seq", "session_id", "turn_id", "message_id"),
-        *("batches", "_words", "_json", "_pieces", "_size"),
+        *("batches", "_content", "_json", "_pieces", "_size"),
     )
 
-    def __init__(self, number: int, kind: str, at: str, *, words: str = "", tone: Tone = "", text: str = "") -> None:
+    def __init__(self, number: int, kind: str, at: str, *, content: str = "", tone: Tone = "", text: str = "") -> None:
         self.number = number
         """Rows are numbered in order; the number never changes."""
         self.kind, self.at, self.tone = kind, at, tone
@@ -60,9 +60,9 @@ class EventRow:
         self.message_id: str | None = None
         """Set in growing rows."""
         self.batches = 1
-        self._words, self._json = words, text
+        self._content, self._json = content, text
         self._pieces: list[str] | None = None
-        self._size = len(words) + len(text)
+        self._size = len(content) + len(text)
 
     @classmethod
     def of(cls, number: int, event: DaemonEvent) -> EventRow:
@@ -73,14 +73,14 @@ class EventRow:
             row._pieces = [event.data.text[-MAX_GROWN_CHARACTERS:]]
             event = event.model_copy(update={"data": event.data.model_copy(update={"text": ""})})
         else:
-            row._words = event.display_text()[:CHARACTERS]
+            row._content = event.display_text()[:CHARACTERS]
         row._json = event.model_dump_json()
         if len(row._json) > MAX_EVENT_CHARACTERS:
             cut = {"cut_at": MAX_EVENT_CHARACTERS, "beginning": row._json[:MAX_EVENT_CHARACTERS]}
             row._json = json.dumps(
                 {name: getattr(event, name) for name in ENVELOPE} | {"data": cut}, ensure_ascii=False
             )
-        row._size = len(row._words) + len(row._json) + sum(map(len, row._pieces or ()))
+        row._size = len(row._content) + len(row._json) + sum(map(len, row._pieces or ()))
         return row
 
     @property
@@ -89,9 +89,9 @@ class EventRow:
         return ROW_BYTES + self._size
 
     @property
-    def words(self) -> str:
+    def content(self) -> str:
         """At most ``CHARACTERS`` characters of text: the end of a growing text, the beginning of others."""
-        return self._words if self._pieces is None else self._text()[-CHARACTERS:]
+        return self._content if self._pieces is None else self._text()[-CHARACTERS:]
 
     def grow(self, event: TurnTokenEvent | TurnThinkingEvent) -> None:
         """Add a batch of the same message."""
@@ -111,14 +111,14 @@ class EventRow:
 
     def view(self) -> dict[str, Any]:
         """Return the row as a view shows it."""
-        words = " ".join(self.words[-VIEW_CHARACTERS:].split()) if self._pieces is not None else self.words
+        content = self.content if self._pieces is None else " ".join(self.content[-VIEW_CHARACTERS:].split())
         return {
             "id": self.number,
             "at": self.at,
             "kind": self.kind,
             "batches": self.batches,
             "session": self.session_id or "",
-            "text": clip(words, VIEW_CHARACTERS),
+            "text": clip(content, VIEW_CHARACTERS),
             "tone": self.tone,
             "mark": self.is_mark,
             "grows": self._pieces is not None,
@@ -139,7 +139,7 @@ class EventRow:
 
     def cells(self) -> tuple[Any, ...]:
         """Return the values in the order of ``COLUMNS``."""
-        text = self._text() if self._pieces is not None else self._words
+        text = self._text() if self._pieces is not None else self._content
         record = json.dumps(self.record(), ensure_ascii=False)
         return (self.at, self.seq, self.kind, self.session_id, self.turn_id, self.batches, text, record)
 
@@ -164,7 +164,7 @@ class EventFilter:
         if row.topic not in self.groups or (self.session_id and row.session_id != self.session_id):
             return False
         needle = self.text.casefold()
-        return not needle or needle in f"{row.kind} {row.session_id or ''} {row.words}".casefold()
+        return not needle or needle in f"{row.kind} {row.session_id or ''} {row.content}".casefold()
 
 
 _EVERYTHING = EventFilter()
@@ -186,7 +186,7 @@ class EventRows:
         """Rows that were removed to make room, since the last ``clear``."""
         self.base = 0
         """Passing rows that were removed since the filter was set."""
-        self._counting = 0
+        self._numbering = 0
         """Changes whenever the numbers of passing rows start at 0 again."""
 
     # Add
@@ -210,18 +210,18 @@ class EventRows:
         self._passing = None
         self._make_room()
 
-    def mark(self, kind: str, words: str, tone: Tone) -> EventRow:
+    def mark(self, kind: str, text: str, tone: Tone) -> EventRow:
         """Add a mark, and return its row."""
         row = EventRow(
-            self.count, kind, now_iso(), words=words, tone=tone, text=json.dumps({"event": kind, "data": words})
+            self.count, kind, now_iso(), content=text, tone=tone, text=json.dumps({"event": kind, "data": text})
         )
         self._add(row)
         return row
 
-    def change_mark(self, row: EventRow, words: str) -> None:
+    def change_mark(self, row: EventRow, text: str) -> None:
         """Change the text of a mark."""
-        row._words = words
-        row._json = json.dumps({"event": row.kind, "at": row.at, "data": words})
+        row._content = text
+        row._json = json.dumps({"event": row.kind, "at": row.at, "data": text})
         self._passing = None
 
     def clear(self) -> None:
@@ -268,7 +268,7 @@ class EventRows:
 
     def _renumber(self) -> None:
         self._passing, self.base = None, 0
-        self._counting += 1
+        self._numbering += 1
 
     @property
     def passing(self) -> Sequence[EventRow]:
@@ -283,7 +283,7 @@ class EventRows:
         at = max(0, len(passing) - count) if first is None else max(0, first - self.base)
         rows = [row.view() for row in passing[at : at + count]]
         first = self.base + at
-        return {"counting": self._counting, "base": self.base, "total": len(passing), "first": first, "rows": rows}
+        return {"numbering": self._numbering, "base": self.base, "total": len(passing), "first": first, "rows": rows}
 
     def row(self, number: int) -> EventRow | None:
         """Return the row with this number; None if it was removed."""

@@ -54,7 +54,7 @@ class SessionView:
         self.title: str | None = None
         self.status = "idle"
         self.turn_id: str | None = None
-        self.remark = ""
+        self.activity = ""
         """The current activity, or the end of the last turn."""
         self.cursor = 0
         """Events up to this cursor were included in the snapshot."""
@@ -76,7 +76,7 @@ class SessionView:
         """Return the session with its text."""
         text = "\n\n".join(self._texts.values())[-MAX_CHARACTERS:]
         return self.view() | {
-            "remark": clip(self.remark, MAX_CHARACTERS),
+            "activity": clip(self.activity, MAX_CHARACTERS),
             "thoughts": clip(self._thoughts, MAX_CHARACTERS),
             "text": clip(text, MAX_CHARACTERS),
         }
@@ -85,7 +85,7 @@ class SessionView:
         self.title, self.status, self.turn_id = record.title, record.status, record.active_turn_id
 
     def begin(self, turn_id: str | None) -> None:
-        self.status, self.turn_id, self.remark, self._thoughts = "running", turn_id, "", ""
+        self.status, self.turn_id, self.activity, self._thoughts = "running", turn_id, "", ""
         self._texts.clear()
 
     def begin_if_idle(self, turn_id: str | None) -> None:
@@ -93,8 +93,8 @@ class SessionView:
         if self.turn_id != turn_id or self.status == "idle":
             self.begin(turn_id)
 
-    def end(self, remark: str) -> None:
-        self.status, self.turn_id, self.remark = "idle", None, remark
+    def end(self, activity: str) -> None:
+        self.status, self.turn_id, self.activity = "idle", None, activity
 
     def append_text(self, message_id: str, text: str) -> None:
         before = self._texts.get(message_id) or self._texts.pop("", "")
@@ -109,7 +109,7 @@ class SessionView:
         self._set(message_id, text)
 
     def resume(self, partial_text: str) -> None:
-        self._texts, self._thoughts, self.remark = {}, "", ""
+        self._texts, self._thoughts, self.activity = {}, "", ""
         if partial_text:
             self._set("", partial_text)
 
@@ -183,7 +183,7 @@ class SessionTracker:
             "tool": clip(record.tool, 200),
             "session": session.name if session is not None else record.session_id,
             "arguments": clip(arguments, ARGUMENT_CHARACTERS),
-            "left_out": max(0, len(arguments) - ARGUMENT_CHARACTERS),
+            "omitted": max(0, len(arguments) - ARGUMENT_CHARACTERS),
             "expires_at": record.expires_at,
         }
 
@@ -213,12 +213,12 @@ class SessionTracker:
         session.begin(event.turn_id)
 
     def _on_progress(self, session: SessionView, event: TurnProgressEvent) -> None:
-        session.remark = event.data.note
+        session.activity = event.data.note
 
     def _on_token(self, session: SessionView, event: TurnTokenEvent) -> None:
         session.begin_if_idle(event.turn_id)
         session.append_text(event.data.message_id, event.data.text)
-        session.remark = ""
+        session.activity = ""
 
     def _on_thinking(self, session: SessionView, event: TurnThinkingEvent) -> None:
         session.begin_if_idle(event.turn_id)
@@ -230,10 +230,10 @@ class SessionTracker:
             session.set_text(message.message_id or "", message.content)
 
     def _on_tool(self, session: SessionView, event: ToolStartEvent) -> None:
-        session.remark = f"running {event.data.name}"
+        session.activity = f"running {event.data.name}"
 
     def _on_tool_end(self, session: SessionView, event: ToolEndEvent) -> None:
-        session.remark = f"{event.data.name}: {event.data.status}"
+        session.activity = f"{event.data.name}: {event.data.status}"
 
     def _on_permission_request(self, session: SessionView, event: PermissionRequestEvent) -> None:
         session.status = "waiting"

@@ -1,12 +1,12 @@
-// The events panel: a window over rows that Python keeps, the text of one session, decisions that somebody has to take.
+// The events panel: a window over the rows in Python, the text of one session, and calls that wait for a decision.
 
-// The height of a row, in events.css too; rows drawn beyond both edges; milliseconds between two questions that no
-// scrolling has asked.
-const ROW = 26, AROUND = 12, PATIENCE = 2000;
-const MOST_SHOWN = 1e5;
+// Height of a row in pixels, as in events.css; rows that are drawn beyond each edge; minimum time between two requests for
+// rows that were not caused by scrolling.
+const ROW = 26, MARGIN = 12, INTERVAL_MS = 2000;
+const MAX_CHARACTERS = 1e5;
 const GROUPS = ["turns", "text", "tools", "permissions", "sessions", "daemon", "other"];
-const HEAD = ["time", "event", "session", "what"];
-const GOOD = { live: "good", waiting: "warn", closed: "bad" };
+const HEAD = ["time", "event", "session", "content"];
+const TONES = { live: "good", waiting: "warn", closed: "bad" };
 const CLOCK = { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 3, hour12: false };
 const CODE = 'lmx_lab.current().panel("events").df';
 
@@ -19,34 +19,34 @@ export default panel("Events", ({ model, root, watch }) => {
 
   const pill = h("span", { role: "status" });
   const place = h("code", { class: "grow" });
-  const again = h("button", { onclick: () => act("reconnect") }, "Connect again");
+  const reconnect = h("button", { onclick: () => act("reconnect") }, "Reconnect");
   const problem = h("p", { class: "note" });
 
-  // What waits for a decision.
-  const waiting = h("div", { class: "scroll asked" });
-  const news = h("p", { class: "hidden", role: "status" });
+  // Calls that wait for a decision.
+  const waiting = h("div", { class: "scroll waiting" });
+  const announcement = h("p", { class: "hidden", role: "status" });
   const showWaiting = keyed(waiting, ({ id, tool }) => {
     const session = h("span", { class: "dim grow" });
     const call = h("pre", { class: "scroll", tabIndex: 0, "aria-label": "arguments" });
-    const due = h("span", { class: "dim" });
+    const expiry = h("span", { class: "dim" });
     const button = (name, decision, scope = "once") => h("button", {
       "aria-label": name + ": " + tool,
-      // The second half of a double click is about the call before this one.
+      // The second click of a double click was meant for the previous call.
       onclick: ({ detail }) => detail > 1 || act("decide", { permission: id, decision, scope }),
     }, name);
     return [h("div", { class: "wait", role: "group", "aria-label": "decision about " + tool },
-      h("div", { class: "row" }, h("span", { class: "pill warn" }, "asks"), h("b", {}, tool), session),
+      h("div", { class: "row" }, h("span", { class: "pill warn" }, "decision needed"), h("b", {}, tool), session),
       call,
       h("div", { class: "row" }, button("Allow once", "allow"), button("Allow in this session", "allow", "session"),
-        button("Deny", "deny"), due)), (now) => {
+        button("Deny", "deny"), expiry)), (now) => {
       set(session, "in " + now.session);
       set(call, now.arguments);
-      set(due, `denied by itself at ${new Date(now.expires_at).toLocaleTimeString()}`
-        + (now.left_out ? `; ${now.left_out} more characters of the arguments are not shown: see its event` : ""));
+      set(expiry, `denied automatically at ${new Date(now.expires_at).toLocaleTimeString()}`
+        + (now.omitted ? `; ${now.omitted} more characters of the arguments are in its event` : ""));
     }];
   });
 
-  // Which rows are shown.
+  // The filter.
   const session = h("select", { "aria-label": "session", onchange: () => filter({ session: session.value }) });
   const showSessions = keyed(session, ({ id }) => {
     const option = h("option", { value: id });
@@ -54,34 +54,34 @@ export default panel("Events", ({ model, root, watch }) => {
   });
   let typing;
   const search = h("input", {
-    type: "search", class: "grow", "aria-label": "text to look for", placeholder: "text in rows", maxLength: 200, spellcheck: false,
+    type: "search", class: "grow", "aria-label": "search text", placeholder: "text in rows", maxLength: 200, spellcheck: false,
     oninput: () => {
       clearTimeout(typing);
       typing = setTimeout(() => filter({ text: search.value }), 250);
     },
   });
-  // A key on one of them is no command of the notebook.
+  // Keys on a checkbox are not shortcuts of the notebook.
   const checkbox = (onchange) => h("input", { type: "checkbox", checked: true, "data-lm-suppress-shortcuts": "", onchange });
   const boxes = GROUPS.map((group) => [group, checkbox(() => filter({ groups: GROUPS.filter((_, at) => boxes[at][1].checked) }))]);
   const follow = checkbox(() => draw());
 
-  // One session.
+  // The session of the filter.
   const status = h("span");
-  const remark = h("span", { class: "dim grow" });
+  const activity = h("span", { class: "dim grow" });
   const stop = h("button", { onclick: () => act("cancel", { session: get("live").id }) }, "Stop");
   const thoughts = h("div", { class: "text dim" });
   const fold = h("details", {}, h("summary", {}, "thoughts"), thoughts);
   const text = h("div", { class: "text" });
-  const words = h("div", { class: "scroll words", tabIndex: 0, role: "group", "aria-label": "text of the session" }, fold, text);
-  const one = h("div", { class: "one" }, h("div", { class: "row" }, status, remark, stop), words);
-  // What is there is only added to, so that a selection in it stays.
+  const output = h("div", { class: "scroll output", tabIndex: 0, role: "group", "aria-label": "text of the session" }, fold, text);
+  const sessionBox = h("div", { class: "session" }, h("div", { class: "row" }, status, activity, stop), output);
+  // Append to the text node, so that a selection in it stays.
   const write = (node, all) => {
     const old = node.firstChild;
     old?.data && all.startsWith(old.data) ? old.appendData(all.slice(old.length)) : set(node, all);
   };
 
-  // One event.
-  let whole = "";
+  // The event of one row.
+  let json = "";
   const shown = h("pre", { class: "scroll", tabIndex: 0, "aria-label": "event as JSON" });
   const close = () => {
     detail.hidden = true;
@@ -89,17 +89,17 @@ export default panel("Events", ({ model, root, watch }) => {
   };
   const detail = h("div", { class: "detail", hidden: true },
     h("div", { class: "row" }, h("span", { class: "grow" }, "event as JSON"),
-      copyButton(() => whole, "event as JSON", "copy as JSON"), h("button", { class: "quiet", onclick: close }, "close")),
+      copyButton(() => json, "event as JSON", "copy as JSON"), h("button", { class: "quiet", onclick: close }, "close")),
     shown);
   const open = async (row) => {
-    const found = await act("event", { row });
-    if (found == null) return;
-    whole = found;
-    set(shown, whole.length > MOST_SHOWN ? whole.slice(0, MOST_SHOWN) + "\n… copy it to see the rest" : whole);
+    const result = await act("event", { row });
+    if (result == null) return;
+    json = result;
+    set(shown, json.length > MAX_CHARACTERS ? json.slice(0, MAX_CHARACTERS) + "\n… copy it for the rest" : json);
     detail.hidden = false;
   };
 
-  // The rows: those that can be seen are in the page, in the middle of the space that all of them would take.
+  // The rows. Only visible ones are elements, between two spaces with the height of all others.
   const body = h("tbody");
   const space = () => h("tbody", { "aria-hidden": true }, h("tr", {}, h("td", { class: "space", colSpan: HEAD.length })));
   const above = space();
@@ -111,81 +111,83 @@ export default panel("Events", ({ model, root, watch }) => {
   const showRows = keyed(body, ({ id }) => {
     const time = h("td");
     const kind = h("button", { class: "quiet", onclick: () => open(id) });
-    const who = h("td");
-    const what = h("bdi", { dir: "ltr" });
-    const row = h("tr", {}, time, h("td", {}, kind), who, h("td", {}, what));
+    const from = h("td");
+    const content = h("bdi", { dir: "ltr" });
+    const row = h("tr", {}, time, h("td", {}, kind), from, h("td", {}, content));
     return [row, (now) => {
       row.className = `${now.tone} ${now.mark ? "mark" : now.grows ? "grows" : ""}`;
       row.ariaRowIndex = now.number + 2;
       set(time, now.at ? new Date(now.at).toLocaleTimeString([], CLOCK) : "");
       set(kind, now.batches > 1 ? `${now.kind} ×${now.batches}` : now.kind);
       kind.hidden = !now.at;
-      set(who, names.get(now.session) ?? now.session);
-      set(what, now.text);
+      set(from, names.get(now.session) ?? now.session);
+      set(content, now.text);
     }];
   });
 
-  let known = new Map();
-  let counting, base = 0, total = 0, asking = false, moved = false, askedAt = -PATIENCE, timer;
-  let ours;
+  // Received rows by number.
+  const known = new Map();
+  let numbering, base = 0, total = 0, requesting = false, moved = false, requestedAt = -INTERVAL_MS, timer;
+  // The position that was set by this code, whose scroll event is ignored.
+  let ownTop;
   const scrollTo = (top) => {
     scroller.scrollTop = top;
-    ours = scroller.scrollTop;
+    ownTop = scroller.scrollTop;
   };
-  const take = (part) => {
-    if (part.counting !== counting) {
+  const receive = (part) => {
+    if (part.numbering !== numbering) {
       known.clear();
-      counting = part.counting;
+      numbering = part.numbering;
       base = part.base;
       follow.checked = true;
     }
-    // Those that are looked at stay where they are.
+    // Keep the visible rows in their place when older ones are removed.
     if (!follow.checked && part.base > base) scrollTo(scroller.scrollTop - (part.base - base) * ROW);
     ({ base, total } = part);
     part.rows.forEach((row, at) => known.set(part.first + at, row));
   };
-  const look = async (first, byHand) => {
+  const request = async (first, byUser) => {
     clearTimeout(timer);
-    const wait = byHand ? 0 : askedAt + PATIENCE - performance.now();
-    if (asking) return;
+    const wait = byUser ? 0 : requestedAt + INTERVAL_MS - performance.now();
+    if (requesting) return;
     if (wait > 0) {
       timer = setTimeout(draw, wait);
       return;
     }
-    asking = true;
+    requesting = true;
     moved = false;
-    askedAt = performance.now();
+    requestedAt = performance.now();
     try {
       const part = await ask(model, "rows", { first, count: 100 });
-      if (part.counting === counting) take(part);
+      if (part.numbering === numbering) receive(part);
     } catch (error) {
       say(error.message);
     }
-    asking = false;
+    requesting = false;
     draw(moved);
   };
-  const draw = (byHand = false) => {
-    const room = scroller.clientHeight;
-    const top = follow.checked ? total * ROW - room : Math.min(scroller.scrollTop, total * ROW);
-    const from = Math.max(0, Math.floor(top / ROW) - AROUND);
-    const to = Math.min(total, Math.ceil((top + room) / ROW) + AROUND);
-    const seen = [];
+  const draw = (byUser = false) => {
+    const height = scroller.clientHeight;
+    const top = follow.checked ? total * ROW - height : Math.min(scroller.scrollTop, total * ROW);
+    const from = Math.max(0, Math.floor(top / ROW) - MARGIN);
+    const to = Math.min(total, Math.ceil((top + height) / ROW) + MARGIN);
+    const visible = [];
     for (let number = from; number < to; number++)
-      seen.push({ ...(known.get(base + number) ?? { id: "missing" + number, kind: "", text: "…" }), number });
-    const held = body.contains(document.activeElement);
+      visible.push({ ...(known.get(base + number) ?? { id: "missing" + number, kind: "", text: "…" }), number });
+    const hadFocus = body.contains(document.activeElement);
     above.firstChild.firstChild.style.height = from * ROW + "px";
     below.firstChild.firstChild.style.height = (total - to) * ROW + "px";
     table.setAttribute("aria-rowcount", total + 1);
-    showRows(seen);
-    if (held && !body.contains(document.activeElement)) scroller.focus({ preventScroll: true });
+    showRows(visible);
+    if (hadFocus && !body.contains(document.activeElement)) scroller.focus({ preventScroll: true });
     if (follow.checked) scrollTo(scroller.scrollHeight);
     for (const at of known.keys()) if (at < base + from - 100 || at >= base + to + 100) known.delete(at);
-    const missing = seen.find(({ at }) => !at);
-    if (missing) look(Math.max(base, base + missing.number - AROUND), byHand);
+    const missing = visible.find(({ at }) => !at);
+    if (missing) request(Math.max(base, base + missing.number - MARGIN), byUser);
   };
   scroller.onscroll = () => {
-    if (scroller.scrollTop === ours) return;
-    ours = null;
+    if (scroller.scrollTop === ownTop) return;
+    ownTop = null;
     follow.checked = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < ROW;
     moved = true;
     draw(true);
@@ -196,58 +198,59 @@ export default panel("Events", ({ model, root, watch }) => {
   const count = h("span", { class: "dim grow" });
   root.classList.add("events");
   root.append(
-    h("div", { class: "row" }, pill, place, again), problem, strip, news, waiting,
+    h("div", { class: "row" }, pill, place, reconnect), problem, strip, announcement, waiting,
     h("div", { class: "row" }, session, search, h("label", {}, follow, " follow")),
     h("div", { class: "row", role: "group", "aria-label": "kinds of events" },
       ...boxes.map(([group, box]) => h("label", {}, box, " " + group))),
-    one, scroller, detail,
+    sessionBox, scroller, detail,
     h("div", { class: "row" }, count, copyButton(() => CODE, "code for a DataFrame", "as DataFrame"),
       h("button", { class: "quiet", onclick: () => act("clear") }, "clear")));
 
   watch(["connection"], () => {
-    const { state, words: said, place: where, error } = get("connection");
-    pill.className = "pill " + (GOOD[state] ?? "");
-    set(pill, said);
+    const { state, text: label, place: where, error } = get("connection");
+    pill.className = "pill " + (TONES[state] ?? "");
+    set(pill, label);
     set(place, where);
     set(problem, error);
     problem.hidden = !error;
-    again.hidden = state !== "closed";
+    reconnect.hidden = state !== "closed";
   });
   watch(["permissions"], () => {
-    const asked = get("permissions");
-    const held = waiting.contains(document.activeElement);
-    showWaiting(asked);
-    set(news, asked.length ? asked.map(({ tool, session: where }) => `${tool} in ${where}`).join(", ") + " waits for a decision" : "");
-    // Not to the next call's button: a second Enter would decide about what nobody has read.
-    if (held && !waiting.contains(document.activeElement)) scroller.focus({ preventScroll: true });
+    const permissions = get("permissions");
+    const hadFocus = waiting.contains(document.activeElement);
+    showWaiting(permissions);
+    const calls = permissions.map(({ tool, session: where }) => `${tool} in ${where}`).join(", ");
+    set(announcement, calls && "decision needed: " + calls);
+    // Not to the button of the next call: a second Enter would decide it unread.
+    if (hadFocus && !waiting.contains(document.activeElement)) scroller.focus({ preventScroll: true });
   });
   watch(["sessions", "filter"], () => {
-    const { session: id, groups, text: needle } = get("filter");
+    const { session: id, groups, text: searched } = get("filter");
     const all = get("sessions");
     names = new Map(all.map((each) => [each.id, each.name]));
-    const rest = id && !names.has(id) ? [{ id, name: id }] : [];
-    showSessions([{ id: "", name: "all sessions" }, ...rest, ...all]);
+    const unknown = id && !names.has(id) ? [{ id, name: id }] : [];
+    showSessions([{ id: "", name: "all sessions" }, ...unknown, ...all]);
     session.value = id;
     for (const [group, box] of boxes) box.checked = groups.includes(group);
-    if (!search.matches(":focus")) search.value = needle;
-    one.hidden = !id;
+    if (!search.matches(":focus")) search.value = searched;
+    sessionBox.hidden = !id;
   });
   watch(["live"], () => {
     const live = get("live");
-    const ends = words.scrollHeight - words.scrollTop - words.clientHeight < 9;
+    const atEnd = output.scrollHeight - output.scrollTop - output.clientHeight < 9;
     const busy = /running|waiting|queued/.test(live.status);
-    set(status, live.status ?? "nothing was heard of this session yet");
+    set(status, live.status ?? "no events of this session yet");
     status.className = "pill " + (live.status === "waiting" ? "warn" : busy ? "good" : "");
-    set(remark, live.remark ?? "");
+    set(activity, live.activity ?? "");
     stop.hidden = !busy;
     write(thoughts, live.thoughts ?? "");
     write(text, live.text ?? "");
     fold.hidden = !live.thoughts;
-    words.hidden = !live.thoughts && !live.text;
-    if (ends) words.scrollTop = words.scrollHeight;
+    output.hidden = !live.thoughts && !live.text;
+    if (atEnd) output.scrollTop = output.scrollHeight;
   });
   watch(["frame"], () => {
-    take(get("frame"));
+    receive(get("frame"));
     set(count, get("frame").summary);
     draw();
   });

@@ -53,19 +53,19 @@ class EventsPanel(Panel):
     )
 
     connection = traitlets.Dict().tag(sync=True)
-    """``{state, words, place, error}``; the state is that of a ``ConnectionState``, or ``none`` without a daemon."""
+    """``{state, text, place, error}``; the state is that of a ``ConnectionState``, or ``none`` without a daemon."""
     frame = traitlets.Dict().tag(sync=True)
-    """The newest rows that pass the filter: ``{counting, base, total, first, rows, summary}``. Passing rows are
+    """The newest rows that pass the filter: ``{numbering, base, total, first, rows, summary}``. Passing rows are
     numbered from 0, and keep their numbers when the oldest are removed: existing rows have the numbers from ``base`` to
-    ``base + total``. The numbers start at 0 again when ``counting`` changes."""
+    ``base + total``. The numbers start at 0 again when ``numbering`` changes."""
     filter = traitlets.Dict().tag(sync=True)
     """``{groups, session, text}``; the same for all views."""
     sessions: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """``{id, name, status}`` of each session."""
     live = traitlets.Dict().tag(sync=True)
-    """The filter's session: ``{id, name, status, remark, thoughts, text}``; empty without one."""
+    """The filter's session: ``{id, name, status, activity, thoughts, text}``; empty without one."""
     permissions: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """Calls that wait for a decision: ``{id, tool, session, arguments, left_out, expires_at}``."""
+    """Calls that wait for a decision: ``{id, tool, session, arguments, omitted, expires_at}``."""
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
         self._rows = EventRows()
@@ -207,13 +207,13 @@ class EventsPanel(Panel):
     def _connection_view(self) -> dict[str, str]:
         now, source = self._connection, self._source
         if source is None:
-            return {"state": "none", "words": NO_DAEMON, "place": "", "error": ""}
-        words = now.state.replace("-", " ")
+            return {"state": "none", "text": NO_DAEMON, "place": "", "error": ""}
+        text = now.state.replace("-", " ")
         if now.state == "waiting":
             when = "soon" if now.retry_in_s is None else f"within {now.retry_in_s:.0f} s"
-            words = f"no connection; next attempt {when}"
+            text = f"no connection; next attempt {when}"
         error = now.error.message if now.error is not None else ""
-        return {"state": now.state, "words": words, "place": source.place, "error": error}
+        return {"state": now.state, "text": text, "place": source.place, "error": error}
 
     # Requests
 
@@ -308,7 +308,7 @@ class EventsPanel(Panel):
     def snapshot_html(self) -> str:
         now = self._connection_view()
         rows = self._rows.window(None, SNAPSHOT_ROWS)["rows"]
-        where = f"{now['words']}, {now['place']}" if now["place"] else now["words"]
+        where = f"{now['text']}, {now['place']}" if now["place"] else now["text"]
         caption = html.escape(f"Events: {where}; {self._summary()}, the last {len(rows)} below")
         head = table_row(["time (UTC)", "event", "session", "content"], "th")
         body = "".join(_snapshot_row(row) for row in rows)

@@ -1,4 +1,5 @@
-// The metrics panel: figures that are the legend too, small charts, and for who cannot see them a table behind each.
+// The metrics panel: current values, which are also the legend, small charts, and a hidden table of each chart for
+// screen readers.
 
 const HEIGHT = 120;
 const DASHES = [[], [7, 4], [2, 3]];
@@ -19,7 +20,7 @@ export default panel("Metrics", ({ model, root, watch }) => {
     job, grid,
   );
 
-  // Asked for whenever it draws: the colours that an element has from the theme.
+  // Called whenever a chart is drawn, because the colours depend on the theme.
   const paint = (node, property = "color") => () => getComputedStyle(node)[property];
   const cells = [];
   let columns, drawn = 0, seen;
@@ -56,7 +57,7 @@ export default panel("Metrics", ({ model, root, watch }) => {
       draw() {
         const own = columns.slice(first + 1, first + 1 + names.length);
         plot.setData([columns[0], ...own.slice(0, lines)]);
-        // A reader of the table wants to come to its end before it changes.
+        // Rarely, so that a screen reader reaches the end of the table before it changes.
         if (drawn % 20 === 0) body.replaceChildren(...columns[0].map((at, n) =>
           row("td", [new Date(1e3 * at).toLocaleTimeString(), ...own.map((column) => write(column[n]))])).slice(-10));
       },

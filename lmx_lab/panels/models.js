@@ -1,4 +1,4 @@
-// The models panel. Words, numbers and what may be done come from Python; this puts them in their places.
+// The models panel. Texts, numbers and possible actions come from Python; the view displays them.
 
 const ADDRESSES = [["url", "local"], ["lan_url", "LAN"], ["proxy_url", "browser"]];
 const HEAD = ["model", "kind", "format", "engine", "size", "quantization", "context", "state", ""];
@@ -7,16 +7,16 @@ export default panel("Models", ({ model, root, watch }) => {
   const get = (name) => model.get(name);
   const serves = () => /ing$/.test(get("server").state);
 
-  // What this view was refused comes before what the panel has to say to all.
+  // An error of this view's own request takes precedence over the error of the panel, which all views display.
   const message = h("span", { class: "grow" });
   const strip = h("div", { class: "error row", role: "alert" }, message,
     h("button", { class: "quiet", onclick: () => (input.focus(), act("dismiss")) }, "dismiss"));
-  const complain = (text) => {
+  const showError = (text) => {
     set(message, text || get("error"));
     strip.hidden = !message.textContent;
   };
-  const fail = (error) => complain(error.message);
-  const act = (what, fields, fallback) => (complain(""), ask(model, what, fields, fallback).catch(fail));
+  const fail = (error) => showError(error.message);
+  const act = (what, fields, fallback) => (showError(""), ask(model, what, fields, fallback).catch(fail));
 
   const pill = h("span", { role: "status" });
   const place = h("span", { class: "dim grow" });
@@ -30,17 +30,17 @@ export default panel("Models", ({ model, root, watch }) => {
   });
 
   const jobs = h("div");
-  const news = h("p", { class: "hidden", role: "status" });
+  const announcement = h("p", { class: "hidden", role: "status" });
   const showJobs = keyed(jobs, ({ id }) => {
-    const words = h("span");
+    const text = h("span");
     const bar = h("progress", { "aria-label": id });
     const detail = h("span", { class: "dim" });
     const cancel = h("button", { onclick: () => act("cancel", { model: id }) }, "Cancel");
-    return [h("div", { class: "row job" }, h("b", {}, id), words, bar, detail, cancel), (job) => {
-      set(words, job.words);
+    return [h("div", { class: "row job" }, h("b", {}, id), text, bar, detail, cancel), (job) => {
+      set(text, job.text);
       set(detail, job.detail);
-      job.part == null ? bar.removeAttribute("value") : (bar.value = job.part);
-      cancel.hidden = !job.cancel;
+      job.fraction == null ? bar.removeAttribute("value") : (bar.value = job.fraction);
+      cancel.hidden = !job.can_cancel;
     }];
   });
 
@@ -52,24 +52,24 @@ export default panel("Models", ({ model, root, watch }) => {
     const button = h("button", { onclick: () => (button.textContent === "Load" ? load : unload)(id) });
     return [h("tr", {}, h("th", { scope: "row" }, id), ...cells, h("td", {}, button)), (row) => {
       row.cells.forEach((text, at) => set(cells[at], text));
-      set(button, row.can);
-      button.hidden = !row.can;
-      button.setAttribute("aria-label", row.can + " " + id);
+      set(button, row.action);
+      button.hidden = !row.action;
+      button.setAttribute("aria-label", row.action + " " + id);
       button.setAttribute("aria-disabled", !serves());
     }];
   });
-  let tried = "";
+  let lastInput = "";
   const submit = async () => {
     const text = input.value.trim();
     if (text && (await load(text))) {
-      tried = text;
+      lastInput = text;
       input.value = "";
     }
   };
-  // No form: JupyterLab keeps Enter from submitting one in a cell.
+  // Not a form: in a cell, JupyterLab prevents Enter from submitting it.
   const input = h("input", {
-    class: "grow", "aria-label": "model to load", placeholder: "id, path, or name on the hub", spellcheck: false,
-    // In braces: a handler that returned false would keep every other key from the field.
+    class: "grow", "aria-label": "model to load", placeholder: "id, path, or name on the Hub", spellcheck: false,
+    // A handler that returns false would cancel all other keys, therefore the braces.
     onkeydown: ({ key }) => {
       if (key === "Enter") submit();
     },
@@ -87,16 +87,16 @@ export default panel("Models", ({ model, root, watch }) => {
 
   root.classList.add("models");
   root.append(h("div", { class: "row" }, pill, loaded, pinned, place),
-    h("div", { class: "row" }, ...links.map(([, , line]) => line)), strip, jobs, news, list);
+    h("div", { class: "row" }, ...links.map(([, , line]) => line)), strip, jobs, announcement, list);
   watch(["error"], () => {
-    complain("");
-    // What came to nothing is there to be mended.
-    if (get("error")) input.value ||= tried;
+    showError("");
+    // Restore the input of a load that has failed, so that it can be corrected.
+    if (get("error")) input.value ||= lastInput;
   });
   watch(["jobs"], () => {
     showJobs(get("jobs"));
-    if (!get("jobs").length) complain("");
-    set(news, get("jobs").map((job) => job.id + ": " + job.words).join("; "));
+    if (!get("jobs").length) showError("");
+    set(announcement, get("jobs").map((job) => job.id + ": " + job.text).join("; "));
   });
   watch(["rows", "caption", "engines", "server"], () => {
     const { state, place: where, model: id, pinned: pins } = get("server");
@@ -104,7 +104,7 @@ export default panel("Models", ({ model, root, watch }) => {
     pill.className = "pill " + ({ running: "good", lagging: "warn" }[state] ?? "bad");
     set(place, where);
     set(loaded, id ?? (serves() ? "no model is loaded" : ""));
-    set(pinned, pins.length ? "beside it: " + pins.join(", ") : "");
+    set(pinned, pins.length ? "pinned: " + pins.join(", ") : "");
     for (const [key, code, line] of links) {
       set(code, get("server")[key] ?? "");
       line.hidden = !get("server")[key];

@@ -60,16 +60,16 @@ class ModelJob:
         Args:
             answers: Number of running generations; the engine lets them end before it changes its model.
         """
-        words = STAGES[self.stage]
+        text = STAGES[self.stage]
         if self.stage in IN_ENGINE and answers:
-            words = f"waiting for running answers ({answers})"
-        part = self.done_bytes / self.total_bytes if self.done_bytes is not None and self.total_bytes else None
+            text = f"waiting for running answers ({answers})"
+        fraction = self.done_bytes / self.total_bytes if self.done_bytes is not None and self.total_bytes else None
         return {
             "id": self.model,
-            "words": words,
+            "text": text,
             "detail": self._bytes(),
-            "part": None if part is None else min(part, 1.0),
-            "cancel": can_cancel and self.stage not in IN_ENGINE,
+            "fraction": None if fraction is None else min(fraction, 1.0),
+            "can_cancel": can_cancel and self.stage not in IN_ENGINE,
         }
 
     def _bytes(self) -> str:
@@ -88,12 +88,12 @@ class ModelsPanel(Panel):
 
     compact = traitlets.Bool(False).tag(sync=True)
     rows: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """``{id, cells, can}``: the cells after the first column, and the label of the button, empty without one."""
+    """``{id, cells, action}``: the cells after the first column, and the label of the button, empty without one."""
     caption = traitlets.Unicode().tag(sync=True)
     engines = traitlets.Unicode().tag(sync=True)
     """The faster engine on this machine, or why models of an engine cannot be loaded; empty if it is not known."""
     jobs: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """Running loads and unloads: ``{id, words, detail, part, cancel}``; ``part`` is between 0 and 1, or None."""
+    """Running loads and unloads: ``{id, text, detail, fraction, can_cancel}``. ``fraction`` is 0 to 1, or None."""
     error = traitlets.Unicode().tag(sync=True)
     """The last failure, until it is dismissed or another job is started."""
 
@@ -313,15 +313,15 @@ class ModelsPanel(Panel):
 def model_row(record: ModelRecord, *, serves: bool) -> dict[str, Any]:
     """Return a row of the table. Without a running server, no model is loaded."""
     memory = "" if record.vram_gb is None else f", {format_bytes(record.vram_gb * 1e9)}"
-    state, can = ("needs " + record.engine, "") if record.problem else ("on disk", "Load")
+    state, action = ("needs " + record.engine, "") if record.problem else ("on disk", "Load")
     if serves and record.pinned:
-        state, can = f"pinned{memory}", ""
+        state, action = f"pinned{memory}", ""
     elif serves and record.loaded:
-        state, can = f"loaded{memory}", "Unload"
+        state, action = f"loaded{memory}", "Unload"
     context = "" if record.context_length is None else f"{record.context_length:,}"
     size = format_bytes(record.size_gb * 1e9)
     cells = [record.kind, record.format, record.engine, size, record.quantization or "", context, state]
-    return {"id": record.id, "cells": cells, "can": can}
+    return {"id": record.id, "cells": cells, "action": action}
 
 
 def format_bytes(count: float) -> str:

@@ -1,9 +1,9 @@
-// What all panels have in common. No markup is ever made from text: h() makes elements, text stays text.
+// Functions that all panels use. Elements are created by h(); text never becomes markup.
 
 /**
- * An element: h("button", {class: "go", onclick: f}, "Load").
+ * Create an element: h("button", {class: "go", onclick: f}, "Load").
  * @param {string} tag
- * @param {Record<string, any>} [props] Properties; "class", "aria-…" and "data-…" as attributes.
+ * @param {Record<string, any>} [props] Properties of the element. "class", "aria-…" and "data-…" are attributes.
  * @param {...(Node|string|null)} children
  */
 const h = (tag, props = {}, ...children) => {
@@ -12,17 +12,19 @@ const h = (tag, props = {}, ...children) => {
     if (key === "class" || key === "role" || key.includes("-")) node.setAttribute(key, value);
     else node[key] = value;
   }
-  // In cells JupyterLab takes keys for its own: arrows move to the next cell, "dd" deletes this one, Shift+Enter runs it.
+  // In cells, JupyterLab handles keys itself: arrows select another cell, "dd" deletes the cell, Shift+Enter runs it.
   if (/^(button|select|summary|textarea)$/.test(tag) || props.tabIndex === 0) node.dataset.lmSuppressShortcuts = "";
-  // It also keeps Enter from making new lines, once for each key.
+  // JupyterLab also cancels the insertion of new lines.
   if (tag === "textarea") node.addEventListener("beforeinput", (event) => event.stopImmediatePropagation());
   node.append(...children.filter((child) => child !== null));
   return node;
 };
 
 /**
- * Copies text, or what a function returns or promises; the button says so.
- * @param {string} [name] What stands on it; label is for those who hear it.
+ * Create a button that copies a text, and then displays "copied".
+ * @param {string|(() => any)} text The text, or a function that returns it or a promise of it; null copies nothing.
+ * @param {string} label Describes the text, for screen readers.
+ * @param {string} [name] The visible label.
  */
 const copyButton = (text, label, name = "copy") =>
   h("button", {
@@ -33,7 +35,7 @@ const copyButton = (text, label, name = "copy") =>
       try {
         await navigator.clipboard.writeText(value);
       } catch {
-        // Not on plain http to another host: the old way, with a selection.
+        // The clipboard API is not available on plain HTTP from another host; copy a selection instead.
         const area = h("textarea", { value });
         document.body.append(area);
         area.select();
@@ -46,46 +48,48 @@ const copyButton = (text, label, name = "copy") =>
   }, name);
 
 const COMPARE_MS = 10000;
-let asked = 0;
+const DISCONNECTED = "The kernel was restarted or stopped; run the cells again.";
+let requests = 0;
 const session = Math.random().toString(36).slice(2);
 
 /**
- * The way to Python and back. Silence for a second means that the kernel is busy where its messages wait behind the
- * cell (VS Code): then `fallback`, a route of the server, is asked directly (with direct.js), until somebody has
- * answered. Longer silence is an error.
- * @returns {Promise<any>} The result; rejects with an Error that has the message for people.
+ * Send a request to the panel's Python object, and return its result. In VS Code, messages wait while the kernel is
+ * busy: without a reply for one second, `fallback`, a route of the server, is called directly (see direct.js); the
+ * first reply counts. Without any reply for 8 seconds, the request fails.
+ * @returns {Promise<any>} The result. Rejects with an Error whose message can be displayed.
  */
 const ask = (model, what, fields = {}, fallback = null) =>
   new Promise((resolve, reject) => {
-    const id = session + asked++;
+    const id = session + requests++;
     const settled = new AbortController();
-    const timers = [setTimeout(() => end(reject, Error("No answer: the kernel is busy or gone.")), 8000)];
+    const timers = [setTimeout(() => end(reject, Error("No reply: the kernel is busy or was stopped.")), 8000)];
     const end = (settle, value) => {
       timers.forEach(clearTimeout);
       settled.abort();
-      model.off("msg:custom", heard);
+      model.off("msg:custom", receive);
       settle(value);
     };
-    const heard = (message) => {
+    const receive = (message) => {
       if (message?.id !== id) return;
       message.ok ? end(resolve, message.result) : end(reject, Error(message.error.message));
     };
-    model.on("msg:custom", heard);
+    model.on("msg:custom", receive);
     if (fallback)
       timers.push(setTimeout(
         () => direct(model, fallback, settled.signal).then((value) => end(resolve, value), () => 0), 1000));
     try {
       model.send({ id, do: what, ...fields });
     } catch (error) {
-      // Cut off from the kernel.
+      // There is no connection to the kernel.
       if (!fallback) end(reject, error);
     }
   });
 
 /**
- * A panel's frame: a labelled region, kept up to date as long as it is shown.
+ * Create the module of a panel: a labelled region with a note below it, updated as long as it is displayed.
  * @param {(root: HTMLElement, watch: (names: string[], f: () => void) => void) => void|(() => void)} build
- *   watch calls f now and whenever one of these traits has changed.
+ *   Fills the region, and may return a function that is called at the end. watch calls f at once and whenever one of
+ *   the named traits has changed.
  */
 const panel = (label, build) => ({
   render({ model, el }) {
@@ -98,12 +102,12 @@ const panel = (label, build) => ({
       listeners.push([name, f]);
       f();
     };
-    // The kernel was restarted: nobody is left to say so.
-    const gone = () =>
-      model.set("server", { ...model.get("server"), state: "gone", note: "The kernel is gone; run its cells." });
-    model.on("comm_live_update", gone);
-    listeners.push(["comm_live_update", gone]);
-    // Messages of state that a breaking connection has swallowed.
+    // After a restart of the kernel no Python object updates this panel.
+    const disconnect = () =>
+      model.set("server", { ...model.get("server"), state: "disconnected", note: DISCONNECTED });
+    model.on("comm_live_update", disconnect);
+    listeners.push(["comm_live_update", disconnect]);
+    // Detect updates that were lost with a connection: revisions are consecutive, and Python sends everything again.
     let seen = model.get("revision") - 1;
     watch(["revision"], () => {
       const now = model.get("revision");
@@ -113,7 +117,7 @@ const panel = (label, build) => ({
       if (!document.hidden) ask(model, "compare", { revision: seen }).then((now) => (seen = now), () => 0);
     }, COMPARE_MS);
     el.append(root);
-    const left = build({ model, root, watch });
+    const close = build({ model, root, watch });
     root.append(note);
     watch(["server"], () => {
       const text = model.get("server").note;
@@ -123,7 +127,7 @@ const panel = (label, build) => ({
     return () => {
       clearInterval(comparing);
       for (const [name, f] of listeners) model.off(name, f);
-      left?.();
+      close?.();
     };
   },
 });

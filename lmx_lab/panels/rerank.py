@@ -86,12 +86,12 @@ class RerankPanel(Panel):
     IN_REPORT = True
 
     form = traitlets.Bool(True).tag(sync=True)
-    asked = traitlets.Dict().tag(sync=True)
+    request = traitlets.Dict().tag(sync=True)
     """Query and documents of the last request, for the form of a view that opens later."""
     busy = traitlets.Bool(False).tag(sync=True)
-    doing = traitlets.Unicode().tag(sync=True)
+    activity = traitlets.Unicode().tag(sync=True)
     """The current activity while it is busy."""
-    problem = traitlets.Unicode().tag(sync=True)
+    error = traitlets.Unicode().tag(sync=True)
     """Why the last ranking has no result."""
     table = traitlets.Dict().tag(sync=True)
     """The current page; empty before the first result."""
@@ -117,14 +117,14 @@ class RerankPanel(Panel):
             return
         if event.stage == "load":
             self._loading = event.model
-            self.show(doing=f"Loading {event.model}…")
+            self.show(activity=f"Loading {event.model}…")
         elif event.model == self._loading:
-            self.show(doing=RANKING)
+            self.show(activity=RANKING)
 
     # Ranking
 
     async def do_rank(self, fields: Mapping[str, Any]) -> None:
-        """Start to rank; ``busy``, ``table`` and ``problem`` show what becomes of it."""
+        """Start to rank; ``busy``, ``table`` and ``error`` show what becomes of it."""
         query = text_field(fields, "query", limit=MAX_QUERY_CHARACTERS)
         text = fields.get("documents")
         documents = documents_in(text if isinstance(text, str) else "")
@@ -135,9 +135,9 @@ class RerankPanel(Panel):
         kept = text if isinstance(text, str) and len(text) <= KEPT_CHARACTERS else ""
         self.show(
             busy=True,
-            doing=RANKING,
-            problem="",
-            asked={"query": replace_surrogates(query), "documents": replace_surrogates(kept)},
+            activity=RANKING,
+            error="",
+            request={"query": replace_surrogates(query), "documents": replace_surrogates(kept)},
         )
         self._task = asyncio.create_task(self._rank(body, documents), name="rank a panel's documents")
         self._task.add_done_callback(self._ended)
@@ -158,7 +158,7 @@ class RerankPanel(Panel):
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
-        self.show(busy=False, problem=_problem(task))
+        self.show(busy=False, error=_error_text(task))
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Cancel the ranking; does nothing if there is none."""
@@ -231,7 +231,7 @@ class RerankPanel(Panel):
             "page": self._page,
             "pages": math.ceil(count / PAGE_ROWS),
             "sort": self._sort,
-            "down": self._descending,
+            "descending": self._descending,
         }
 
     def snapshot_html(self) -> str:
@@ -244,7 +244,7 @@ class RerankPanel(Panel):
         return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
-def _problem(task: asyncio.Task[None]) -> str:
+def _error_text(task: asyncio.Task[None]) -> str:
     """Say why a ranking has no result. It may have been cancelled before its first step."""
     if task.cancelled():
         return "Cancelled; the table has not changed."
@@ -265,7 +265,7 @@ def _row(table: RankingTable, at: int, bar: Callable[[float], float]) -> dict[st
     document, change = table.documents[at], table.change(at)
     return {
         "cells": [at + 1, f"{score:.4f}", clip(document, CELL_CHARACTERS), index, _arrow(change)],
-        "words": f"up {change}" if change > 0 else f"down {-change}" if change else "unchanged",
+        "change": f"up {change}" if change > 0 else f"down {-change}" if change else "unchanged",
         "bar": bar(score),
         "more": len(document) > CELL_CHARACTERS,
     }

@@ -368,10 +368,10 @@ async def test_the_panels_show_which_model_is_being_loaded(swapping: lmx_lab.Lab
     await make_idle(swapping, "tiny-bert")
     slow.clear()
     await asyncio.to_thread(rank.ask, "rank", query="a cat", documents="a dog\na cat")
-    await asyncio.to_thread(rank.until, lambda panel: panel.doing == "Loading tiny-bert…")
+    await asyncio.to_thread(rank.until, lambda panel: panel.activity == "Loading tiny-bert…")
     slow.set()
     await asyncio.to_thread(rank.until, lambda panel: not panel.busy)
-    assert (rank.panel.problem, rank.panel.doing, bool(rank.panel.table["rows"])) == ("", "Ranking…", True)
+    assert (rank.panel.error, rank.panel.activity, bool(rank.panel.table["rows"])) == ("", "Ranking…", True)
 
 
 async def test_concurrent_requests_wait_for_the_same_load(swapping: lmx_lab.Lab, slow: threading.Event) -> None:

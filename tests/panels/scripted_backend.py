@@ -28,10 +28,10 @@ LOOK_S = 0.1
 
 
 class ScriptedAnswer:
-    """An answer whose deltas come from a queue. A text there is a remark, a cost ends the answer, None does too."""
+    """An answer whose deltas come from a queue. A text there is a status, a cost ends the answer, None does too."""
 
     def __init__(self, backend: ScriptedBackend) -> None:
-        self.remark = "sent"
+        self.status = "sent"
         self._backend = backend
         self._cost: AnswerCost | None = None
         self._ended = False
@@ -46,7 +46,7 @@ class ScriptedAnswer:
                 if isinstance(step, Delta):
                     return step
                 if isinstance(step, str):
-                    self.remark = step
+                    self.status = step
                 else:
                     self._cost, self._ended = step, True
         except Exception:

@@ -29,7 +29,7 @@ def reader(quick: None, workbench: Workbench) -> Reader:
 
 
 def transcript(panel: Any) -> list[tuple[str, str]]:
-    return [(turn["role"], turn["text"]) for turn in panel.turns]
+    return [(message["role"], message["text"]) for message in panel.messages]
 
 
 def answer(reader: Reader, backend: ScriptedBackend, text: str, reply: str) -> None:
@@ -40,15 +40,15 @@ def answer(reader: Reader, backend: ScriptedBackend, text: str, reply: str) -> N
 
 def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("send", text="Hi?")
-    reader.until(lambda panel: transcript(panel) == [("user", "Hi?")] and panel.live["remark"] == "sent")
+    reader.until(lambda panel: transcript(panel) == [("user", "Hi?")] and panel.live["status"] == "sent")
     reader.give(backend.steps, "queued")
-    reader.until(lambda panel: panel.live["remark"] == "queued")
+    reader.until(lambda panel: panel.live["status"] == "queued")
     reader.give(backend.steps, delta(reasoning="hm"), delta("Hel"))
     reader.until(lambda panel: (panel.live["reasoning"], panel.live["text"]) == ("hm", "Hel"))
-    assert reader.panel.live["remark"] == "2 tokens"
+    assert reader.panel.live["status"] == "2 tokens"
     reader.give(backend.steps, delta("lo"), cost(tokens=3))
     reader.until(lambda panel: not panel.live)
-    turn = reader.panel.turns[-1]
+    turn = reader.panel.messages[-1]
     assert (turn["role"], turn["text"], turn["reasoning"]) == ("assistant", "Hello", "hm")
     assert turn["stats"] == "tiny · 3 tokens · 31.5 tokens/s · first after 0.12 s"
 
@@ -90,8 +90,8 @@ def test_stop_ends_the_generation_and_keeps_its_text(reader: Reader, backend: Sc
     reader.until(lambda panel: panel.live["text"])
     reader.ask("stop")
     reader.until(lambda panel: not panel.live)
-    assert reader.panel.turns[-1]["text"] == "Once upon"
-    assert reader.panel.turns[-1]["stats"] == "stopped"
+    assert reader.panel.messages[-1]["text"] == "Once upon"
+    assert reader.panel.messages[-1]["stats"] == "stopped"
     assert backend.stopped == 1
     assert reader.panel.history[-1] == {"role": "assistant", "content": "Once upon"}
     reader.ask("stop")
@@ -100,8 +100,8 @@ def test_stop_ends_the_generation_and_keeps_its_text(reader: Reader, backend: Sc
 def test_stop_right_after_send_ends_the_answer(reader: Reader, backend: ScriptedBackend) -> None:
     reader.send("send", text="Hi?")
     reader.send("stop")
-    reader.until(lambda panel: len(panel.turns) == 2 and not panel.live)
-    assert reader.panel.turns[-1]["stats"] == "stopped"
+    reader.until(lambda panel: len(panel.messages) == 2 and not panel.live)
+    assert reader.panel.messages[-1]["stats"] == "stopped"
     answer(reader, backend, "Again?", "Yes")
 
 
@@ -110,7 +110,7 @@ def test_a_prompt_that_is_too_long_is_reported_below_the_question(reader: Reader
     reader.give(backend.steps, ContextLengthError("the prompt has 900 tokens, the model takes 512; shorten it"))
     reader.until(lambda panel: not panel.live)
     assert transcript(reader.panel) == [("user", "Long?"), ("assistant", "")]
-    assert "takes 512" in reader.panel.turns[-1]["error"]
+    assert "takes 512" in reader.panel.messages[-1]["error"]
     assert reader.panel.history == []
     answer(reader, backend, "Short?", "Yes")
     assert [message.content for message in backend.requests[-1][1].messages] == ["Short?"]
@@ -120,7 +120,7 @@ def test_an_unloaded_model_ends_the_answer_with_its_message(reader: Reader, back
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("Once"), NotLoadedError("tiny was unloaded"))
     reader.until(lambda panel: not panel.live)
-    turn = reader.panel.turns[-1]
+    turn = reader.panel.messages[-1]
     assert (turn["text"], turn["error"]) == ("Once", "tiny was unloaded")
 
 
@@ -133,7 +133,7 @@ def test_showing_another_lab_stops_the_answer_and_keeps_the_transcript(
     following = ScriptedBackend()
     workbench.follow(following)
     reader.until(lambda panel: not panel.live)
-    assert reader.panel.turns[-1]["stats"] == "ended: another lab is shown now"
+    assert reader.panel.messages[-1]["stats"] == "ended: another lab is shown now"
     assert backend.stopped == 1
     answer(reader, following, "Still there?", "Yes")
 
@@ -170,7 +170,7 @@ def test_clear_removes_everything_including_a_running_answer(reader: Reader, bac
     reader.give(backend.steps, delta("2"))
     reader.until(lambda panel: panel.live.get("text"))
     reader.ask("clear")
-    reader.until(lambda panel: not panel.turns and not panel.live)
+    reader.until(lambda panel: not panel.messages and not panel.live)
     answer(reader, backend, "Three?", "3")
     assert [message.content for message in backend.requests[-1][1].messages] == ["Three?"]
     assert reader.panel.history == [{"role": "user", "content": "Three?"}, {"role": "assistant", "content": "3"}]
@@ -181,7 +181,7 @@ def test_a_stopped_server_refuses_with_the_next_step(reader: Reader, backend: Sc
     reader.until(lambda panel: panel.server["state"] == "stopped")
     with pytest.raises(Refused, match="run the launch cell again"):
         reader.ask("send", text="Hi?")
-    assert not reader.panel.turns
+    assert not reader.panel.messages
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_invalid_fields_of_a_question_are_refused_by_name(reader: Reader, name: 
     with pytest.raises(Refused, match=name) as refusal:
         reader.ask("send", **{"text": "Hi?", name: value})
     assert refusal.value.code == "invalid-request"
-    assert not reader.panel.turns
+    assert not reader.panel.messages
 
 
 def test_the_transcript_is_bounded_and_begins_with_a_question() -> None:
@@ -223,15 +223,15 @@ def test_the_transcript_is_bounded_and_begins_with_a_question() -> None:
 def test_the_number_of_removed_messages_is_shown(reader: Reader, backend: ScriptedBackend) -> None:
     for number in range(3):
         answer(reader, backend, "x" * 90_000, str(number))
-    assert len(reader.panel.turns) == 4
-    assert reader.panel.forgotten.startswith("2 older messages were removed")
+    assert len(reader.panel.messages) == 4
+    assert reader.panel.removed.startswith("2 older messages were removed")
 
 
 def test_an_answer_that_is_too_long_is_cut(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("x" * (MAX_CHARACTERS + 1)))
     reader.until(lambda panel: not panel.live)
-    assert reader.panel.turns[-1]["stats"].startswith("cut at 200,000 characters")
+    assert reader.panel.messages[-1]["stats"].startswith("cut at 200,000 characters")
     assert backend.stopped == 1
 
 
@@ -281,10 +281,10 @@ def real_reader(lab: lmx_lab.Lab, quick: None, real_workbench: Workbench) -> Rea
 
 def test_a_real_answer_and_its_history(lab: lmx_lab.Lab, real_reader: Reader) -> None:
     real_reader.ask("send", text="Hello", max_tokens=5, temperature=0)
-    real_reader.until(lambda panel: len(panel.turns) == 2)
+    real_reader.until(lambda panel: len(panel.messages) == 2)
     reply = lab.chat([{"role": "user", "content": "Hello"}], max_tokens=5, temperature=0)
-    assert real_reader.panel.turns[-1]["text"] == reply.text
-    assert real_reader.panel.turns[-1]["stats"].endswith("cut at max_tokens")
+    assert real_reader.panel.messages[-1]["text"] == reply.text
+    assert real_reader.panel.messages[-1]["stats"].endswith("cut at max_tokens")
     assert lab.chat(real_reader.panel.history, max_tokens=2).text
 
 
@@ -293,16 +293,16 @@ def test_a_real_answer_is_stopped(lab: lmx_lab.Lab, real_reader: Reader) -> None
     real_reader.until(lambda panel: panel.live.get("text"))
     real_reader.ask("stop")
     real_reader.until(lambda panel: not panel.live)
-    text = real_reader.panel.turns[-1]["text"]
+    text = real_reader.panel.messages[-1]["text"]
     assert text
     real_reader.ask("send", text="Hello", max_tokens=1)
-    real_reader.until(lambda panel: len(panel.turns) == 4)
+    real_reader.until(lambda panel: len(panel.messages) == 4)
 
 
 def test_a_real_prompt_that_is_too_long_is_refused_with_both_numbers(real_reader: Reader) -> None:
     real_reader.ask("send", text="long " * 2 * CONTEXT)
-    real_reader.until(lambda panel: len(panel.turns) == 2)
-    assert str(CONTEXT) in real_reader.panel.turns[-1]["error"]
+    real_reader.until(lambda panel: len(panel.messages) == 2)
+    assert str(CONTEXT) in real_reader.panel.messages[-1]["error"]
 
 
 def test_unloading_ends_a_running_answer(
@@ -313,7 +313,7 @@ def test_unloading_ends_a_running_answer(
     real_reader.until(lambda panel: panel.live.get("text"))
     lab.unload()
     real_reader.until(lambda panel: not panel.live)
-    assert real_reader.panel.turns[-1]["text"]
+    assert real_reader.panel.messages[-1]["text"]
     real_reader.ask("send", text="And now?")
-    real_reader.until(lambda panel: len(panel.turns) == 4)
-    assert "load" in real_reader.panel.turns[-1]["error"]
+    real_reader.until(lambda panel: len(panel.messages) == 4)
+    assert "load" in real_reader.panel.messages[-1]["error"]

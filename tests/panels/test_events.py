@@ -129,7 +129,7 @@ def test_a_frame_has_the_newest_rows_and_a_view_can_request_others(
     assert (len(frame["rows"]), frame["base"], frame["first"]) == (WINDOW_ROWS, 0, 150)
     part = reader.ask("rows", first=40, count=5)
     assert [row["text"] for row in part["rows"]] == ["40", "41", "42", "43", "44"]
-    assert (part["first"], part["counting"]) == (40, frame["counting"])
+    assert (part["first"], part["numbering"]) == (40, frame["numbering"])
     assert reader.ask("rows", first=900)["rows"] == []
     with pytest.raises(Refused, match="count"):
         reader.ask("rows", first=0, count=WINDOW_ROWS + 1)
@@ -185,7 +185,7 @@ def test_an_outage_is_two_rows_whatever_the_number_of_attempts(
     reader.give(
         daemon.given, LOST, *(state for each in further for state in (ConnectionState(state="connecting"), each))
     )
-    reader.until(lambda panel: panel.connection["words"] == "no connection; next attempt within 10 s")
+    reader.until(lambda panel: panel.connection["text"] == "no connection; next attempt within 10 s")
     assert reader.panel.connection["error"] == "no answer"
     assert texts(reader.panel) == ["no connection to the daemon (29 attempts have failed): no answer"]
     reader.give(daemon.given, ConnectionState(state="catching-up"), log.created(), LIVE)
@@ -236,12 +236,12 @@ def test_the_running_text_of_a_session_is_replaced_by_the_whole_message(
     }
     tool = {"call_id": "c", "name": "weather", "arguments": {}}
     reader.give(daemon.given, log.message("It is so."), log.event("tool.start", tool))
-    reader.until(lambda panel: panel.live["remark"] == "running weather")
+    reader.until(lambda panel: panel.live["activity"] == "running weather")
     assert reader.panel.live["text"] == "It is so."
     reader.give(daemon.given, log.token("Sunny.", message="msg-3"), log.done("Sunny."))
     reader.until(lambda panel: panel.live["status"] == "idle")
     assert reader.panel.live["text"] == "It is so.\n\nSunny."
-    assert reader.panel.live["remark"] == "end · 3 tokens · 20.0 tokens/s"
+    assert reader.panel.live["activity"] == "end · 3 tokens · 20.0 tokens/s"
 
 
 def test_stop_cancels_the_sessions_turn(reader: Reader, daemon: ScriptedDaemon) -> None:
@@ -260,7 +260,7 @@ def test_a_decision_is_sent_to_the_daemon_and_removes_the_call(
     )
     reader.until(lambda panel: len(panel.permissions) == 2)
     call = reader.panel.permissions[0]
-    assert (call["tool"], call["session"], call["left_out"]) == ("shell", "Weather", 0)
+    assert (call["tool"], call["session"], call["omitted"]) == ("shell", "Weather", 0)
     assert '"\\u202erm -r"' in call["arguments"]
     reader.ask("decide", permission="per-1", decision="allow", scope="session")
     assert daemon.calls == [("decide", "per-1", "allow", "session")]
@@ -296,7 +296,7 @@ def test_long_arguments_are_cut_and_the_rest_is_counted(log: ScriptedLog) -> Non
     sessions.add(log.permission_request(arguments={"text": "x" * 30_000}))
     (call,) = sessions.permissions()
     assert len(call["arguments"]) == event_sessions.ARGUMENT_CHARACTERS
-    assert call["left_out"] > 10_000
+    assert call["omitted"] > 10_000
 
 
 def test_a_view_has_the_oldest_waiting_calls(log: ScriptedLog) -> None:
@@ -339,7 +339,7 @@ def test_a_failed_connection_is_shown_and_can_be_retried(reader: Reader, daemon:
 def test_without_a_daemon_the_panel_says_how_to_start_one(workbench: Workbench) -> None:
     reader = Reader(EventsPanel(workbench), workbench)
     reader.until(lambda panel: panel.connection["state"] == "none")
-    assert "launch(daemon=True)" in reader.panel.connection["words"]
+    assert "launch(daemon=True)" in reader.panel.connection["text"]
     assert "launch(daemon=True)" in reader.panel.snapshot_html()
     with pytest.raises(Refused, match="daemon=True"):
         reader.ask("cancel", session="ses-1")

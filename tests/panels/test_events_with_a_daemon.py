@@ -84,4 +84,4 @@ def test_stop_cancels_an_endless_turn(reader: Reader, http: httpx2.Client) -> No
     http.post(f"/v3/sessions/{session}/turns", json={"content": "Tell a story."}).raise_for_status()
     reader.until(lambda panel: panel.live.get("text") == "Once upon a time")
     reader.ask("cancel", session=session)
-    reader.until(lambda panel: panel.live["status"] == "idle" and "cancelled" in panel.live["remark"])
+    reader.until(lambda panel: panel.live["status"] == "idle" and "cancelled" in panel.live["activity"])

@@ -22,7 +22,7 @@ def reader(quick: None, workbench: Workbench) -> Reader:
 
 
 def cells(panel: ModelsPanel) -> dict[str, Any]:
-    return {row["id"]: (row["cells"][-1], row["can"]) for row in panel.rows}
+    return {row["id"]: (row["cells"][-1], row["action"]) for row in panel.rows}
 
 
 def sample(*, active: int) -> Sample:
@@ -86,14 +86,14 @@ def test_a_download_shows_its_progress(reader: Reader, backend: ScriptedBackend)
     reader.ask("load", model="org/big")
     event = ModelEvent(model="org/big", stage="download", done_bytes=500_000_000, total_bytes=2_000_000_000)
     reader.give(backend.published, event)
-    shown = {"words": "downloading", "detail": "500 MB of 2.00 GB", "part": 0.25, "cancel": True}
+    shown = {"text": "downloading", "detail": "500 MB of 2.00 GB", "fraction": 0.25, "can_cancel": True}
     reader.until(lambda panel: panel.jobs == [{"id": "org/big", **shown}])
 
 
 def test_a_load_under_another_name_stays_one_job(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("load", model="./folder")
     reader.give(backend.published, ModelEvent(model="/abs/folder", stage="load", total_bytes=1_000))
-    expected = {"id": "./folder", "words": "loading", "detail": "", "part": None, "cancel": False}
+    expected = {"id": "./folder", "text": "loading", "detail": "", "fraction": None, "can_cancel": False}
     reader.until(lambda panel: panel.jobs == [expected])
 
 
@@ -101,9 +101,9 @@ def test_a_load_shows_that_it_waits_for_running_answers(reader: Reader, backend:
     backend.measured = sample(active=2)
     reader.ask("load", model="tiny")
     reader.give(backend.published, ModelEvent(model="tiny", stage="load"))
-    reader.until(lambda panel: [job["words"] for job in panel.jobs] == ["waiting for running answers (2)"])
+    reader.until(lambda panel: [job["text"] for job in panel.jobs] == ["waiting for running answers (2)"])
     backend.measured = sample(active=0)
-    reader.until(lambda panel: [job["words"] for job in panel.jobs] == ["loading"])
+    reader.until(lambda panel: [job["text"] for job in panel.jobs] == ["loading"])
 
 
 def test_a_second_load_is_refused(reader: Reader, backend: ScriptedBackend) -> None:
@@ -146,7 +146,7 @@ def test_unload_unloads_the_model(reader: Reader, backend: ScriptedBackend) -> N
     backend.set_state(model="tiny")
     reader.until(lambda panel: panel.server["model"] == "tiny")
     reader.ask("unload", model="tiny")
-    reader.until(lambda panel: [job["words"] for job in panel.jobs] == ["unloading"])
+    reader.until(lambda panel: [job["text"] for job in panel.jobs] == ["unloading"])
     reader.ask("unload", model="tiny")
     reader.give(backend.unloads, 0.1)
     reader.until(lambda panel: not panel.jobs)

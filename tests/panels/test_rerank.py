@@ -75,9 +75,9 @@ def test_documents_are_ranked_and_shown_the_best_first(reader: Reader, backend: 
         [1, "0.7500", "Sea water is salty.", 1, "▲1"],
         [2, "-0.2500", "Bread is baked.", 0, "▼1"],
     ]
-    assert [row["words"] for row in table["rows"]] == ["up 1", "down 1"]
+    assert [row["change"] for row in table["rows"]] == ["up 1", "down 1"]
     assert re.fullmatch(r"2 documents by cosine, minilm in \d+ ms: How salty\?", table["caption"])
-    assert reader.panel.asked == {"query": "How salty?", "documents": PAIR}
+    assert reader.panel.request == {"query": "How salty?", "documents": PAIR}
 
 
 def test_a_failed_ranking_is_reported_and_the_table_stays(reader: Reader, backend: ScriptedBackend) -> None:
@@ -87,10 +87,10 @@ def test_a_failed_ranking_is_reported_and_the_table_stays(reader: Reader, backen
     for error, words in ((NotLoadedError("load a reranker first"), "load a reranker"), (ValueError("x"), "a bug")):
         reader.ask("rank", query="q", documents=PAIR)
         reader.give(backend.rankings, error)
-        reader.until(lambda panel, words=words: words in panel.problem and not panel.busy)
+        reader.until(lambda panel, words=words: words in panel.error and not panel.busy)
         assert len(reader.panel.table["rows"]) == 2
     reader.ask("rank", query="q", documents=PAIR)
-    reader.until(lambda panel: panel.busy and not panel.problem)
+    reader.until(lambda panel: panel.busy and not panel.error)
 
 
 def test_loads_of_other_models_are_not_shown_during_a_ranking(
@@ -99,7 +99,7 @@ def test_loads_of_other_models_are_not_shown_during_a_ranking(
     async def send(event: ModelEvent) -> str:
         reader.panel.model_event(event)
         reader.panel.flush()
-        return str(reader.panel.doing)
+        return str(reader.panel.activity)
 
     def after(**event: Any) -> str:
         return workbench.submit(send(ModelEvent(**event))).result(WAIT_S)
@@ -118,11 +118,11 @@ def test_a_ranking_can_be_cancelled(reader: Reader, backend: ScriptedBackend) ->
     reader.ask("rank", query="q", documents=PAIR)
     reader.until(lambda panel: panel.busy)
     reader.ask("cancel")
-    reader.until(lambda panel: not panel.busy and "Cancelled" in panel.problem)
+    reader.until(lambda panel: not panel.busy and "Cancelled" in panel.error)
     reader.ask("cancel")
     reader.ask("rank", query="q", documents=PAIR)
     reader.give(backend.rankings, RANKED)
-    reader.until(lambda panel: panel.table and not panel.problem)
+    reader.until(lambda panel: panel.table and not panel.error)
 
 
 def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(
@@ -135,7 +135,7 @@ def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(
         await panel.do_cancel({})
 
     workbench.submit(at_once()).result(WAIT_S)
-    reader.until(lambda panel: not panel.busy and panel.problem)
+    reader.until(lambda panel: not panel.busy and panel.error)
     assert reader.ask("rank", query="q", documents=PAIR) is None
     reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: not panel.busy and panel.table)
@@ -218,7 +218,7 @@ def test_half_surrogate_pairs_are_replaced(reader: Reader, backend: ScriptedBack
     reader.ask("rank", query="\ud800", documents="a\udc00\nb")
     reader.give(backend.rankings, RANKED)
     reader.until(lambda panel: panel.table)
-    json.dumps([reader.panel.table, reader.panel.asked], ensure_ascii=False).encode()
+    json.dumps([reader.panel.table, reader.panel.request], ensure_ascii=False).encode()
     reader.ask("tsv").encode()
 
 
@@ -231,7 +231,7 @@ def test_the_table_of_a_result_does_not_depend_on_the_server(workbench: Workbenc
     reader.ask("sort", column="index")
     reader.until(lambda panel: column(reader, 3) == [0, 1, 2])
     assert (reader.panel.form, reader.panel.server) == (False, {})
-    assert [row["words"] for row in reader.panel.table["rows"]] == ["down 2", "unchanged", "up 2"]
+    assert [row["change"] for row in reader.panel.table["rows"]] == ["down 2", "unchanged", "up 2"]
     assert reader.panel.table["caption"] == "3 documents by cosine, m: q"
 
 
@@ -249,7 +249,7 @@ def test_every_column_sorts_both_ways(workbench: Workbench, by: str, first: list
     for ranks in (first, again, first):
         reader.ask("sort", column=by)
         reader.until(lambda panel, ranks=ranks: panel.table["sort"] == by and column(reader, 0) == ranks)
-    assert reader.panel.table["down"] == (by in {"score", "change"})
+    assert reader.panel.table["descending"] == (by in {"score", "change"})
     reader.ask("sort", column="rank")
     reader.until(lambda panel: column(reader, 0) == [1, 2, 3, 4])
     reader.ask("sort", column="rank")
@@ -391,12 +391,12 @@ def test_a_real_lab_ranks_as_its_own_verb_does(bert: lmx_lab.Lab) -> None:
     try:
         reader = Reader(RerankPanel(workbench), workbench)
         reader.ask("rank", query="How salty is the sea?", documents=PAIR + "\n<b>salt</b>")
-        reader.until(lambda panel: panel.table or panel.problem)
+        reader.until(lambda panel: panel.table or panel.error)
         expected = bert.rerank("How salty is the sea?", [*PAIR.split("\n"), "<b>salt</b>"])
         assert column(reader, 2) == [row.document for row in expected]
         assert column(reader, 1) == [f"{row.score:.4f}" for row in expected]
         bert.unload()
         reader.ask("rank", query="q", documents=PAIR)
-        reader.until(lambda panel: "load" in panel.problem.lower())
+        reader.until(lambda panel: "load" in panel.error.lower())
     finally:
         workbench.rest()
