@@ -1,4 +1,4 @@
-"""Data frames, for which pandas is imported when somebody asks: it takes half a second, and not everybody has it."""
+"""Import pandas on demand: it is optional, and its import takes half a second."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 
 def pandas_for(name: str) -> Any:
-    """pandas, for what has this name.
+    """Return the module pandas.
+
+    Args:
+        name: The attribute or function that needs it, for the error message.
 
     Raises:
-        ImportError: it is not installed; the message says how it is.
+        ImportError: pandas is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module("pandas")

@@ -1,6 +1,6 @@
-"""Run coroutines for blocking callers: on an event loop in a thread of its own, or nested in the one that runs already.
+"""Run coroutines for blocking callers: on an event loop in a thread, or nested in the loop that already runs.
 
-Both treat Ctrl-C alike: the work is cancelled, has ended, and then the interrupt is raised.
+Both handle Ctrl-C in the same way: the coroutine is cancelled, and after its end ``KeyboardInterrupt`` is raised.
 """
 
 from __future__ import annotations
@@ -21,53 +21,53 @@ from lmx_lab.errors import HostingError
 
 T = TypeVar("T")
 
-BEGIN_S = 5.0
-"""How long work for a loop that another thread runs may wait for its first step."""
+START_S = 5.0
+"""Maximum time for the first step of a coroutine on a loop that another thread runs."""
 CANCEL_S = 2.0
-"""How long cancelled work may take to end before nobody waits for it any more."""
-LOOK_S = 0.25
-"""How often one who waits looks up: an interrupt that comes at the very moment a wait begins does not wake it."""
+"""Maximum time to wait for the end of a cancelled coroutine."""
+POLL_S = 0.25
+"""Maximum time of one wait. An interrupt that arrives exactly when a wait begins does not end it."""
 
 
 class _Call(Generic[T]):
-    """One coroutine on another thread's loop. Asking it to end and seeing it end are two things here."""
+    """A coroutine on the loop of another thread. ``cancel`` requests its end, and ``future`` has its end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> None:
         self._loop = loop
         self._coro = coro
         self._task: asyncio.Task[T] | None = None
-        self.begun = threading.Event()
-        """Set, or the work was cancelled before its first step."""
+        self.started = threading.Event()
+        """Set when the loop has created the task."""
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        # Weakly: a future keeps its callbacks, and with them its result, until somebody collects cycles.
+        # A weak reference: a future keeps its callbacks, and a cycle would keep the result until garbage collection.
         me = weakref.ref(self)
         self.future.add_done_callback(lambda future: _cancel(me) if future.cancelled() else None)
         loop.call_soon_threadsafe(self._start)
 
     def cancel(self) -> None:
-        """Ask the coroutine to end; from any thread and from signal handlers."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and the coroutine has ended
+        """Cancel the coroutine. Can be called from any thread and from signal handlers."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed, and the coroutine has ended.
             self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task else None)
 
     def _start(self) -> None:
-        self.begun.set()
-        self._task = self._loop.create_task(self._guarded())
+        self.started.set()
+        self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._finish)
 
-    async def _guarded(self) -> T:
+    async def _run(self) -> T:
         try:
             return await self._coro
         except (SystemExit, KeyboardInterrupt) as exc:
-            # Out of a task they would end the loop for everybody.
-            raise HostingError(f"the work on the server's loop tried to end the process: {exc!r}") from exc
+            # Raised by a task, these exceptions would end the loop for all its users.
+            raise HostingError(f"code on the server's loop tried to exit the process: {exc!r}") from exc
 
     def _finish(self, task: asyncio.Task[T]) -> None:
-        self._coro.close()  # it has ended, or was cancelled before its first step
+        self._coro.close()  # It has ended, or was cancelled before its first step.
         if not self.future.set_running_or_notify_cancel():
             _close_result(task)
             return
         if task.cancelled():
-            self.future.set_exception(HostingError("this work was cancelled: its loop was stopped"))
+            self.future.set_exception(HostingError("this call was cancelled, because its loop was stopped"))
         elif (error := task.exception()) is not None:
             self.future.set_exception(error)
         else:
@@ -75,12 +75,12 @@ class _Call(Generic[T]):
 
 
 def _cancel(call: weakref.ref[_Call[Any]]) -> None:
-    if (found := call()) is not None:
-        found.cancel()
+    if (existing := call()) is not None:
+        existing.cancel()
 
 
 class LoopThread:
-    """An event loop on a daemon thread of its own, which serves while cells are busy."""
+    """An event loop in a daemon thread, which also runs while a cell blocks the kernel's loop."""
 
     def __init__(self, name: str = "lmx-lab-server") -> None:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -92,59 +92,62 @@ class LoopThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """
+        """The event loop.
+
         Raises:
-            HostingError: not started yet.
+            HostingError: the thread was not started.
         """
         if self._loop is None:
             raise HostingError("this loop thread was not started; call start() first")
         return self._loop
 
     def start(self) -> None:
-        """Start the thread; returns when its loop runs. A thread that was stopped cannot be started again."""
+        """Start the thread; returns when its loop runs. A stopped thread cannot be started again."""
         if self._stopped:
-            raise HostingError("this loop thread was stopped; make a new one")
+            raise HostingError("this loop thread was stopped; create a new one")
         if not self._thread.is_alive():
             self._thread.start()
         self._ready.wait()
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run the coroutine on the loop, without waiting; cancelling the future cancels it.
+        """Run a coroutine on the loop without waiting. Cancelling the future cancels it.
 
         Raises:
-            HostingError: the thread does not run.
+            HostingError: the thread is not running.
         """
         return self._call(coro).future
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run the coroutine on the loop and wait for its result, from any other thread.
+        """Run a coroutine on the loop and wait for its result. Can be called from any other thread.
 
-        An interrupt (Ctrl-C) cancels the coroutine, waits until it has ended and then raises ``KeyboardInterrupt``; a
-        second one does not wait.
+        An interrupt (Ctrl-C) cancels the coroutine, waits for its end and then raises ``KeyboardInterrupt``; a second
+        one does not wait.
 
         Raises:
-            HostingError: called on the thread itself, which would never return, or the thread does not run.
-            TimeoutError: after ``timeout_s``; the coroutine was cancelled.
+            HostingError: called on the thread itself, which would wait forever, or the thread is not running.
+            TimeoutError: there was no result after ``timeout_s``; the coroutine was cancelled.
         """
         if threading.current_thread() is self._thread:
             coro.close()
-            raise HostingError("a blocking call on the server's own loop would never return; await the coroutine")
+            raise HostingError(
+                "a blocking call on the server's own loop would wait forever; await the coroutine instead"
+            )
         with _interruptible(lambda: call.future), Interrupts() as interrupts:
             call = self._call(coro)
-            interrupts.aim(call.cancel)
-            if not (settled := _settled(call.future, timeout_s)):
+            interrupts.set_cancel(call.cancel)
+            if not (done := _wait_for(call.future, timeout_s)):
                 call.cancel()
-                _settled(call.future, CANCEL_S)
-        if not settled:
-            raise TimeoutError(f"no result after {timeout_s} s; the work was cancelled")
+                _wait_for(call.future, CANCEL_S)
+        if not done:
+            raise TimeoutError(f"there was no result after {timeout_s} s; the call was cancelled")
         return call.future.result()
 
     def stop(self) -> None:
-        """Cancel whatever still runs, end the loop and the thread. Idempotent; waits a few seconds at most."""
+        """Cancel all tasks, and end the loop and the thread. Idempotent; waits at most a few seconds."""
         with self._lock:
             self._stopped = True
             if self._ending is not None:
-                with contextlib.suppress(RuntimeError):  # its loop is closed already
+                with contextlib.suppress(RuntimeError):  # The loop is closed already.
                     self.loop.call_soon_threadsafe(self._ending.set)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2 * CANCEL_S)
@@ -153,15 +156,15 @@ class LoopThread:
         with self._lock:
             if self._stopped or self._loop is None:
                 coro.close()
-                raise HostingError("the server's loop does not run: it was stopped, or never started")
+                raise HostingError("the server's loop is not running: it was stopped, or not started")
             return _Call(self._loop, coro)
 
     def _main(self) -> None:
-        # Not uvloop: a kernel's loop that shall be nested cannot be one, and both modes shall behave the same.
+        # Not uvloop: nested loops do not support it, and servers on both kinds of loops should behave in the same way.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-            runner.run(self._live())
+            runner.run(self._wait_for_stop())
 
-    async def _live(self) -> None:
+    async def _wait_for_stop(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
         self._ready.set()
@@ -169,44 +172,43 @@ class LoopThread:
 
 
 def run_nested(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine to its end on this thread's loop although that loop runs already; the rest of it goes on.
+    """Run a coroutine on a loop and wait for its result. In the loop's own thread, the loop, which is running already,
+    is run nested, so that its other tasks continue.
 
-    For blocking verbs in a kernel; on another thread than the loop's, the coroutine is handed over and awaited. An
-    interrupt cancels the coroutine, waits until it has ended and then raises ``KeyboardInterrupt``; a second one does
-    not wait.
+    This is for blocking verbs in a kernel. In other threads, the coroutine is sent to the loop. An interrupt cancels
+    the coroutine, waits for its end and then raises ``KeyboardInterrupt``; a second one does not wait.
 
     Raises:
-        HostingError: a loop that cannot be nested (uvloop), or another thread's that does not come round.
+        HostingError: the loop cannot run nested (uvloop), or is blocked in its own thread.
     """
     if loop.is_running() and asyncio._get_running_loop() is None:
-        return _run_across(loop, coro)
+        return _run_from_other_thread(loop, coro)
     problem = _unnestable(loop)
     if problem:
         coro.close()
-        raise HostingError(f"{problem}; await the verb's a… twin instead, or launch with loop='thread'")
-    # Here and not above: it patches asyncio for the whole process, so only those who need it pay.
+        raise HostingError(f"{problem}; await the form of the verb that begins with a, or launch with loop='thread'")
+    # Here, because it patches asyncio for the whole process.
     import nest_asyncio2  # type: ignore[import-untyped,unused-ignore]
 
     nest_asyncio2.apply(loop)
     with _interruptible(lambda: task), Interrupts() as interrupts:
         task = loop.create_task(coro)
-        interrupts.aim(lambda: loop.call_soon_threadsafe(task.cancel))
+        interrupts.set_cancel(lambda: loop.call_soon_threadsafe(task.cancel))
         return loop.run_until_complete(task)
 
 
-def _run_across(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> T:
+def _run_from_other_thread(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> T:
     with _interruptible(lambda: call.future), Interrupts() as interrupts:
         call = _Call(loop, coro)
-        interrupts.aim(call.cancel)
-        # A cell that waits for this very thread keeps the loop from ever coming round.
-        if not call.begun.wait(BEGIN_S):
+        interrupts.set_cancel(call.cancel)
+        # A cell that waits for this thread would block the loop forever.
+        if not call.started.wait(START_S):
             call.cancel()
             raise HostingError(
-                f"the server's loop has not come round for {BEGIN_S:g} s, so this thread's work was given up: a cell "
-                "keeps the loop busy, perhaps by waiting for this thread; put the cell under %%offload, or launch with "
-                "loop='thread'"
+                f"the server's loop has been blocked for {START_S:g} s, so this call was cancelled: a cell blocks the "
+                "loop, perhaps by waiting for this thread; put the cell under %%offload, or launch with loop='thread'"
             )
-        _settled(call.future, None)
+        _wait_for(call.future, None)
     return call.future.result()
 
 
@@ -219,10 +221,11 @@ def _unnestable(loop: asyncio.AbstractEventLoop) -> str | None:
 
 
 class Interrupts:
-    """Within the block the first SIGINT cancels the work and is raised after the block; a second one is raised at once.
+    """Context in which the first SIGINT cancels the work, and is raised at the end; a second one is raised at once.
 
-    A raised interrupt would land in whatever the loop runs at that moment, a stranger's request for one; and in cells
-    with ``await`` ipykernel's own handler raises nothing at all, so that a blocking verb could not be stopped.
+    An interrupt that is raised at once would be raised in whatever the loop runs at that moment, such as the request
+    of another client. In cells with ``await``, ipykernel's own handler does not raise it at all, so that a blocking
+    verb could not be stopped.
     """
 
     def __init__(self) -> None:
@@ -230,8 +233,8 @@ class Interrupts:
         self._cancel: Callable[[], object] | None = None
         self._previous: Any = None
 
-    def aim(self, cancel: Callable[[], object]) -> None:
-        """Say how the work is cancelled, as soon as there is any; an interrupt may have come already."""
+    def set_cancel(self, cancel: Callable[[], object]) -> None:
+        """Set the function that cancels the work. Calls it if an interrupt was received already."""
         self._cancel = cancel
         if self._received:
             cancel()
@@ -265,17 +268,17 @@ class Interrupts:
 
 @contextlib.contextmanager
 def _interruptible(work: Callable[[], concurrent.futures.Future[Any] | asyncio.Task[Any]]) -> Iterator[None]:
-    """Close the result of the work if the block is interrupted: no caller gets it, and the traceback keeps it alive."""
+    """Close the work's result if the block is interrupted: no caller receives it, but the traceback refers to it."""
     try:
         yield
     except KeyboardInterrupt:
-        with contextlib.suppress(NameError):  # interrupted before the work began
+        with contextlib.suppress(NameError):  # Interrupted before the work was started.
             work().add_done_callback(_close_result)
         raise
 
 
 async def receive(future: concurrent.futures.Future[T]) -> T:
-    """The result of another thread's future. Cancelling the caller cancels the work and closes a late result."""
+    """Return the result of another thread's future. Cancelling the caller cancels the work and closes a late result."""
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -295,17 +298,17 @@ def close_result(result: object) -> None:
             close()
 
 
-def _settled(future: concurrent.futures.Future[Any], timeout_s: float | None) -> bool:
+def _wait_for(future: concurrent.futures.Future[Any], timeout_s: float | None) -> bool:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
-        done, _ = concurrent.futures.wait([future], max(0.0, left_s))
-        if done or left_s <= 0:
+        wait_s = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
+        done, _ = concurrent.futures.wait([future], max(0.0, wait_s))
+        if done or wait_s <= 0:
             return bool(done)
 
 
 class RunningServer(Protocol):
-    """A server of this process, from its start on."""
+    """A server in this process that was started."""
 
     @property
     def port(self) -> int: ...
@@ -315,18 +318,20 @@ class RunningServer(Protocol):
     def running(self) -> bool: ...
 
 
-_SERVING: weakref.WeakSet[RunningServer] = weakref.WeakSet()
-_SERVING_LOCK = threading.Lock()
+_SERVERS: weakref.WeakSet[RunningServer] = weakref.WeakSet()
+_SERVERS_LOCK = threading.Lock()
 
 
 def note_serving(server: RunningServer) -> None:
-    """Remember who serves a port, as long as anybody holds it; from any thread."""
-    with _SERVING_LOCK:
-        _SERVING.add(server)
+    """Register a server as long as it is referenced elsewhere. Can be called from any thread."""
+    with _SERVERS_LOCK:
+        _SERVERS.add(server)
 
 
 def loops_serving(port: int) -> list[asyncio.AbstractEventLoop]:
-    """The loops of this process that serve the port now, at any address: who waits on one of them waits for itself."""
-    with _SERVING_LOCK:
-        servers = list(_SERVING)
+    """Return the loops of this process that serve this port at any address. A caller that waits on one of them for its
+    own server waits forever.
+    """
+    with _SERVERS_LOCK:
+        servers = list(_SERVERS)
     return [server.loop for server in servers if server.port == port and server.running]

@@ -1,4 +1,4 @@
-"""A progress bar, in a terminal (on standard error) or a notebook; nowhere else, where it would be rubbish in a log."""
+"""Show progress bars in terminals (on standard error) and in notebooks; nothing is shown elsewhere, such as in logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = "{task.description}"
 
 
 class Step(Protocol):
-    """What a bar shows: ``weights.Progress`` and ``wire.admin.ModelEvent`` both are such."""
+    """A step of a download or a load: ``weights.Progress`` or ``wire.admin.ModelEvent``."""
 
     @property
     def stage(self) -> str: ...
@@ -32,9 +32,9 @@ class Step(Protocol):
     def total_bytes(self) -> int | None: ...
 
 
-class Bar:
-    """One line that shows the stage that runs now. Nothing is drawn before the first step, and only on the thread that
-    calls ``update``: rich's own refreshing thread would draw into another cell.
+class ProgressBar:
+    """One line with the current stage. It is drawn from the first step on, in the thread that calls ``update``, because
+    the output of rich's own thread would appear in another cell.
     """
 
     def __init__(self, title: str, console: Console, columns: Sequence[ProgressColumn], *, wide: bool) -> None:
@@ -48,7 +48,7 @@ class Bar:
         self.show(step.stage, step.done_bytes or 0, step.total_bytes)
 
     def show(self, text: str, done: int, total: int | None) -> None:
-        """The stage in words, and how much of it is done; a total of None is not known."""
+        """Show a text and the progress; None is an unknown total."""
         self._progress.update(self._task, description=f"{self._title}: {text}", completed=done, total=total)
         if self._console.is_jupyter:
             self._show_in_notebook()
@@ -61,8 +61,9 @@ class Bar:
             self._progress.stop()
 
     def _show_in_notebook(self) -> None:
-        # Not rich's own way, which needs ipywidgets and leaves an empty widget behind.
+        # Rich's own display in notebooks needs ipywidgets, and leaves an empty widget.
         if self._display is None:
+            # Here, because IPython is only needed, and only installed, with notebooks.
             from IPython.display import display
 
             self._display = display(self._progress, display_id=True)  # type: ignore[no-untyped-call]
@@ -71,24 +72,24 @@ class Bar:
 
 
 @contextmanager
-def bar(title: str, console: Console | None = None) -> Iterator[Bar]:
-    """Of bytes."""
+def bar(title: str, console: Console | None = None) -> Iterator[ProgressBar]:
+    """Show the progress of a number of bytes."""
     columns = (TextColumn(TEXT, markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with _ending(Bar(title, console or Console(stderr=True), columns, wide=False)) as shown:
+    with _stopped_at_end(ProgressBar(title, console or Console(stderr=True), columns, wide=False)) as shown:
         yield shown
 
 
 @contextmanager
-def counter(title: str, console: Console | None = None) -> Iterator[Bar]:
-    """Of things that are counted, such as requests. The text gets the room that the rest has left."""
+def counter(title: str, console: Console | None = None) -> Iterator[ProgressBar]:
+    """Show the progress of a number of items, such as requests. The text takes the remaining width."""
     text = TextColumn(TEXT, markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), text)
-    with _ending(Bar(title, console or Console(stderr=True), columns, wide=True)) as shown:
+    with _stopped_at_end(ProgressBar(title, console or Console(stderr=True), columns, wide=True)) as shown:
         yield shown
 
 
 @contextmanager
-def _ending(shown: Bar) -> Iterator[Bar]:
+def _stopped_at_end(shown: ProgressBar) -> Iterator[ProgressBar]:
     try:
         yield shown
     finally:

@@ -1,4 +1,4 @@
-"""Under which addresses a lab is reached, and which Host values and origins its guard therefore accepts."""
+"""Compute the addresses of a server, and the hosts and origins that its guard accepts."""
 
 from __future__ import annotations
 
@@ -13,126 +13,130 @@ import psutil
 from lmx_lab import urls
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import GuardPolicy, LivePolicy, local_policy
-from lmx_lab.notebook.jupyter_server import notebook_server
+from lmx_lab.notebook.jupyter_server import find_notebook_server
 from lmx_lab.settings import Settings
 
-EVERYWHERE = ("0.0.0.0", "::")
-# Bridges of containers and virtual machines: addresses of this machine, but nobody's way to it.
+ALL_INTERFACES = ("0.0.0.0", "::")
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "podman")
+"""Prefixes of interfaces of containers and virtual machines, through which other hosts do not reach this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Addresses:
-    """Of a server with these settings on this port."""
+    """The addresses of a server with these settings on this port."""
 
     settings: Settings
     port: int
 
     @property
     def url(self) -> str:
+        """The address for programs on this machine."""
         return urls.local_url(self.settings.host.strip("[]"), self.port)
 
     @property
     def lan_urls(self) -> list[str]:
-        """For other hosts; the likeliest first, none when only this machine is served."""
+        """Addresses for other hosts, the most likely one first; empty if only this machine is served."""
         return urls.lan_urls(self._lan_names(), self.port)
 
     @property
     def proxy_url(self) -> str | None:
+        """The address through the notebook's web front (Hub, Binder, Colab, VS Code); None if there is none."""
         return urls.proxy_url(self.port, os.environ)
 
     @cached_property
     def proxy_path(self) -> str | None:
-        """For pages of the Jupyter server above, if jupyter-server-proxy is installed in it."""
-        above = notebook_server()
-        return urls.proxy_path(self.port, os.environ, above=above.url if above else None)
+        """The path for pages of this process's Jupyter server, if jupyter-server-proxy is installed in it."""
+        jupyter = find_notebook_server()
+        return urls.proxy_path(self.port, os.environ, above=jupyter.url if jupyter else None)
 
     @property
     def browser_step(self) -> str | None:
-        """What the reader does where only the browser knows an address."""
+        """What the user has to do where only the browser knows an address; None elsewhere."""
         return urls.browser_step(self.port, os.environ)
 
     def policy(self) -> GuardPolicy:
-        """What the guard lets pass: this machine, what the settings name, and the notebook this process belongs to.
+        """Return what the guard accepts: this machine, the hosts and origins in the settings, and this notebook.
 
         Raises:
-            InvalidRequestError: a setting (``allowed_hosts``, ``cors_origins``, ``api_key``) that could never match, or
-                an ``LMX_LAB_PROXY_URL`` that is no address.
+            InvalidRequestError: a setting (``allowed_hosts``, ``cors_origins``, ``api_key``) can never match, or
+                ``LMX_LAB_PROXY_URL`` is not an address.
         """
         own = [f"{urls.bracketed(name)}:{self.port}" for name in self._own_names()]
-        above = notebook_server()
-        fronts = self._fronts(above.url if above else None)
+        jupyter = find_notebook_server()
+        fronts = self._front_origins(jupyter.url if jupyter else None)
         return local_policy(
             self.port,
             hosts=[*own, *map(urls.host_of, fronts), *self.settings.allowed_hosts],
             origins=[*fronts, *self.settings.cors_origins],
             webviews=urls.is_vscode(os.environ),
-            passes_on=above.owns if above else None,
+            passes_on=jupyter.owns if jupyter else None,
             key=self.settings.api_key,
         )
 
     def live_policy(self) -> Callable[[], GuardPolicy]:
-        """The policy for each request: on all interfaces it follows this machine's names and addresses.
+        """Return a function that returns the policy for a request. On all interfaces, the policy is updated when the
+        machine's names or addresses change.
 
         Raises:
             InvalidRequestError: as ``policy``.
         """
-        if self._is_everywhere:
+        if self._uses_all_interfaces:
             return LivePolicy(self.policy, self._own_names)
         policy = self.policy()
         return lambda: policy
 
-    def _fronts(self, above: str | None) -> list[str]:
-        """The origins of the notebook's pages, and of this server's own pages behind a proxy.
+    def _front_origins(self, jupyter_url: str | None) -> list[str]:
+        """Return the origins of the notebook's pages, and of this server's own pages behind a proxy.
 
-        The proxies between pass on the Host that the browser asked for.
+        The proxies forward the Host that the browser has sent.
         """
         try:
             proxy = urls.origin_of(self.proxy_url or "")
         except ValueError as error:
             raise InvalidRequestError(str(error), param=urls.OVERRIDE) from error
         machine = [socket.gethostname(), *lan_addresses()]
-        return [*urls.notebook_origins(os.environ, above=above, machine=machine), *([proxy] if proxy else [])]
+        return [*urls.notebook_origins(os.environ, above=jupyter_url, machine=machine), *([proxy] if proxy else [])]
 
     def _own_names(self) -> list[str]:
-        if not self._is_everywhere:
+        if not self._uses_all_interfaces:
             return self._lan_names()
         machine = socket.gethostname().lower()
         ipv6 = ipv6_addresses() if self.settings.host.strip("[]") == "::" else []
         return [*self._lan_names(), *ipv6, machine, f"{machine}.local"]
 
     @property
-    def _is_everywhere(self) -> bool:
-        return self.settings.host.strip("[]") in EVERYWHERE
+    def _uses_all_interfaces(self) -> bool:
+        return self.settings.host.strip("[]") in ALL_INTERFACES
 
     def _lan_names(self) -> list[str]:
         if not is_lan(self.settings.host):
             return []
-        return lan_addresses() if self._is_everywhere else [self.settings.host.strip("[]")]
+        return lan_addresses() if self._uses_all_interfaces else [self.settings.host.strip("[]")]
 
 
 def is_lan(host: str) -> bool:
-    """Whether a server that listens on ``host`` is there for other machines."""
+    """Return whether a server that listens on ``host`` can be reached from other machines."""
     host = host.strip("[]")
     return host not in ("localhost", "::1") and not host.startswith("127.")
 
 
 def lan_addresses() -> list[str]:
-    """This machine's IPv4 addresses on its networks, virtual ones last, loopback and link-local left out."""
-    found = _addresses(socket.AF_INET)
-    return [address for address in found if not address.startswith(("127.", "169.254."))]
+    """Return the IPv4 addresses of this machine without loopback and link-local ones; virtual ones are last."""
+    addresses = _addresses(socket.AF_INET)
+    return [address for address in addresses if not address.startswith(("127.", "169.254."))]
 
 
 def ipv6_addresses() -> list[str]:
-    """This machine's IPv6 addresses on its networks, virtual ones last, without zones, loopback left out."""
-    return [address for address in (text.partition("%")[0] for text in _addresses(socket.AF_INET6)) if address != "::1"]
+    """Return the IPv6 addresses of this machine without zones and without loopback; virtual ones are last."""
+    addresses = [address.partition("%")[0] for address in _addresses(socket.AF_INET6)]
+    return [address for address in addresses if address != "::1"]
 
 
 def _addresses(family: socket.AddressFamily) -> list[str]:
-    found = [
+    addresses = [
         (name.startswith(VIRTUAL), address.address)
         for name, group in psutil.net_if_addrs().items()
         for address in group
         if address.family == family
     ]
-    return [address for _, address in sorted(found)]
+    return [address for _, address in sorted(addresses)]

@@ -1,4 +1,4 @@
-"""What the verbs are given, as the server would get it."""
+"""Convert the arguments of verbs to the bodies of the server's routes, and validate them."""
 
 from __future__ import annotations
 
@@ -17,117 +17,139 @@ from lmx_lab.wire.rerank import RerankBody
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Texts = str | Iterable[str] | Iterable[int] | Iterable[Sequence[int]]
-"""One text, texts, the token ids of one text, or those of several; also as an array or a column of a data frame."""
+"""One or several texts, or the token ids of one or several texts; also an array or a column of a data frame."""
 Documents = Iterable[str | Mapping[str, Any]]
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def _plain_list(items: Any) -> Any:
+def _list_of(items: Any) -> Any:
     return list(items) if isinstance(items, tuple) else items
 
 
-def _plain_bias(bias: Any) -> Any:
+def _bias_with_text_keys(bias: Any) -> Any:
     if not isinstance(bias, Mapping):
         return bias
     return {str(token) if type(token) is int else token: value for token, value in bias.items()}
 
 
-def _plain_format(asked: Any) -> Any:
-    """A pydantic model's class stands for its JSON schema."""
-    if not (isinstance(asked, type) and issubclass(asked, BaseModel)):
-        return asked
+def _schema_format(response_format: Any) -> Any:
+    """Replace the class of a pydantic model by the format of its JSON schema."""
+    if not (isinstance(response_format, type) and issubclass(response_format, BaseModel)):
+        return response_format
+    name = response_format.__name__
     try:
-        schema = asked.model_json_schema()
+        schema = response_format.model_json_schema()
     except PydanticUserError as exc:
-        said = f"response_format: {asked.__name__} has no JSON schema: {exc.message}"
-        raise InvalidRequestError(said, param="response_format") from exc
-    return {"type": "json_schema", "json_schema": {"name": asked.__name__[:256], "schema": schema}}
+        raise InvalidRequestError(
+            f"response_format: {name} has no JSON schema: {exc.message}", param="response_format"
+        ) from exc
+    return {"type": "json_schema", "json_schema": {"name": name[:256], "schema": schema}}
 
 
-PLAIN = {"stop": _plain_list, "tools": _plain_list, "logit_bias": _plain_bias, "response_format": _plain_format}
-"""What Python has and JSON has not, as the wire has it."""
+CONVERSIONS = {
+    "stop": _list_of,
+    "tools": _list_of,
+    "logit_bias": _bias_with_text_keys,
+    "response_format": _schema_format,
+}
+"""Functions that convert Python values of a parameter, which JSON does not have, to values of the chat format."""
 
 
 def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
-    """
+    """Return the request for a prompt.
+
+    Args:
+        prompt: A text, or messages.
+        parameters: Parameters of the chat format, and ``system``.
+
     Raises:
-        InvalidRequestError: the first thing that is wrong, by name.
+        InvalidRequestError: an argument is invalid; ``param`` is the first invalid one.
     """
-    fields = {name: PLAIN[name](value) if name in PLAIN else value for name, value in parameters.items()}
+    fields = {name: CONVERSIONS[name](value) if name in CONVERSIONS else value for name, value in parameters.items()}
     if "stream" in fields:
         raise InvalidRequestError("stream is a parameter of chat(); use astream(...) here", param="stream")
     system = fields.pop("system", None)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(messages, Sequence):
         messages = [*([{"role": "system", "content": system}] if system is not None else []), *messages]
-    request = _valid(ChatRequest, {"model": ANY_MODEL, "messages": messages, **fields})
-    # What a Reply does not hold.
-    for name, asked in (("n", request.choices > 1), ("logprobs", request.logprobs)):
-        if asked:
-            raise InvalidRequestError(f"{name}: a reply is one text; use OpenAI(**lab.openai) for more", param=name)
+    request = _validated(ChatRequest, {"model": ANY_MODEL, "messages": messages, **fields})
+    # A Reply has one text, without probabilities.
+    for name, is_requested in (("n", request.choices > 1), ("logprobs", request.logprobs)):
+        if is_requested:
+            raise InvalidRequestError(
+                f"{name} is not available here, because a reply has one text; use OpenAI(**lab.openai)", param=name
+            )
     return request
 
 
 def embeddings_body(texts: Texts, *, model: str | os.PathLike[str] | None, **fields: Any) -> EmbeddingsBody:
-    """
+    """Return the request for vectors of texts.
+
+    Args:
+        fields: Other fields of the body; None is the default.
+
     Raises:
-        InvalidRequestError: the first thing that is wrong, by name.
+        InvalidRequestError: an argument is invalid; ``param`` is the first invalid one.
     """
-    given = texts if isinstance(texts, str) else [_plain(item) for item in _listed(texts, "texts")]
-    numbers = {name: _plain(value) for name, value in fields.items()}
-    return _valid(EmbeddingsBody, {"model": _named(model), "input": given, **numbers})
+    values = texts if isinstance(texts, str) else [_to_python(item) for item in _as_list(texts, "texts")]
+    others = {name: _to_python(value) for name, value in fields.items()}
+    return _validated(EmbeddingsBody, {"model": _model_field(model), "input": values, **others})
 
 
 def rerank_body(query: str, documents: Documents, *, model: str | os.PathLike[str] | None, **fields: Any) -> RerankBody:
-    """
+    """Return the request for a ranking of documents.
+
+    Args:
+        fields: Other fields of the body; None is the default.
+
     Raises:
-        InvalidRequestError: the first thing that is wrong, by name.
+        InvalidRequestError: an argument is invalid; ``param`` is the first invalid one.
     """
     if isinstance(documents, str | Mapping):
-        raise InvalidRequestError("documents is one document; give a list of them", param="documents")
-    given = [dict(item) if isinstance(item, Mapping) else item for item in _listed(documents, "documents")]
-    numbers = {name: _plain(value) for name, value in fields.items()}
-    return _valid(RerankBody, {"model": _named(model), "query": query, "documents": given, **numbers})
+        raise InvalidRequestError("documents is a single document; pass a list of documents", param="documents")
+    values = [dict(item) if isinstance(item, Mapping) else item for item in _as_list(documents, "documents")]
+    others = {name: _to_python(value) for name, value in fields.items()}
+    return _validated(RerankBody, {"model": _model_field(model), "query": query, "documents": values, **others})
 
 
-def _listed(items: object, name: str) -> list[Any]:
-    """The items, also of an array or a column. What is iterable but no list of texts would be taken for one."""
+def _as_list(items: object, name: str) -> list[Any]:
+    """Return the items of any iterable, except of types that are iterable but are not lists of texts."""
     if hasattr(items, "columns"):
-        raise InvalidRequestError(f"{name} is a whole data frame; give one of its columns", param=name)
+        raise InvalidRequestError(f"{name} is a data frame; pass one of its columns", param=name)
     single = isinstance(items, bytes | bytearray | memoryview | Mapping) or getattr(items, "shape", None) == ()
     if single or not isinstance(items, Iterable):
-        raise InvalidRequestError(f"{name} is {items!r:.80}; give a list of texts", param=name)
-    found = list(items)
-    if found and isinstance(found[0], bytes | bytearray):
-        raise InvalidRequestError(f"{name} has {found[0]!r:.80}; give texts, decoded", param=name)
-    return found
+        raise InvalidRequestError(f"{name} is {items!r:.80}; pass a list of texts", param=name)
+    result = list(items)
+    if result and isinstance(result[0], bytes | bytearray):
+        raise InvalidRequestError(f"{name} contains {result[0]!r:.80}; decode it to a text", param=name)
+    return result
 
 
-def _plain(value: Any) -> Any:
-    """Tuples, ranges and arrays of token ids as lists, their numbers as Python's own."""
+def _to_python(value: Any) -> Any:
+    """Convert tuples, ranges and arrays of token ids to lists of Python's numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    return [_plain(item) for item in value] if isinstance(value, tuple | list | range) else value
+    return [_to_python(item) for item in value] if isinstance(value, tuple | list | range) else value
 
 
-def _named(model: str | os.PathLike[str] | None) -> str:
+def _model_field(model: str | os.PathLike[str] | None) -> str:
     return ANY_MODEL if model is None else model_name(model)
 
 
-def _valid(shape: type[Body], fields: Mapping[str, Any]) -> Body:
+def _validated(model: type[Body], fields: Mapping[str, Any]) -> Body:
     try:
-        return shape.model_validate(fields)
+        return model.model_validate(fields)
     except ValidationError as exc:
         raise invalid(exc) from exc
 
 
 def model_name(model: object) -> str:
-    """The id or path of a model as text.
+    """Return the id or path of a model as text.
 
     Raises:
-        InvalidRequestError: it is neither.
+        InvalidRequestError: the value is neither an id nor a path.
     """
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
     if not isinstance(name, str) or not name.strip():
-        raise InvalidRequestError(f"model is {model!r}; give an id such as 'smollm2-135m', or a path", param="model")
+        raise InvalidRequestError(f"model is {model!r}; pass an id such as 'smollm2-135m', or a path", param="model")
     return name

@@ -1,9 +1,9 @@
-"""The Jupyter server above this process: where it is, and which connections are its own.
+"""Find the Jupyter server that has started this kernel, and recognize its connections.
 
-A kernel is not told where its server is. But the server is one of its ancestors, and writes its address into the
-runtime folder, under its process id. jupyter-server-proxy runs inside it, asks every caller who he is, and passes the
-Host header on as it came; so that a connection which is the server's own needs no known Host. For the admin rules such
-callers are on this machine, as their connection is: whom that server lets in can run any code in its kernels.
+A kernel does not know the address of its server. But the server is one of its ancestors, and writes its address into
+the runtime folder under its process id. jupyter-server-proxy runs inside the server, authenticates every caller, and
+forwards the Host header unchanged; therefore connections of the server are accepted with any Host. The admin rules
+treat these callers as callers on this machine, because everyone whom the server accepts can run code in its kernels.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ import psutil
 
 @dataclass(frozen=True, kw_only=True)
 class NotebookServer:
+    """A running Jupyter server."""
+
     process: psutil.Process
     url: str
-    """As it says itself: with its base path; the machine's name where it listens everywhere."""
+    """The address that the server has written, with its base path; the host is the machine's name if the server
+    listens on all interfaces."""
 
     def owns(self, peer: tuple[str, int], here: tuple[str, int]) -> bool:
-        """Whether the server is at the other end of this connection, between ``peer`` and ``here``.
+        """Return whether the connection from ``peer`` to ``here`` is one of this server's.
 
-        A few milliseconds: for what is otherwise refused. Both ends count, since another process may have the same port
-        at its end of a connection to somebody else.
+        Takes a few milliseconds, and is therefore called only for connections that would be refused. Both ends are
+        compared, because another process may use the same local port for a connection to another address.
         """
         try:
             connections = self.process.net_connections("tcp")
@@ -34,8 +37,8 @@ class NotebookServer:
         return any((connection.laddr, connection.raddr) == (peer, here) for connection in connections)
 
 
-def notebook_server() -> NotebookServer | None:
-    """The nearest ancestor that is a Jupyter server; ``None`` without one, and where processes cannot be seen."""
+def find_notebook_server() -> NotebookServer | None:
+    """Return the nearest ancestor that is a Jupyter server; None if there is none, or processes cannot be listed."""
     folder = _runtime_folder()
     if folder is None:
         return None
@@ -44,7 +47,7 @@ def notebook_server() -> NotebookServer | None:
     except psutil.Error:
         return None
     for process in ancestors:
-        url = _written_url(folder / f"jpserver-{process.pid}.json", process.pid)
+        url = _read_url(folder / f"jpserver-{process.pid}.json", process.pid)
         if url is not None:
             return NotebookServer(process=process, url=url)
     return None
@@ -52,17 +55,17 @@ def notebook_server() -> NotebookServer | None:
 
 def _runtime_folder() -> Path | None:
     try:
-        # Comes with a kernel, not with the lab.
+        # Here, because it is installed with a kernel, not with the lab.
         from jupyter_core.paths import jupyter_runtime_dir
     except ImportError:
         return None
     return Path(jupyter_runtime_dir())
 
 
-def _written_url(file: Path, pid: int) -> str | None:
+def _read_url(file: Path, pid: int) -> str | None:
     try:
-        written = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return None
-    known = isinstance(written, dict) and written.get("pid") == pid and isinstance(written.get("url"), str)
-    return written["url"] if known else None
+    is_valid = isinstance(content, dict) and content.get("pid") == pid and isinstance(content.get("url"), str)
+    return content["url"] if is_valid else None

@@ -1,4 +1,4 @@
-"""Start a lab, keep the one that runs, or put another in its place: what a launch cell does each time it is run."""
+"""Launch labs: start a lab, return the running one, or replace it if the arguments have changed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from lmx_lab.notebook.loop_choice import LoopChoice, choose_loop
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
 
-PATIENCE_S = 10.0
+LOCK_S = 10.0
+"""Maximum time to wait for another ``launch()``."""
 
 
 def _registry() -> types.ModuleType:
-    # A module without a file: autoreload leaves it alone, so a re-run cell finds the lab that runs.
+    # A module without a file, which autoreload does not reload, so that a cell that is run again finds the lab.
     registry = sys.modules.setdefault("_lmx_lab_registry", types.ModuleType("_lmx_lab_registry"))
     for name, value in (("lab", None), ("workbench", None), ("lock", threading.RLock()), ("starting", False)):
         registry.__dict__.setdefault(name, value)
@@ -43,38 +44,40 @@ def launch(
     daemon: bool = False,
     **settings: Any,
 ) -> Lab:
-    """Start the inference server in this process, or return the one that runs if the arguments are the same.
+    """Start an inference server in this process, or return the running one if the arguments are the same.
 
-    Changed arguments restart it in place, on its port unless another is asked for, without a model unless one is named.
-    ``model`` is loaded before this returns (downloaded first where needed). Also ``await launch()``, ``with launch()``
-    and ``async with launch()``.
+    Changed arguments restart the server on the same port, unless ``port`` is another one, and without its model, unless
+    ``model`` is given. Also ``await launch()``, ``with launch()`` and ``async with launch()``.
 
     Args:
-        loop: ``kernel`` serves on the running event loop, ``thread`` on one of its own, where a busy cell does not
-            delay other clients. ``auto`` is ``kernel`` in a notebook on loopback, else ``thread``.
-        lan: listen on all interfaces, so that other hosts reach the server.
-        port: exactly this one, 0 for any free one; by default 8400 or the next free one.
-        daemon: also start the daemon, ``lab.daemon``, in front of this server. One that runs goes on; where changed
-            arguments restart the server, the daemon restarts with its sessions and its Python functions.
-        settings: any field of ``Settings``.
+        model: Id or path of a model to load before this returns. It is downloaded if necessary.
+        loop: ``kernel`` serves on the running event loop, ``thread`` in a thread with its own loop, where a busy cell
+            does not delay other clients. ``auto`` is ``kernel`` in a notebook on loopback, else ``thread``.
+        lan: Whether to listen on all interfaces, so that other hosts can reach the server.
+        port: The exact port, or 0 for any free port; by default 8400 or the next free port.
+        daemon: Whether to start also the daemon, ``lab.daemon``, in front of this server. A running daemon is kept. If
+            changed arguments restart the server, the daemon restarts with its sessions and its Python functions.
+        settings: Any field of ``Settings``.
 
     Raises:
-        PortTakenError: the explicit port is in use; what runs goes on.
-        DaemonRunningError: the home has a daemon elsewhere; the server runs nevertheless, see ``current()``.
+        PortTakenError: the given port is in use; a running lab keeps running.
+        DaemonRunningError: another process runs a daemon in this home; the server is running, see ``current()``.
         HostingError: the server could not start; nothing of it is left.
-        InvalidRequestError: an argument that is no setting, or of the wrong type.
-        LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server runs
-            nevertheless, see ``current()``.
+        InvalidRequestError: an argument is not a setting, or has a wrong type.
+        LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server is
+            running, see ``current()``.
     """
     print_warnings()
     if lan is True:
         settings.setdefault("host", "0.0.0.0")
     chosen = Settings.read(port=port, **settings)
     if lan not in (True, False) or (lan and not is_lan(chosen.host)):
-        raise InvalidRequestError(f"lan is {lan!r} and host {chosen.host!r}; leave one of them out", param="lan")
+        raise InvalidRequestError(
+            f"lan is {lan!r} and host is {chosen.host!r}, which contradict each other; omit one of them", param="lan"
+        )
     explicit = is_explicit(port)
     name = None if model is None else model_name(model)
-    with _turn():
+    with _one_launch():
         lab = before = current()
         if lab is None or not _fits(lab, chosen, loop, explicit=explicit):
             _REGISTRY.starting = True
@@ -86,61 +89,61 @@ def launch(
     if name is not None:
         lab.load(name)
     if daemon:
-        # Last: turns that wait since its last end run at once, and need the model.
-        _start_daemon(lab, before, explicit=_chosen("DAEMON_PORT", settings.get("daemon_port")))
+        # Last, because turns that were interrupted by the daemon's last stop start at once, and need the model.
+        _start_daemon(lab, before, explicit=_is_set("DAEMON_PORT", settings.get("daemon_port")))
     return lab
 
 
 def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
-    with _turn():
+    with _one_launch():
         try:
             lab.start_daemon(explicit_port=explicit, tools=before.server.daemon_tools if before is not None else None)
         except DaemonRunningError as exc:
-            raise DaemonRunningError(f"{exc.message}. The lab itself runs, at {lab.url}") from exc
+            raise DaemonRunningError(f"{exc.message}. The lab itself is running at {lab.url}") from exc
 
 
 @contextlib.contextmanager
-def _turn() -> Iterator[None]:
-    """One launch at a time. One that is under way may need the very loop on which the next one would wait for it."""
-    if not _REGISTRY.lock.acquire(timeout=PATIENCE_S):
-        raise HostingError("another launch() is under way; wait for it, then call launch() again")
+def _one_launch() -> Iterator[None]:
+    """Allow one launch at a time. Waiting is limited: the running one may need the loop on which the next one waits."""
+    if not _REGISTRY.lock.acquire(timeout=LOCK_S):
+        raise HostingError("another launch() is running; wait for its end, then call launch() again")
     try:
         if _REGISTRY.starting:
-            # The lock lets its own thread in, and a nested loop can run other cells' code on it.
-            raise HostingError("another launch() is under way on this loop; wait for it, then call launch() again")
+            # The lock can be acquired again in its thread, where a nested loop can run the code of other cells.
+            raise HostingError("another launch() is running on this loop; wait for its end, then call launch() again")
         yield
     finally:
         _REGISTRY.lock.release()
 
 
 def current() -> Lab | None:
-    """The lab that ``launch()`` started in this process, if it still runs."""
+    """Return the running lab that ``launch()`` has started in this process; None if there is none."""
     lab: Lab | None = _REGISTRY.lab
     return lab if lab is not None and lab.running else None
 
 
 def is_explicit(port: int | None) -> bool:
-    """Whether somebody chose the port, so that no other will do."""
-    return _chosen("PORT", port)
+    """Return whether the port was given, as an argument or in the environment, so that no other port may be used."""
+    return _is_set("PORT", port)
 
 
-def _chosen(name: str, value: object) -> bool:
+def _is_set(name: str, value: object) -> bool:
     return value is not None or bool(os.environ.get(PREFIX + name))
 
 
 def _fits(lab: Lab, settings: Settings, loop: LoopChoice, *, explicit: bool) -> bool:
-    """Whether launching with these arguments would end in just this lab."""
+    """Return whether a launch with these arguments would result in the same lab."""
     same_port = (settings.port, explicit) == (lab.settings.port, lab.server.explicit_port) or settings.port == lab.port
     same_settings = replace(settings, port=0) == replace(lab.settings, port=0)
     return same_port and same_settings and (loop == lab.server.loop_choice or choose_loop(loop, settings) == lab.mode)
 
 
 def _replace(settings: Settings, loop: LoopChoice, *, explicit: bool) -> Lab:
-    """Start a new lab; the old one is stopped as late as can be, so that a mistake costs nothing."""
+    """Start a new lab. The old one is stopped as late as possible, so that it keeps running if an argument is wrong."""
     lab = Lab(settings, loop=loop, explicit_port=explicit)
     old: Lab | None = _REGISTRY.lab
     if current() is None and old is not None:
-        # Stopped already, or its loop has ended without it: then its engine still has to.
+        # It was stopped, or its loop has ended without it, and then its engine still has to be stopped.
         _stop(old)
         old = None
     if old is None:
@@ -158,14 +161,14 @@ def _replace(settings: Settings, loop: LoopChoice, *, explicit: bool) -> Lab:
             raise
     lab.start(sock)
     _REGISTRY.lab = lab
-    # The panels stay where they are in the notebook, and show the new lab.
+    # The existing panels of the notebook show the new lab.
     _REGISTRY.workbench = lab.take_over(_REGISTRY.workbench)
     return lab
 
 
 def _keeps_port(old: Lab, settings: Settings, *, explicit: bool) -> bool:
-    free_choice = not explicit or settings.port == 0
-    return settings.port == old.port or (free_choice and settings.port == old.settings.port)
+    any_port = not explicit or settings.port == 0
+    return settings.port == old.port or (any_port and settings.port == old.settings.port)
 
 
 def _stop(old: Lab) -> None:

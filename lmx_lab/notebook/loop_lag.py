@@ -1,4 +1,4 @@
-"""How late an event loop is: what a blocking cell does to those who are served on the kernel's loop."""
+"""Measure how long an event loop is blocked, for example by a cell that runs on the loop of a server."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-BEAT_S = 0.1
+INTERVAL_S = 0.1
+"""Time between two calls of the heartbeat."""
 BLOCKED_S = 1.0
-"""From here on somebody has noticed, and should learn the remedy."""
-REMEMBERED_S = 60.0
+"""Minimum time that a loop has to be blocked to be reported: users notice it from then on."""
+MEMORY_S = 60.0
+"""Time for which a blocked loop is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A time in which the loop did not come round."""
+    """A time in which the loop was blocked."""
 
     seconds: float
     ended_at: float
-    """On ``time.monotonic``'s clock."""
+    """Value of ``time.monotonic`` at its end."""
 
 
 class LoopLag:
-    """A heartbeat on a loop. Any thread may ask; the loop itself pays ten short calls a second."""
+    """A heartbeat on a loop, ten short calls per second. Its values can be read from any thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -32,36 +34,36 @@ class LoopLag:
         self._blocks: deque[Block] = deque(maxlen=100)
 
     def start(self) -> None:
-        """Begin, on the loop that is to be watched."""
+        """Start to measure the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._beat_again()
+        self._schedule_beat()
 
     def stop(self) -> None:
-        """End the heartbeat, with its next beat; from any thread. What was seen stays."""
+        """Stop to measure; the results stay. Can be called from any thread."""
         self._stopped = True
 
     @property
     def now_s(self) -> float:
-        """How long the loop has been due."""
+        """The time for which the loop has been blocked until now."""
         beat_at = self._beat_at
-        return 0.0 if beat_at is None or self._stopped else max(0.0, time.monotonic() - beat_at - BEAT_S)
+        return 0.0 if beat_at is None or self._stopped else max(0.0, time.monotonic() - beat_at - INTERVAL_S)
 
     @property
     def worst(self) -> Block | None:
-        """The longest block of the last minute, if one was longer than a second."""
-        recent = time.monotonic() - REMEMBERED_S
-        blocks = [block for block in list(self._blocks) if block.ended_at > recent]
+        """The longest block of the last minute; None if no block was longer than a second."""
+        since = time.monotonic() - MEMORY_S
+        blocks = [block for block in list(self._blocks) if block.ended_at > since]
         return max(blocks, key=lambda block: block.seconds, default=None)
 
     def _beat(self) -> None:
         if self._stopped:
             return
-        late_s = self.now_s
-        if late_s > BLOCKED_S:
-            self._blocks.append(Block(seconds=late_s, ended_at=time.monotonic()))
-        self._beat_again()
+        blocked_s = self.now_s
+        if blocked_s > BLOCKED_S:
+            self._blocks.append(Block(seconds=blocked_s, ended_at=time.monotonic()))
+        self._schedule_beat()
 
-    def _beat_again(self) -> None:
+    def _schedule_beat(self) -> None:
         assert self._loop is not None
         self._beat_at = time.monotonic()
-        self._loop.call_later(BEAT_S, self._beat)
+        self._loop.call_later(INTERVAL_S, self._beat)

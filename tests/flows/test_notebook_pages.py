@@ -13,7 +13,7 @@ import pytest
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.addresses import Addresses
-from lmx_lab.notebook.jupyter_server import notebook_server
+from lmx_lab.notebook.jupyter_server import find_notebook_server
 from lmx_lab.settings import Settings
 from tests.flows.conftest import serving
 
@@ -83,7 +83,7 @@ def test_the_jupyter_server_above_is_the_ancestor_that_wrote_its_address(
 ) -> None:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     (tmp_path / f"jpserver-{os.getppid()}.json").write_text(json.dumps(written))
-    found = notebook_server()
+    found = find_notebook_server()
     assert (found.url if found else None) == url
 
 
@@ -91,6 +91,6 @@ def test_without_such_a_file_or_with_half_of_one_there_is_no_jupyter_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    assert notebook_server() is None
+    assert find_notebook_server() is None
     (tmp_path / f"jpserver-{os.getppid()}.json").write_text('{"pid": ')
-    assert notebook_server() is None
+    assert find_notebook_server() is None

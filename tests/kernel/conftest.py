@@ -1,4 +1,4 @@
-"""A kernel as a notebook sees it."""
+"""Start kernels and run cells in them, as a notebook does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 60
 
 @dataclass
 class Output:
-    """What a cell has put out so far."""
+    """The output of a cell so far."""
 
     text: str = ""
     stderr: str = ""
@@ -28,13 +28,13 @@ class Output:
 
 
 class Notebook:
-    """A running kernel and the cells sent to it."""
+    """A running kernel, and its cells."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         self.stderr = ""
         self.manager = a_kernel()
-        # After half of it a kernel is terminated: whether it ends by itself is what tests ask.
+        # A kernel is terminated after half of this time; the tests check that it ends by itself.
         self.manager.shutdown_wait_time = 2 * WAIT_S
         self._asked = ""
         self.manager.start_kernel(env={**os.environ, "LMX_LAB_HOME": str(home)})
@@ -47,7 +47,7 @@ class Notebook:
         self._asked = self.client.execute(textwrap.dedent(code), store_history=False)
 
     def read(self, until: str | None = None) -> Output:
-        """The output up to a text, or to the end of the cell."""
+        """Return the output up to a text, or to the end of the cell."""
         output = Output()
         while until is None or until not in output.text:
             message = self.client.get_iopub_msg(timeout=WAIT_S)
@@ -66,11 +66,11 @@ class Notebook:
         return output
 
     def _is_of_cell(self, message: dict[str, Any]) -> bool:
-        # After a start the kernel has been asked several times whether it is ready.
+        # During the start, several requests have asked whether the kernel is ready; their replies are skipped.
         return bool(message["parent_header"].get("msg_id") == self._asked)
 
     def run(self, code: str) -> str:
-        """What the cell prints; it must not fail."""
+        """Return the printed text of a cell that must not fail."""
         self.start(code)
         output = self.read()
         assert output.error is None, (output.error, output.message, output.text)
@@ -83,7 +83,7 @@ class Notebook:
         return output
 
     def interrupt(self, code: str) -> Output:
-        """Run a cell until it has printed "started", press the stop button, return what else comes."""
+        """Run a cell until it has printed "started", press the stop button, and return the rest of its output."""
         self.start(code)
         self.read(until="started")
         self.manager.interrupt_kernel()
@@ -98,7 +98,7 @@ class Notebook:
 
 @pytest.fixture
 def fresh_notebook(tiny_home: Path) -> Iterator[Notebook]:
-    """A kernel for one test, which may end it."""
+    """A kernel for one test, which may stop it."""
     notebook = Notebook(tiny_home)
     yield notebook
     notebook.close()

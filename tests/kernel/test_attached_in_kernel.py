@@ -1,4 +1,4 @@
-"""A lab in another process, used from the cells of a kernel."""
+"""Test attached labs in the cells of a kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same blocking client code in cells on both loops, in threads and in a script."""
+"""Test the blocking clients in cells on both loops, in threads and in a script."""
 
 from __future__ import annotations
 

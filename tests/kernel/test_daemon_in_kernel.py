@@ -1,4 +1,4 @@
-"""The daemon in a real kernel: busy, interrupted, restarted."""
+"""Test the daemon in a kernel that is busy, interrupted and restarted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def health(url: str) -> str:
 
 
 def check_free(folder: Path) -> None:
-    """Ended in good order, and not killed after the manager's patience: that would leave the state file."""
+    """Check that the daemon has ended regularly; a killed one leaves its state file."""
     home = DaemonHome(folder)
     home.acquire(patience_s=0)
     home.release()
@@ -53,7 +53,7 @@ def test_busy_and_interrupted_cells_do_not_affect_the_daemon_and_the_kernels_end
 
 
 def check_turn(url: str, folder: Path) -> None:
-    """A turn needs both: the daemon's own loop and the lab's on the kernel's."""
+    """Run a turn, which needs the daemon's loop and the lab's loop in the kernel."""
     state = read_state(folder)
     assert state is not None
     headers = {"authorization": f"Bearer {state.token}"}

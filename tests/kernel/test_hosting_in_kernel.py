@@ -1,4 +1,4 @@
-"""The hosting rules in real kernels: one for each loop, and a fresh one for each test that ends or restarts it."""
+"""Test servers in real kernels: one kernel for each loop, and a new one for each test that stops or restarts it."""
 
 import contextlib
 import http.client
@@ -73,11 +73,11 @@ RESET = """
 
 
 class Kernel:
-    """A kernel, as a notebook sees it."""
+    """A kernel, and its cells."""
 
     def __init__(self):
         self.manager = a_kernel()
-        # After half of it a kernel is terminated: whether it ends by itself is what tests ask.
+        # A kernel is terminated after half of this time; the tests check that it ends by itself.
         self.manager.shutdown_wait_time = 120
         self.manager.start_kernel()
         self.client = self.manager.client()
@@ -86,10 +86,10 @@ class Kernel:
         self.process = self.manager.provisioner.process
 
     def start(self, code):
-        self.asked = self.client.execute(textwrap.dedent(code), store_history=False)
+        self.request_id = self.client.execute(textwrap.dedent(code), store_history=False)
 
     def read(self, until=None):
-        """What the cell prints, up to a text or to its end, and the name of its error."""
+        """Return the printed text of a cell, up to a text or to its end, and the name of its error."""
         text, error = "", None
         while until is None or until not in text:
             message = self.client.get_iopub_msg(timeout=60)
@@ -99,8 +99,8 @@ class Kernel:
             elif message["msg_type"] == "error":
                 error = content["ename"]
             elif (message["msg_type"], content.get("execution_state")) == ("status", "idle") and (
-                # After a start the kernel has been asked several times whether it is ready.
-                message["parent_header"].get("msg_id") == self.asked
+                # During the start, several requests have asked whether the kernel is ready; their replies are skipped.
+                message["parent_header"].get("msg_id") == self.request_id
             ):
                 break
         return text, error
@@ -116,7 +116,7 @@ class Kernel:
         return self.read()[1]
 
     def interrupt(self, code):
-        """Run a cell until it has printed, press the stop button, return what else it prints and its error."""
+        """Run a cell until it has printed, press the stop button, and return its further text and its error."""
         self.start(code)
         self.read(until="started")
         self.manager.interrupt_kernel()
@@ -148,20 +148,20 @@ def running(request):
 
 @pytest.fixture
 def lab(running):
-    """Serves nothing at first."""
+    """A kernel without a server."""
     running.run(RESET)
     return running
 
 
 @pytest.fixture(params=["kernel", "thread"])
 def fresh(request):
-    """A kernel for one test, which may end it."""
+    """A kernel for one test, which may stop it."""
     with prepared(request.param) as kernel:
         yield kernel
 
 
 UNPATCHED = pytest.mark.parametrize("running", ["thread"], indirect=True)
-"""The kernel in which no test has nested its loop, which patches asyncio."""
+"""The kernel in which no test has run its loop nested, because that patches asyncio."""
 
 
 def fetch(port):
@@ -211,19 +211,19 @@ def test_a_request_during_the_blocking_launch_cell_is_answered_by_it(lab):
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-def test_a_taken_port_is_an_error_in_the_cell_and_the_kernel_lives(lab):
+def test_a_taken_port_is_an_error_in_the_cell_and_the_kernel_keeps_running(lab):
     lab.run('sock = bind("127.0.0.1", 0, explicit=True)')
     assert lab.error('bind("127.0.0.1", sock.getsockname()[1], explicit=True)') == "PortTakenError"
     assert fetch(int(lab.run(LAUNCH))) == b"ok"
 
 
-def test_a_failing_start_is_an_error_in_the_cell_and_the_kernel_lives(lab):
+def test_a_failing_start_is_an_error_in_the_cell_and_the_kernel_keeps_running(lab):
     assert lab.error('block(serve(failing, bind("127.0.0.1", 0, explicit=True)))') == "HostingError"
     assert fetch(int(lab.run(LAUNCH))) == b"ok"
 
 
 @UNPATCHED
-def test_an_awaited_failing_start_is_an_error_in_the_cell_and_the_kernel_lives(lab):
+def test_an_awaited_failing_start_is_an_error_in_the_cell_and_the_kernel_keeps_running(lab):
     assert lab.error('await serve(failing, bind("127.0.0.1", 0, explicit=True))') == "HostingError"
     assert lab.run("print(1)") == "1"
 
@@ -237,7 +237,7 @@ def test_the_stop_button_cancels_a_blocking_verb_and_the_server_keeps_running(la
     assert fetch(port) == b"ok"
 
 
-def test_a_blocking_verb_serves_meanwhile(lab):
+def test_a_server_answers_during_a_blocking_verb(lab):
     port = int(lab.run(LAUNCH))
     lab.start("block(forever())")
     lab.read(until="started")
@@ -246,7 +246,7 @@ def test_a_blocking_verb_serves_meanwhile(lab):
     assert lab.read()[1] == "KeyboardInterrupt"
 
 
-def test_sigint_stays_the_kernels(lab):
+def test_the_kernel_keeps_its_handler_of_sigint(lab):
     lab.run(LAUNCH)
     assert lab.run("print(signal.getsignal(signal.SIGINT) == first_handler)") == "True"
     lab.start("print('started', flush=True)\nwhile True: pass")
@@ -267,7 +267,7 @@ def test_nothing_is_logged_into_cells(lab):
     assert "Invalid HTTP" in lab.run("from lmx_lab.http.uvicorn_server import recent_logs; print(recent_logs())")
 
 
-def test_shutting_the_kernel_down_ends_the_lifespan_frees_the_port_and_ends_with_zero(fresh, tmp_path):
+def test_shutting_down_the_kernel_ends_the_lifespan_frees_the_port_and_exits_with_zero(fresh, tmp_path):
     fresh.run(f"""
         async def inner(scope, receive, send, app=app):
             await app(scope, receive, send)

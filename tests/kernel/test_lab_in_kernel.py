@@ -1,4 +1,4 @@
-"""The lab in real kernels: both loops, one kernel each for the tests that leave it alive; on MLX where it matters."""
+"""Test labs in real kernels on both loops, on MLX where it matters. Tests that do not stop a kernel share it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def settled():
 """
 LAUNCH = "lab = lmx_lab.launch('echo', loop={mode!r}, port=0, echo_tokens_per_s=1000); print(lab.port)"
 LAUNCH_TINY = "lab = lmx_lab.launch('tiny', loop={mode!r}, port=0); print(lab.port)"
-# Not "never awaited": an interrupt between making a coroutine and running it leaves that, and nothing else.
+# Except "never awaited", which an interrupt between the creation and the start of a coroutine causes.
 UNREST = ("was destroyed", "never retrieved", "Exception ignored", "Traceback")
 
 
@@ -58,21 +58,21 @@ def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Noteboo
 
 @pytest.fixture
 def notebook(running: Notebook) -> Notebook:
-    """Without a lab at first."""
+    """A kernel without a lab."""
     running.run("lab = lmx_lab.current()\nif lab: lab.stop()")
     return running
 
 
 @pytest.fixture
 def lab(running: Notebook) -> Notebook:
-    """With one, and its model; the one that the test before has left, if it is as it should be."""
+    """A kernel with a lab and its model; the lab of the previous test, if it has the same arguments."""
     running.port = int(running.run(LAUNCH.format(mode=running.mode)))
     return running
 
 
 @pytest.fixture
 def tiny_lab(running: Notebook) -> Notebook:
-    """On MLX."""
+    """A kernel with a lab and a model on MLX."""
     running.port = int(running.run(LAUNCH_TINY.format(mode=running.mode)))
     return running
 
@@ -119,7 +119,7 @@ def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab: Not
 
 
 def test_the_error_for_a_taken_port_names_the_lab_that_holds_it(lab: Notebook) -> None:
-    # As another process sees it, while this kernel is idle.
+    # From another process, while this kernel is idle.
     source = f"import lmx_lab; lmx_lab.launch(port={lab.port})"
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
@@ -210,7 +210,7 @@ def test_leaving_a_stream_early_frees_its_slot(lab: Notebook) -> None:
     ],
 )
 def test_the_stop_button_ends_the_generation_and_the_next_one_works(notebook: Notebook, body: str) -> None:
-    # An answer of 20 s: only the button ends it in time.
+    # The complete answer takes 20 s; only the stop button ends it in time.
     notebook.run(launch(notebook, "model='echo', port=0, echo_tokens_per_s=100"))
     output = notebook.interrupt(f"long = 'word ' * 1000\nprint('started', flush=True)\nwhile True:\n    {body}")
     # ipykernel cancels a cell that awaits.
@@ -278,7 +278,7 @@ def test_openai_works_in_the_cell_or_from_a_thread(lab: Notebook) -> None:
 def test_a_load_shows_its_download_in_the_calling_cell_only(lab: Notebook) -> None:
     lab.run("lab.unload()")
     lab.start("lab.load('echo')")
-    assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # the report, no bar
+    assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # The report, without a progress bar.
     lab.start("""
         from lmx_lab.weights import Progress
         resolve = lab.catalog.resolve

@@ -1,4 +1,4 @@
-"""``%%offload`` and ``%%lmx`` in a real kernel, whose own loop serves the lab. One kernel for all tests."""
+"""Test ``%%offload`` and ``%%lmx`` in a real kernel whose loop serves the lab. All tests use the same kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def notebook(tiny_home: Path) -> Iterator[Notebook]:
 
 @pytest.fixture(scope="module")
 def port(notebook: Notebook) -> int:
-    """Of a lab on the kernel's loop, from the first test on that asks for it."""
+    """The port of a lab on the kernel's loop; the first test that uses it launches the lab."""
     notebook.run("import lmx_lab.notebook")
     mode, port = notebook.run(LAUNCH).split()
     assert mode == "kernel"
@@ -44,7 +44,7 @@ def port(notebook: Notebook) -> int:
 
 @dataclass
 class Gate:
-    """What a cell waits at, until the test lets it go on: ``wait`` is its code."""
+    """A file for which a cell waits until the test opens it; ``wait`` is the code of the cell."""
 
     path: Path
 
@@ -64,7 +64,7 @@ def gate(tmp_path: Path) -> Gate:
 
 @dataclass
 class Cell:
-    """What a cell has put out, by the kernel's own account of which cell it was."""
+    """The messages that the kernel has published for a cell."""
 
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Cell:
 
     @property
     def error(self) -> tuple[str, str] | None:
-        """The exception's name, and the traceback without its colours."""
+        """Name of the exception, and its traceback without colours."""
         for kind, content in self.messages:
             if kind == "error":
                 return content["ename"], re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
@@ -93,7 +93,7 @@ class Cell:
 
 
 class Cells:
-    """Runs cells and keeps apart what they put out."""
+    """Runs cells, and separates their output."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._client = notebook.client
@@ -124,14 +124,14 @@ def cells(notebook: Notebook) -> Cells:
 def test_the_stop_button_ends_the_cell_and_its_thread_still_prints_into_it(
     notebook: Notebook, cells: Cells, gate: Gate
 ) -> None:
-    """First, without a server: nothing else wakes the kernel's loop then."""
+    """Without a server, so that nothing else wakes the kernel's loop."""
     first = cells.start(f"%%offload\nprint('started', flush=True)\n{gate.wait}\nprint('late', flush=True)\n1 / 0")
     cells.until(lambda: "started" in first.text())
     notebook.manager.interrupt_kernel()
     cells.until(lambda: first.ended)
     assert first.error is not None
     assert first.error[0] == "KeyboardInterrupt"
-    assert "its thread goes on" in first.text("stderr")
+    assert "its thread is still running" in first.text("stderr")
     assert "late" not in first.text()
     second = cells.run("%%offload\nprint('second', flush=True)\nthreads = __import__('threading').enumerate()")
     assert second.text() == "second\n"
@@ -139,7 +139,7 @@ def test_the_stop_button_ends_the_cell_and_its_thread_still_prints_into_it(
     cells.until(lambda: "ZeroDivisionError" in first.text("stderr"))
     assert "late" in first.text()
     assert second.text() == "second\n"
-    # A kernel that is shut down does not wait for them.
+    # A kernel that is shut down does not wait for these threads.
     cell = cells.run("[thread.daemon for thread in threads if thread.name == 'lmx-lab-offload']")
     assert cell.value == {"text/plain": "[True, True]"}
 
@@ -194,7 +194,7 @@ def test_an_error_is_raised_in_the_cell_with_its_own_lines(cells: Cells) -> None
     assert stopped[0] == "StopIteration"
     assert "----> 2 next(iter(()))" in stopped[1]
     assert cells.run("%%offload\nx = = 1").error[0] == "SyntaxError"  # type: ignore[index]
-    assert "nothing can be awaited" in cells.run("%%offload\nawait nothing").text("stderr")
+    assert "await is not possible" in cells.run("%%offload\nawait nothing").text("stderr")
     assert "first line of its cell" in cells.run("%%time\n%%offload\n1").text("stderr")
     assert "first line of its cell" in cells.run("%%offload\n%%offload\n1").text("stderr")
 

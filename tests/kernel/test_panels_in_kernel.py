@@ -1,4 +1,4 @@
-"""Panels in real kernels without a browser: the messages of a frontend, with and without a cell in the way."""
+"""Test panels in real kernels without a browser, by the messages of a frontend, while cells run and while none runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def running(request: pytest.FixtureRequest, tiny_home: Path) -> Iterator[Noteboo
 
 @pytest.fixture
 def view(running: Notebook) -> View:
-    """Of the models panel, ``tiny`` loaded."""
+    """A view of the models panel; ``tiny`` is loaded."""
     view = View(running)
     view.run(LAUNCH.format(mode=running.mode))
     view.comm = view.run("print(panel.comm.comm_id)")
@@ -43,7 +43,7 @@ def view(running: Notebook) -> View:
 
 
 class View:
-    """What a frontend knows of a panel: its state, and the replies to what it asks."""
+    """A panel as a frontend has it: its state, and the replies to requests."""
 
     def __init__(self, notebook: Notebook) -> None:
         self.client = notebook.client
@@ -54,11 +54,11 @@ class View:
         self.idle: set[str] = set()
 
     def start(self, code: str) -> str:
-        """Run a cell without waiting; returns its number."""
+        """Run a cell without waiting, and return its number."""
         return str(self.client.execute(code, store_history=False))
 
     def run(self, code: str) -> str:
-        """What a cell prints."""
+        """Return the printed text of a cell."""
         cell = self.start(code)
         self.read(lambda: cell in self.idle)
         return self.printed.get(cell, "").strip()
@@ -72,7 +72,7 @@ class View:
         self.client.shell_channel.send(message)
 
     def read(self, until: Callable[[], Any]) -> None:
-        """Take what the kernel publishes until the condition holds."""
+        """Process the kernel's messages until the condition is true."""
         deadline = time.monotonic() + WAIT_S
         while not until():
             self._take(self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic())))
@@ -92,7 +92,7 @@ class View:
                 self.replies.append(data["content"])
 
     def reply(self, number: str) -> dict[str, Any]:
-        """The one reply with this id; a second one would have come before that to the next request."""
+        """Return the only reply with this id. A second one would arrive before the reply to the next request."""
         after = f"after {number}"
         self.ask(id=after, do="refresh")
         self.read(lambda: {number, after} <= {reply["id"] for reply in self.replies})
@@ -103,14 +103,14 @@ class View:
         return self.state.get("server", {}).get(name)
 
     def execute(self, subshell: str, code: str) -> None:
-        """Run code beside the cell."""
+        """Run code while a cell runs."""
         content = {"code": code, "silent": True, "store_history": False, "user_expressions": {}, "allow_stdin": False}
         message = self.client.session.msg("execute_request", content)
         message["header"]["subshell_id"] = subshell
         self.client.shell_channel.send(message)
 
     def subshell(self) -> str:
-        """Open another shell, as JupyterLab does for the messages of widgets."""
+        """Open a subshell, as JupyterLab does for the messages of widgets."""
         message = self.client.session.msg("create_subshell_request", {})
         self.client.control_channel.send(message)
         while True:

@@ -1,4 +1,4 @@
-"""Python functions of a notebook as tools."""
+"""Test Python functions of a notebook as tools."""
 
 from __future__ import annotations
 

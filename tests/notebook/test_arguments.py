@@ -57,15 +57,15 @@ def test_texts_can_be_in_any_container(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (pd.DataFrame({"text": ["a"]}), "a whole data frame; give one of its columns"),
-        ({"text": "a"}, "give a list of texts"),
-        (b"ab", "give a list of texts"),
-        (bytearray(b"ab"), "give a list of texts"),
-        (memoryview(b"ab"), "give a list of texts"),
-        (np.array("ab"), "give a list of texts"),
-        (None, "give a list of texts"),
-        (5, "give a list of texts"),
-        ([b"ab"], "give texts, decoded"),
+        (pd.DataFrame({"text": ["a"]}), "a data frame; pass one of its columns"),
+        ({"text": "a"}, "pass a list of texts"),
+        (b"ab", "pass a list of texts"),
+        (bytearray(b"ab"), "pass a list of texts"),
+        (memoryview(b"ab"), "pass a list of texts"),
+        (np.array("ab"), "pass a list of texts"),
+        (None, "pass a list of texts"),
+        (5, "pass a list of texts"),
+        ([b"ab"], "decode it to a text"),
     ],
 )
 def test_a_value_that_is_not_a_list_of_texts_is_refused(value: Any, message: str) -> None:

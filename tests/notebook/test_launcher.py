@@ -93,7 +93,7 @@ def test_a_replaced_lab_does_not_change_the_panels_of_the_next_one(tmp_path: Pat
 
 
 def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "PATIENCE_S", 120)
+    monkeypatch.setattr(launcher, "LOCK_S", 120)
     labs: list[lmx_lab.Lab] = []
     threads = [threading.Thread(target=lambda: labs.append(lmx_lab.launch(port=0, home=tmp_path))) for _ in range(3)]
     for thread in threads:
@@ -105,7 +105,7 @@ def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: py
 
 
 def test_a_launch_that_waits_too_long_for_another_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(launcher, "LOCK_S", 0.05)
     locked, release = threading.Event(), threading.Event()
 
     def lock() -> None:

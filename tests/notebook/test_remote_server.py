@@ -150,8 +150,8 @@ def test_models_are_loaded_and_unloaded(tiny_home: Path) -> None:
             far.chat("hi", stream=True)
 
 
-@pytest.mark.parametrize("twin", [False, True])
-def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch, twin: bool) -> None:
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch, awaited: bool) -> None:
     steps: list[Any] = []
     monkeypatch.setattr("lmx_lab.progress.Bar.update", lambda self, step: steps.append(step))
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
@@ -165,7 +165,7 @@ def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch
             return await load(model, local=local)
 
         monkeypatch.setattr(lab.server.services.loader, "load", slowly)
-        report = asyncio.run(far.aload("tiny")) if twin else far.load("tiny")
+        report = asyncio.run(far.aload("tiny")) if awaited else far.load("tiny")
     assert report.model == "tiny"
     assert steps == [step]
 
