@@ -145,7 +145,7 @@ class EventRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EventFilter:
+class RowFilter:
     """Which rows are shown; marks always are."""
 
     groups: frozenset[str] = frozenset(GROUPS)
@@ -167,7 +167,7 @@ class EventFilter:
         return not needle or needle in f"{row.kind} {row.session_id or ''} {row.content}".casefold()
 
 
-_EVERYTHING = EventFilter()
+_EVERYTHING = RowFilter()
 
 
 class EventRows:
@@ -177,7 +177,7 @@ class EventRows:
         self._rows: deque[EventRow] = deque()
         self._growing: dict[tuple[str, str], EventRow] = {}
         """The growing rows by kind and message, without removed ones."""
-        self._filter = EventFilter()
+        self._filter = RowFilter()
         self._passing: list[EventRow] | None = None
         self._bytes = 0
         self.count = 0
@@ -258,11 +258,11 @@ class EventRows:
         return self._bytes
 
     @property
-    def filter(self) -> EventFilter:
+    def filter(self) -> RowFilter:
         return self._filter
 
     @filter.setter
-    def filter(self, value: EventFilter) -> None:
+    def filter(self, value: RowFilter) -> None:
         self._filter = value
         self._renumber()
 

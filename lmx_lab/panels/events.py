@@ -17,7 +17,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotFoundError
 from lmx_lab.frames import pandas_for
-from lmx_lab.panels.event_rows import COLUMNS, GROUPS, MAX_ROWS, EventFilter, EventRow, EventRows
+from lmx_lab.panels.event_rows import COLUMNS, GROUPS, MAX_ROWS, EventRow, EventRows, RowFilter
 from lmx_lab.panels.event_sessions import SessionTracker
 from lmx_lab.panels.event_source import EventSource
 from lmx_lab.panels.panel import BUG, Panel, number_field, text_field
@@ -246,7 +246,7 @@ class EventsPanel(Panel):
                 raise InvalidRequestError(
                     f"{name} is {value!r:.60}; it must be a text of at most {SEARCH_CHARACTERS} characters", param=name
                 )
-        self._rows.filter = EventFilter(groups=frozenset(groups), session_id=session, text=replace_surrogates(text))
+        self._rows.filter = RowFilter(groups=frozenset(groups), session_id=session, text=replace_surrogates(text))
         self._redraw()
 
     async def do_decide(self, fields: Mapping[str, Any]) -> None:

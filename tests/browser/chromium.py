@@ -1,4 +1,4 @@
-"""A real Chromium that reaches nothing but this machine."""
+"""Start Chromium so that it can reach only this machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 CHROMIUM = Path("/usr/bin/chromium")
-# No name leads anywhere but to this machine: routes see no WebSockets.
+# All names resolve to this machine, because routes do not intercept WebSockets.
 ARGUMENTS = (
     "--no-sandbox",
-    "--disable-dev-shm-usage",  # which containers have little of
+    "--disable-dev-shm-usage",  # Containers have little shared memory.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 )
 VIEWPORT = {"width": 1280, "height": 1600}
@@ -24,7 +24,7 @@ FOREIGN = re.compile(r"^(https?|wss?)://(?!(127\.0\.0\.1|localhost)[:/])")
 
 @contextmanager
 def chromium(arguments: Sequence[str] = ARGUMENTS) -> Iterator[Browser]:
-    """One of its own; where there is none, the test is skipped."""
+    """A browser of its own. Skips the test if Chromium is not installed."""
     if not CHROMIUM.exists():
         pytest.skip(f"there is no {CHROMIUM}; on Debian: apt-get install chromium")
     with sync_playwright() as driver:
@@ -35,7 +35,7 @@ def chromium(arguments: Sequence[str] = ARGUMENTS) -> Iterator[Browser]:
 
 @contextmanager
 def machine_only(browser: Browser, **options: Any) -> Iterator[BrowserContext]:
-    """A browser's window that reaches this machine and nothing else."""
+    """A context of a browser that can reach only this machine."""
     options = {"viewport": VIEWPORT, "service_workers": "block", "reduced_motion": "reduce", **options}
     context = browser.new_context(**options)
     context.route(FOREIGN, lambda route: route.abort())

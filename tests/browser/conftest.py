@@ -1,4 +1,4 @@
-"""One JupyterLab and one Chromium for all browser tests; after every test the console must be empty."""
+"""Start one JupyterLab and one Chromium for all browser tests, and check after each test that the console is empty."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.panels.endless_model import write_endless_llama
 
 LAUNCH = "import lmx_lab, os, time\nlab = lmx_lab.launch('tiny', port=0, loop={loop!r}, embedder='tiny-bert')"
 SLEEP = "until = time.time() + 200\nwhile time.time() < until and not os.path.exists('awake'): time.sleep(0.05)"
-"""Until a file is in the notebook's folder."""
-AFRESH = """if lab.engine.snapshot.model != 'tiny': lab.load('tiny')
+"""A cell that sleeps until a file exists in the notebook's folder."""
+RESET = """if lab.engine.snapshot.model != 'tiny': lab.load('tiny')
 lab.workbench.submit(lab.panel('chat').do_clear({})).result(60)"""
-"""No test sees what another has left."""
+"""Restores the state that all tests expect."""
 PICTURES = Path(__file__).parent.parent.parent / "build" / "browser"
 
 
-# Of the package, not of the session: while it lives an event loop runs in this thread, and other tests want their own.
+# For the package, not the session: it runs an event loop in this thread, which other tests cannot have.
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     expect.set_options(timeout=WAIT_MS)
@@ -34,7 +34,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def panels_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """A lab's home with ``tiny`` and ``tiny-two``, whose answers last as long as a test needs, and ``tiny-bert``."""
+    """A lab's home with ``tiny`` and ``tiny-two``, whose answers end only when they are stopped, and ``tiny-bert``."""
     home = tmp_path_factory.mktemp("panels-home")
     for seed, name in enumerate(("tiny", "tiny-two")):
         write_endless_llama(home / "models" / name, smollm2.path, seed=seed, context=32768)
@@ -57,20 +57,20 @@ def window(browser: Browser, jupyterlab: JupyterLab) -> Iterator[BrowserContext]
 
 @pytest.fixture(scope="package")
 def tabs() -> list[Tab]:
-    """All that are open; the first one stays open."""
+    """All open tabs; the first one stays open."""
     return []
 
 
 @pytest.fixture(scope="package")
 def tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab]) -> Tab:
-    """JupyterLab, with the notebook that the module's own fixture has opened."""
+    """A tab of JupyterLab; fixtures of modules open notebooks in it."""
     tabs.append(Tab(jupyterlab, window, "first"))
     return tabs[0]
 
 
 @pytest.fixture
 def another_tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab]) -> Iterator[Callable[[], Tab]]:
-    """Opens further tabs, for one test."""
+    """A function that opens another tab, for one test."""
 
     def open_tab() -> Tab:
         tabs.append(Tab(jupyterlab, window, f"tab-{len(tabs)}"))
@@ -84,7 +84,7 @@ def another_tab(window: BrowserContext, jupyterlab: JupyterLab, tabs: list[Tab])
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A picture of what was on the screen when a test failed."""
+    """Write screenshots of all tabs if a test fails."""
     report = yield
     tabs: list[Tab] = getattr(item, "funcargs", {}).get("tabs", [])
     if report.failed and report.when == "call":
@@ -99,7 +99,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def _no_foreign_request_and_no_error(tabs: list[Tab], another_tab: object) -> Iterator[None]:
     yield
     for tab in tabs:
-        # A way there and back: what has happened so far has been heard of then.
+        # After a call and its reply, all earlier events have arrived.
         tab.page.evaluate("0")
     foreign = [url for tab in tabs for url in tab.foreign]
     complaints = [text for tab in tabs for text in tab.complaints]
@@ -120,9 +120,9 @@ def _panels(tab: Tab, jupyterlab: JupyterLab) -> None:
 
 @pytest.fixture
 def panels(tab: Tab, _panels: None) -> Tab:
-    """A notebook with all panels over a lab on a thread of its own, ``tiny`` loaded; kept for many tests."""
+    """A notebook with all panels of a lab in a thread, with ``tiny`` loaded. Many tests use it."""
     tab.open("panels.ipynb")
-    tab.kernel(AFRESH)
+    tab.kernel(RESET)
     expect(tab.panel("Chat").locator(".user")).to_have_count(0)
     expect(tab.panel("Models").get_by_role("button", name="Unload tiny", exact=True).first).to_be_visible()
     return tab

@@ -1,4 +1,4 @@
-"""A real JupyterLab and a real Chromium, driven as a reader of a notebook would."""
+"""Use JupyterLab in a browser, as the reader of a notebook does."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ START_S = 180
 PORTS_TRIED = 3
 KERNEL_ATTEMPTS = 3
 LOG_CHARACTERS = 4000
-# What JupyterLab itself writes to the console as an error, whatever is in the notebook.
+# Errors that JupyterLab itself writes to the console for any notebook.
 BENIGN: tuple[str, ...] = (
-    # Of its debugger, some time after a connection was cut.
+    # From its debugger, some time after a connection was cut.
     "Could not restore the debugger state",
 )
 SETTINGS = {
-    # Neither news nor versions are asked for anywhere else.
+    # No requests for news and versions to other hosts.
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
-    # All cells are rendered, also those that a test has not scrolled to.
+    # All cells are rendered, also those that are not visible.
     "notebook-extension/tracker": {"windowingMode": "none"},
-    # A question about closing a kernel would wait for ever.
+    # No dialog about closing a kernel, which would wait forever.
     "docmanager-extension/plugin": {"autosave": False},
 }
 OPEN = """async ([path, wanted, attempts, patience]) => {
@@ -54,7 +54,7 @@ OPEN = """async ([path, wanted, attempts, patience]) => {
     await panel.revealed;
     const kernel = panel.sessionContext.session?.kernel;
     if (!kernel) return;
-    // Its first question to the kernel can get lost while a slow machine starts it; each connection asks anew.
+    // Its first request to the kernel can be lost during a slow start; each new connection repeats it.
     for (let attempt = 0; attempt < attempts; attempt++) {
         if (attempt) await kernel.reconnect();
         const late = new Promise((resolve) => setTimeout(resolve, patience, "late"));
@@ -87,7 +87,7 @@ KERNEL = """async (code) => {
 
 
 class JupyterLab:
-    """A running server with folders of its own, and the notebooks in it."""
+    """A running server with its own folders, and its notebooks."""
 
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder = folder / "notebooks"
@@ -137,7 +137,7 @@ class JupyterLab:
             )
 
     def _answers(self) -> bool:
-        """Wait until it does; False if it has ended, as it does when another program was quicker to take the port."""
+        """Wait until the server answers. Returns False if it has exited, such as when another program took the port."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
@@ -152,7 +152,7 @@ class JupyterLab:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def write(self, name: str, cells: Sequence[str]) -> None:
-        """A new notebook of code cells, without outputs."""
+        """Write a notebook of code cells without outputs."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
         notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         nbformat.write(notebook, self.folder / name)
@@ -167,16 +167,16 @@ class JupyterLab:
 
 
 class Tab:
-    """A tab of the browser with JupyterLab in it."""
+    """A tab of the browser with JupyterLab."""
 
     def __init__(self, lab: JupyterLab, context: BrowserContext, workspace: str) -> None:
         self.lab = lab
         self.foreign: list[str] = []
-        """Requests to other hosts; none was let through."""
+        """Requests to other hosts, all of which were blocked."""
         self.complaints: list[str] = []
-        """Errors on the console, and exceptions that nobody caught."""
+        """Errors on the console, and uncaught exceptions."""
         self.messages: list[tuple[float, dict[str, Any]]] = []
-        """What came from kernels: when (``time.monotonic``), and header and content."""
+        """Messages of kernels: their time (``time.monotonic``), and their header and content."""
         self.page: Page = context.new_page()
         self.page.set_default_timeout(WAIT_MS)
         self.page.on("console", self._console)
@@ -207,14 +207,14 @@ class Tab:
     # Notebooks
 
     def open(self, name: str, *, kernel: bool = True) -> None:
-        """Show a notebook of the folder, with its kernel (a running one if another tab has it)."""
+        """Open a notebook with its kernel, which may be the running one of another tab."""
         try:
             self.page.evaluate(OPEN, [name, kernel, KERNEL_ATTEMPTS, WAIT_MS])
         except PlaywrightError as exc:
             raise AssertionError(f"{name} could not be opened: {exc}\n{self.lab.log[-LOG_CHARACTERS:]}") from exc
 
     def run(self, index: int) -> Locator:
-        """Run a cell to its end, which must not fail; returns its outputs."""
+        """Run a cell that must not fail, wait for its end, and return its outputs."""
         error = self.page.evaluate(RUN, [index, True])
         assert error is None, error
         return self.outputs(index)
@@ -231,33 +231,33 @@ class Tab:
         return self.cell(index).locator(".jp-Cell-outputWrapper")
 
     def panel(self, label: str) -> Locator:
-        """The views of a panel, by its label: ``Models``."""
+        """Return the views of a panel by its label, such as ``Models``."""
         return self.page.locator(f".jp-Notebook:visible section.lmx[aria-label='{label}']")
 
     def kernel(self, code: str) -> str:
-        """What a piece of code prints in the notebook's kernel; it is in no cell, and waits until they are done."""
+        """Run code in the notebook's kernel after all running cells, and return its printed text."""
         text, error = self.page.evaluate(KERNEL, code)
         if error:
             raise AssertionError(f"{error}\nin\n{code}")
         return str(text).strip()
 
     def command(self, name: str, **arguments: Any) -> None:
-        """Something that JupyterLab can do."""
+        """Execute a command of JupyterLab."""
         self.page.evaluate(
             "([name, args]) => window.jupyterapp.commands.execute(name, args).then(() => 0)", [name, arguments]
         )
 
     def theme(self, name: str) -> None:
-        """``light`` or ``dark``."""
+        """Set the theme, ``light`` or ``dark``."""
         self.command("apputils:change-theme", theme=f"JupyterLab {name.capitalize()}")
         self.page.wait_for_function(
             "light => document.body.dataset.jpThemeLight === String(light)", arg=name == "light"
         )
-        # JupyterLab takes it away a moment later, and fails to if another change has done so before.
+        # JupyterLab removes its indicator a moment later, which fails if another change has removed it before.
         self.page.wait_for_selector("#jupyterlab-splash", state="detached")
 
     def add_cell(self, source: str) -> None:
-        """At the end of the notebook."""
+        """Add a cell at the end of the notebook."""
         self.page.evaluate(
             f"source => {{ {CURRENT} panel.content.model.sharedModel.addCell({{cell_type: 'code', source}}); }}", source
         )
@@ -266,7 +266,7 @@ class Tab:
         self.page.evaluate(f"index => {{ {CURRENT} panel.content.model.sharedModel.deleteCell(index); }}", index)
 
     def freeze(self) -> None:
-        """As the browser does with a tab that nobody looks at: nothing runs in it."""
+        """Freeze the tab, as the browser does with tabs in the background: no code runs in it."""
         self._lifecycle("frozen")
 
     def thaw(self) -> None:
@@ -278,7 +278,7 @@ class Tab:
         session.detach()
 
     def disconnect(self) -> None:
-        """Cut the connection to the kernel, without a new attempt; what the page has to say to it waits."""
+        """Close the connection to the kernel without reconnecting; messages of the page wait."""
         kernel = f"{CURRENT} const kernel = panel.sessionContext.session.kernel;"
         self.page.evaluate(f"() => {{ {kernel} kernel._clearSocket(); kernel._updateConnectionStatus('connecting'); }}")
 
@@ -287,14 +287,14 @@ class Tab:
 
     @contextmanager
     def deaf(self) -> Iterator[None]:
-        """What the kernel says during the block is lost, as it is in a connection that breaks."""
+        """Lose the kernel's messages during the block, as in a connection that breaks."""
         socket = f"{CURRENT} const socket = panel.sessionContext.session.kernel._ws;"
         self.page.evaluate(f"() => {{ {socket} socket.heard = socket.onmessage; socket.onmessage = () => 0; }}")
         yield
         self.page.evaluate(f"() => {{ {socket} socket.onmessage = socket.heard; }}")
 
     def forgive(self, text: str) -> None:
-        """Forget complaints with this text; for what JupyterLab itself says where a test leads it into trouble."""
+        """Remove complaints with this text, which JupyterLab itself writes because of the test."""
         self.page.evaluate("0")
         self.complaints = [each for each in self.complaints if text not in each]
 
@@ -302,11 +302,11 @@ class Tab:
         self.command("docmanager:save")
 
     def restart(self) -> None:
-        """Restart the kernel, and wait until it can be used."""
+        """Restart the kernel, and wait until it is ready."""
         self.page.evaluate(f"async () => {{ {CURRENT} await panel.sessionContext.restartKernel(); }}")
 
     def close_notebook(self) -> None:
-        """Close the notebook without saving, and end its kernel."""
+        """Close the notebook without saving, and stop its kernel."""
         self.page.evaluate(
             f"""async () => {{ {CURRENT}
                 await panel.sessionContext.shutdown();
@@ -317,14 +317,14 @@ class Tab:
 
     @contextmanager
     def watched(self) -> Iterator[list[tuple[float, dict[str, Any]]]]:
-        """What comes from the kernel during the block."""
+        """Collect the kernel's messages during the block."""
         first = len(self.messages)
         watched: list[tuple[float, dict[str, Any]]] = []
         yield watched
         watched += self.messages[first:]
 
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
-        """Let the page go on until the condition holds; returns what it returned."""
+        """Let the page run until the condition is true, and return its value."""
         deadline = time.monotonic() + WAIT_MS / 1000
         while time.monotonic() < deadline:
             if value := condition():
@@ -337,7 +337,7 @@ class Tab:
 
 
 def updates(messages: Sequence[tuple[float, dict[str, Any]]]) -> Counter[str]:
-    """Messages of widgets' state among these, by widget."""
+    """Count the state messages of each widget."""
     return Counter(
         message["content"]["comm_id"]
         for _, message in messages
@@ -346,13 +346,13 @@ def updates(messages: Sequence[tuple[float, dict[str, Any]]]) -> Counter[str]:
 
 
 def seconds(messages: Sequence[tuple[float, dict[str, Any]]]) -> float:
-    """Between the first of them and the last, by the kernel's clock: they may come here late and all at once."""
+    """Return the time from the first to the last message by the kernel's clock; they may arrive late and together."""
     sent = [datetime.fromisoformat(message["header"]["date"]) for _, message in messages]
     return (max(sent) - min(sent)).total_seconds()
 
 
 def kernel_message(frame: bytes) -> dict[str, Any] | None:
-    """Header and content of a kernel's message in Jupyter's binary form: a number of offsets, offsets, parts."""
+    """Return header and content of a message in binary form: the number of offsets, the offsets, the parts."""
     count = int.from_bytes(frame[:8], "little")
     at = [int.from_bytes(frame[8 * i : 8 * i + 8], "little") for i in range(1, count + 1)]
     if count < 5 or at[-1] != len(frame):

@@ -1,4 +1,4 @@
-"""Pictures of the panels as they are, with the starter models: ``python -m tests.browser.screenshots FOLDER``."""
+"""Write screenshots of the panels with the starter models: ``python -m tests.browser.screenshots FOLDER``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 HOME = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
 MODELS = ("smollm2-135m", "minilm-l6")
 WAIT_MS = 120_000
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 WINDOW = {"viewport": {"width": 1180, "height": 1500}, "device_scale_factor": 1.5}
 CELLS = (
     "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread')",
@@ -33,12 +33,12 @@ DOCUMENTS = (
     "The Dead Sea is ten times as salty as the ocean.",
     "Salt was once worth its weight in gold.",
 )
-# Work for the charts, beside the chat.
+# Requests for the charts, in addition to the chat.
 LOAD = "for number in range(3): lab.chat(f'Write about the number {number}.', max_tokens=40)"
 
 
 def main(folder: Path) -> None:
-    """Write a picture of each panel and of all, light and dark."""
+    """Write a screenshot of each panel and of all panels together, in the light and the dark theme."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in MODELS:
         Catalog(Settings(home=HOME)).fetch(name)
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
 
 
 def prepare(tab: Tab) -> None:
-    """Something to see in each panel."""
+    """Fill each panel with content."""
     tab.lab.write("panels.ipynb", CELLS)
     tab.open("panels.ipynb")
     for number in range(len(CELLS)):
@@ -92,7 +92,7 @@ def picture(tab: Tab, folder: Path, theme: str) -> None:
         place.screenshot(path=path, animations="disabled", caret="hide", scale="css" if name == "panels" else "device")
         size = path.stat().st_size
         print(f"{path} {size / 1000:.0f} kB")
-        assert size <= MOST_BYTES, f"{path} has {size} bytes; at most {MOST_BYTES} should be in the repository"
+        assert size <= MAX_BYTES, f"{path} has {size} bytes; at most {MOST_BYTES} should be in the repository"
 
 
 if __name__ == "__main__":

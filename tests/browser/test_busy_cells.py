@@ -1,4 +1,4 @@
-"""What goes on while a cell sleeps, on both loops."""
+"""Test panels and servers on both loops while a cell sleeps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from playwright.sync_api import expect
 
 from tests.browser.conftest import LAUNCH, SLEEP
 from tests.browser.jupyterlab import JupyterLab, Tab
-from tests.browser.test_metrics_panel import moves
+from tests.browser.test_metrics_panel import chart_moves
 from tests.browser.test_models_panel import button, row
 
 SLEEPING = 2
-"""The number of the cell that sleeps."""
+"""Index of the cell that sleeps."""
 ANSWER = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 1500, "ignore_eos": True}
 
 
@@ -36,7 +36,7 @@ def kernel_loop_notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[None]:
 
 @pytest.fixture
 def kernel_loop(tab: Tab, kernel_loop_notebook: None) -> Tab:
-    """As ``panels``, on the kernel's loop."""
+    """The same as ``panels``, but on the kernel's loop."""
     tab.open("kernel-loop.ipynb")
     tab.kernel("if lab.engine.snapshot.model != 'tiny': lab.load('tiny')")
     return tab
@@ -44,7 +44,7 @@ def kernel_loop(tab: Tab, kernel_loop_notebook: None) -> Tab:
 
 @pytest.fixture(params=["thread", "kernel"])
 def busy(request: pytest.FixtureRequest) -> Tab:
-    """Either of them, its panels there."""
+    """One of these notebooks, with visible panels."""
     tab: Tab = request.getfixturevalue("panels" if request.param == "thread" else "kernel_loop")
     expect(tab.panel("Metrics").locator("canvas").first).to_be_visible()
     return tab
@@ -56,12 +56,12 @@ def is_asleep(tab: Tab) -> bool:
 
 @contextmanager
 def sleeping(tab: Tab) -> Iterator[None]:
-    """Within the block the cell sleeps, however long the block takes."""
+    """Let the cell sleep during the block."""
     awake = tab.lab.folder / "awake"
     awake.unlink(missing_ok=True)
     tab.start(SLEEPING)
     try:
-        tab.wait(lambda: is_asleep(tab), "the cell runs")
+        tab.wait(lambda: is_asleep(tab), "the cell is running")
         yield
         assert is_asleep(tab)
     finally:
@@ -70,10 +70,10 @@ def sleeping(tab: Tab) -> Iterator[None]:
 
 def test_the_chart_moves_and_unload_works(busy: Tab) -> None:
     with sleeping(busy):
-        moves(busy)
+        chart_moves(busy)
         button(busy, "Unload tiny").click()
         expect(row(busy, "tiny")).to_contain_text("on disk")
-        moves(busy)
+        chart_moves(busy)
     assert busy.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
@@ -88,14 +88,14 @@ def test_on_the_kernels_loop_the_panel_reports_lag_and_a_stream_is_complete(kern
     tab = kernel_loop
     url = tab.kernel("print(lab.url)")
     with ThreadPoolExecutor(1) as pool:
-        begun = threading.Event()
-        streamed = pool.submit(stream, url, begun)
-        tab.wait(begun.is_set, "the answer begins")
+        started = threading.Event()
+        streamed = pool.submit(stream, url, started)
+        tab.wait(started.is_set, "the answer has started")
         note = tab.panel("Models").locator(".note")
         with sleeping(tab):
-            expect(note).to_contain_text("its clients wait")
+            expect(note).to_contain_text("clients are waiting")
             expect(tab.panel("Models").locator(".pill").first).to_have_text("lagging")
-        expect(note).to_contain_text("Until ")
+        expect(note).to_contain_text("until ")
         expect(note).to_contain_text('loop="thread"')
         expect(tab.panel("Models").locator(".pill").first).to_have_text("running")
         text = finished(tab, streamed)
@@ -105,24 +105,24 @@ def test_on_the_kernels_loop_the_panel_reports_lag_and_a_stream_is_complete(kern
 
 
 def finished(tab: Tab, streamed: Future[str]) -> str:
-    tab.wait(streamed.done, "the answer ends")
+    tab.wait(streamed.done, "the answer has ended")
     return streamed.result()
 
 
-def stream(url: str, begun: threading.Event) -> str:
-    """An answer to an outside client, which it has token by token."""
+def stream(url: str, started: threading.Event) -> str:
+    """Stream an answer to a client outside the kernel."""
     text = ""
     body: dict[str, Any] = {"model": "default", "stream": True, **ANSWER}
     with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=200) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
-                begun.set()
+                started.set()
     return text
 
 
 def answers_unload(message: dict[str, Any]) -> bool:
-    """Whether this is the panel's reply to a click on Unload."""
+    """Return whether this is the panel's reply to a click on Unload."""
     content = message["content"].get("data", {}).get("content", {})
     return message["header"]["msg_type"] == "comm_msg" and content.get("result") == {"model": "tiny"}
 
@@ -135,7 +135,7 @@ def test_unload_bypasses_a_kernel_that_does_not_answer(panels: Tab) -> None:
     panels.wait(lambda: httpx2.get(f"{url}/readyz", timeout=60).status_code == 503, "the server has unloaded")
     panels.reconnect()
     expect(row(panels, "tiny")).to_contain_text("on disk")
-    # What the kernel hears of it is late, and does no harm.
-    panels.wait(lambda: any(answers_unload(each) for _, each in panels.messages[before:]), "the kernel has heard of it")
+    # The kernel receives the request late, which has no effect.
+    panels.wait(lambda: any(answers_unload(each) for _, each in panels.messages[before:]), "the kernel has received it")
     panels.kernel("lab.load('tiny')")
     assert panels.kernel("print(lab.engine.snapshot.model)") == "tiny"

@@ -1,4 +1,4 @@
-"""The chat panel, by mouse and by keyboard."""
+"""Test the chat panel by mouse and by keyboard."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from playwright.sync_api import Locator, expect
 from tests.browser.jupyterlab import Tab
 
 LONG = 20_000
-"""Tokens of an answer that is still being written when a test looks."""
+"""Tokens of an answer that is still running when a test checks it."""
 
 
 def ask(tab: Tab, text: str, *, max_tokens: int = 40) -> Locator:
-    """Write and send by keyboard, once the answer before has ended; returns the panel when the question is in it."""
+    """After the end of the previous answer, type and send a message. Returns the panel when it displays the message."""
     chat = tab.panel("Chat")
     expect(chat.get_by_role("button", name="Send")).to_be_visible()
     asked = chat.locator(".user").count()

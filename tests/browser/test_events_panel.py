@@ -1,4 +1,4 @@
-"""The events panel in a browser, over a daemon that says what a test gives it: floods, busy cells, reading back."""
+"""Test the events panel in a browser, with the events of a scripted daemon."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from tests.browser.conftest import SLEEP
 from tests.browser.jupyterlab import JupyterLab, Tab, seconds, updates
 from tests.browser.test_busy_cells import sleeping
 from tests.browser.test_metrics_view import NEXT_FRAMES
-from tests.browser.test_themes import CONTRASTS, LEAST
-from tests.browser.test_traffic import MOST_A_SECOND
+from tests.browser.test_themes import CONTRASTS, MIN_CONTRAST
+from tests.browser.test_traffic import MAX_UPDATES_PER_S
 
 BEGIN = """
 import os, time
 from lmx_lab.panels.layout import composed
 from lmx_lab.panels.workbench import Workbench
-from tests.panels.scripted_daemon import *
-from tests.panels.scripted_backend import ScriptedSource
-bench, daemon = Workbench(ScriptedSource()), ScriptedDaemon()
+from lmx_lab.panels.event_rows import GROUPS
+from tests.panels.scripted_daemon import Flood, LIVE, ScriptedDaemon, ScriptedLog
+from tests.panels.scripted_backend import ScriptedBackend
+bench, daemon = Workbench(ScriptedBackend()), ScriptedDaemon()
 bench.follow_events(daemon)
-async def put(*given):
-    for each in given: daemon.given.put_nowait(each)
-give = lambda *given: bench.submit(put(*given)).result(30)
+async def put(*events):
+    for event in events: daemon.given.put_nowait(event)
+give = lambda *events: bench.submit(put(*events)).result(30)
 """
-AFRESH = """
+RESET = """
 daemon, log = ScriptedDaemon(), ScriptedLog(f"log-{time.time_ns()}")
 bench.follow_events(daemon)
 panel = bench.panels["events"]
@@ -49,7 +50,7 @@ give(log.created(), log.event("turn.started", {"model": "tiny"}), log.token("Let
      log.permission_request("per-2", tool="files__write", arguments={"path": "notes.txt", "text": "one\\ntwo"}))
 """
 IMPORTS = "from lmx_lab.client.event_receiver import ConnectionState\nfrom lmx_lab.errors import UnreachableError\n"
-# What a reader sees of the rows' table, without what is drawn beyond its edges.
+# The rows that are visible, without those that are drawn beyond the edges.
 VISIBLE = """(box) => {
     const {top, bottom} = box.getBoundingClientRect();
     return [...box.querySelectorAll("tbody:nth-of-type(2) tr")].filter((row) => {
@@ -65,7 +66,7 @@ def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
     tab.open("events.ipynb")
     tab.run(0)
     tab.run(1)
-    tab.kernel(IMPORTS + "from lmx_lab.panels.event_rows import GROUPS")
+    tab.kernel(IMPORTS)
     yield tab
     tab.open("events.ipynb")
     tab.close_notebook()
@@ -73,48 +74,48 @@ def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
 
 @pytest.fixture
 def events(notebook: Tab) -> Tab:
-    """A notebook with the panel, without rows, over a daemon that has said nothing yet."""
-    notebook.kernel(AFRESH)
+    """A notebook with the panel, without rows; its daemon has not sent events yet."""
+    notebook.kernel(RESET)
     expect(rows(notebook)).to_have_count(0)
     return notebook
 
 
 def rows(tab: Tab) -> Locator:
-    """Those that are in the page."""
+    """Return the rows that are elements of the page."""
     return tab.panel("Events").locator(".rows tbody:nth-of-type(2) tr")
 
 
 @pytest.mark.long
-def test_ten_thousand_events_a_second_leave_the_browser_free(events: Tab) -> None:
+def test_ten_thousand_events_per_second_do_not_overload_the_browser(events: Tab) -> None:
     panel = events.panel("Events")
     comm = events.kernel("print(panel.comm.comm_id)")
     events.kernel("daemon = Flood(10_000)\nbench.follow_events(daemon)")
     try:
-        expect(panel).to_contain_text("older ones are no longer here")
+        expect(panel).to_contain_text("older ones were removed")
         with events.watched() as messages:
             events.page.wait_for_timeout(1000)
-            # Away from the newest: the rows that were looked at are gone at once.
+            # Scroll away from the newest rows; the visible rows are removed at once.
             panel.get_by_label("rows").evaluate("box => { box.scrollTop = 3000; }")
             expect(panel.get_by_label("follow")).not_to_be_checked()
             events.page.wait_for_timeout(2000)
-        panel.get_by_label("text to look for").fill("all of")
+        panel.get_by_label("search text").fill("all of")
         expect(rows(events).last).to_contain_text("message.done")
         expect(rows(events).filter(has_text="turn.token")).to_have_count(0)
         assert rows(events).count() < 60
         sent = int(events.kernel("print(daemon.sent)"))
-        events.wait(lambda: int(events.kernel("print(daemon.sent)")) > sent, "the flood went on all the time")
+        events.wait(lambda: int(events.kernel("print(daemon.sent)")) > sent, "events were sent all the time")
     finally:
         events.kernel("bench.follow_events(ScriptedDaemon())")
     own = [each for each in messages if each[1]["content"].get("comm_id") == comm]
     assert updates(messages)[comm] >= 2
-    # One more for the frame that was due when the measurement began, two that were asked for by scrolling, and two that
-    # answer a comparison.
-    assert len(own) <= MOST_A_SECOND * seconds(messages) + 5
+    # One more for a frame that was due when the measurement started, two for requests by scrolling, and two for replies
+    # to comparisons.
+    assert len(own) <= MAX_UPDATES_PER_S * seconds(messages) + 5
 
 
-def test_a_decision_is_taken_while_a_cell_sleeps(events: Tab) -> None:
+def test_a_decision_is_sent_while_a_cell_sleeps(events: Tab) -> None:
     panel = events.panel("Events")
-    # From a thread, because the cell does not yield to anything else.
+    # From a thread, because the cell blocks the kernel's loop.
     events.kernel(
         "import threading\ncalls = log.permission_request(), log.permission_request('per-2', tool='other')\n"
         "threading.Timer(1, give, calls).start()"
@@ -150,9 +151,9 @@ def test_rows_in_view_stay_while_others_arrive(events: Tab) -> None:
 
     read = events.wait(in_the_middle, "rows in the middle are there")
     assert read == sorted(read)
-    # The first 200 make room.
+    # The 200 oldest are removed.
     events.kernel("give(*(log.event('x.n', f'later {n}') for n in range(4200)))")
-    expect(panel).to_contain_text("200 older ones are no longer here")
+    expect(panel).to_contain_text("200 older ones were removed")
     events.page.evaluate(NEXT_FRAMES)
     assert box.evaluate(VISIBLE) == read
     panel.get_by_label("follow").check()
@@ -184,7 +185,7 @@ def test_a_session_can_be_followed_and_stopped_with_enough_contrast(events: Tab,
     panel = events.panel("Events")
     events.kernel(EVERYTHING)
     panel.get_by_label("session", exact=True).select_option("ses-1")
-    expect(panel.locator(".words .text").last).to_have_text("It is sunny, and warm.")
+    expect(panel.locator(".output .text").last).to_have_text("It is sunny, and warm.")
     expect(rows(events).filter(has_text="daemon.unheard")).to_have_count(0)
     expect(rows(events).filter(has_text="events are missing here")).to_have_count(1)
     expect(panel.get_by_role("button", name="turn.token \N{MULTIPLICATION SIGN}20")).to_be_visible()
@@ -195,7 +196,7 @@ def test_a_session_can_be_followed_and_stopped_with_enough_contrast(events: Tab,
     finally:
         events.theme("light")
     assert len(measured) > 50
-    assert {text: contrast for text, contrast in measured if contrast < LEAST} == {}
+    assert {text: contrast for text, contrast in measured if contrast < MIN_CONTRAST} == {}
     panel.get_by_role("button", name="Stop").click()
     events.wait(lambda: events.kernel("print(daemon.calls)") == "[('cancel', 'ses-1')]", "the turn is cancelled")
     panel.get_by_role("button", name="close").click()

@@ -1,4 +1,4 @@
-"""The launch cell in JupyterLab."""
+"""Test the launch cell in JupyterLab."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_the_launch_cell_shows_the_lab_and_its_addresses(tab: Tab) -> None:
     expect(shown).to_contain_text("tiny")
 
 
-def test_after_a_kernel_restart_the_panel_says_so_and_the_cell_restores_it(tab: Tab) -> None:
+def test_a_panel_reports_a_restart_of_its_kernel_and_the_cell_restores_it(tab: Tab) -> None:
     tab.run(0)
     tab.restart()
     models = tab.panel("Models")
-    expect(models.locator(".note")).to_contain_text("kernel is gone")
-    expect(models.locator(".pill").first).to_have_text("gone")
+    expect(models.locator(".note")).to_contain_text("kernel was restarted or stopped")
+    expect(models.locator(".pill").first).to_have_text("disconnected")
     tab.run(0)
     expect(models.locator(".pill").first).to_have_text("running")
     tab.forgive("widget model not found")

@@ -1,4 +1,4 @@
-"""The metrics panel: its charts move, pause and go back."""
+"""Test the metrics panel: its charts, pause and the length of its time axis."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.browser.test_chat_panel import LONG, ask
 
 
 def drawn(tab: Tab) -> str:
-    """The pixels of the first chart."""
+    """Return the pixels of the first chart."""
     return str(tab.panel("Metrics").locator("canvas").first.evaluate("canvas => canvas.toDataURL()"))
 
 
-def moves(tab: Tab) -> None:
+def chart_moves(tab: Tab) -> None:
     before = drawn(tab)
     tab.wait(lambda: drawn(tab) != before, "the chart moves")
 
@@ -23,15 +23,15 @@ def test_the_chart_moves_while_an_answer_streams(panels: Tab) -> None:
     ask(panels, "Tell me a story.", max_tokens=LONG)
     decode = metrics.locator("figcaption").first.locator("b").first
     panels.wait(lambda: float(decode.inner_text().split()[0]) > 0, "decoding shows")
-    moves(panels)
-    moves(panels)
+    chart_moves(panels)
+    chart_moves(panels)
     panels.page.keyboard.press("Escape")
     panels.wait(lambda: float(decode.inner_text().split()[0]) == 0, "it is over")
 
 
-def test_a_paused_chart_stands_still_and_catches_up(panels: Tab) -> None:
+def test_a_paused_chart_does_not_change_until_it_is_resumed(panels: Tab) -> None:
     metrics = panels.panel("Metrics")
-    moves(panels)
+    chart_moves(panels)
     metrics.get_by_role("button", name="Pause").click()
     resume = metrics.get_by_role("button", name="Resume")
     expect(resume).to_be_visible()
@@ -48,7 +48,7 @@ def test_the_window_is_chosen_by_keyboard(panels: Tab) -> None:
     window.focus()
     panels.page.keyboard.press("End")
     panels.wait(lambda: panels.kernel("print(lab.metrics().minutes)") == "15", "the panel knows")
-    # An arrow that JupyterLab took would lead to the cell before.
+    # JupyterLab would select the previous cell.
     panels.page.keyboard.press("ArrowUp")
     panels.wait(lambda: panels.kernel("print(lab.metrics().minutes)") == "5", "the panel knows")
     expect(window).to_be_focused()
@@ -66,7 +66,7 @@ def test_keys_on_a_button_are_not_commands_of_the_notebook(panels: Tab) -> None:
     assert cells.count() == before
 
 
-def test_the_numbers_behind_a_chart_are_a_table_and_a_data_frame(panels: Tab) -> None:
+def test_the_values_of_a_chart_are_also_a_table_and_a_data_frame(panels: Tab) -> None:
     table = panels.panel("Metrics").locator("table").first
     panels.wait(lambda: table.locator("tbody tr").count() > 1, "rows are written")
     assert "decode_tokens_per_second" in panels.kernel("print(list(lab.metrics().df))")

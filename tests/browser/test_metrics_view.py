@@ -1,4 +1,4 @@
-"""The metrics panel's module on a bare page, which a test scrolls and resizes as it likes: when it draws, and what."""
+"""Test what the module of the metrics panel draws, and when, on an empty page that tests scroll and resize."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lmx_lab.wire.admin import Sample
 
 NOON = 1_800_000_000.0
 LINE = "31,131,214"
-"""The first line's colour, in metrics.css."""
+"""The colour of the first line in metrics.css."""
 PAGE = """<!doctype html><meta charset=utf-8><style>{css}</style>
 <div id=above style="height: 5000px"></div><div id=view style="width: 1000px"></div>"""
-# What a widget's front end gives to render(): traits, and who listens to them. Buffers may begin at any byte.
+# The model that a widget's frontend passes to render(), with traits and listeners. Buffers may begin at any byte.
 RENDER = """async ([code, state, frame]) => {
     const module = await import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
     const bytes = Uint8Array.from(atob(frame), (each) => each.charCodeAt(0));
@@ -35,7 +35,7 @@ RENDER = """async ([code, state, frame]) => {
     };
     window.leave = module.default.render({model, el: document.getElementById("view")});
 }"""
-# By column of the first chart: whether the line goes through it.
+# For each column of pixels of the first chart, whether it has a pixel of the line.
 COLUMNS = f"""(canvas) => {{
     const {{width, height}} = canvas;
     const {{data}} = canvas.getContext("2d").getImageData(0, 0, width, height);
@@ -47,7 +47,7 @@ NEXT_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAn
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """The panel far below what is seen; twenty seconds of the minute have no samples."""
+    """The panel below the visible part of the page. Twenty seconds of the minute have no samples."""
     samples = [
         Sample(at=NOON + number / 2, **{**dict.fromkeys(FIELDS, 0), "decode_tokens_per_second": 50})
         for number in range(121)

@@ -1,4 +1,4 @@
-"""The models panel, by mouse and by keyboard."""
+"""Test the models panel by mouse and by keyboard."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from lmx_lab.panels.models import ModelsPanel
 from tests.browser.jupyterlab import Tab
 from tests.browser.test_chat_panel import LONG, ask
 
-# The panel on a bare page, over a kernel that answers when the server has been asked directly, which does not answer.
-LATE = """async (code) => {
+# The panel on an empty page. Its kernel replies when a direct request was sent to the server, which does not respond.
+SCRIPT = """async (code) => {
     const module = await import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
-    const heard = new Set(), sent = [];
+    const listeners = new Set(), sent = [];
     const state = {
         server: {state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", pinned: []},
-        rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], can: "Unload"}],
+        rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], action: "Unload"}],
         jobs: [], error: "", caption: "", engines: "", compact: false, revision: 1,
     };
     const model = {
         get: (name) => state[name],
-        on: (name, f) => name === "msg:custom" && heard.add(f),
-        off: (name, f) => heard.delete(f),
+        on: (name, f) => name === "msg:custom" && listeners.add(f),
+        off: (name, f) => listeners.delete(f),
         send: (message) => sent.push(message),
     };
     window.fetch = (address, {signal}) => new Promise(() => {
-        window.asked = {path: address.pathname, before: signal.aborted, signal};
+        window.request = {path: address.pathname, before: signal.aborted, signal};
         const {id} = sent.find((message) => message.do === "unload");
-        heard.forEach((f) => f({id, ok: true, result: {model: "tiny"}}));
+        listeners.forEach((f) => f({id, ok: true, result: {model: "tiny"}}));
     });
     module.default.render({model, el: document.body});
 }"""
@@ -46,7 +46,7 @@ def button(tab: Tab, name: str) -> Locator:
 
 
 def test_each_model_has_its_engine_and_one_line_says_which_is_faster(panels: Tab) -> None:
-    # Beside the other panels there is no room for all columns, but for this one.
+    # With other panels beside it, not all columns are visible, but this one is.
     expect(panels.panel("Models").get_by_role("columnheader", name="engine")).to_be_visible()
     expect(row(panels, "tiny").get_by_role("cell", name="mlx").first).to_be_visible()
     line = panels.panel("Models").get_by_text("for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files")
@@ -69,7 +69,7 @@ def test_load_and_unload_by_mouse(panels: Tab) -> None:
     assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
-def test_load_and_unload_by_keyboard_and_the_focus_stays(panels: Tab) -> None:
+def test_load_and_unload_by_keyboard_keep_the_focus(panels: Tab) -> None:
     name = panels.panel("Models").get_by_label("model to load")
     name.focus()
     panels.page.keyboard.type("tiny-two")
@@ -103,7 +103,7 @@ def test_loading_an_unknown_model_is_an_error_that_can_be_dismissed(panels: Tab)
 
 def test_a_load_waits_for_a_running_answer_and_shows_it(panels: Tab) -> None:
     chat = ask(panels, "Tell me a story.", max_tokens=LONG)
-    panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer begins")
+    panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer has started")
     button(panels, "Load tiny-two").click()
     expect(panels.panel("Models")).to_contain_text("waiting for running answers (1)")
     chat.get_by_role("button", name="Stop").click()
@@ -113,11 +113,13 @@ def test_a_load_waits_for_a_running_answer_and_shows_it(panels: Tab) -> None:
 
 def test_a_direct_request_is_aborted_when_the_kernel_answers(browser: Browser) -> None:
     page = browser.new_page()
-    # Of this machine, so that the server's own address is near.
+    # A page of this machine, so that the server's own address is used.
     page.route("http://localhost/", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))
     page.goto("http://localhost/")
-    page.evaluate(LATE, assets.script(*ModelsPanel.SCRIPTS))
+    page.evaluate(SCRIPT, assets.script(*ModelsPanel.SCRIPTS))
     page.get_by_role("button", name="Unload tiny").click()
-    asked = page.wait_for_function("window.asked && {...window.asked, after: window.asked.signal.aborted}").json_value()
-    assert (asked["path"], asked["before"], asked["after"]) == ("/admin/models/unload", False, True)
+    requested = page.wait_for_function(
+        "window.request && {...window.request, after: window.request.signal.aborted}"
+    ).json_value()
+    assert (requested["path"], requested["before"], requested["after"]) == ("/admin/models/unload", False, True)
     page.close()

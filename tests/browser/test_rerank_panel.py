@@ -1,4 +1,4 @@
-"""The rerank panel, by mouse and by keyboard."""
+"""Test the rerank panel by mouse and by keyboard."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from playwright.sync_api import Locator, expect
 from tests.browser.jupyterlab import Tab
 
 QUERIES = (f"where is the cat, number {number}" for number in itertools.count())
-"""A result of an earlier one is no answer to the next."""
+"""A new query for each ranking, so that a test does not accept the result of an earlier one."""
 DOCUMENTS = ["the dog runs", "the cat sits on the mat", "berlin is the capital of germany"]
 
 
 def rank(tab: Tab, documents: str) -> Locator:
-    """Fill in the form and rank by keyboard; returns the panel when the result is there."""
+    """Fill in the form, rank by keyboard, and return the panel when it displays the result."""
     rerank, query = tab.panel("Rerank"), next(QUERIES)
     rerank.get_by_label("Query").fill(query)
     rerank.get_by_label("Documents").fill(documents)
@@ -61,7 +61,7 @@ def test_documents_with_html_and_script_are_shown_as_text(panels: Tab) -> None:
 
 
 def test_ten_thousand_documents_are_shown_in_pages(panels: Tab) -> None:
-    # In one line: Playwright's typing, not the panel, takes minutes for ten thousand of them.
+    # As JSON in one line, because Playwright takes minutes to type ten thousand lines.
     rerank = rank(panels, json.dumps([f"the cat {number}" for number in range(10_000)]))
     expect(rerank).to_contain_text("of 10,000")
     expect(rerank.locator("tbody tr")).to_have_count(100)

@@ -1,4 +1,4 @@
-"""What a reader does with the rerank panel beyond ranking: open, give up, be refused, keep the focus."""
+"""Test the rerank panel: long documents, errors, cancelling, and the focus."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from playwright.sync_api import Locator, expect
 from tests.browser.jupyterlab import Tab
 
 DOCUMENTS = "Bread is baked.\nright to left: \u202eabc\n" + "A long one. " * 100
-SLOW = "import asyncio\nlab.workbench.source.rerank = lambda *_, **__: asyncio.sleep(3600)"
-"""Ranking then takes as long as a test needs."""
+SLOW = "import asyncio\nlab.workbench.backend.rerank = lambda *_, **__: asyncio.sleep(3600)"
+"""A ranking then takes until it is cancelled."""
 
 
 def send(tab: Tab, documents: str, query: str) -> Locator:
-    """Fill the form in and send it by keyboard; returns the panel."""
+    """Fill in the form, send it by keyboard, and return the panel."""
     panel = tab.panel("Rerank")
     panel.get_by_label("Query").fill(query)
     panel.get_by_label("Documents").fill(documents)
@@ -21,7 +21,7 @@ def send(tab: Tab, documents: str, query: str) -> Locator:
 
 
 def rank(tab: Tab, query: str) -> Locator:
-    """The same, and wait for the result; the query is no other test's."""
+    """Rank documents, and wait for the result. Each test has another query."""
     panel = send(tab, DOCUMENTS, query)
     expect(panel.get_by_role("status").filter(has_text=query)).to_be_visible()
     return panel
@@ -44,7 +44,7 @@ def test_errors_in_the_form_are_shown(panels: Tab) -> None:
     panel = send(panels, "", "q")
     expect(panel.get_by_role("alert")).to_contain_text("no documents")
     send(panels, "[1, 2]", "q")
-    expect(panel.get_by_role("alert")).to_contain_text("no list of texts")
+    expect(panel.get_by_role("alert")).to_contain_text("not a list of texts")
     panel.get_by_label("Top").fill("0")
     send(panels, DOCUMENTS, "q")
     expect(panel.get_by_role("alert")).to_contain_text("top_n is 0")
@@ -61,7 +61,7 @@ def test_a_long_ranking_can_be_cancelled(panels: Tab) -> None:
     panels.page.keyboard.press("Enter")
     expect(panel.get_by_role("alert")).to_contain_text("Cancelled")
     expect(panel.get_by_role("button", name="Rank", exact=True)).to_be_focused()
-    panels.kernel("del lab.workbench.source.rerank")
+    panels.kernel("del lab.workbench.backend.rerank")
 
 
 def test_replaced_rows_keep_the_focus_in_the_table(panels: Tab) -> None:

@@ -1,4 +1,4 @@
-"""Notebooks as they are saved: their size, and what they show without a kernel."""
+"""Test saved notebooks: their size, and what they display without a kernel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.browser.conftest import LAUNCH
 from tests.browser.jupyterlab import JupyterLab, Tab, updates
 from tests.browser.test_traffic import names
 
-MOST_BYTES = 300_000
+MAX_BYTES = 300_000
 UPDATES = 1000
 NAME = "saved.ipynb"
-# The clock a hundred times as fast, and no pause between two messages.
+# A clock that is 100 times as fast, and no pause between two messages.
 FASTER = "import lmx_lab.panels.workbench as w, lmx_lab.panels.panel as p\nw.TICK_S, p.FRAME_S = 0.004, 0"
 SLOWER = "w.TICK_S, p.FRAME_S = 0.5, 0.3"
-# On, and the next time off again.
+# A command that toggles the setting.
 SAVE_STATE = "@jupyter-widgets/jupyterlab-manager:saveWidgetState"
 NOT_FOUND = "widget model not found"
 WITHOUT_KERNEL = "reading 'kernel'"
@@ -28,7 +28,7 @@ WITHOUT_KERNEL = "reading 'kernel'"
 
 @pytest.fixture(scope="module")
 def saved(tab: Tab, jupyterlab: JupyterLab) -> str:
-    """A saved notebook with panels and a lab in it, whose kernel has ended; returns the address of the lab."""
+    """A saved notebook with panels and a lab, whose kernel has ended. Returns the address of the lab."""
     jupyterlab.write(NAME, [LAUNCH.format(loop="thread"), "lab", "lab.panel()", "lab.panel('rerank')"])
     tab.open(NAME)
     for cell in range(4):
@@ -50,7 +50,7 @@ def closing(tab: Tab) -> Iterator[None]:
 def test_a_thousand_updates_do_not_grow_the_notebook(panels: Tab, jupyterlab: JupyterLab) -> None:
     (metrics,) = [comm for comm, name in names(panels).items() if name == "metrics"]
     expect(panels.panel("Metrics").locator("canvas").first).to_be_visible()
-    # Not drawn: a browser cannot do that as often.
+    # Hidden, because a browser cannot draw so often.
     panels.command("notebook:hide-all-cell-outputs")
     seen = len(panels.messages)
     panels.kernel(FASTER)
@@ -65,7 +65,7 @@ def test_a_thousand_updates_do_not_grow_the_notebook(panels: Tab, jupyterlab: Ju
     text = (jupyterlab.folder / "panels.ipynb").read_text(encoding="utf-8")
     states = json.loads(text)["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
     assert metrics in states
-    assert len(text) < MOST_BYTES
+    assert len(text) < MAX_BYTES
 
 
 def test_without_a_kernel_the_snapshot_is_shown(tab: Tab, saved: str, closing: None) -> None:
@@ -76,7 +76,7 @@ def test_without_a_kernel_the_snapshot_is_shown(tab: Tab, saved: str, closing: N
     expect(tab.outputs(3)).to_contain_text("Rerank: no result yet")
     for cell in (1, 2, 3):
         expect(tab.outputs(cell).get_by_text("Loading widget")).to_be_hidden()
-    # It comes at any time after the notebook is there, and always: jupyterlab-manager asks for the kernel's id.
+    # This error always occurs, at any time after the notebook was opened: jupyterlab-manager requests the kernel's id.
     tab.wait(lambda: any(WITHOUT_KERNEL in each for each in tab.complaints), "JupyterLab misses a kernel")
     tab.forgive(WITHOUT_KERNEL)
 

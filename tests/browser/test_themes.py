@@ -1,4 +1,4 @@
-"""Every text of every panel can be read in JupyterLab's light and dark theme."""
+"""Test that all text of all panels has enough contrast in JupyterLab's light and dark theme."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.browser.jupyterlab import Tab
 from tests.browser.test_chat_panel import ask
 from tests.browser.test_rerank_panel import DOCUMENTS, rank
 
-LEAST = 4.5
+MIN_CONTRAST = 4.5
 """WCAG 2.2, 1.4.3, level AA."""
-# Of every text that can be seen: its contrast against what lies behind it. Colours of any notation become numbers by
-# being painted on a canvas, whatever is translucent over what is behind it.
+# Returns the contrast of each visible text to its background. Colours are painted on a canvas, to convert any notation
+# to numbers and to blend translucent colours with the colours behind them.
 CONTRASTS = """(root) => {
     const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
     const over = (below, color, opacity = 1) => {
@@ -60,7 +60,7 @@ PANELS = ("Models", "Metrics", "Chat", "Rerank")
 
 
 def fill(tab: Tab) -> None:
-    """Something to read in every corner: an answer, a ranking, a failure, what is folded open."""
+    """Show text in all parts of the panels: an answer, a ranking, an error, and opened details."""
     chat = ask(tab, "What can be read?")
     expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
     rank(tab, "\n".join(DOCUMENTS))
@@ -70,7 +70,7 @@ def fill(tab: Tab) -> None:
 
 
 def contrasts(tab: Tab) -> dict[str, float]:
-    """The lowest of each text."""
+    """Return the lowest contrast of each text."""
     found: dict[str, float] = {}
     for name in PANELS:
         for text, contrast in tab.panel(name).first.evaluate(CONTRASTS):
@@ -107,5 +107,5 @@ def test_all_text_has_enough_contrast(panels: Tab, theme: str) -> None:
         panels.kernel(LAUNCH.format(loop="thread"))
         panels.theme("light")
     assert len(running) > 60
-    assert {text: contrast for text, contrast in (running | stopped).items() if contrast < LEAST} == {}
-    assert {text: contrast for text, contrast in running.items() if contrast < LEAST} == {}
+    assert {text: contrast for text, contrast in (running | stopped).items() if contrast < MIN_CONTRAST} == {}
+    assert {text: contrast for text, contrast in running.items() if contrast < MIN_CONTRAST} == {}

@@ -1,4 +1,4 @@
-"""What goes over the wire: how much code, how often, and nothing to anywhere else (which every test here looks at)."""
+"""Test the size of the panels' code and the rate of their messages. All browser tests check that no other host is used."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from tests.browser.jupyterlab import Tab, seconds, updates
 from tests.browser.test_chat_panel import LONG, ask
 from tests.browser.test_models_panel import button, row
 
-MOST_CODE_BYTES = 70 * 1024
-MOST_A_SECOND = 4
+MAX_CODE_BYTES = 70 * 1024
+MAX_UPDATES_PER_S = 4
 
 
 def names(tab: Tab) -> dict[str, str]:
-    """The panels by the ids of their comms."""
+    """Return the names of the panels by the ids of their comms."""
     printed = tab.kernel("print(*(f'{panel.comm.comm_id}={name}' for name, panel in lab.workbench.panels.items()))")
     return dict(pair.split("=") for pair in printed.split())
 
 
-def test_the_code_of_all_panels_together_stays_small(panels: Tab) -> None:
+def test_the_code_of_all_panels_is_small(panels: Tab) -> None:
     code = int(panels.kernel("print(sum(len(panel._esm.encode()) for panel in lab.workbench.panels.values()))"))
     assert set(names(panels).values()) >= {"models", "metrics", "chat", "rerank"}
-    assert 30_000 < code <= MOST_CODE_BYTES
+    assert 30_000 < code <= MAX_CODE_BYTES
 
 
 @pytest.mark.long
-def test_no_panel_sends_more_than_four_messages_a_second(panels: Tab) -> None:
+def test_no_panel_sends_more_than_four_messages_per_second(panels: Tab) -> None:
     with panels.watched() as messages:
         chat = ask(panels, "Tell me a story.", max_tokens=LONG)
         button(panels, "Load tiny-two").click()
@@ -37,5 +37,5 @@ def test_no_panel_sends_more_than_four_messages_a_second(panels: Tab) -> None:
     counted = {name: updates(messages)[comm] for comm, name in names(panels).items()}
     assert counted["chat"] >= 2
     assert counted["metrics"] >= 2
-    # One more for the frame that was due when the measurement began, and one for a comparison.
-    assert {name: count for name, count in counted.items() if count > MOST_A_SECOND * seconds(messages) + 2} == {}
+    # One more for a frame that was due when the measurement started, and one for a comparison.
+    assert {name: count for name, count in counted.items() if count > MAX_UPDATES_PER_S * seconds(messages) + 2} == {}

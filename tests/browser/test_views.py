@@ -1,4 +1,4 @@
-"""Views come and go: shown twice, closed, in another tab, asleep, over a server that was stopped."""
+"""Test views of panels: displayed twice, closed, in another tab, suspended, and of a stopped server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.browser.test_chat_panel import ask
 from tests.browser.test_models_panel import button, row
 
 SHOWN = 1
-"""The number of the cell that shows the panels."""
+"""Index of the cell that displays the panels."""
 
 
 def test_a_second_tab_shows_the_same_and_works(panels: Tab, another_tab: Callable[[], Tab]) -> None:
@@ -83,7 +83,7 @@ def test_a_suspended_tab_shows_the_right_state_when_it_resumes(panels: Tab) -> N
     expect(row(panels, "tiny")).to_contain_text("on disk")
 
 
-def test_state_that_was_lost_on_the_way_is_requested(panels: Tab) -> None:
+def test_lost_state_is_requested_again(panels: Tab) -> None:
     url = panels.kernel("print(lab.url)")
     expect(row(panels, "tiny")).to_contain_text("loaded")
     with panels.deaf():

@@ -13,7 +13,7 @@ import pytest
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.errors import PermissionNotFoundError, UnauthorizedError, UnreachableError
 from lmx_lab.panels import event_rows, event_sessions
-from lmx_lab.panels.event_rows import COLUMNS, MAX_ROWS, EventFilter, EventRows
+from lmx_lab.panels.event_rows import COLUMNS, MAX_ROWS, EventRows, RowFilter
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
 from lmx_lab.panels.layout import composed
 from lmx_lab.panels.workbench import Workbench
@@ -150,7 +150,7 @@ def test_the_oldest_rows_are_removed_and_the_others_keep_their_numbers(
 
 def test_passing_rows_keep_their_numbers_when_older_ones_are_removed(log: ScriptedLog) -> None:
     rows = EventRows()
-    rows.filter = EventFilter(text="keep")
+    rows.filter = RowFilter(text="keep")
     for number in range(MAX_ROWS + 100):
         rows.add(log.event("x.n", f"keep {number}" if number % 2 else "not this"))
     assert rows.base == 50
