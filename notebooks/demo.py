@@ -1,4 +1,4 @@
-"""Run a notebook headless in a real kernel and print what happened: ``python notebooks/demo.py NOTEBOOK``."""
+"""Run a notebook without a browser, and print its cells and outputs: ``python notebooks/demo.py NOTEBOOK``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PrintingClient(NotebookClient):
     _updated_at = 0.0
 
     def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
-        """Print what updates a display too, which is a progress bar; not each of its many steps."""
+        """Print also updates of a display, which are those of a progress bar, at most one every ``UPDATE_S``."""
         if msg["msg_type"] == "update_display_data" and time.monotonic() - self._updated_at >= UPDATE_S:
             self._updated_at = time.monotonic()
             show(msg["content"]["data"].get("text/plain", ""))
@@ -43,11 +43,11 @@ def main(path: Path) -> int:
     client = PrintingClient(notebook, timeout=CELL_TIMEOUT_S, resources=resources, extra_arguments=quiet)
     client.on_cell_execute = show_source
     client.on_cell_executed = lambda **_: print()
-    print(f"running {path.name} in a kernel of its own", flush=True)
+    print(f"running {path.name} in a new kernel", flush=True)
     try:
         client.execute()
     except CellExecutionError:
-        # The cell's error output has been printed.
+        # The error was printed as an output of its cell.
         return 1
     except (CellTimeoutError, DeadKernelError) as exc:
         print(f"{type(exc).__name__}: {str(exc).strip().splitlines()[0]}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Run notebooks and write what they show as web pages: ``python notebooks/gallery.py FOLDER [NOTEBOOK ...]``.
+"""Run notebooks and write them as web pages: ``python notebooks/gallery.py FOLDER [NOTEBOOK ...]``.
 
-The pages need neither a kernel nor a network: of the widgets there are the snapshots, and no script is loaded. A
-notebook in which a cell fails is written with its error, and the exit status is 1.
+The pages need neither a kernel nor a network: they have static snapshots of widgets, and load no scripts. A notebook
+with a failing cell is written with its error, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nbconvert.exporters import HTMLExporter
 NOTEBOOKS = Path(__file__).parent
 CELL_TIMEOUT_S = 1800
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-# The scripts that nbconvert would load from elsewhere: nothing here needs them.
+# Without the scripts that nbconvert's template loads from other hosts; the pages do not need them.
 TEMPLATE = """{% extends 'lab/index.html.j2' %}
 {%- block html_head_js -%}{%- endblock html_head_js -%}
 {%- block html_head_js_mathjax -%}{%- endblock html_head_js_mathjax -%}
@@ -56,8 +56,8 @@ small {{ color: #666; }}
 </head>
 <body>
 <h1>LMX Lab: notebooks</h1>
-<p>A course in {count} notebooks, each with its question and what it printed last. Run on {machine}, with lmx-lab
-{version}, on {day}.</p>
+<p>A course in {count} notebooks, each with its question and the last text that it has printed. Run on {machine}, with
+lmx-lab {version}, on {day}.</p>
 {pages}
 </body>
 </html>
@@ -71,13 +71,13 @@ PAGE = """<h2><a href="{name}.html">{title}</a></h2>
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A notebook that has run."""
+    """A notebook that was run."""
 
     name: str
     title: str
     question: str
     answer: str
-    """What it printed last."""
+    """The last text that the notebook has printed."""
     seconds: float
     failed: bool
 
@@ -88,15 +88,15 @@ def main(folder: Path, paths: Sequence[Path]) -> int:
     for path in paths:
         print(f"running {path.name}", flush=True)
         pages.append(render(path, folder))
-        # After each: what takes long can be interrupted, and the rest is there.
-        (folder / "index.html").write_text(index(pages), encoding="utf-8")
+        # Written after each notebook, so that a long run can be interrupted.
+        (folder / "index.html").write_text(render_index(pages), encoding="utf-8")
         print(f"  {pages[-1].seconds:.0f} s{', with an error' if pages[-1].failed else ''}", flush=True)
     print(f"open {folder / 'index.html'}")
     return int(any(page.failed for page in pages))
 
 
 def render(path: Path, folder: Path) -> Page:
-    """Run a notebook in a kernel of its own and write it into the folder, with the web pages that it has written."""
+    """Run a notebook in a new kernel, and write it into the folder, together with web pages that it has written."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory(prefix="lmx-lab-gallery-") as scratch:
         client = NotebookClient(
@@ -118,21 +118,24 @@ def render(path: Path, folder: Path) -> Page:
         seconds = time.monotonic() - began
         for written in Path(scratch).glob("*.html"):
             shutil.copy(written, folder)
-    title, question = heading(notebook)
-    page = Page(name=path.stem, title=title, question=question, answer=answer(notebook), seconds=seconds, failed=failed)
-    for_a_page(notebook)
+    title, question = read_heading(notebook)
+    page = Page(
+        name=path.stem, title=title, question=question, answer=last_text(notebook), seconds=seconds, failed=failed
+    )
+    prepare_for_page(notebook)
     body, _ = HTMLExporter(raw_template=TEMPLATE).from_notebook_node(notebook, {"metadata": {"name": title}})
     (folder / f"{path.stem}.html").write_text(body, encoding="utf-8")
     return page
 
 
-def heading(notebook: Any) -> tuple[str, str]:
-    """The title and the question, which its first cell has."""
+def read_heading(notebook: Any) -> tuple[str, str]:
+    """Return the title and the question of the first cell."""
     title, _, rest = notebook.cells[0].source.partition("\n")
     return title.lstrip("# "), rest.strip().partition("\n")[0].strip("*")
 
 
-def answer(notebook: Any) -> str:
+def last_text(notebook: Any) -> str:
+    """Return the last text or error that the notebook has printed."""
     texts = [
         output.text if output.output_type == "stream" else f"{output.ename}: {output.evalue}"
         for cell in notebook.cells
@@ -142,8 +145,8 @@ def answer(notebook: Any) -> str:
     return texts[-1].strip() if texts else ""
 
 
-def for_a_page(notebook: Any) -> None:
-    """Leave out what a page without a kernel cannot show, and let links lead to the other pages."""
+def prepare_for_page(notebook: Any) -> None:
+    """Remove outputs that need a kernel, and change links to notebooks to links to their pages."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.html)", cell.source)
@@ -151,15 +154,15 @@ def for_a_page(notebook: Any) -> None:
             cell.outputs = [output for output in cell.outputs if WIDGET_VIEW not in output.get("data", ())]
 
 
-def index(pages: Sequence[Page]) -> str:
-    shown = (
+def render_index(pages: Sequence[Page]) -> str:
+    entries = (
         PAGE.format(
             name=page.name,
             title=html.escape(page.title),
             question=html.escape(page.question),
             answer=html.escape(page.answer),
             seconds=page.seconds,
-            failed=", ended by an error" if page.failed else "",
+            failed=", ended with an error" if page.failed else "",
         )
         for page in pages
     )
@@ -168,7 +171,7 @@ def index(pages: Sequence[Page]) -> str:
         machine=html.escape(platform.platform()),
         version=metadata.version("lmx-lab"),
         day=time.strftime("%Y-%m-%d"),
-        pages="".join(shown),
+        pages="".join(entries),
     )
 
 

@@ -34,12 +34,12 @@ class LoopLag:
         self._blocks: deque[Block] = deque(maxlen=100)
 
     def start(self) -> None:
-        """Start to measure the running loop."""
+        """Start measuring the running loop."""
         self._loop = asyncio.get_running_loop()
         self._schedule_beat()
 
     def stop(self) -> None:
-        """Stop to measure; the results stay. Can be called from any thread."""
+        """Stop measuring; the results stay. Can be called from any thread."""
         self._stopped = True
 
     @property

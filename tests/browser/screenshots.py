@@ -92,7 +92,7 @@ def picture(tab: Tab, folder: Path, theme: str) -> None:
         place.screenshot(path=path, animations="disabled", caret="hide", scale="css" if name == "panels" else "device")
         size = path.stat().st_size
         print(f"{path} {size / 1000:.0f} kB")
-        assert size <= MAX_BYTES, f"{path} has {size} bytes; at most {MOST_BYTES} should be in the repository"
+        assert size <= MAX_BYTES, f"{path} has {size} bytes; at most {MAX_BYTES} should be in the repository"
 
 
 if __name__ == "__main__":

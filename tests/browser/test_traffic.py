@@ -1,4 +1,4 @@
-"""Test the size of the panels' code and the rate of their messages. All browser tests check that no other host is used."""
+"""Test the size of the panels' code and the rate of messages. All browser tests check that no other host is used."""
 
 from __future__ import annotations
 

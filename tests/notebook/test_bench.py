@@ -31,7 +31,7 @@ BY_SERVER = ["queue_ms", "server_ttft_ms", "server_prefill_tok_s", "server_decod
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """With runs of its own."""
+    """A home for the runs of this module."""
     home = tmp_path_factory.mktemp("home")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0)
     return home
@@ -53,7 +53,7 @@ def bench_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-bench"]
 
 
-def kept(home: Path) -> set[Path]:
+def stored(home: Path) -> set[Path]:
     return set((home / "bench").glob("*")) if (home / "bench").exists() else set()
 
 
@@ -78,7 +78,7 @@ def test_bench_measures_the_lab_and_stores_the_run_in_its_home(lab: lmx_lab.Lab,
 def test_the_table_has_the_servers_own_measurements(lab: lmx_lab.Lab) -> None:
     rows = lab.bench(**SMALL, concurrency=1, record=False)
     assert rows[BY_SERVER].notna().all(axis=None)
-    # The server counts from the arrival to its first token, the client from sending to seeing it.
+    # The server measures from the arrival to its first token, the client from sending to receiving it.
     assert (rows["server_ttft_ms"] < rows["ttft_ms"]).all()
     assert (rows["queue_ms"] < rows["server_ttft_ms"]).all()
     assert rows["peak_memory_gb"].max() * 1e9 >= lab.engine.snapshot.model_memory_bytes
@@ -89,16 +89,16 @@ def test_requests_that_wait_for_a_slot_have_a_queue_time(home: Path) -> None:
         rows = lab.bench(prompt_tokens=32, output_tokens=300, concurrency=2, requests=4, record=False)
     assert rows["error"].isna().all()
     measured = rows[~rows["warm_up"]]
-    # Whoever waits, waits for the other one's whole answer.
+    # A waiting request waits for the complete answer of the other one.
     assert measured["queue_ms"].max() > measured["e2e_ms"].min() / 4
 
 
 def test_a_run_that_is_not_recorded_stores_nothing(lab: lmx_lab.Lab, home: Path, tmp_path: Path) -> None:
-    before = kept(home)
+    before = stored(home)
     assert lab.bench(**SMALL, record=False).attrs["path"] is None
-    assert kept(home) == before
+    assert stored(home) == before
     assert Path(lab.bench(**SMALL, record=tmp_path).attrs["path"]).parent == tmp_path
-    assert kept(home) == before
+    assert stored(home) == before
 
 
 def test_other_servers_and_the_engine_are_measured_with_the_lab(lab: lmx_lab.Lab) -> None:
@@ -123,7 +123,7 @@ def test_a_remote_lab_is_measured_by_the_same_verb(
     rows = far.bench(**SMALL)
     assert rows["error"].isna().all()
     assert rows[BY_SERVER].notna().all(axis=None)
-    # Of this user: the server's home may be on another machine.
+    # The run is stored in this user's home, because the server's home may be on another machine.
     assert Path(rows.attrs["path"]).parent == tmp_path / "bench"
 
 
@@ -160,7 +160,7 @@ def test_an_interrupt_stops_running_requests_and_keeps_the_rows(
 ) -> None:
     measured: lmx_lab.Lab = request.getfixturevalue(where)
     before = signal.getsignal(signal.SIGINT)
-    # Two calibrate, one warms up, one is answered; of the next one an end never comes.
+    # Two requests calibrate, one warms up, one is answered; the answer of the next one does not end.
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as other:
         waiting = interrupt_when(lambda: len(other.bodies) == 5)
         rows = measured.bench(**SMALL, compare=other.url, record=tmp_path)
@@ -197,7 +197,7 @@ def test_the_kernels_loop_serves_while_a_cell_waits_for_bench(notebook: Notebook
     )
     output = notebook.read()
     assert (output.error, output.text) == (None, "4 0 0\n"), output
-    # The bar is one output that changes.
+    # The progress bar is one output that is updated.
     assert any("4/4" in shown.get("text/plain", "") for shown in output.shown), output.shown
 
 
@@ -216,7 +216,7 @@ def test_the_stop_button_keeps_the_rows(notebook: Notebook, first_line: str) -> 
     )
     assert output.error is None, output.message
     assert output.text.strip().splitlines()[-1] == "True True 0"
-    # And the lab is as it was.
+    # The lab still works.
     assert notebook.run("print(lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
 
 
@@ -258,18 +258,18 @@ def test_awaiting_bench_in_a_cell_leaves_the_loop_to_the_server(notebook: Notebo
     ],
 )
 def test_an_invalid_argument_is_refused_and_stores_nothing(lab: lmx_lab.Lab, home: Path, wrong: dict[str, Any]) -> None:
-    before = kept(home)
+    before = stored(home)
     with pytest.raises(InvalidRequestError):
         lab.bench(**{**SMALL, **wrong})
-    assert (kept(home), bench_threads()) == (before, [])
+    assert (stored(home), bench_threads()) == (before, [])
 
 
 def test_bench_without_a_model_says_to_load_one(home: Path) -> None:
-    before = kept(home)
+    before = stored(home)
     with serving(home, None) as lab:
         with pytest.raises(NotLoadedError, match="load one first"):
             lab.bench(**SMALL)
         lab.stop()
         with pytest.raises(HostingError, match="was stopped"):
             lab.bench(**SMALL)
-    assert (kept(home), bench_threads()) == (before, [])
+    assert (stored(home), bench_threads()) == (before, [])

@@ -51,7 +51,7 @@ def test_a_chart_has_a_title_and_a_text_description() -> None:
     assert "line <0>: latest 2, median above 0 3, highest 4." in text
 
 
-def test_gaps_in_time_and_values_are_not_parse_svg() -> None:
+def test_gaps_in_time_and_values_are_not_drawn() -> None:
     """Half a second and two seconds are not a gap. More is one, as is a value that is not a number."""
     assert len(segments([0, 0.5, 2.5, 4.6], [1, 1, 1, 1])) == 2
     assert segments([0, 1, 2], [1, math.nan, 3]) == [[(0, 1)], [(2, 3)]]

@@ -1,4 +1,4 @@
-"""The Jupyter server above a kernel, and what is a connection of its own."""
+"""Test how connections of the Jupyter server are recognized."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_a_connection_is_recognized_by_both_of_its_ends() -> None:
         with socket.create_connection(here) as connection:
             peer = connection.getsockname()
             assert server.owns(peer, here)
-            # Another process may come from the same port, to another address than this connection's.
+            # Another process may use the same port for a connection to another address.
             assert not server.owns(peer, elsewhere)
             assert not server.owns((peer[0], peer[1] ^ 1), here)

@@ -107,7 +107,7 @@ async def test_a_failed_load_gives_the_reason_and_keeps_the_loaded_model(lab: lm
     assert [record.id for record in await lab.amodels() if record.loaded] == ["echo"]
 
 
-async def test_without_a_model_a_chat_says_what_to_do(lab: lmx_lab.Lab) -> None:
+async def test_the_error_of_a_chat_without_a_model_names_the_next_step(lab: lmx_lab.Lab) -> None:
     assert await lab.aunload() >= 0
     with pytest.raises(NotLoadedError, match=r"lab\.load"):
         await lab.achat(HELLO)
@@ -134,7 +134,7 @@ async def test_a_failing_start_releases_everything(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("lmx_lab.engine.Engine.start", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         await lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread").astart()
-    gc.collect()  # a socket that was left open would be a warning here, and warnings are errors
+    gc.collect()  # A socket that is still open causes a warning here, and warnings are errors.
     assert lab_threads() <= before
 
 
@@ -184,7 +184,7 @@ def test_a_lone_surrogate_is_refused(launched: lmx_lab.Lab) -> None:
         launched.chat("half \ud800")
 
 
-def test_a_stream_explains_itself_and_keeps_its_text(launched: lmx_lab.Lab) -> None:
+def test_the_repr_of_a_stream_describes_it_and_its_text_is_kept(launched: lmx_lab.Lab) -> None:
     launched.load("echo")
     stream = launched.chat("hello", stream=True, max_tokens=20)
     assert "iterate" in repr(stream)

@@ -113,7 +113,7 @@ def test_a_question_in_a_multiline_string_is_unchanged(shell: InteractiveShell, 
     assert transformed.endswith("run_line_magic('lmx', 'ask why not?')\n")
 
 
-def test_the_magic_explains_itself_where_it_cannot_be_awaited(shell: InteractiveShell) -> None:
+def test_the_error_says_where_the_magic_can_be_awaited(shell: InteractiveShell) -> None:
     with pytest.raises(UsageError, match="first line of its cell"):
         shell.run_cell_magic("offload", "", "1")
     shell.autoawait = False
@@ -153,19 +153,19 @@ def test_invalid_arguments_are_a_usage_error(shell: InteractiveShell, line: str)
 
 
 @pytest.mark.parametrize("line", ["load tiny", "unload", "models", "panel", "stop", "ask why?"])
-def test_without_a_lab_verbs_name_the_next_step(shell: InteractiveShell, line: str) -> None:
+def test_errors_without_a_lab_name_the_next_step(shell: InteractiveShell, line: str) -> None:
     with pytest.raises(UsageError, match="%lmx launch MODEL"):
         shell.run_line_magic("lmx", line)
 
 
-def test_without_a_lab_the_magic_says_how_to_launch_one(
+def test_the_magic_says_how_to_launch_a_lab_if_there_is_none(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert shell.run_line_magic("lmx", "") is None
     assert "%lmx launch" in capsys.readouterr().out
 
 
-def test_the_magic_has_the_labs_verbs(
+def test_the_magic_has_the_verbs_of_the_lab(
     shell: InteractiveShell, tiny_lab: lmx_lab.Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert shell.run_line_magic("lmx", "") is tiny_lab
@@ -181,9 +181,7 @@ def test_the_magic_has_the_labs_verbs(
     assert not tiny_lab.running
 
 
-def test_launch_takes_its_options(
-    shell: InteractiveShell, tiny_lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_has_options(shell: InteractiveShell, tiny_lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMX_LAB_HOME", str(tiny_lab.settings.home))
     other = shell.run_line_magic("lmx", "launch tiny-two --loop thread --port 0 --lan")
     assert other is lmx_lab.current()

@@ -102,7 +102,7 @@ async def test_an_answer_and_its_cost_are_those_of_the_lab(lab: lmx_lab.Lab, bac
     assert cost.report is None
 
 
-async def test_an_answer_that_waits_for_a_slot_has_a_remark_and_can_be_closed(
+async def test_an_answer_that_waits_for_a_slot_has_a_status_and_can_be_closed(
     lab: lmx_lab.Lab, backend: Backend
 ) -> None:
     running = await lab.astream("hi", max_tokens=7500, ignore_eos=True)

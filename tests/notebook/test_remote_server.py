@@ -184,7 +184,7 @@ async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(
             assert (await far.aload("tiny")).model == "tiny"
 
 
-# --- leaving
+# --- streams and connections that are closed early
 
 
 def test_leaving_a_stream_frees_its_slot(lab: lmx_lab.Lab, far: lmx_lab.Lab) -> None:
@@ -313,7 +313,7 @@ print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.complet
     wait_until_idle(lab)
 
 
-# --- addresses, keys, looks
+# --- addresses, keys, display
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1"])
@@ -395,13 +395,13 @@ async def test_a_blocking_call_on_the_serving_loop_is_refused(own: lmx_lab.Lab) 
     for url in (own.url, f"http://localhost:{own.port}/v1"):
         with pytest.raises(errors.HostingError, match="current"):
             attach(url)
-    # From elsewhere it can be reached.
+    # From another thread, the server can be called.
     far = await asyncio.to_thread(attach, own.url)
     assert await far.amodels() == await own.amodels() == await asyncio.to_thread(far.models)
     for use in (far.models, lambda: far.chat("hi"), lambda: far.load("tiny"), far.snapshot):
         with pytest.raises(errors.HostingError, match="current"):
             use()
     assert "current" in repr(far)
-    # Another loop, on which the server is not.
+    # This loop is not the server's.
     assert await asyncio.to_thread(asyncio.run, models_here(far)) == await far.amodels()
     await far.astop()

@@ -1,4 +1,4 @@
-"""The notebooks are one course: a question first, its answer last, a way to the next one; and pages of it."""
+"""Test that the notebooks form a course: each has a question, its answer, a link to the next one, and a page."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_notebook_becomes_a_page_that_needs_no_other_host(starter_home: Path, 
     assert done.returncode == 0, done.stdout + done.stderr
     page, index = ((tmp_path / name).read_text() for name in ("03_rerank.html", "index.html"))
     assert "Desalination plants press sea water" in re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
-    # The panel of its last part is a snapshot.
+    # The panel at its end is a static snapshot.
     assert "lmx-snapshot" in page
     assert 'href="04_daemon.html"' in page
     assert not re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=[\"']?(?:https?:)?//", page)

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom in a real kernel, and is committed without outputs."""
+"""Test that every notebook runs from top to bottom in a real kernel, and is committed without outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-# Instead of what the parameters cell says, as papermill would.
+# Values that replace the parameters cells, as with papermill.
 SMALL = {
     "10_bench_decode": {"prompt_tokens": [48, 96], "output_tokens": 8, "requests": 2, "repeats": 1},
     "11_bench_concurrency": {"prompt_tokens": 48, "output_tokens": 8, "concurrency": [1, 2], "repeats": 1},
@@ -76,7 +76,7 @@ def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(
 ) -> None:
     notebook = nbformat.read(FOLDER / f"{stem}.ipynb", as_version=4)
     replace_parameters(notebook, {"model": "tiny", **SMALL[stem]})
-    # As where the extra is not installed, whatever is named.
+    # Simulate that the extra is not installed.
     notebook.cells.insert(0, nbformat.v4.new_code_cell(HIDE_LLAMA))
     shown = outputs_of(notebook, tiny_home, tmp_path)
     assert any("image/png" in output.get("data", ()) for output in shown)
@@ -114,7 +114,7 @@ def test_a_cell_of_a_notebook_has_ten_lines_at_most(path: Path) -> None:
 
 
 def replace_parameters(notebook: Any, values: dict[str, Any]) -> None:
-    """All of those that its cell has."""
+    """Set all parameters of a notebook."""
     (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     named = {line.partition(" = ")[0] for line in cell.source.splitlines()}
     assert named == set(values)
@@ -122,7 +122,7 @@ def replace_parameters(notebook: Any, values: dict[str, Any]) -> None:
 
 
 def outputs_of(notebook: Any, home: Path, folder: Path) -> list[Any]:
-    """After it has run without an error or a word on standard error."""
+    """Run a notebook that must not fail or write to standard error, and return its outputs."""
     client = NotebookClient(
         notebook, timeout=120, config=without_ports(), resources={"metadata": {"path": str(folder)}}
     )
@@ -132,7 +132,7 @@ def outputs_of(notebook: Any, home: Path, folder: Path) -> list[Any]:
     return shown
 
 
-def test_the_demo_fails_when_a_cell_does(tmp_path: Path) -> None:
+def test_the_demo_fails_when_a_cell_fails(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("raise ValueError('broken cell')")])
     nbformat.write(notebook, tmp_path / "broken.ipynb")
     command: list[str | Path] = [sys.executable, FOLDER / "demo.py", tmp_path / "broken.ipynb"]

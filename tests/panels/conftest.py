@@ -1,4 +1,4 @@
-"""A workbench over a scripted backend, and one over a real lab in this process."""
+"""Workbenches over a scripted backend and over a real lab in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.panels.endless_model import write_endless_llama
 from tests.panels.scripted_backend import ScriptedBackend
 
 CONTEXT = 8192
-"""Tokens; at a millisecond each an answer lasts long enough for the rest of a test."""
+"""Context length in tokens. At one millisecond per token, an answer lasts longer than the rest of a test."""
 
 
 @pytest.fixture

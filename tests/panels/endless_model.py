@@ -1,4 +1,4 @@
-"""A tiny model whose answers do not end by themselves: one in some hundred tokens would be the end, drawn by chance."""
+"""Write a tiny model whose answers do not end; the usual one ends after a few hundred random tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.tiny import write_tiny_llama
 
 
 def write_endless_llama(folder: Path, tokenizer_from: Path, *, seed: int, context: int) -> None:
-    """As ``write_tiny_llama``; the token that ends a text is none of its vocabulary."""
+    """Write a model as ``write_tiny_llama`` does, but without the token that ends a text."""
     write_tiny_llama(folder, tokenizer_from, seed=seed, context=context)
     vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     _change(folder / "config.json", eos_token_id=[vocabulary])

@@ -1,4 +1,4 @@
-"""A backend whose answers a test decides, and a reader of a panel without a browser."""
+"""A backend whose results are set by tests, and a reader of panels without a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon for the events panel whose events a test decides. They are parsed from frames of the wire format."""
+"""A daemon for the events panel whose events are set by tests, parsed from frames of the wire format."""
 
 from __future__ import annotations
 

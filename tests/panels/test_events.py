@@ -206,7 +206,7 @@ def test_missing_events_are_a_row_and_the_sessions_come_from_their_snapshots(
         log.reset(900),
         log.snapshot(902, partial="It is ", waiting=[permission_record("per-1", "shell", {})]),
     )
-    # Two that are in the snapshot, one that comes after it.
+    # Two events that the snapshot includes, and one after it.
     reader.give(
         daemon.given, log.token("It ", message="m"), log.token("is ", message="m"), log.token("late", message="m")
     )
@@ -403,7 +403,7 @@ def test_many_events_make_few_frames_and_bounded_rows(workbench: Workbench) -> N
     reader = Reader(EventsPanel(workbench), workbench)
     reader.until(lambda panel: panel.frame["base"] > 1000)
     frames = [value for name, value in reader.frames if name == "frame"]
-    # 1,000 rows have made room after 6,000, which are 27,000 events.
+    # Of 6,000 rows, which are 27,000 events, the 1,000 oldest were removed.
     assert daemon.sent > 25_000
     assert len(frames) <= 4 * (time.monotonic() - begun) + 2
     assert all(len(frame["rows"]) <= WINDOW_ROWS for frame in frames)

@@ -1,4 +1,4 @@
-"""The events panel over a real daemon: what its turns, tools and permissions look like, and what the buttons do."""
+"""Test the events panel with a real daemon: turns, tools, permissions, and the buttons of the panel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.panels.scripted_backend import Reader
 
 
 def answer(body: dict[str, Any]) -> Script:
-    """As the last message wants it."""
+    """Return the answer to the last message."""
     last = body["messages"][-1]
     if last["role"] == "tool":
         return says("It is ", "gone.")

@@ -25,7 +25,7 @@ from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBacke
 NOON = 1_800_000_000.0
 DECODE = FIELDS.index("decode_tokens_per_second")
 BACKGROUNDS = ("#ffffff", "#f5f5f5", "#111111", "#212121")
-"""JupyterLab's, light and dark, behind outputs and behind headers."""
+"""JupyterLab's backgrounds of outputs and of headers, light and dark."""
 
 
 def sample(at: float, **fields: float) -> Sample:
@@ -34,7 +34,7 @@ def sample(at: float, **fields: float) -> Sample:
 
 
 def seconds(count: int, start: float = NOON, **fields: float) -> list[Sample]:
-    """Twice a second."""
+    """Two samples per second."""
     return [sample(start + 0.5 * number, **fields) for number in range(count)]
 
 
@@ -95,7 +95,7 @@ def test_points_keep_their_position_as_the_window_moves() -> None:
     samples = [sample(NOON + 0.5 * number, decode_tokens_per_second=number % 7) for number in range(1900)]
     before = {row[0]: row for row in window(samples[:1800], window_s=900)}
     after = {row[0]: row for row in window(samples[:1807], window_s=900)}
-    # All but what left at one end and the point that was still being filled at the other.
+    # All points except those that have left the window, and the newest one, which was incomplete.
     assert len(before.items() & after.items()) >= len(before) - 5
 
 
@@ -157,7 +157,7 @@ def test_a_thousand_updates_leave_a_small_widget(watched: Watched) -> None:
     assert len(bytes(state.pop("frame"))) <= 4 * MAX_POINTS * (len(FIELDS) + 1)
     del state["_esm"], state["_css"]
     assert len(json.dumps(state, default=str)) < 4000
-    # 1,000 updates in a moment are hardly more than one message.
+    # 1,000 updates at once are few messages.
     assert len([name for name, _ in watched.reader.frames if name == "frame"]) < 10
 
 

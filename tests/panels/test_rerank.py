@@ -45,7 +45,7 @@ def reader(workbench: Workbench) -> Reader:
 
 
 def rows(*documents: str, scores: list[float] | None = None, order: list[int] | None = None) -> RankingTable:
-    """In this order, whose first document is the best."""
+    """Return a ranking of documents in the given order; by default, scores decrease."""
     indices = order or list(range(len(documents)))
     values = scores or [1 - number / 10 for number in range(len(documents))]
     return RankingTable(
@@ -174,7 +174,7 @@ def test_a_second_ranking_is_refused(reader: Reader) -> None:
         ({"documents": "[1, 2]"}, "not a list of texts"),
         ({"documents": '{"a": "b"}'}, "not a list of texts"),
         ({"documents": '["a", null]'}, "not a list of texts"),
-        # Left out, it would give the others wrong numbers.
+        # If it were skipped, the others would have wrong indices.
         ({"documents": '["a", "", "b"]'}, "document 1"),
         ({"documents": '["a", "b]'}, "brackets"),
         ({"documents": "[" * 100_000 + "]"}, "brackets"),
