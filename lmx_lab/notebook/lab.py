@@ -76,7 +76,7 @@ class Lab:
     def __init__(self, settings: Settings, *, loop: LoopChoice = "auto", explicit_port: bool = True) -> None:
         """
         Args:
-            loop: ``kernel`` serves on the running event loop, ``thread`` in a thread with its own loop; see ``launch()``.
+            loop: ``kernel`` serves on the running event loop, ``thread`` on one in a thread; see ``launch()``.
             explicit_port: Whether the port of the settings is required; otherwise the next free one is used.
         """
         # Here, because attaching must not import the engine and the server.

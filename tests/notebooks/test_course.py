@@ -78,4 +78,4 @@ def test_a_failing_notebook_has_its_error_on_the_page_and_in_the_exit_status(tmp
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ZeroDivisionError" in (tmp_path / "pages" / "99_broken.html").read_text()
-    assert "ended by an error" in (tmp_path / "pages" / "index.html").read_text()
+    assert "ended with an error" in (tmp_path / "pages" / "index.html").read_text()
