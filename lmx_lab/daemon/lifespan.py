@@ -17,7 +17,7 @@ from lmx_lab.daemon.home import DaemonHome
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.retention import keep
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.subscribers import Subscribers

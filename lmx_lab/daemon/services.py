@@ -9,7 +9,7 @@ from typing import Literal
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
-from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.subscribers import Subscribers
 from lmx_lab.daemon.tools.tool import Toolbox

@@ -17,7 +17,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.daemon.storage.log import note_pruned
+from lmx_lab.daemon.storage.event_log import note_pruned
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed, McpTestPassed
 from lmx_lab.wire.sessions import CancelTurns, ChangeSession, ForkSession, SessionMessage, SubmitTurn
 from tests.client.raw import RawServer, answering, whole

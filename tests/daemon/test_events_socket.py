@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.log import note_pruned
+from lmx_lab.daemon.storage.event_log import note_pruned
 from lmx_lab.daemon.storage.store import Transaction
 from tests.daemon.face import client, connect, frames_until, raw_subscriber, serving, settled, write_tokens
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.log import EventFilter, EventLog
+from lmx_lab.daemon.storage.event_log import EventFilter, EventLog
 from lmx_lab.daemon.storage.retention import forget
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.errors import CursorExpiredError

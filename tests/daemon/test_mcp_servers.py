@@ -15,7 +15,7 @@ import pytest
 
 from lmx_lab.daemon.mcp import process as mcp_process
 from lmx_lab.daemon.mcp.process_cleanup import alive
-from lmx_lab.daemon.mcp.secrets import Secrets
+from lmx_lab.daemon.mcp.redaction import Secrets
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
 from lmx_lab.portal import LoopThread

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.errors import HostingError, StoppingError, StorageFullError
 from lmx_lab.wire.events import EVENT_CLASSES, SessionDeleted, ToolOutput

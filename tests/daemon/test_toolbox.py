@@ -14,7 +14,7 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.lines import Lines, Tail, shown
 from lmx_lab.daemon.mcp.names import tool_names
 from lmx_lab.daemon.mcp.project_file import read_mcp_file
-from lmx_lab.daemon.mcp.secrets import Secrets
+from lmx_lab.daemon.mcp.redaction import Secrets
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.toolbox import AllTools
 from lmx_lab.errors import InvalidRequestError

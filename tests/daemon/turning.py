@@ -12,7 +12,7 @@ from typing import Any
 
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.tool import Tool, ToolResult
 from lmx_lab.daemon.turns.model_client import Upstream

@@ -15,7 +15,7 @@ from lmx_lab.daemon import sessions
 from lmx_lab.daemon.clock import DOUBT_S, DoubtfulClock
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import retention
-from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.engine import Engine
 from lmx_lab.errors import GenerationTimeoutError

@@ -29,8 +29,8 @@ from lmx_lab.daemon.mcp.failure import McpFailure
 from lmx_lab.daemon.mcp.http import Watch, http_client, raise_first, unreachable
 from lmx_lab.daemon.mcp.lines import LINE_BYTES, one_line
 from lmx_lab.daemon.mcp.process import McpProcess
+from lmx_lab.daemon.mcp.redaction import Secrets
 from lmx_lab.daemon.mcp.results import described
-from lmx_lab.daemon.mcp.secrets import Secrets
 from lmx_lab.daemon.mcp.stdio import Incoming, Outgoing, Patience
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig

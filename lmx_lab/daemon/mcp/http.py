@@ -19,7 +19,7 @@ from httpx2 import (
 
 from lmx_lab.daemon.mcp.failure import McpFailure
 from lmx_lab.daemon.mcp.lines import LINE_BYTES, one_line
-from lmx_lab.daemon.mcp.secrets import Secrets
+from lmx_lab.daemon.mcp.redaction import Secrets
 from lmx_lab.wire.mcp import McpServerConfig
 
 

@@ -18,7 +18,7 @@ import psutil
 from lmx_lab.daemon.mcp.failure import McpFailure
 from lmx_lab.daemon.mcp.lines import Lines, Tail, TooLongError, one_line, shown
 from lmx_lab.daemon.mcp.process_cleanup import MARK, Root, end, family, root_of
-from lmx_lab.daemon.mcp.secrets import Secrets
+from lmx_lab.daemon.mcp.redaction import Secrets
 from lmx_lab.wire.mcp import McpServerConfig
 
 INHERITED = (

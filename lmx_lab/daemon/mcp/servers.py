@@ -15,8 +15,8 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.config import KEPT_RUNNING, changed, check, kept, shown
 from lmx_lab.daemon.mcp.failure import McpFailure
 from lmx_lab.daemon.mcp.names import tool_names
-from lmx_lab.daemon.mcp.orphans import Roster
 from lmx_lab.daemon.mcp.process import McpProcess
+from lmx_lab.daemon.mcp.process_registry import Roster
 from lmx_lab.daemon.mcp.stdio import Patience
 from lmx_lab.daemon.mcp.supervisor import Condition, McpOwner, Restarts, connected
 from lmx_lab.daemon.storage.store import Store, Transaction

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.daemon.mcp.failure import FINAL, McpFailure
 from lmx_lab.daemon.mcp.lines import one_line
-from lmx_lab.daemon.mcp.orphans import Roster
 from lmx_lab.daemon.mcp.process import McpProcess
 from lmx_lab.daemon.mcp.process_cleanup import Root
-from lmx_lab.daemon.mcp.secrets import Secrets
+from lmx_lab.daemon.mcp.process_registry import Roster
+from lmx_lab.daemon.mcp.redaction import Secrets
 from lmx_lab.daemon.mcp.stdio import Patience
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import ErrorKind, McpServerConfig, ServerState

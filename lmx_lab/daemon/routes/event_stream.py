@@ -20,7 +20,7 @@ from lmx_lab.daemon import sessions
 from lmx_lab.daemon.clock import iso
 from lmx_lab.daemon.routes.queries import StreamQuery, event_filter
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.storage.log import EVERYTHING, Page
+from lmx_lab.daemon.storage.event_log import EVERYTHING, Page
 from lmx_lab.daemon.storage.store import Reading, as_json
 from lmx_lab.errors import CursorExpiredError, LabError, SessionNotFoundError
 from lmx_lab.http.error_bodies import request_id_of, respond

@@ -22,7 +22,7 @@ from lmx_lab.daemon.routes.queries import (
 )
 from lmx_lab.daemon.routes.responses import reading
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.storage.log import EventFilter, Page
+from lmx_lab.daemon.storage.event_log import EventFilter, Page
 from lmx_lab.errors import CursorExpiredError, QueueFullError, SessionNotFoundError
 from lmx_lab.http.openapi import switching
 from lmx_lab.wire.event_stream import EventPage

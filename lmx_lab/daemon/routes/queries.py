@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 from fastapi import Query, Request, Response
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from lmx_lab.daemon.storage.log import EVERYTHING, EventFilter
+from lmx_lab.daemon.storage.event_log import EVERYTHING, EventFilter
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import invalid

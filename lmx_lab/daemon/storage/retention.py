@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from lmx_lab.daemon.clock import DoubtfulClock, iso, unix_s
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.log import EventLog, note_pruned
+from lmx_lab.daemon.storage.event_log import EventLog, note_pruned
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.errors import LabError
 

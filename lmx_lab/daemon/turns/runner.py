@@ -19,7 +19,7 @@ from lmx_lab.daemon.turns.model_client import Upstream
 from lmx_lab.daemon.turns.queue import Begun
 from lmx_lab.daemon.turns.records import TurnKey
 from lmx_lab.daemon.turns.recovery import end_orphans
-from lmx_lab.daemon.turns.session_queue import Lane, Lanes
+from lmx_lab.daemon.turns.session_worker import Lane, Lanes
 from lmx_lab.daemon.turns.shielded import Finishing
 from lmx_lab.daemon.turns.turn import Ending
 from lmx_lab.daemon.turns.waiters import Ends
