@@ -23,7 +23,7 @@ def unix_s(at: str) -> float:
     return datetime.fromisoformat(at).timestamp()
 
 
-class DoubtfulClock:
+class CautiousClock:
     """The wall clock; but a step forward is believed only when it has lasted an hour: what is forgotten for its sake
     never comes back. After a sleep of the machine, which looks the same, things are forgotten an hour later.
     """

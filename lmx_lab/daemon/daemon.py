@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 from lmx_lab.daemon.app import daemon_policy
 from lmx_lab.daemon.home import DaemonHome
-from lmx_lab.daemon.lifespan import Life, Mode, Plan
+from lmx_lab.daemon.lifespan import DaemonConfig, Lifespan, ShutdownMode
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.logfile import LogFile
 from lmx_lab.daemon.services import Services
@@ -65,7 +65,7 @@ class Daemon:
             own_names: Names and addresses of this machine under which others reach it; read again every few seconds.
         """
         key = upstream_api_key if upstream_url else settings.upstream_api_key
-        self._plan = Plan(
+        self._plan = DaemonConfig(
             daemon_id=new_id("dmn"),
             token=secrets.token_urlsafe(TOKEN_BYTES),
             settings=settings,
@@ -81,7 +81,7 @@ class Daemon:
         self._own_names = own_names
         self._logfile = LogFile(self.folder, token=self.token)
         self._thread = LoopThread("lmx-lab-daemon")
-        self._life = Life(self._plan, on_end=self._close)
+        self._life = Lifespan(self._plan, on_end=self._close)
         self._host: Host | None = None
         self._gate = threading.Lock()
         self._ended = threading.Event()
@@ -204,7 +204,7 @@ class Daemon:
             sock.close()
             raise
 
-    def stop(self, *, mode: Mode = "drain", grace_s: float = GRACE_S) -> None:
+    def stop(self, *, mode: ShutdownMode = "drain", grace_s: float = GRACE_S) -> None:
         """End turns, watchers, MCP servers and the server; free the port and the lock. Idempotent, from any thread.
 
         Args:
@@ -219,7 +219,7 @@ class Daemon:
             log.error("the daemon did not end within its time, and is left alone")
             self._close()
 
-    def begin_stop(self, *, mode: Mode = "drain", grace_s: float = GRACE_S) -> bool:
+    def begin_stop(self, *, mode: ShutdownMode = "drain", grace_s: float = GRACE_S) -> bool:
         """The same without waiting for it, also for signal handlers; ``now`` cuts short what was begun before. Returns
         whether there is an end to wait for."""
         if not self.running or self._pid != os.getpid():

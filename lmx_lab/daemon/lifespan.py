@@ -22,9 +22,9 @@ from lmx_lab.daemon.storage.retention import keep
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.subscribers import Subscribers
 from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.toolbox import AllTools
-from lmx_lab.daemon.turns.model_client import Upstream
-from lmx_lab.daemon.turns.runner import Turns
+from lmx_lab.daemon.tools.toolbox import CombinedToolbox
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.errors import HostingError, LabError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.middleware import VERSION
@@ -34,7 +34,7 @@ from lmx_lab.wire.daemon import StateFile
 from lmx_lab.wire.events import DaemonStarted, DaemonStopping
 
 log = logging.getLogger(__name__)
-Mode = Literal["drain", "now"]
+ShutdownMode = Literal["drain", "now"]
 DATABASE = "daemon.db"
 SOCKETS_S = 2.0
 """How long watchers have to take the last events."""
@@ -47,7 +47,7 @@ MESSAGE_BYTES = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DaemonConfig:
     """What a life is made of, and how it is known."""
 
     daemon_id: str
@@ -60,10 +60,10 @@ class Plan:
     upstream_key: str | None = field(repr=False)
 
 
-class Life:
+class Lifespan:
     """From ``rise()`` to the end that ``fall()`` begins, all on the daemon's loop."""
 
-    def __init__(self, plan: Plan, *, on_end: Callable[[], None]) -> None:
+    def __init__(self, plan: DaemonConfig, *, on_end: Callable[[], None]) -> None:
         """
         Args:
             on_end: Called last, on the loop, after an end that ``fall()`` began.
@@ -131,10 +131,10 @@ class Life:
         servers = McpServers(store=store, limits=limits, runtime_folder=plan.home.folder)
         self._ends["MCP servers"] = servers.stop
         await servers.start()
-        upstream = Upstream(plan.upstream_url, api_key=plan.upstream_key)
+        upstream = ModelClient(plan.upstream_url, api_key=plan.upstream_key)
         self._ends["upstream"] = upstream.aclose
-        toolbox = AllTools(plan.tools, servers, limits)
-        turns = Turns(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
+        toolbox = CombinedToolbox(plan.tools, servers, limits)
+        turns = TurnRunner(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
         self._ends["turns"] = lambda: turns.stop(mode="now", grace_s=0)
         await turns.start()
         keeping = asyncio.create_task(keep(store, events, limits), name="lmx-lab retention")
@@ -156,7 +156,7 @@ class Life:
 
     # The end
 
-    def fall(self, mode: Mode, grace_s: float) -> None:
+    def fall(self, mode: ShutdownMode, grace_s: float) -> None:
         """Begin the end, and return at once; ``now`` also cuts an end short that was begun before."""
         if self._ending is None:
             self._status = "stopping"
@@ -165,7 +165,7 @@ class Life:
         if mode == "now" and self._hurry is not None:
             self._hurry.set()
 
-    async def _fall(self, mode: Mode, grace_s: float) -> None:
+    async def _fall(self, mode: ShutdownMode, grace_s: float) -> None:
         try:
             await self._say_so(self.services, mode)
             if mode == "drain":
@@ -174,7 +174,7 @@ class Life:
             await self._end_parts()
             self._on_end()
 
-    async def _say_so(self, services: Services, mode: Mode) -> None:
+    async def _say_so(self, services: Services, mode: ShutdownMode) -> None:
         try:
             stopping = DaemonStopping(mode=mode)
             await services.store.write(lambda transaction: transaction.append("daemon.stopping", stopping))

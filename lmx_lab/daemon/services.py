@@ -13,8 +13,8 @@ from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.subscribers import Subscribers
 from lmx_lab.daemon.tools.tool import Toolbox
-from lmx_lab.daemon.turns.model_client import Upstream
-from lmx_lab.daemon.turns.runner import Turns
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.wire.daemon import Shutdown
 
 
@@ -27,10 +27,10 @@ class Services:
     limits: Limits
     store: Store
     log: EventLog
-    turns: Turns
+    turns: TurnRunner
     servers: McpServers
     toolbox: Toolbox
-    upstream: Upstream
+    upstream: ModelClient
     subscribers: Subscribers
     status: Callable[[], Literal["ok", "stopping"]] = field(repr=False)
     shut_down: Callable[[Shutdown], None] = field(repr=False)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from lmx_lab.daemon.storage.store import Reading, Row, Transaction
+from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
 from lmx_lab.errors import (
     InvalidRequestError,
     RevisionConflictError,
@@ -81,7 +81,7 @@ def fork(transaction: Transaction, session_id: str, body: ForkSession) -> Sessio
     return _created(transaction, forked)
 
 
-def _last_position(reading: Reading, session_id: str, turn_id: str | None) -> int:
+def _last_position(reading: DatabaseView, session_id: str, turn_id: str | None) -> int:
     if turn_id is None:
         row = reading.row("SELECT coalesce(max(position), 0) AS position FROM turns WHERE session_id = ?", session_id)
         assert row is not None
@@ -150,7 +150,7 @@ def add_message(transaction: Transaction, session_id: str, message: SessionMessa
     return message
 
 
-def messages(reading: Reading, session_id: str) -> list[SessionMessage]:
+def messages(reading: DatabaseView, session_id: str) -> list[SessionMessage]:
     rows = reading.rows("SELECT body FROM messages WHERE session_id = ? ORDER BY position", session_id)
     return [SessionMessage.model_validate_json(row["body"]) for row in rows]
 
@@ -158,7 +158,7 @@ def messages(reading: Reading, session_id: str) -> list[SessionMessage]:
 # Reading
 
 
-def record(reading: Reading, session_id: str) -> SessionRecord:
+def record(reading: DatabaseView, session_id: str) -> SessionRecord:
     """
     Raises:
         SessionNotFoundError: there is none.
@@ -168,7 +168,7 @@ def record(reading: Reading, session_id: str) -> SessionRecord:
     return SessionRecord(**_fields(row, live))
 
 
-def snapshot(reading: Reading, session_id: str) -> SessionSnapshot:
+def snapshot(reading: DatabaseView, session_id: str) -> SessionSnapshot:
     """A session as it is in this view, whose newest event is its cursor.
 
     Raises:
@@ -186,7 +186,7 @@ def snapshot(reading: Reading, session_id: str) -> SessionSnapshot:
     )
 
 
-def partial_text(reading: Reading, session_id: str, turn_id: str | None) -> str:
+def partial_text(reading: DatabaseView, session_id: str, turn_id: str | None) -> str:
     """What the log has of the message that a turn is writing."""
     if turn_id is None:
         return ""
@@ -204,7 +204,7 @@ def permission_record(row: Row) -> PermissionRecord:
     return PermissionRecord(**{**fields, "arguments": json.loads(row["arguments"])})
 
 
-def waiting_permissions(reading: Reading, session_id: str | None = None) -> list[PermissionRecord]:
+def waiting_permissions(reading: DatabaseView, session_id: str | None = None) -> list[PermissionRecord]:
     """Those that nobody has decided, of one session or of all, the oldest first."""
     rows = reading.rows(
         "SELECT * FROM permissions WHERE decision IS NULL AND session_id = coalesce(?, session_id)"
@@ -215,7 +215,12 @@ def waiting_permissions(reading: Reading, session_id: str | None = None) -> list
 
 
 def listed(
-    reading: Reading, *, limit: int = 50, cursor: str | None = None, archived: bool | None = False, q: str | None = None
+    reading: DatabaseView,
+    *,
+    limit: int = 50,
+    cursor: str | None = None,
+    archived: bool | None = False,
+    q: str | None = None,
 ) -> SessionList:
     """A page of sessions, the last updated first.
 
@@ -246,7 +251,7 @@ def listed(
     return SessionList(sessions=found, next_cursor=_cursor(found[-1]) if len(rows) > limit else None)
 
 
-def ids(reading: Reading, session_ids: Iterable[str] = ()) -> list[str]:
+def ids(reading: DatabaseView, session_ids: Iterable[str] = ()) -> list[str]:
     """Of the sessions that are not archived, or which of these there are."""
     wanted = sorted(session_ids)
     if not wanted:
@@ -278,11 +283,11 @@ def _read_cursor(text: str) -> list[str]:
 _FIELDS = ("title", "model", "system_prompt", "tools", "metadata")
 
 
-def _row(reading: Reading, session_id: str) -> Row | None:
+def _row(reading: DatabaseView, session_id: str) -> Row | None:
     return reading.row("SELECT * FROM sessions WHERE session_id = ?", session_id)
 
 
-def _known(reading: Reading, session_id: str) -> Row:
+def _known(reading: DatabaseView, session_id: str) -> Row:
     if (row := _row(reading, session_id)) is None:
         raise SessionNotFoundError(f"no session {session_id!r:.80}; GET /v3/sessions lists them")
     return row

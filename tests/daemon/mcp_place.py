@@ -17,7 +17,7 @@ import psutil
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.process_cleanup import MARK, alive
 from lmx_lab.daemon.mcp.servers import McpServers
-from lmx_lab.daemon.mcp.supervisor import Restarts
+from lmx_lab.daemon.mcp.supervisor import RestartPolicy
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
@@ -35,8 +35,8 @@ def hostile(*modes: str, name: str = "bad", **fields: Any) -> McpServerConfig:
     return McpServerConfig(name=name, command=sys.executable, args=args, **given)
 
 
-def quick(**fields: Any) -> Restarts:
-    return Restarts(**{"delays_s": (0.01, 0.01), "relist_s": 0.01, **fields})
+def quick(**fields: Any) -> RestartPolicy:
+    return RestartPolicy(**{"delays_s": (0.01, 0.01), "relist_s": 0.01, **fields})
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Place:
 
     store: Store
     folder: Path
-    restarts: Restarts = field(default_factory=quick)
+    restarts: RestartPolicy = field(default_factory=quick)
     servers: McpServers = field(init=False)
     notes: list[str] = field(default_factory=list)
 

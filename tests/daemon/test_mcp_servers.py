@@ -15,7 +15,7 @@ import pytest
 
 from lmx_lab.daemon.mcp import process as mcp_process
 from lmx_lab.daemon.mcp.process_cleanup import alive
-from lmx_lab.daemon.mcp.redaction import Secrets
+from lmx_lab.daemon.mcp.redaction import SecretRedactor
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
 from lmx_lab.portal import LoopThread
@@ -181,8 +181,8 @@ async def test_a_secret_that_is_cut_is_not_shown_in_part(place: Place, script: s
 
 
 def test_short_secrets_are_hidden_too() -> None:
-    assert Secrets(["1234", "abc"]).hidden("1234 abc") == "*** abc"
-    assert Secrets(["1234", "abc"]).hidden_bytes(b"1234 abc") == b"*** abc"
+    assert SecretRedactor(["1234", "abc"]).hidden("1234 abc") == "*** abc"
+    assert SecretRedactor(["1234", "abc"]).hidden_bytes(b"1234 abc") == b"*** abc"
 
 
 async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_not_offered(place: Place) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lmx_lab.daemon.mcp.process_cleanup import MARK, Root, alive, end, family, root_of
+from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, alive, end, family, root_of
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 START = f"subprocess.Popen([sys.executable, '-I', '-c', {STUBBORN!r}])"
@@ -48,11 +48,11 @@ def test_the_family_is_ended_also_where_it_ignores_term(parent: subprocess.Popen
 
 def test_a_number_that_is_another_process_now_is_left_alone(parent: subprocess.Popen[str]) -> None:
     child_of(parent)
-    assert family(Root(pid=parent.pid, started=1.0, mark="none")) == []
+    assert family(RootProcess(pid=parent.pid, started=1.0, mark="none")) == []
 
 
 def test_what_has_not_been_started_yet_has_no_family() -> None:
-    assert family(Root(pid=0, started=0.0, mark="none", watched=True)) == []
+    assert family(RootProcess(pid=0, started=0.0, mark="none", watched=True)) == []
 
 
 def test_what_is_left_of_a_session_counts_only_where_its_end_was_seen(parent: subprocess.Popen[str]) -> None:
@@ -63,13 +63,13 @@ def test_what_is_left_of_a_session_counts_only_where_its_end_was_seen(parent: su
     parent.stdin.close()
     parent.wait()
     assert alive(child)
-    assert family(Root(pid=root.pid, started=root.started, mark="none")) == []
+    assert family(RootProcess(pid=root.pid, started=root.started, mark="none")) == []
     assert family(root) == [child]
 
 
 def test_a_mark_is_inherited_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "the-mark")
     process = subprocess.Popen([sys.executable, "-I", "-c", "input()"], **LINES)  # type: ignore[call-overload]
-    assert [found.pid for found in family(Root(pid=1, started=0.0, mark="the-mark"))] == [process.pid]
+    assert [found.pid for found in family(RootProcess(pid=1, started=0.0, mark="the-mark"))] == [process.pid]
     process.communicate("")
-    assert family(Root(pid=1, started=0.0, mark="the-mark")) == []
+    assert family(RootProcess(pid=1, started=0.0, mark="the-mark")) == []

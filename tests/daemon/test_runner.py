@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon.tools.tool import Tool, ToolResult
+from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
 from lmx_lab.notebook import Lab
 from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage, SubmitTurn, TurnOverrides
 from tests.daemon.scripted import (
@@ -381,7 +381,7 @@ async def test_a_tool_says_how_it_ended(here: Daemon, upstream: Scripted, status
 async def test_a_turn_has_the_tools_that_it_was_given(
     here: Daemon, upstream: Scripted, session_tools: Any, turn_tools: Any, names: list[str]
 ) -> None:
-    here.workshop.listed.append(Tool(name="time__now", description="", parameters={"type": "object"}))
+    here.workshop.listed.append(DaemonTool(name="time__now", description="", parameters={"type": "object"}))
     upstream.then(says("ok"))
     session = await here.session(tools=session_tools)
     await here.run(session, overrides=None if turn_tools is None else TurnOverrides(tools=turn_tools))

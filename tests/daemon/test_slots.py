@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from lmx_lab.daemon.turns.concurrency import Slots
+from lmx_lab.daemon.turns.concurrency import TurnSlots
 
 pytestmark = pytest.mark.anyio
 
 
-async def queue(slots: Slots, *backs: bool) -> tuple[list[asyncio.Task[None]], list[int]]:
+async def queue(slots: TurnSlots, *backs: bool) -> tuple[list[asyncio.Task[None]], list[int]]:
     """Takers of a slot, in this order, and the list of those who got it."""
     order: list[int] = []
 
@@ -25,7 +25,7 @@ async def queue(slots: Slots, *backs: bool) -> tuple[list[asyncio.Task[None]], l
 
 
 async def test_who_comes_back_goes_first_and_otherwise_the_first_come_first() -> None:
-    slots = Slots(1)
+    slots = TurnSlots(1)
     await slots.take()
     tasks, order = await queue(slots, False, True, False, True)
     for _ in range(4):
@@ -38,7 +38,7 @@ async def test_who_comes_back_goes_first_and_otherwise_the_first_come_first() ->
 
 @pytest.mark.parametrize("given", ["before", "after"])
 async def test_a_slot_is_not_lost_with_one_who_is_cancelled(given: str) -> None:
-    slots = Slots(1)
+    slots = TurnSlots(1)
     await slots.take()
     tasks, order = await queue(slots, False, False)
     if given == "before":

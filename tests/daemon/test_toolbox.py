@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.mcp.lines import Lines, Tail, shown
+from lmx_lab.daemon.mcp.lines import LineSplitter, OutputTail, shown
 from lmx_lab.daemon.mcp.names import tool_names
 from lmx_lab.daemon.mcp.project_file import read_mcp_file
-from lmx_lab.daemon.mcp.redaction import Secrets
+from lmx_lab.daemon.mcp.redaction import SecretRedactor
 from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.toolbox import AllTools
+from lmx_lab.daemon.tools.toolbox import CombinedToolbox
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
 from tests.daemon.mcp_place import Place, hostile, opened_place
@@ -31,7 +31,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 @pytest.mark.anyio
 async def test_functions_and_servers_are_called_by_their_names(place: Place) -> None:
     python = PythonTools()
-    toolbox = AllTools(python, place.servers, Limits())
+    toolbox = CombinedToolbox(python, place.servers, Limits())
     python.register(lambda: "of Python", name="zebra")
     python.register(lambda: "no", name="denied", permission="deny")
     await place.ready(hostile())
@@ -48,7 +48,7 @@ async def test_functions_and_servers_are_called_by_their_names(place: Place) -> 
 
 @pytest.mark.anyio
 async def test_a_tool_that_is_away_is_told_with_what_became_of_its_server(place: Place) -> None:
-    toolbox = AllTools(PythonTools(), place.servers, Limits())
+    toolbox = CombinedToolbox(PythonTools(), place.servers, Limits())
     await place.servers.add(McpServerConfig(name="lost", command="/no/such/program"))
     await place.servers.add(McpServerConfig(name="off", command="cat", enabled=False))
     await place.until("lost", lambda server: server.state == "failed")
@@ -64,7 +64,7 @@ async def test_a_tool_that_is_away_is_told_with_what_became_of_its_server(place:
 
 @pytest.mark.anyio
 async def test_a_server_that_is_there_is_no_reason_but_for_its_permission(place: Place) -> None:
-    toolbox = AllTools(PythonTools(), place.servers, Limits())
+    toolbox = CombinedToolbox(PythonTools(), place.servers, Limits())
     await place.ready(hostile())
     assert await toolbox.absence("bad__nothing") is None
     await place.servers.change("bad", ChangeMcpServer(permission="deny"))
@@ -141,7 +141,7 @@ def test_names_for_models_are_fit_and_lead_back(own: list[str]) -> None:
 
 @given(st.lists(st.sampled_from([b"", b"a", b"\n", b"bcd\n", b"e" * 9, b"\n\nf"]), max_size=30))
 def test_lines_are_the_same_however_they_are_cut(pieces: list[bytes]) -> None:
-    lines = Lines(limit=8)
+    lines = LineSplitter(limit=8)
     found = [line for piece in pieces for line in lines.feed(piece)]
     *whole, rest = b"".join(pieces).split(b"\n")
     wanted = [line if len(line) <= 8 else None for line in whole] + [None] * (len(rest) > 8)
@@ -149,11 +149,11 @@ def test_lines_are_the_same_however_they_are_cut(pieces: list[bytes]) -> None:
 
 
 def test_a_tail_is_bounded_harmless_and_without_secrets() -> None:
-    tail = Tail()
+    tail = OutputTail()
     secret = "very-secret-value"
     for number in range(1000):
         tail.feed(f"line {number} \x1b[31m{secret}\x00\r\nüñ\u202e\n".encode())
-    text = shown(Secrets([f"Bearer {secret}", "short"]).hidden(tail.text()))
+    text = shown(SecretRedactor([f"Bearer {secret}", "short"]).hidden(tail.text()))
     assert len(text.encode()) <= 16_384
     assert len(text.splitlines()) == 50
     assert text.splitlines()[-2] == "line 999 \ufffd[31m***\ufffd"

@@ -11,74 +11,74 @@ from hypothesis import strategies as st
 
 from lmx_lab.daemon.turns.arguments import arguments_in
 from lmx_lab.daemon.turns.turn import (
-    Action,
-    Answered,
-    Ask,
-    Call,
     CallModel,
-    Decided,
-    End,
-    EndCall,
-    Ending,
-    Failed,
-    KeepAnswer,
-    Overdue,
-    Phase,
+    EndToolCall,
+    EndTurn,
+    InvalidTransitionError,
+    ModelAnswered,
+    ModelFailed,
+    PermissionDecided,
+    RequestPermission,
+    SaveAnswer,
     StartTool,
-    Stop,
     StopModel,
+    StopRequested,
+    StopTimedOut,
     StopTool,
     ToolEnded,
-    Turn,
-    Withdraw,
-    WrongTransitionError,
+    TurnAction,
+    TurnEnding,
+    TurnMachine,
+    TurnPhase,
+    WithdrawPermissions,
 )
 from lmx_lab.errors import EngineError, TurnError, TurnTimeoutError
+from lmx_lab.wire.sessions import ToolCall
 
 TOOLS = {"free": False, "asks": True}
-CANCEL = Stop(ending=Ending(reason="cancelled"))
+CANCEL = StopRequested(ending=TurnEnding(reason="cancelled"))
 
 
-def begun(**limits: int) -> Turn:
-    turn = Turn(**{"max_steps": 5, "parallel_tools": 2, "broken_calls": 3, **limits})
+def begun(**limits: int) -> TurnMachine:
+    turn = TurnMachine(**{"max_steps": 5, "parallel_tools": 2, "broken_calls": 3, **limits})
     assert turn.begin() == [CallModel(step=1)]
     return turn
 
 
-def call(name: str = "free", arguments: str = "{}", call_id: str = "a") -> Call:
-    return Call(call_id=call_id, name=name, arguments=arguments)
+def call(name: str = "free", arguments: str = "{}", call_id: str = "a") -> ToolCall:
+    return ToolCall(call_id=call_id, name=name, arguments=arguments)
 
 
-def answered(*calls: Call, cut: bool = False) -> Answered:
-    return Answered(calls=calls, tools=TOOLS, cut=cut)
+def answered(*calls: ToolCall, cut: bool = False) -> ModelAnswered:
+    return ModelAnswered(calls=calls, tools=TOOLS, cut=cut)
 
 
 def ok(call_id: str = "a") -> ToolEnded:
     return ToolEnded(call_id=call_id, status="ok", text="done")
 
 
-def kinds(actions: list[Action]) -> list[type]:
+def kinds(actions: list[TurnAction]) -> list[type]:
     return [type(action) for action in actions]
 
 
-def ending(actions: list[Action]) -> Ending:
-    assert isinstance(actions[-1], End)
+def ending(actions: list[TurnAction]) -> TurnEnding:
+    assert isinstance(actions[-1], EndTurn)
     return actions[-1].ending
 
 
 def test_an_answer_without_calls_ends_the_turn() -> None:
     actions = begun().tell(answered())
-    assert actions == [KeepAnswer(calls=()), End(ending=Ending(reason="end"))]
+    assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="end"))]
 
 
 def test_a_call_runs_and_the_model_is_asked_again() -> None:
     turn = begun()
     assert turn.tell(answered(call(arguments='{"x": 1}'))) == [
-        KeepAnswer(calls=(call(arguments='{"x": 1}'),)),
+        SaveAnswer(calls=(call(arguments='{"x": 1}'),)),
         StartTool(call=call(arguments='{"x": 1}'), arguments={"x": 1}),
     ]
     assert turn.tell(ok()) == [
-        EndCall(call=call(arguments='{"x": 1}'), status="ok", text="done"),
+        EndToolCall(call=call(arguments='{"x": 1}'), status="ok", text="done"),
         CallModel(step=2),
     ]
 
@@ -86,22 +86,22 @@ def test_a_call_runs_and_the_model_is_asked_again() -> None:
 def test_the_model_is_asked_again_only_when_all_calls_have_ended() -> None:
     turn = begun()
     turn.tell(answered(call(call_id="a"), call(call_id="b")))
-    assert kinds(turn.tell(ok("b"))) == [EndCall]
-    assert kinds(turn.tell(ok("a"))) == [EndCall, CallModel]
+    assert kinds(turn.tell(ok("b"))) == [EndToolCall]
+    assert kinds(turn.tell(ok("a"))) == [EndToolCall, CallModel]
 
 
 def test_only_so_many_tools_run_at_once() -> None:
     turn = begun(parallel_tools=2)
     actions = turn.tell(answered(*(call(call_id=name) for name in "abc")))
-    assert kinds(actions) == [KeepAnswer, StartTool, StartTool]
-    assert kinds(turn.tell(ok("a"))) == [EndCall, StartTool]
+    assert kinds(actions) == [SaveAnswer, StartTool, StartTool]
+    assert kinds(turn.tell(ok("a"))) == [EndToolCall, StartTool]
 
 
 def test_a_tool_that_asks_waits_for_a_yes() -> None:
     turn = begun()
-    assert kinds(turn.tell(answered(call("asks")))) == [KeepAnswer, Ask]
+    assert kinds(turn.tell(answered(call("asks")))) == [SaveAnswer, RequestPermission]
     assert turn.waiting
-    assert kinds(turn.tell(Decided(call_id="a", allowed=True, said=""))) == [StartTool]
+    assert kinds(turn.tell(PermissionDecided(call_id="a", allowed=True, said=""))) == [StartTool]
     assert not turn.waiting
 
 
@@ -116,8 +116,8 @@ def test_a_turn_does_not_wait_while_another_tool_runs() -> None:
 def test_a_denial_is_told_to_the_model() -> None:
     turn = begun()
     turn.tell(answered(call("asks")))
-    actions = turn.tell(Decided(call_id="a", allowed=False, said="no"))
-    assert actions == [EndCall(call=call("asks"), status="denied", text="no"), CallModel(step=2)]
+    actions = turn.tell(PermissionDecided(call_id="a", allowed=False, said="no"))
+    assert actions == [EndToolCall(call=call("asks"), status="denied", text="no"), CallModel(step=2)]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_a_denial_is_told_to_the_model() -> None:
 )
 def test_arguments_that_are_no_object_go_back_to_the_model(arguments: str) -> None:
     actions = begun().tell(answered(call(arguments=arguments)))
-    assert kinds(actions) == [KeepAnswer, EndCall, CallModel]
-    assert isinstance(actions[1], EndCall)
+    assert kinds(actions) == [SaveAnswer, EndToolCall, CallModel]
+    assert isinstance(actions[1], EndToolCall)
     assert (actions[1].status, "JSON" in actions[1].text, len(actions[1].text) < 1000) == ("error", True, True)
 
 
@@ -143,46 +143,46 @@ def test_arguments_that_are_taken(text: str, value: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("tools", "said"), [(TOOLS, "asks, free"), ({}, "nor any other")])
 def test_an_unknown_tool_is_told_which_there_are(tools: dict[str, bool], said: str) -> None:
-    actions = begun().tell(Answered(calls=(call("nope"),), tools=tools))
-    assert isinstance(actions[1], EndCall)
+    actions = begun().tell(ModelAnswered(calls=(call("nope"),), tools=tools))
+    assert isinstance(actions[1], EndToolCall)
     assert said in actions[1].text
 
 
 def test_too_many_broken_calls_end_the_turn() -> None:
     turn = begun(broken_calls=1)
-    assert kinds(turn.tell(answered(call("nope")))) == [KeepAnswer, EndCall, CallModel]
+    assert kinds(turn.tell(answered(call("nope")))) == [SaveAnswer, EndToolCall, CallModel]
     actions = turn.tell(answered(call("nope", call_id="b"), call("free", call_id="c"), call("asks", call_id="d")))
-    assert kinds(actions) == [KeepAnswer, EndCall, EndCall, EndCall, End]
+    assert kinds(actions) == [SaveAnswer, EndToolCall, EndToolCall, EndToolCall, EndTurn]
     assert isinstance(ending(actions).error, TurnError)
 
 
 def test_after_the_last_step_its_calls_still_run() -> None:
     turn = begun(max_steps=1)
-    assert kinds(turn.tell(answered(call()))) == [KeepAnswer, StartTool]
+    assert kinds(turn.tell(answered(call()))) == [SaveAnswer, StartTool]
     assert ending(turn.tell(ok())).reason == "max_steps"
 
 
 def test_an_answer_that_is_cut_off_calls_nothing() -> None:
     actions = begun().tell(answered(call(), cut=True))
-    assert actions == [KeepAnswer(calls=()), End(ending=Ending(reason="length"))]
+    assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="length"))]
 
 
 def test_a_failure_of_the_model_is_the_turns() -> None:
     error = EngineError("boom")
-    assert ending(begun().tell(Failed(error=error))).error is error
+    assert ending(begun().tell(ModelFailed(error=error))).error is error
 
 
 def test_a_stop_while_the_model_writes_closes_its_stream() -> None:
-    assert begun().tell(CANCEL) == [StopModel(), End(ending=CANCEL.ending)]
+    assert begun().tell(CANCEL) == [StopModel(), EndTurn(ending=CANCEL.ending)]
 
 
 def test_a_stop_waits_for_tools_and_drops_the_rest() -> None:
     turn = begun(parallel_tools=1)
     turn.tell(answered(call(call_id="a"), call(call_id="b"), call("asks", call_id="c")))
     actions = turn.tell(CANCEL)
-    assert kinds(actions) == [Withdraw, StopTool, EndCall, EndCall]
+    assert kinds(actions) == [WithdrawPermissions, StopTool, EndToolCall, EndToolCall]
     actions = turn.tell(ToolEnded(call_id="a", status="cancelled", text=""))
-    assert kinds(actions) == [EndCall, End]
+    assert kinds(actions) == [EndToolCall, EndTurn]
     assert ending(actions) == CANCEL.ending
 
 
@@ -190,47 +190,47 @@ def test_a_tool_that_does_not_heed_is_left() -> None:
     turn = begun()
     turn.tell(answered(call()))
     turn.tell(CANCEL)
-    assert kinds(turn.tell(Overdue())) == [EndCall, End]
+    assert kinds(turn.tell(StopTimedOut())) == [EndToolCall, EndTurn]
     assert turn.tell(ok()) == []
 
 
 def test_a_stop_with_nothing_running_ends_at_once() -> None:
     turn = begun()
     turn.tell(answered(call("asks")))
-    assert kinds(turn.tell(CANCEL)) == [Withdraw, EndCall, End]
+    assert kinds(turn.tell(CANCEL)) == [WithdrawPermissions, EndToolCall, EndTurn]
 
 
 def test_who_stops_first_says_how_it_ends() -> None:
     turn = begun()
     turn.tell(answered(call()))
-    turn.tell(Stop(ending=Ending(error=TurnTimeoutError("late"), calls_are="interrupted")))
+    turn.tell(StopRequested(ending=TurnEnding(error=TurnTimeoutError("late"), calls_are="interrupted")))
     assert turn.tell(CANCEL) == []
-    actions = turn.tell(Overdue())
+    actions = turn.tell(StopTimedOut())
     assert isinstance(ending(actions).error, TurnTimeoutError)
-    assert isinstance(actions[0], EndCall)
+    assert isinstance(actions[0], EndToolCall)
     assert actions[0].status == "interrupted"
 
 
-@pytest.mark.parametrize("happening", [answered(), Failed(error=EngineError("x")), ok(), Overdue()])
+@pytest.mark.parametrize("happening", [answered(), ModelFailed(error=EngineError("x")), ok(), StopTimedOut()])
 def test_what_cannot_have_happened_is_refused_with_both_sides(happening: Any) -> None:
-    turn = Turn(max_steps=1, parallel_tools=1, broken_calls=1)
-    with pytest.raises(WrongTransitionError, match="this one is new"):
+    turn = TurnMachine(max_steps=1, parallel_tools=1, broken_calls=1)
+    with pytest.raises(InvalidTransitionError, match="this one is new"):
         turn.tell(happening)
 
 
 def test_what_no_call_asked_for_is_refused() -> None:
     turn = begun()
     turn.tell(answered(call()))
-    with pytest.raises(WrongTransitionError, match="'b'"):
+    with pytest.raises(InvalidTransitionError, match="'b'"):
         turn.tell(ok("b"))
-    with pytest.raises(WrongTransitionError, match="asks for nothing"):
-        turn.tell(Decided(call_id="a", allowed=True, said=""))
-    with pytest.raises(WrongTransitionError, match="begin is for"):
+    with pytest.raises(InvalidTransitionError, match="asks for nothing"):
+        turn.tell(PermissionDecided(call_id="a", allowed=True, said=""))
+    with pytest.raises(InvalidTransitionError, match="begin is for"):
         turn.begin()
 
 
 def test_two_calls_under_one_id_are_refused() -> None:
-    with pytest.raises(WrongTransitionError, match="unique"):
+    with pytest.raises(InvalidTransitionError, match="unique"):
         begun().tell(answered(call(), call()))
 
 
@@ -240,10 +240,10 @@ def test_two_calls_under_one_id_are_refused() -> None:
 class Watched:
     """A turn, and what its actions have promised so far."""
 
-    def __init__(self, turn: Turn, parallel: int) -> None:
+    def __init__(self, turn: TurnMachine, parallel: int) -> None:
         self.turn = turn
         self.parallel = parallel
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, ToolCall] = {}
         self.asking: set[str] = set()
         self.allowed: set[str] = set()
         self.running: set[str] = set()
@@ -252,7 +252,7 @@ class Watched:
         self.ends = 0
         self.model = False
 
-    def do(self, actions: list[Action]) -> None:
+    def do(self, actions: list[TurnAction]) -> None:
         for action in actions:
             assert not self.ends, f"{action} after the end"
             match action:
@@ -261,10 +261,10 @@ class Watched:
                     self.model = True
                     assert action.step == self.steps
                     assert set(self.calls) == set(self.ended), "the model is asked while calls are open"
-                case KeepAnswer():
+                case SaveAnswer():
                     self.model = False
                     self.calls.update({call.call_id: call for call in action.calls})
-                case Ask():
+                case RequestPermission():
                     self.asking.add(action.call.call_id)
                 case StartTool():
                     call_id = action.call.call_id
@@ -272,18 +272,18 @@ class Watched:
                     assert action.call.name == "free" or call_id in self.allowed
                     self.running.add(call_id)
                     assert len(self.running) <= self.parallel
-                case EndCall():
+                case EndToolCall():
                     self.ended[action.call.call_id] += 1
                     self.running.discard(action.call.call_id)
                     self.asking.discard(action.call.call_id)
                 case StopTool():
                     assert action.call_id in self.running
-                case Withdraw():
+                case WithdrawPermissions():
                     self.asking.clear()
                 case StopModel():
                     assert self.model
                     self.model = False
-                case End():
+                case EndTurn():
                     self.ends += 1
                     assert not self.asking
                     assert not self.running
@@ -299,22 +299,22 @@ texts = st.sampled_from(["{}", '{"x": 1}', "", "{", "[]"])
 def test_every_turn_ends_once_with_all_its_calls_ended(data: st.DataObject) -> None:
     parallel, max_steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     broken = data.draw(st.integers(0, 3))
-    turn = Turn(max_steps=max_steps, parallel_tools=parallel, broken_calls=broken)
+    turn = TurnMachine(max_steps=max_steps, parallel_tools=parallel, broken_calls=broken)
     watched = Watched(turn, parallel)
     watched.do(turn.begin())
     number = 0
     for _ in range(40):
-        choices: list[str] = ["stop"] if turn.phase is not Phase.STOPPING else ["stop", "overdue"]
-        choices += ["answer"] * 4 + ["fail"] if turn.phase is Phase.MODEL else []
-        choices += ["tool"] * 4 if watched.running and turn.phase is not Phase.MODEL else []
-        choices += ["decide"] * 4 if watched.asking and turn.phase is Phase.CALLS else []
+        choices: list[str] = ["stop"] if turn.phase is not TurnPhase.STOPPING else ["stop", "overdue"]
+        choices += ["answer"] * 4 + ["fail"] if turn.phase is TurnPhase.MODEL else []
+        choices += ["tool"] * 4 if watched.running and turn.phase is not TurnPhase.MODEL else []
+        choices += ["decide"] * 4 if watched.asking and turn.phase is TurnPhase.CALLS else []
         match data.draw(st.sampled_from(choices)):
             case "stop":
                 told: Any = CANCEL
             case "overdue":
-                told = Overdue()
+                told = StopTimedOut()
             case "fail":
-                told = Failed(error=EngineError("x"))
+                told = ModelFailed(error=EngineError("x"))
             case "answer":
                 wanted = data.draw(st.lists(st.tuples(names, texts), max_size=4))
                 calls = tuple(call(name, text, str(number + at)) for at, (name, text) in enumerate(wanted))
@@ -328,15 +328,15 @@ def test_every_turn_ends_once_with_all_its_calls_ended(data: st.DataObject) -> N
                 if allowed:
                     watched.allowed.add(call_id)
                     watched.asking.discard(call_id)
-                told = Decided(call_id=call_id, allowed=allowed, said="no")
+                told = PermissionDecided(call_id=call_id, allowed=allowed, said="no")
         watched.do(turn.tell(told))
-        if turn.phase is Phase.ENDED:
+        if turn.phase is TurnPhase.ENDED:
             break
-    if turn.phase is not Phase.ENDED:
+    if turn.phase is not TurnPhase.ENDED:
         watched.do(turn.tell(CANCEL))
-    if turn.phase is not Phase.ENDED:
-        watched.do(turn.tell(Overdue()))
+    if turn.phase is not TurnPhase.ENDED:
+        watched.do(turn.tell(StopTimedOut()))
     assert watched.ends == 1
     assert watched.steps <= max_steps
-    for late in (CANCEL, Overdue(), ok("0"), Decided(call_id="0", allowed=True, said="")):
+    for late in (CANCEL, StopTimedOut(), ok("0"), PermissionDecided(call_id="0", allowed=True, said="")):
         assert turn.tell(late) == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon.turns.model_client import Upstream
+from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.notebook import Lab
 from tests.daemon.scripted import DROP, Refusal, Scripted, json_answer, refuses, says, token
 from tests.flows.conftest import serving
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-async def text(upstream: Upstream, model: str | None = None) -> str:
+async def text(upstream: ModelClient, model: str | None = None) -> str:
     return "".join([piece.text async for piece in upstream.call(BODY, model=model)])
 
 
@@ -32,7 +32,7 @@ async def text(upstream: Upstream, model: str | None = None) -> str:
 )
 async def test_the_model_that_is_meant(lab: bool, models: Any, asked: str | None, sent: str) -> None:
     with Scripted(says("hi"), lab=lab, models=models) as server:
-        upstream = Upstream(server.url)
+        upstream = ModelClient(server.url)
         assert await text(upstream, asked) == "hi"
         await upstream.aclose()
         assert [body["model"] for body in server.bodies] == [sent]
@@ -40,7 +40,7 @@ async def test_the_model_that_is_meant(lab: bool, models: Any, asked: str | None
 
 async def test_the_list_of_models_is_asked_for_once_in_a_while() -> None:
     with Scripted(says("hi")) as server:
-        upstream = Upstream(server.url)
+        upstream = ModelClient(server.url)
         for _ in range(3):
             await text(upstream)
         await upstream.aclose()
@@ -49,7 +49,7 @@ async def test_the_list_of_models_is_asked_for_once_in_a_while() -> None:
 
 async def test_a_model_that_has_gone_is_looked_up_again() -> None:
     with Scripted(refuses(404, "model-not-found"), says("hi"), models=["a"]) as server:
-        upstream = Upstream(server.url)
+        upstream = ModelClient(server.url)
         with pytest.raises(errors.ModelNotFoundError):
             await text(upstream)
         server.models = ["b"]
@@ -60,7 +60,7 @@ async def test_a_model_that_has_gone_is_looked_up_again() -> None:
 
 async def test_a_server_without_models_is_said() -> None:
     with Scripted(says("hi"), models=()) as server:
-        upstream = Upstream(server.url)
+        upstream = ModelClient(server.url)
         with pytest.raises(errors.NotLoadedError, match="lists no models"):
             await text(upstream)
         state = upstream.state()
@@ -72,7 +72,7 @@ async def test_what_is_known_follows_the_calls() -> None:
     with Scripted(
         says("hi"), refuses(503, "no-model-loaded", "none"), refuses(400, "invalid-request"), says("hi")
     ) as server:
-        upstream = Upstream(server.url)
+        upstream = ModelClient(server.url)
         assert upstream.state().reachable is None
         await text(upstream)
         known = [upstream.state()]
@@ -99,7 +99,7 @@ async def test_what_is_known_follows_the_calls() -> None:
 
 async def test_news_are_told_once() -> None:
     with Scripted(says("hi")) as server:
-        upstream = Upstream(server.url)
+        upstream = ModelClient(server.url)
         assert upstream.news() is None
         await text(upstream)
         news = upstream.news()
@@ -121,7 +121,7 @@ async def test_news_are_told_once() -> None:
 )
 async def test_failures_by_their_kind(script: Any, error: type[errors.LabError]) -> None:
     with Scripted(script) as server:
-        upstream = Upstream(server.url)
+        upstream = ModelClient(server.url)
         with pytest.raises(error) as caught:
             await text(upstream)
         await upstream.aclose()
@@ -130,7 +130,7 @@ async def test_failures_by_their_kind(script: Any, error: type[errors.LabError])
 
 async def test_a_look_never_raises() -> None:
     with Scripted(says("hi")) as server:
-        upstream = Upstream(server.url)
+        upstream = ModelClient(server.url)
         assert (await upstream.look()).reachable is True
     assert (await upstream.look()).reachable is False
     await upstream.aclose()
@@ -143,7 +143,7 @@ def lab(tiny_home: Any) -> Any:
 
 
 async def test_the_labs_own_server_answers_with_what_is_loaded(lab: Lab) -> None:
-    upstream = Upstream(f"{lab.url}/v1")
+    upstream = ModelClient(f"{lab.url}/v1")
     pieces = [piece async for piece in upstream.call({**BODY, "max_tokens": 4}, model=None)]
     assert pieces[-1].usage is not None
     assert upstream.state().model == "tiny"

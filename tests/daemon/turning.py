@@ -14,9 +14,9 @@ from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.tools.tool import Tool, ToolResult
-from lmx_lab.daemon.turns.model_client import Upstream
-from lmx_lab.daemon.turns.runner import Turns
+from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.wire.sessions import CreateSession, PermissionRecord, SessionSnapshot, SubmitTurn, TurnRecord
 from tests.daemon.scripted import Scripted
 
@@ -44,11 +44,11 @@ class Workshop:
         self.running = 0
         self.most_running = 0
         self.listed = [
-            Tool(name=FREE, description="Adds.", parameters={"type": "object", "properties": {}}, read_only=True),
-            Tool(name=ASKS, description="Writes.", parameters={"type": "object", "properties": {}}),
+            DaemonTool(name=FREE, description="Adds.", parameters={"type": "object", "properties": {}}, read_only=True),
+            DaemonTool(name=ASKS, description="Writes.", parameters={"type": "object", "properties": {}}),
         ]
 
-    def tools(self) -> list[Tool]:
+    def tools(self) -> list[DaemonTool]:
         return self.listed
 
     starting = False
@@ -75,9 +75,9 @@ class Workshop:
 class Daemon:
     """The parts of a daemon that turns need."""
 
-    def __init__(self, store: Store, log: EventLog, upstream: Upstream, workshop: Workshop, limits: Limits) -> None:
+    def __init__(self, store: Store, log: EventLog, upstream: ModelClient, workshop: Workshop, limits: Limits) -> None:
         self.store, self.log, self.upstream, self.workshop = store, log, upstream, workshop
-        self.turns = Turns(store=store, upstream=upstream, toolbox=workshop, limits=limits)
+        self.turns = TurnRunner(store=store, upstream=upstream, toolbox=workshop, limits=limits)
 
     async def session(self, **fields: Any) -> str:
         body = CreateSession(**fields)
@@ -143,7 +143,7 @@ async def daemon(
     store = await Store.open(folder / "daemon.db")
     log = EventLog(store, allowed)
     await log.start()
-    far = Upstream(upstream if isinstance(upstream, str) else upstream.url)
+    far = ModelClient(upstream if isinstance(upstream, str) else upstream.url)
     made = Daemon(store, log, far, workshop or Workshop(), allowed)
     await made.turns.start()
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.daemon import sessions
-from lmx_lab.daemon.clock import DOUBT_S, DoubtfulClock
+from lmx_lab.daemon.clock import DOUBT_S, CautiousClock
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import retention
 from lmx_lab.daemon.storage.event_log import EventLog
@@ -125,7 +125,7 @@ class Clocks:
 
 def test_a_step_forward_is_believed_when_it_has_lasted() -> None:
     clocks = Clocks()
-    clock = DoubtfulClock(lambda: clocks.wall, lambda: clocks.steady)
+    clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     clocks.go_on(60)
     assert clock.now_s() == 1_000_060
     clocks.wall += 40 * DAY_S
@@ -140,7 +140,7 @@ def test_a_step_forward_is_believed_when_it_has_lasted() -> None:
 
 def test_a_step_forward_that_is_taken_back_never_happened() -> None:
     clocks = Clocks()
-    clock = DoubtfulClock(lambda: clocks.wall, lambda: clocks.steady)
+    clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     for _ in range(3):
         clocks.wall += 40 * DAY_S
         clocks.go_on(DOUBT_S / 2)
@@ -151,7 +151,7 @@ def test_a_step_forward_that_is_taken_back_never_happened() -> None:
 
 def test_a_step_back_and_a_clock_that_drifts_are_followed() -> None:
     clocks = Clocks()
-    clock = DoubtfulClock(lambda: clocks.wall, lambda: clocks.steady)
+    clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     clocks.wall -= DAY_S
     assert clock.now_s() == clocks.wall
     for _ in range(100):
@@ -171,7 +171,7 @@ async def test_a_clock_that_is_weeks_ahead_for_a_moment_empties_no_log(
         rounds.release()
 
     monkeypatch.setattr(retention, "forget", counted)
-    monkeypatch.setattr(retention, "DoubtfulClock", lambda known_s: DoubtfulClock(lambda: wall() + ahead_s))
+    monkeypatch.setattr(retention, "DoubtfulClock", lambda known_s: CautiousClock(lambda: wall() + ahead_s))
     await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
     keeping = asyncio.create_task(retention.keep(store, EventLog(store, limits), limits, round_s=0.001))
     await rounds.acquire()
@@ -198,8 +198,8 @@ async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_log
         await forget(*args, **options)  # type: ignore[arg-type]
         rounds.set()
 
-    def clock(known_s: float) -> DoubtfulClock:
-        return DoubtfulClock(
+    def clock(known_s: float) -> CautiousClock:
+        return CautiousClock(
             lambda: wall() + 40 * DAY_S + steady_s, lambda: time.monotonic() + steady_s, known_s=known_s
         )
 

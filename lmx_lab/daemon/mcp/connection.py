@@ -26,12 +26,12 @@ from mcp.types.jsonrpc import CONNECTION_CLOSED, REQUEST_TIMEOUT, jsonrpc_messag
 from pydantic import TypeAdapter, ValidationError
 
 from lmx_lab.daemon.mcp.failure import McpFailure
-from lmx_lab.daemon.mcp.http import Watch, http_client, raise_first, unreachable
+from lmx_lab.daemon.mcp.http import ResponseMonitor, http_client, raise_first, unreachable
 from lmx_lab.daemon.mcp.lines import LINE_BYTES, one_line
 from lmx_lab.daemon.mcp.process import McpProcess
-from lmx_lab.daemon.mcp.redaction import Secrets
+from lmx_lab.daemon.mcp.redaction import SecretRedactor
 from lmx_lab.daemon.mcp.results import described
-from lmx_lab.daemon.mcp.stdio import Incoming, Outgoing, Patience
+from lmx_lab.daemon.mcp.stdio import MessageReader, MessageWriter, StopSignal
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig
 
@@ -67,14 +67,14 @@ class OfferedTool:
     read_only: bool
 
 
-class Connection:
+class McpConnection:
     """A session that has been opened, and its calls."""
 
     def __init__(
         self,
         session: ClientSession,
         config: McpServerConfig,
-        patience: Patience,
+        patience: StopSignal,
         ended: Callable[[], Awaitable[McpFailure]],
     ) -> None:
         self._session = session
@@ -82,7 +82,7 @@ class Connection:
         self._config = config
         self.ended = ended
         """Says why the session has ended."""
-        self._hide = Secrets.of(config)
+        self._hide = SecretRedactor.of(config)
         self._calls: set[asyncio.Task[ToolResult]] = set()
         self._overlong: weakref.WeakSet[asyncio.Task[ToolResult]] = weakref.WeakSet()
 
@@ -210,7 +210,7 @@ class Connection:
 class _Progress:
     """Hands a call's progress on, not faster than anybody reads."""
 
-    def __init__(self, note: Callable[[str], None], hide: Secrets) -> None:
+    def __init__(self, note: Callable[[str], None], hide: SecretRedactor) -> None:
         self._note = note
         self._hide = hide
         self._next = 0.0
@@ -229,11 +229,11 @@ class _Progress:
 async def over_stdio(
     config: McpServerConfig,
     process: McpProcess,
-    patience: Patience,
+    patience: StopSignal,
     *,
     changed: Callable[[], None],
     lost: Callable[[], None],
-) -> AsyncIterator[Connection]:
+) -> AsyncIterator[McpConnection]:
     """A session with a process that runs; within it the process is spoken to by nobody else.
 
     Args:
@@ -254,21 +254,23 @@ async def over_stdio(
             return McpFailure("exited", "the server was stopped")
         return McpFailure("exited", f"the server {process.said()}")
 
-    incoming = Incoming(process, _message, lost)
-    session = _session(config, changed, incoming, Outgoing(process, _line))
-    connection = Connection(session, config, patience, ended)
+    incoming = MessageReader(process, _message, lost)
+    session = _session(config, changed, incoming, MessageWriter(process, _line))
+    connection = McpConnection(session, config, patience, ended)
     incoming.overlong = connection.give_up_calls
     try:
         async with session:
             await _greeted_by(config, connection, incoming)
             yield connection
     except BaseExceptionGroup as group:
-        raise_first(group, Secrets.of(config))
+        raise_first(group, SecretRedactor.of(config))
     finally:
         await connection.close()
 
 
-async def _greeted_by(config: McpServerConfig, connection: Connection, incoming: Incoming[SessionMessage]) -> None:
+async def _greeted_by(
+    config: McpServerConfig, connection: McpConnection, incoming: MessageReader[SessionMessage]
+) -> None:
     try:
         await connection.greet()
     except (TimeoutError, MCPError, ValidationError, RuntimeError) as exc:
@@ -283,10 +285,10 @@ async def _greeted_by(config: McpServerConfig, connection: Connection, incoming:
 
 @contextlib.asynccontextmanager
 async def over_http(
-    config: McpServerConfig, patience: Patience, *, changed: Callable[[], None], lost: Callable[[], None]
-) -> AsyncIterator[Connection]:
+    config: McpServerConfig, patience: StopSignal, *, changed: Callable[[], None], lost: Callable[[], None]
+) -> AsyncIterator[McpConnection]:
     """A session with a server at an address; as ``over_stdio``."""
-    watch = Watch(lost)
+    watch = ResponseMonitor(lost)
     try:
         async with contextlib.AsyncExitStack() as stack:
             client = await stack.enter_async_context(http_client(config, watch))
@@ -296,19 +298,19 @@ async def over_http(
                 )
             )
             session = _session(config, changed, *streams)
-            connection = Connection(session, config, patience, watch.ended)
+            connection = McpConnection(session, config, patience, watch.ended)
             # Before the session is entered, so that it is closed after it.
             stack.push_async_callback(connection.close)
             await stack.enter_async_context(session)
             await _greeted_at(connection, watch)
             yield connection
     except BaseExceptionGroup as group:
-        raise_first(group, Secrets.of(config))
+        raise_first(group, SecretRedactor.of(config))
     except HTTPError as exc:
-        raise unreachable(exc, Secrets.of(config)) from exc
+        raise unreachable(exc, SecretRedactor.of(config)) from exc
 
 
-async def _greeted_at(connection: Connection, watch: Watch) -> None:
+async def _greeted_at(connection: McpConnection, watch: ResponseMonitor) -> None:
     try:
         await connection.greet()
     except (TimeoutError, MCPError, ValidationError, RuntimeError) as exc:
@@ -357,7 +359,7 @@ def _lost(why: str) -> ToolResult:
     )
 
 
-def _unanswered(config: McpServerConfig, incoming: Incoming[SessionMessage]) -> str:
+def _unanswered(config: McpServerConfig, incoming: MessageReader[SessionMessage]) -> str:
     wrote = ", though it wrote lines that are no messages" if incoming.strays else ""
     return f"no answer to initialize within {config.start_timeout_s:g} s{wrote}; is {config.command!r} an MCP server?"
 

@@ -19,22 +19,22 @@ from httpx2 import (
 
 from lmx_lab.daemon.mcp.failure import McpFailure
 from lmx_lab.daemon.mcp.lines import LINE_BYTES, one_line
-from lmx_lab.daemon.mcp.redaction import Secrets
+from lmx_lab.daemon.mcp.redaction import SecretRedactor
 from lmx_lab.wire.mcp import McpServerConfig
 
 
-def http_client(config: McpServerConfig, watch: Watch) -> AsyncClient:
+def http_client(config: McpServerConfig, watch: ResponseMonitor) -> AsyncClient:
     """A client with the headers of the configuration, whose answers end at 8 MiB."""
     return AsyncClient(
         headers=config.headers,
         # Read timeouts are those of the requests: a stream of events may be silent for long.
         timeout=Timeout(config.start_timeout_s, read=None),
-        transport=BoundedTransport(LINE_BYTES),
+        transport=LimitedTransport(LINE_BYTES),
         event_hooks={"response": [watch.saw]},
     )
 
 
-class BoundedTransport(AsyncBaseTransport):
+class LimitedTransport(AsyncBaseTransport):
     """As httpx2's own; an answer that is no stream of events ends with an error after so many bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -71,7 +71,7 @@ class _Bounded(AsyncByteStream):
         await self._stream.aclose()
 
 
-class Watch:
+class ResponseMonitor:
     """What an HTTP server has refused, which the package tells in fewer words."""
 
     def __init__(self, lost: Callable[[], None]) -> None:
@@ -93,7 +93,7 @@ class Watch:
         return McpFailure("unreachable", why)
 
 
-def raise_first(group: BaseExceptionGroup[BaseException], hide: Secrets) -> NoReturn:
+def raise_first(group: BaseExceptionGroup[BaseException], hide: SecretRedactor) -> NoReturn:
     """Raise what a group of the package's task groups is about."""
     first: BaseException = group
     while isinstance(first, BaseExceptionGroup):
@@ -105,6 +105,6 @@ def raise_first(group: BaseExceptionGroup[BaseException], hide: Secrets) -> NoRe
     raise McpFailure("protocol", f"{type(first).__name__}: {one_line(hide.hidden(str(first)))}") from group
 
 
-def unreachable(exc: HTTPError, hide: Secrets) -> McpFailure:
+def unreachable(exc: HTTPError, hide: SecretRedactor) -> McpFailure:
     reason = one_line(hide.hidden(str(exc))) or type(exc).__name__
     return McpFailure("unreachable", f"the server cannot be reached: {reason}; check url, and whether it runs")

@@ -15,11 +15,11 @@ _LINE_CHARACTERS = 2000
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-class TooLongError(ValueError):
+class LineTooLongError(ValueError):
     """A line had more bytes than it may."""
 
 
-class Lines:
+class LineSplitter:
     """Cuts a stream at its line feeds."""
 
     def __init__(self, limit: int = LINE_BYTES) -> None:
@@ -58,7 +58,7 @@ class Lines:
         self._size = 0
 
 
-class Tail:
+class OutputTail:
     """The last bytes of a stream."""
 
     def __init__(self, keep_bytes: int = TAIL_BYTES + _TAIL_SLACK) -> None:

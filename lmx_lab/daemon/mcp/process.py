@@ -16,9 +16,9 @@ from typing import Any, Self
 import psutil
 
 from lmx_lab.daemon.mcp.failure import McpFailure
-from lmx_lab.daemon.mcp.lines import Lines, Tail, TooLongError, one_line, shown
-from lmx_lab.daemon.mcp.process_cleanup import MARK, Root, end, family, root_of
-from lmx_lab.daemon.mcp.redaction import Secrets
+from lmx_lab.daemon.mcp.lines import LineSplitter, LineTooLongError, OutputTail, one_line, shown
+from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end, family, root_of
+from lmx_lab.daemon.mcp.redaction import SecretRedactor
 from lmx_lab.wire.mcp import McpServerConfig
 
 INHERITED = (
@@ -70,7 +70,7 @@ def found_program(config: McpServerConfig) -> str:
         return str(path.absolute())
     search = environment(config)["PATH"]
     if (program := shutil.which(command, path=search)) is None:
-        searched = one_line(Secrets.of(config).hidden(search))
+        searched = one_line(SecretRedactor.of(config).hidden(search))
         raise McpFailure(
             "command-not-found",
             f"no program {command!r:.200} is in the PATH, {searched!r}; install it, give its whole path as command, or "
@@ -84,7 +84,7 @@ class _Pipes(asyncio.SubprocessProtocol):
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.lines = Lines()
+        self.lines = LineSplitter()
         self.waiting: deque[bytes | None] = deque()
         self.size = 0
         self.discarding = False
@@ -97,7 +97,7 @@ class _Pipes(asyncio.SubprocessProtocol):
         self.exited: asyncio.Future[None] = loop.create_future()
         self.gone: asyncio.Future[None] = loop.create_future()
         """Done when it has exited and all that it wrote is read."""
-        self.stderr = Tail(STDERR_BYTES)
+        self.stderr = OutputTail(STDERR_BYTES)
         self.stderr_cut = False
         self._stderr_size = 0
         self.transport: asyncio.SubprocessTransport | None = None
@@ -173,15 +173,15 @@ class _Pipes(asyncio.SubprocessProtocol):
 class McpProcess:
     """A running server. Read it in one task; whoever started it calls ``stop``."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, pipes: _Pipes, mark: str, hide: Secrets) -> None:
+    def __init__(self, transport: asyncio.SubprocessTransport, pipes: _Pipes, mark: str, hide: SecretRedactor) -> None:
         self._transport = transport
         self._pipes = pipes
         self._hide = hide
-        self._strays = Tail(4 * STRAY_BYTES)
+        self._strays = OutputTail(4 * STRAY_BYTES)
         self._known: list[psutil.Process] = []
         self._returncode: int | None = None
         self.pid = transport.get_pid()
-        self.root: Root = root_of(self.pid, mark)
+        self.root: RootProcess = root_of(self.pid, mark)
 
     @classmethod
     async def start(cls, config: McpServerConfig, mark: str) -> Self:
@@ -200,7 +200,7 @@ class McpProcess:
             )
         except (OSError, ValueError) as exc:
             raise _unstarted(config, exc) from exc
-        return cls(transport, pipes, mark, Secrets.of(config))
+        return cls(transport, pipes, mark, SecretRedactor.of(config))
 
     @property
     def exited(self) -> asyncio.Future[None]:
@@ -255,7 +255,7 @@ class McpProcess:
             pipes.news.clear()
             await pipes.news.wait()
         if (line := pipes.taken()) is None:
-            raise TooLongError
+            raise LineTooLongError
         return line
 
     async def write_line(self, line: bytes, *, wait: bool = True) -> None:
@@ -302,7 +302,7 @@ def _options(cwd: str | None, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _unstarted(config: McpServerConfig, exc: OSError | ValueError) -> McpFailure:
-    reason = one_line(Secrets.of(config).hidden(str(exc)))
+    reason = one_line(SecretRedactor.of(config).hidden(str(exc)))
     if isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
         return McpFailure("exited", f"{config.command!r} could not be started now: {reason}")
     return McpFailure("invalid", f"{config.command!r} could not be started: {reason}; check command, args, env and cwd")

@@ -23,7 +23,7 @@ _ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Root:
+class RootProcess:
     """The first process of a family: the leader of its own session."""
 
     pid: int
@@ -35,16 +35,16 @@ class Root:
     """Whether its end was, or would be, seen at once: then its number cannot be another session's yet."""
 
 
-def root_of(pid: int, mark: str) -> Root:
+def root_of(pid: int, mark: str) -> RootProcess:
     """The root that a child of this process is; one that has ended already has 0 as its start."""
     try:
         started = psutil.Process(pid).create_time()
     except psutil.Error:
         started = 0.0
-    return Root(pid=pid, started=started, mark=mark, watched=True)
+    return RootProcess(pid=pid, started=started, mark=mark, watched=True)
 
 
-def family(root: Root, known: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
+def family(root: RootProcess, known: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
     """Who is alive of the family, and of those ``known`` from before."""
     processes = list(psutil.process_iter())
     found = {process.pid: process for process in known if alive(process)}
@@ -55,7 +55,7 @@ def family(root: Root, known: Iterable[psutil.Process] = ()) -> list[psutil.Proc
     return [process for process in _with_children(found, processes) if alive(process)]
 
 
-def end(root: Root, known: Iterable[psutil.Process] = (), *, term_s: float = 2.0) -> list[psutil.Process]:
+def end(root: RootProcess, known: Iterable[psutil.Process] = (), *, term_s: float = 2.0) -> list[psutil.Process]:
     """Send TERM to the family, after ``term_s`` KILL to who is left and to who has come since.
 
     Returns:
@@ -90,7 +90,7 @@ def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _is_ours(root: Root) -> bool:
+def _is_ours(root: RootProcess) -> bool:
     """Whether the session with the root's number is the root's: the number may have been given again."""
     if root.pid == 0:
         return False

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from lmx_lab.daemon.mcp.process_cleanup import Root, end
+from lmx_lab.daemon.mcp.process_cleanup import RootProcess, end
 
 FILE = "mcp-processes.json"
 _MOST = 1024
@@ -29,7 +29,7 @@ class _Entry(BaseModel):
 _ENTRIES = TypeAdapter(list[_Entry])
 
 
-class Roster:
+class ProcessRegistry:
     """The processes that were started and have not been ended yet. On one event loop; the disk is left to threads."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -38,7 +38,7 @@ class Roster:
             folder: Where the file is; without one nothing is written, and nothing found.
         """
         self._path = folder / FILE if folder is not None else None
-        self._roots: dict[str, Root] = {}
+        self._roots: dict[str, RootProcess] = {}
         self._lock = asyncio.Lock()
         self.cleared = asyncio.Event()
         """Whether what was left over has ended; nothing may be started before."""
@@ -53,11 +53,11 @@ class Roster:
         finally:
             self.cleared.set()
 
-    async def add(self, root: Root) -> None:
+    async def add(self, root: RootProcess) -> None:
         self._roots[root.mark] = root
         await self._save()
 
-    async def remove(self, root: Root) -> None:
+    async def remove(self, root: RootProcess) -> None:
         self._roots.pop(root.mark, None)
         await self._save()
 
@@ -68,16 +68,18 @@ class Roster:
             await asyncio.to_thread(_write, self._path, list(self._roots.values()))
 
 
-def _read(path: Path) -> list[Root]:
+def _read(path: Path) -> list[RootProcess]:
     try:
         with path.open("rb") as file:
             entries = _ENTRIES.validate_json(file.read(_BYTES))
     except (OSError, ValidationError):
         return []
-    return [Root(pid=entry.pid, started=entry.started, mark=entry.mark) for entry in entries[:_MOST] if entry.mark]
+    return [
+        RootProcess(pid=entry.pid, started=entry.started, mark=entry.mark) for entry in entries[:_MOST] if entry.mark
+    ]
 
 
-def _write(path: Path, roots: list[Root]) -> None:
+def _write(path: Path, roots: list[RootProcess]) -> None:
     text = json.dumps([{"pid": root.pid, "started": root.started, "mark": root.mark} for root in roots])
     new = path.with_suffix(".new")
     # A full disk must not keep a server from being started or ended.

@@ -11,7 +11,7 @@ SHORTEST = 4
 """Shorter values would be found everywhere, and hide what is no secret."""
 
 
-class Secrets:
+class SecretRedactor:
     """Knows the values and takes them out of texts. Its ``repr`` shows none."""
 
     def __init__(self, values: Iterable[str]) -> None:

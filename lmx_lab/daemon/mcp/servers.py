@@ -16,11 +16,11 @@ from lmx_lab.daemon.mcp.config import KEPT_RUNNING, changed, check, kept, shown
 from lmx_lab.daemon.mcp.failure import McpFailure
 from lmx_lab.daemon.mcp.names import tool_names
 from lmx_lab.daemon.mcp.process import McpProcess
-from lmx_lab.daemon.mcp.process_registry import Roster
-from lmx_lab.daemon.mcp.stdio import Patience
-from lmx_lab.daemon.mcp.supervisor import Condition, McpOwner, Restarts, connected
+from lmx_lab.daemon.mcp.process_registry import ProcessRegistry
+from lmx_lab.daemon.mcp.stdio import StopSignal
+from lmx_lab.daemon.mcp.supervisor import McpSupervisor, RestartPolicy, ServerCondition, connected
 from lmx_lab.daemon.storage.store import Store, Transaction
-from lmx_lab.daemon.tools.tool import Tool, ToolResult
+from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
 from lmx_lab.errors import (
     InvalidRequestError,
     LabError,
@@ -51,13 +51,13 @@ class _Server:
 
     def __init__(self, config: McpServerConfig) -> None:
         self.config = config
-        self.owner: McpOwner | None = None
+        self.owner: McpSupervisor | None = None
         self.lock = asyncio.Lock()
         """Held while it is changed, restarted or removed."""
 
     @property
-    def condition(self) -> Condition:
-        return self.owner.condition if self.owner is not None else Condition(state="disabled")
+    def condition(self) -> ServerCondition:
+        return self.owner.condition if self.owner is not None else ServerCondition(state="disabled")
 
     def names(self) -> dict[str, str]:
         """By the names that models use, the names that the server uses."""
@@ -68,7 +68,7 @@ class McpServers:
     """Starts, watches and ends the servers that are configured. On one event loop."""
 
     def __init__(
-        self, *, store: Store, limits: Limits, runtime_folder: Path | None = None, restarts: Restarts | None = None
+        self, *, store: Store, limits: Limits, runtime_folder: Path | None = None, restarts: RestartPolicy | None = None
     ) -> None:
         """
         Args:
@@ -77,8 +77,8 @@ class McpServers:
         """
         self._store = store
         self._limits = limits
-        self._roster = Roster(runtime_folder)
-        self._restarts = restarts or Restarts()
+        self._roster = ProcessRegistry(runtime_folder)
+        self._restarts = restarts or RestartPolicy()
         self._servers: dict[str, _Server] = {}
         self._tests: set[asyncio.Task[McpTestPassed | McpTestFailed]] = set()
         self._clearing: asyncio.Task[None] | None = None
@@ -123,7 +123,7 @@ class McpServers:
         """Of one server, also those that models are not told of."""
         return ToolList(tools=[_tool_record(tool) for tool in _tools(self._known(name))])
 
-    def offered(self) -> list[Tool]:
+    def offered(self) -> list[DaemonTool]:
         """The tools of all servers that are ready, or were and are started again, but for denied ones."""
         return [
             tool for _, server in sorted(self._servers.items()) for tool in _tools(server) if tool.permission != "deny"
@@ -280,11 +280,11 @@ class McpServers:
         if not server.config.enabled or self._stopping:
             return
 
-        async def tell(owner: McpOwner) -> None:
+        async def tell(owner: McpSupervisor) -> None:
             if server.owner is owner:
                 await self._tell(server)
 
-        server.owner = McpOwner(server.config, roster=self._roster, restarts=self._restarts, changed=tell)
+        server.owner = McpSupervisor(server.config, roster=self._roster, restarts=self._restarts, changed=tell)
         server.owner.start()
 
     async def _end(self, server: _Server) -> None:
@@ -299,13 +299,13 @@ class McpServers:
             await self._store.write(lambda tx: tx.append("mcp.status", status))
 
 
-async def _tested(config: McpServerConfig, roster: Roster) -> McpTestPassed | McpTestFailed:
+async def _tested(config: McpServerConfig, roster: ProcessRegistry) -> McpTestPassed | McpTestFailed:
     processes: list[McpProcess] = []
     begun = time.perf_counter()
     try:
         await asyncio.to_thread(check, config)
         async with connected(
-            config, roster, Patience(), changed=_ignored, lost=_ignored, began=processes.append
+            config, roster, StopSignal(), changed=_ignored, lost=_ignored, began=processes.append
         ) as connection:
             tools = await connection.tools()
             latency_ms = 1000 * (time.perf_counter() - begun)
@@ -330,13 +330,13 @@ def _insert(tx: Transaction, config: McpServerConfig) -> None:
     tx.append("mcp.status", _status_of(config.name, _first(config)))
 
 
-def _update(tx: Transaction, config: McpServerConfig, owner: McpOwner | None) -> None:
+def _update(tx: Transaction, config: McpServerConfig, owner: McpSupervisor | None) -> None:
     tx.run("UPDATE mcp_servers SET config = ? WHERE name = ?", config.model_dump_json(), config.name)
     tx.append("mcp.status", _status_of(config.name, owner.condition if owner is not None else _first(config)))
 
 
-def _first(config: McpServerConfig) -> Condition:
-    return Condition(state="starting" if config.enabled else "disabled")
+def _first(config: McpServerConfig) -> ServerCondition:
+    return ServerCondition(state="starting" if config.enabled else "disabled")
 
 
 def _differ(one: McpServerConfig, other: McpServerConfig) -> set[str]:
@@ -352,7 +352,7 @@ def _status(server: _Server) -> McpStatus:
     return _status_of(server.config.name, server.condition)
 
 
-def _status_of(name: str, condition: Condition) -> McpStatus:
+def _status_of(name: str, condition: ServerCondition) -> McpStatus:
     return McpStatus(
         name=name,
         state=condition.state,
@@ -380,13 +380,13 @@ def _record(server: _Server) -> McpServerRecord:
     )
 
 
-def _tools(server: _Server) -> list[Tool]:
+def _tools(server: _Server) -> list[DaemonTool]:
     by_own = {tool.name: tool for tool in server.condition.tools}
     return [_tool(server.config, name, by_own[own]) for name, own in server.names().items()]
 
 
-def _tool(config: McpServerConfig, name: str, offered: Any) -> Tool:
-    return Tool(
+def _tool(config: McpServerConfig, name: str, offered: Any) -> DaemonTool:
+    return DaemonTool(
         name=name,
         description=offered.description,
         parameters=offered.parameters,
@@ -395,5 +395,5 @@ def _tool(config: McpServerConfig, name: str, offered: Any) -> Tool:
     )
 
 
-def _tool_record(tool: Tool) -> ToolRecord:
+def _tool_record(tool: DaemonTool) -> ToolRecord:
     return ToolRecord(**vars(tool))

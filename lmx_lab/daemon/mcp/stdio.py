@@ -12,7 +12,7 @@ from typing import Generic, Self, TypeVar
 import anyio
 
 from lmx_lab.daemon.mcp.failure import McpFailure
-from lmx_lab.daemon.mcp.lines import TooLongError
+from lmx_lab.daemon.mcp.lines import LineTooLongError
 from lmx_lab.daemon.mcp.process import McpProcess
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ STRAY_LINES = 10_000
 STRAY_S = 10.0
 
 
-class Patience:
+class StopSignal:
     """Waits for a server, not longer than it may, and not when it is to be stopped. On one event loop."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Patience:
             raise McpFailure("exited", "the server was stopped")
 
 
-class Incoming(Generic[T]):
+class MessageReader(Generic[T]):
     """The lines of a process as messages, for the session to read."""
 
     def __init__(self, process: McpProcess, read: Callable[[bytes], T], lost: Callable[[], None]) -> None:
@@ -98,7 +98,7 @@ class Incoming(Generic[T]):
     async def _line(self) -> bytes | None:
         try:
             return await self._process.read_line()
-        except TooLongError:
+        except LineTooLongError:
             self.overlong()
             return b""
 
@@ -125,7 +125,7 @@ class Incoming(Generic[T]):
         pass
 
 
-class Outgoing(Generic[T]):
+class MessageWriter(Generic[T]):
     """The session's messages as lines for a process."""
 
     def __init__(self, process: McpProcess, written: Callable[[T], tuple[bytes, bool]]) -> None:

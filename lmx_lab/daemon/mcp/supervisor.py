@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 from lmx_lab.daemon.mcp.failure import FINAL, McpFailure
 from lmx_lab.daemon.mcp.lines import one_line
 from lmx_lab.daemon.mcp.process import McpProcess
-from lmx_lab.daemon.mcp.process_cleanup import Root
-from lmx_lab.daemon.mcp.process_registry import Roster
-from lmx_lab.daemon.mcp.redaction import Secrets
-from lmx_lab.daemon.mcp.stdio import Patience
+from lmx_lab.daemon.mcp.process_cleanup import RootProcess
+from lmx_lab.daemon.mcp.process_registry import ProcessRegistry
+from lmx_lab.daemon.mcp.redaction import SecretRedactor
+from lmx_lab.daemon.mcp.stdio import StopSignal
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import ErrorKind, McpServerConfig, ServerState
 
 if TYPE_CHECKING:
-    from lmx_lab.daemon.mcp.connection import Connection, OfferedTool
+    from lmx_lab.daemon.mcp.connection import McpConnection, OfferedTool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restarts:
+class RestartPolicy:
     """When a server that has died is started again."""
 
     delays_s: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -38,7 +38,7 @@ class Restarts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Condition:
+class ServerCondition:
     """How a server is."""
 
     state: ServerState = "starting"
@@ -48,23 +48,23 @@ class Condition:
     error_kind: ErrorKind | None = None
 
 
-class McpOwner:
+class McpSupervisor:
     """Keeps one server running, from ``start`` to ``stop``. On one event loop."""
 
     def __init__(
         self,
         config: McpServerConfig,
         *,
-        roster: Roster,
-        restarts: Restarts,
-        changed: Callable[[McpOwner], Awaitable[None]],
+        roster: ProcessRegistry,
+        restarts: RestartPolicy,
+        changed: Callable[[McpSupervisor], Awaitable[None]],
     ) -> None:
         """
         Args:
             changed: Is told of each new condition, in order; the server waits for it.
         """
         self.config = config
-        self.condition = Condition()
+        self.condition = ServerCondition()
         self.settled = asyncio.Event()
         """It is no longer on its first way up."""
         self._roster = roster
@@ -75,10 +75,10 @@ class McpOwner:
         self._lost = False
         self._relist = False
         self._ready_at: float | None = None
-        self._hide = Secrets.of(config)
-        self._patience = Patience()
+        self._hide = SecretRedactor.of(config)
+        self._patience = StopSignal()
         self._process: McpProcess | None = None
-        self._connection: Connection | None = None
+        self._connection: McpConnection | None = None
         self._tail = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -153,7 +153,7 @@ class McpOwner:
             self._tail, self._process = self._process.stderr_tail, None
         return None if self._stopping else failure
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: McpConnection) -> None:
         tools = tuple(await connection.tools())
         self._connection, self._ready_at = connection, time.monotonic()
         await self._become("ready", restarts=self.condition.restarts, tools=tools)
@@ -192,7 +192,7 @@ class McpOwner:
     ) -> None:
         if self._stopping:
             return
-        self.condition = Condition(
+        self.condition = ServerCondition(
             state=state,
             tools=tools,
             restarts=restarts,
@@ -220,13 +220,13 @@ class McpOwner:
 @contextlib.asynccontextmanager
 async def connected(
     config: McpServerConfig,
-    roster: Roster,
-    patience: Patience,
+    roster: ProcessRegistry,
+    patience: StopSignal,
     *,
     changed: Callable[[], None],
     lost: Callable[[], None],
     began: Callable[[McpProcess], None],
-) -> AsyncIterator[Connection]:
+) -> AsyncIterator[McpConnection]:
     """A connection to the server, which is started for it if it is a program, and has ended after the block.
 
     Raises:
@@ -246,8 +246,8 @@ async def connected(
 
 
 @contextlib.asynccontextmanager
-async def _started(config: McpServerConfig, roster: Roster) -> AsyncIterator[McpProcess]:
-    root = Root(pid=0, started=0.0, mark=secrets.token_hex(16))
+async def _started(config: McpServerConfig, roster: ProcessRegistry) -> AsyncIterator[McpProcess]:
+    root = RootProcess(pid=0, started=0.0, mark=secrets.token_hex(16))
     # Before it runs: if this daemon is killed while it starts, the next one finds it by its mark.
     await roster.add(root)
     try:

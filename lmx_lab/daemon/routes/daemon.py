@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from lmx_lab.daemon.routes.queries import StrictQueryRoute
 from lmx_lab.daemon.routes.responses import reading
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.storage.store import Reading
+from lmx_lab.daemon.storage.store import DatabaseView
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.middleware import VERSION
 from lmx_lab.http.openapi import BODY, failures
@@ -76,7 +76,7 @@ def daemon_routes(services: Services) -> APIRouter:
     return router
 
 
-def _counted(reading: Reading) -> dict[str, int]:
+def _counted(reading: DatabaseView) -> dict[str, int]:
     row = reading.row(COUNTS)
     assert row is not None
     return {name: row[name] for name in row.keys()}  # noqa: SIM118

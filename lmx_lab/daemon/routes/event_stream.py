@@ -20,8 +20,8 @@ from lmx_lab.daemon import sessions
 from lmx_lab.daemon.clock import iso
 from lmx_lab.daemon.routes.queries import StreamQuery, event_filter
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.storage.event_log import EVERYTHING, Page
-from lmx_lab.daemon.storage.store import Reading, as_json
+from lmx_lab.daemon.storage.event_log import EVERYTHING, LogPage
+from lmx_lab.daemon.storage.store import DatabaseView, as_json
 from lmx_lab.errors import CursorExpiredError, LabError, SessionNotFoundError
 from lmx_lab.http.error_bodies import request_id_of, respond
 from lmx_lab.wire.event_stream import Closing, Hello, Reset, StreamHeartbeat, Synced
@@ -225,7 +225,7 @@ class _Stream:
             await asyncio.wait_for(self._socket.close(code, reason), self._services.limits.blocked_send_s)
 
 
-def _snapshot_of(session_id: str) -> Callable[[Reading], str]:
+def _snapshot_of(session_id: str) -> Callable[[DatabaseView], str]:
     return lambda reading: f'{{"session":{as_json(sessions.snapshot(reading, session_id))}}}'
 
 
@@ -236,7 +236,7 @@ class _Newest:
         self._of: tuple[Encode, int, int] | None = None
         self._batches: list[Encoded] = []
 
-    def batches(self, page: Page, encode: Encode) -> list[Encoded]:
+    def batches(self, page: LogPage, encode: Encode) -> list[Encoded]:
         if not page.events:
             return []
         of = (encode, page.events[0].seq, page.events[-1].seq)
@@ -245,7 +245,7 @@ class _Newest:
         return self._batches
 
 
-def _batches(page: Page, encode: Encode) -> Iterator[Encoded]:
+def _batches(page: LogPage, encode: Encode) -> Iterator[Encoded]:
     batch: list[str] = []
     size = 0
     for event in page.events:

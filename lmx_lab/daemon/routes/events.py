@@ -22,7 +22,7 @@ from lmx_lab.daemon.routes.queries import (
 )
 from lmx_lab.daemon.routes.responses import reading
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.storage.event_log import EventFilter, Page
+from lmx_lab.daemon.storage.event_log import EventFilter, LogPage
 from lmx_lab.errors import CursorExpiredError, QueueFullError, SessionNotFoundError
 from lmx_lab.http.openapi import switching
 from lmx_lab.wire.event_stream import EventPage
@@ -104,18 +104,18 @@ class _Poll:
         text = _json(page.through, (event.text for event in page.events), more=more)
         return Response(text, media_type="application/json")
 
-    async def page(self, after: int) -> Page:
+    async def page(self, after: int) -> LogPage:
         """The next page with something in it, or what there is."""
         page = await self._log.page(after, self._only, self._limit)
         while not page.events and page.through < self._log.latest_seq:
             page = await self._log.page(page.through, self._only, self._limit)
         return page
 
-    async def next_page(self, after: int, wait_s: float) -> Page:
+    async def next_page(self, after: int, wait_s: float) -> LogPage:
         """The same, once there is something, or after the time."""
         now = asyncio.get_running_loop().time
         deadline = now() + wait_s
-        page = Page(events=(), through=after)
+        page = LogPage(events=(), through=after)
         while not page.events and (left_s := deadline - now()) > 0:
             await self._log.wait(page.through, left_s)
             page = await self.page(page.through)

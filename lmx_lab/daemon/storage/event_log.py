@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.store import Reading, Store, StoredEvent, Transaction, stored_event
+from lmx_lab.daemon.storage.store import DatabaseView, Store, StoredEvent, Transaction, stored_event
 from lmx_lab.errors import CursorExpiredError
 
 PRUNED = "pruned_seq"
@@ -50,7 +50,7 @@ EVERYTHING = EventFilter()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Page:
+class LogPage:
     events: tuple[StoredEvent, ...]
     through: int
     """The cursor after this page: nothing that the filter lets pass is between its last event and here."""
@@ -121,7 +121,7 @@ class EventLog:
         done, _ = await asyncio.wait({self.grown()}, timeout=timeout_s)
         return bool(done)
 
-    async def page(self, after: int, only: EventFilter = EVERYTHING, limit: int | None = None) -> Page:
+    async def page(self, after: int, only: EventFilter = EVERYTHING, limit: int | None = None) -> LogPage:
         """The next events after this cursor, at most ``limit``; possibly none, with a cursor that went on.
 
         Raises:
@@ -132,7 +132,7 @@ class EventLog:
             return self._ring_page(after, only, limit)
         return await self._store.read(lambda reading: self._stored_page(reading, after, only, limit))
 
-    def _ring_page(self, after: int, only: EventFilter, limit: int) -> Page:
+    def _ring_page(self, after: int, only: EventFilter, limit: int) -> LogPage:
         first = bisect_right(self._seqs, after)
         events: list[StoredEvent] = []
         through, left = after, self._limits.page_bytes
@@ -143,9 +143,9 @@ class EventLog:
                 left -= len(event.text)
                 if left <= 0 or len(events) == limit:
                     break
-        return Page(events=tuple(events), through=through)
+        return LogPage(events=tuple(events), through=through)
 
-    def _stored_page(self, reading: Reading, after: int, only: EventFilter, limit: int) -> Page:
+    def _stored_page(self, reading: DatabaseView, after: int, only: EventFilter, limit: int) -> LogPage:
         # By this very view: the log may have been cut since the cursor was checked.
         _check_kept(after, _pruned_seq(reading))
         condition, parameters = only.condition()
@@ -158,7 +158,7 @@ class EventLog:
             if left <= 0:
                 break
         full = left <= 0 or len(events) == limit
-        return Page(events=tuple(events), through=events[-1].seq if full else max(after, reading.latest_seq))
+        return LogPage(events=tuple(events), through=events[-1].seq if full else max(after, reading.latest_seq))
 
     # What the store publishes
 
@@ -202,7 +202,7 @@ def _check_kept(after: int, pruned_seq: int) -> None:
         )
 
 
-def _pruned_seq(reading: Reading) -> int:
+def _pruned_seq(reading: DatabaseView) -> int:
     row = reading.row("SELECT value FROM meta WHERE key = ?", PRUNED)
     return int(row["value"]) if row else 0
 

@@ -8,7 +8,7 @@ import math
 import time
 from itertools import takewhile
 
-from lmx_lab.daemon.clock import DoubtfulClock, iso, unix_s
+from lmx_lab.daemon.clock import CautiousClock, iso, unix_s
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import EventLog, note_pruned
 from lmx_lab.daemon.storage.store import Store, Transaction
@@ -24,7 +24,7 @@ STREAMED = "event IN ('turn.token', 'turn.thinking')"
 
 async def keep(store: Store, events: EventLog, limits: Limits, *, round_s: float = ROUND_S) -> None:
     """Forget what is due, again and again, until cancelled."""
-    clock = DoubtfulClock(known_s=math.inf if store.last_at is None else unix_s(store.last_at))
+    clock = CautiousClock(known_s=math.inf if store.last_at is None else unix_s(store.last_at))
     while True:
         try:
             await forget(store, events, limits, now_s=clock.now_s())

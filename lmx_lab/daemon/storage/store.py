@@ -50,7 +50,7 @@ class StoredEvent:
     """The envelope as JSON."""
 
 
-class Reading:
+class DatabaseView:
     """A consistent view of the database, for the time of one function."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -74,7 +74,7 @@ class Reading:
         return rows
 
 
-class Transaction(Reading):
+class Transaction(DatabaseView):
     """State and events that change together, or not at all."""
 
     def __init__(self, connection: sqlite3.Connection, stream_id: str) -> None:
@@ -182,7 +182,7 @@ class Store:
         with _transaction(self._writing, "IMMEDIATE"):
             self._writing.execute("INSERT OR IGNORE INTO meta VALUES ('stream_id', ?)", (new_id("stm"),))
         self.stream_id = self._writing.execute("SELECT value FROM meta WHERE key = 'stream_id'").fetchone()["value"]
-        earlier = Reading(self._writing)
+        earlier = DatabaseView(self._writing)
         self.issued_seq = earlier.latest_seq
         newest = earlier.row("SELECT at FROM events ORDER BY seq DESC LIMIT 1")
         self.last_at = newest["at"] if newest is not None else None
@@ -229,15 +229,15 @@ class Store:
             self._loop.call_soon_threadsafe(self.publish, transaction.appended)
         return result
 
-    async def read(self, work: Callable[[Reading], T]) -> T:
+    async def read(self, work: Callable[[DatabaseView], T]) -> T:
         """Do the work, on the reader's thread, with a view of the database as it is now."""
         self._check_open()
         with in_plain_words(self.path):
             return await self._loop.run_in_executor(self._reader, self._read, work)
 
-    def _read(self, work: Callable[[Reading], T]) -> T:
+    def _read(self, work: Callable[[DatabaseView], T]) -> T:
         with _transaction(self._reading, "DEFERRED"):
-            return work(Reading(self._reading))
+            return work(DatabaseView(self._reading))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -18,7 +18,7 @@ from pydantic_core import to_jsonable_python
 
 from lmx_lab.daemon.mcp.names import SEPARATOR
 from lmx_lab.daemon.tools.function_schema import ArgumentsError, FunctionSchema, function_schema
-from lmx_lab.daemon.tools.tool import Tool, ToolResult
+from lmx_lab.daemon.tools.tool import DaemonTool, ToolResult
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.mcp import Permission
 
@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True)
 class _Registered:
-    tool: Tool
+    tool: DaemonTool
     function: Callable[..., Any]
     schema: FunctionSchema
     timeout_s: float
@@ -66,7 +66,7 @@ class PythonTools:
         read_only: bool = False,
         permission: Permission = "ask",
         timeout_s: float = 60.0,
-    ) -> Tool:
+    ) -> DaemonTool:
         """Make a function a tool, from any thread: its signature becomes the schema, its docstring the description.
 
         Registering a function of the same name from the same place again replaces it, as a re-run cell does. A plain
@@ -90,7 +90,7 @@ class PythonTools:
             raise InvalidRequestError(f"timeout_s is {timeout_s!r}; from above 0 to 86400", param="timeout_s")
         name = _checked_name(name if name is not None else getattr(function, "__name__", type(function).__name__))
         schema = function_schema(function)
-        tool = Tool(
+        tool = DaemonTool(
             name=name,
             description=description if description is not None else schema.description,
             parameters=schema.parameters,
@@ -109,7 +109,7 @@ class PythonTools:
         with self._lock:
             self._registered.pop(name, None)
 
-    def tools(self) -> list[Tool]:
+    def tools(self) -> list[DaemonTool]:
         with self._lock:
             return [self._registered[name].tool for name in sorted(self._registered)]
 

@@ -11,7 +11,7 @@ from lmx_lab.wire.sessions import ToolStatus
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tool:
+class DaemonTool:
     """A tool as the model is told of it, and how it may be called."""
 
     name: str
@@ -40,7 +40,7 @@ class ToolResult:
 class Toolbox(Protocol):
     """All tools there are at this moment. On the daemon's loop."""
 
-    def tools(self) -> list[Tool]:
+    def tools(self) -> list[DaemonTool]:
         """By name. A tool with the permission ``deny`` is not among them."""
         ...
 

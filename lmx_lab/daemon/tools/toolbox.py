@@ -8,7 +8,7 @@ from typing import Any
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.tool import Tool, Toolbox, ToolResult
+from lmx_lab.daemon.tools.tool import DaemonTool, Toolbox, ToolResult
 from lmx_lab.errors import McpServerNotFoundError
 from lmx_lab.wire.mcp import ServerState
 
@@ -21,7 +21,7 @@ BEING: dict[ServerState, str] = {
 }
 
 
-class AllTools(Toolbox):
+class CombinedToolbox(Toolbox):
     """Both under one kind of name; no name can be of both."""
 
     def __init__(self, python: PythonTools, servers: McpServers, limits: Limits) -> None:
@@ -29,7 +29,7 @@ class AllTools(Toolbox):
         self._servers = servers
         self._limits = limits
 
-    def tools(self) -> list[Tool]:
+    def tools(self) -> list[DaemonTool]:
         found = [tool for tool in self._python.tools() if tool.permission != "deny"] + self._servers.offered()
         return sorted(found, key=lambda tool: tool.name)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Slots:
+class TurnSlots:
     """On one loop. Who takes a slot gives it back."""
 
     def __init__(self, count: int) -> None:

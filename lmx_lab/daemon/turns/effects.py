@@ -12,37 +12,36 @@ from typing import Any
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.tools.tool import Tool, Toolbox
+from lmx_lab.daemon.tools.tool import DaemonTool, Toolbox
 from lmx_lab.daemon.turns import permissions, records
-from lmx_lab.daemon.turns.concurrency import Slots
-from lmx_lab.daemon.turns.message_builder import Draft, Tally
-from lmx_lab.daemon.turns.model_client import Upstream
+from lmx_lab.daemon.turns.concurrency import TurnSlots
+from lmx_lab.daemon.turns.message_builder import MessageBuilder, TurnUsage
+from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.prompt import chat_request, chosen
-from lmx_lab.daemon.turns.queue import Begun
+from lmx_lab.daemon.turns.queue import StartedTurn
 from lmx_lab.daemon.turns.recovery import end_from_rows
 from lmx_lab.daemon.turns.running_tools import RunningTools
 from lmx_lab.daemon.turns.tool_calls import cut, ids_in, named_apart
 from lmx_lab.daemon.turns.turn import (
-    Action,
-    Answered,
-    Ask,
-    Call,
     CallModel,
-    Decided,
-    End,
-    EndCall,
-    Ending,
-    Failed,
-    Happening,
-    KeepAnswer,
-    Overdue,
-    Phase,
+    EndToolCall,
+    EndTurn,
+    ModelAnswered,
+    ModelFailed,
+    PermissionDecided,
+    RequestPermission,
+    SaveAnswer,
     StartTool,
-    Stop,
     StopModel,
+    StopRequested,
+    StopTimedOut,
     StopTool,
-    Turn,
-    Withdraw,
+    TurnAction,
+    TurnEnding,
+    TurnInput,
+    TurnMachine,
+    TurnPhase,
+    WithdrawPermissions,
 )
 from lmx_lab.daemon.turns.writer import TurnWriter
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
@@ -60,11 +59,11 @@ HEEDED_OF_CANCEL = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class TurnDependencies:
     """What turns are made with."""
 
     store: Store
-    upstream: Upstream
+    upstream: ModelClient
     toolbox: Toolbox
     limits: Limits
 
@@ -86,10 +85,10 @@ class ActiveTurn:
 
     def __init__(
         self,
-        begun: Begun,
-        parts: Parts,
+        begun: StartedTurn,
+        parts: TurnDependencies,
         *,
-        slots: Slots,
+        slots: TurnSlots,
         leave: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self.key = begun.key
@@ -101,18 +100,18 @@ class ActiveTurn:
         self._leave = leave
         self._loop = asyncio.get_running_loop()
         wished = begun.overrides.max_steps
-        self._turn = Turn(
+        self._turn = TurnMachine(
             max_steps=limits.max_steps if wished is None else wished,
             parallel_tools=limits.parallel_tools,
             broken_calls=limits.broken_calls,
         )
-        self._inbox: asyncio.Queue[Happening | _Expired | None] = asyncio.Queue()
+        self._inbox: asyncio.Queue[TurnInput | _Expired | None] = asyncio.Queue()
         self._writer = TurnWriter(parts.store, parts.upstream)
         self._history = begun.history
         self._granted = set(begun.granted)
         self._call_ids = ids_in(begun.history)
-        self._tally = Tally(started_s=self._loop.time())
-        self._draft = Draft(new_id("msg"))
+        self._tally = TurnUsage(started_s=self._loop.time())
+        self._draft = MessageBuilder(new_id("msg"))
         self._kept = False
         self._model: asyncio.Task[None] | None = None
         self._tools = RunningTools(
@@ -126,12 +125,12 @@ class ActiveTurn:
 
     # From outside
 
-    def stop(self, ending: Ending) -> bool:
+    def stop(self, ending: TurnEnding) -> bool:
         """End it soon; False if it is about to end anyway."""
-        if self._stopping or self._turn.phase is Phase.ENDED:
+        if self._stopping or self._turn.phase is TurnPhase.ENDED:
             return False
         self._stopping = True
-        self._inbox.put_nowait(Stop(ending=ending))
+        self._inbox.put_nowait(StopRequested(ending=ending))
         return True
 
     def decided(self, permission: PermissionRecord) -> None:
@@ -140,7 +139,7 @@ class ActiveTurn:
         if allowed and permission.scope == "session":
             self._granted.add(permission.tool)
         said = "the user has denied this call; do not make it again, and go on without it"
-        self._inbox.put_nowait(Decided(call_id=permission.call_id, allowed=allowed, said=said))
+        self._inbox.put_nowait(PermissionDecided(call_id=permission.call_id, allowed=allowed, said=said))
 
     def give_up(self) -> None:
         """What cannot be written now is left to the next start."""
@@ -150,10 +149,10 @@ class ActiveTurn:
         """Until its terminal event is in the log, or that was given up."""
         timeout_s = self._begun.overrides.timeout_s or self._limits.turn_timeout_s
         said = f"the turn took longer than {timeout_s:g} s; raise timeout_s in its overrides, or ask for less"
-        self._after(timeout_s, partial(self.stop, Ending(error=TurnTimeoutError(said))))
+        self._after(timeout_s, partial(self.stop, TurnEnding(error=TurnTimeoutError(said))))
         try:
             await self._do(self._turn.begin())
-            while self._turn.phase is not Phase.ENDED:
+            while self._turn.phase is not TurnPhase.ENDED:
                 await self._do(await self._heard(await self._inbox.get()))
         except StoppingError:
             log.warning("turn %s is left to the next start: the database is closed", self.key.turn_id)
@@ -166,8 +165,8 @@ class ActiveTurn:
     async def _end_anyhow(self, exc: Exception) -> None:
         """By what the database has: a bug, or a database that fails, must not leave a turn without its end."""
         error = exc if isinstance(exc, LabError) else TurnError("a bug in the daemon ended this turn; its log has more")
-        self._turn.phase = Phase.ENDED
-        self._writer.due = [partial(end_from_rows, key=self.key, ending=Ending(error=error))]
+        self._turn.phase = TurnPhase.ENDED
+        self._writer.due = [partial(end_from_rows, key=self.key, ending=TurnEnding(error=error))]
         try:
             await self._writer.write_end(patient_of=LabError)
         except Exception:
@@ -184,7 +183,7 @@ class ActiveTurn:
 
     # The loop
 
-    async def _heard(self, heard: Happening | _Expired | None) -> list[Action]:
+    async def _heard(self, heard: TurnInput | _Expired | None) -> list[TurnAction]:
         if heard is None:
             return []
         if not isinstance(heard, _Expired):
@@ -192,50 +191,50 @@ class ActiveTurn:
         try:
             expired = await self._parts.store.write(lambda tx: permissions.expire(tx, heard.permission_id))
         except StorageFullError as exc:
-            return self._turn.tell(Stop(ending=Ending(error=exc)))
+            return self._turn.tell(StopRequested(ending=TurnEnding(error=exc)))
         if not expired:
             return []
         said = f"nobody allowed this call within {self._limits.permission_timeout_s:g} s; go on without it"
-        return self._turn.tell(Decided(call_id=heard.call_id, allowed=False, said=said))
+        return self._turn.tell(PermissionDecided(call_id=heard.call_id, allowed=False, said=said))
 
-    async def _do(self, actions: list[Action]) -> None:
+    async def _do(self, actions: list[TurnAction]) -> None:
         """Write what the actions say, then let them have their effect."""
         if any(isinstance(action, StopModel) for action in actions):
             self._stop_model()
         self._take_text()
         effects = [effect for action in actions if (effect := self._prepared(action)) is not None]
-        if self._turn.phase is Phase.ENDED:
+        if self._turn.phase is TurnPhase.ENDED:
             await self._writer.write_end()
             return
         try:
-            await self._writer.write(ending=self._turn.phase is Phase.STOPPING)
+            await self._writer.write(ending=self._turn.phase is TurnPhase.STOPPING)
         except StorageFullError as exc:
-            if self._turn.phase is not Phase.STOPPING:
-                await self._do(self._turn.tell(Stop(ending=Ending(error=exc))))
+            if self._turn.phase is not TurnPhase.STOPPING:
+                await self._do(self._turn.tell(StopRequested(ending=TurnEnding(error=exc))))
             return
         for effect in effects:
             effect()
         self._lend_slot()
 
-    def _prepared(self, action: Action) -> Effect | None:
+    def _prepared(self, action: TurnAction) -> Effect | None:
         """Make its changes due; gives what is to be done once they are in the log."""
         match action:
             case CallModel():
                 return self._call_model(action)
-            case KeepAnswer():
+            case SaveAnswer():
                 self._keep(action.calls)
-            case Ask():
+            case RequestPermission():
                 return self._ask(action)
             case StartTool():
                 return self._start_tool(action)
             case StopTool():
                 self._tools.stop(action.call_id)
-            case EndCall():
+            case EndToolCall():
                 self._end_call(action)
-            case Withdraw():
+            case WithdrawPermissions():
                 self._due(permissions.withdraw, session_id=self.key.session_id, turn_id=self.key.turn_id)
-                self._after(self._limits.cancel_s * HEEDED_OF_CANCEL, lambda: self._inbox.put_nowait(Overdue()))
-            case End():
+                self._after(self._limits.cancel_s * HEEDED_OF_CANCEL, lambda: self._inbox.put_nowait(StopTimedOut()))
+            case EndTurn():
                 self._end(action.ending)
         return None
 
@@ -263,12 +262,12 @@ class ActiveTurn:
         return partial(self._start_model, action.step)
 
     def _start_model(self, step: int) -> None:
-        self._draft, self._kept = Draft(new_id("msg")), False
+        self._draft, self._kept = MessageBuilder(new_id("msg")), False
         self._tally.steps = step
         self._model = self._loop.create_task(self._ask_model(self._draft, step))
 
-    async def _ask_model(self, draft: Draft, step: int) -> None:
-        told: Happening
+    async def _ask_model(self, draft: MessageBuilder, step: int) -> None:
+        told: TurnInput
         try:
             if not self.has_slot:
                 await self._slots.take(back=True)
@@ -276,16 +275,18 @@ class ActiveTurn:
             await self._stream(draft, step)
             calls = named_apart(draft.calls, self._call_ids)
             tools = {tool.name: tool.asks and tool.name not in self._granted for tool in self._tools_now()}
-            told = Answered(calls=calls, tools=tools, cut=draft.cut)
+            told = ModelAnswered(calls=calls, tools=tools, cut=draft.cut)
         except LabError as exc:
-            told = Failed(error=exc)
+            told = ModelFailed(error=exc)
         except Exception:
             log.exception("the model's answer could not be read")
-            told = Failed(error=TurnError("a bug in the daemon, while it read the model's answer; its log has more"))
+            told = ModelFailed(
+                error=TurnError("a bug in the daemon, while it read the model's answer; its log has more")
+            )
         if not draft.closed:
             self._inbox.put_nowait(told)
 
-    async def _stream(self, draft: Draft, step: int) -> None:
+    async def _stream(self, draft: MessageBuilder, step: int) -> None:
         session, overrides = self._begun.session, self._begun.overrides
         body = chat_request(
             system_prompt=session.system_prompt,
@@ -303,7 +304,7 @@ class ActiveTurn:
                 if draft.full:
                     return
 
-    def _tools_now(self) -> list[Tool]:
+    def _tools_now(self) -> list[DaemonTool]:
         names = self._begun.session.tools if self._begun.overrides.tools is None else self._begun.overrides.tools
         return chosen(self._parts.toolbox.tools(), names)
 
@@ -322,13 +323,13 @@ class ActiveTurn:
             self._batch.cancel()
             self._batch = None
         self._notes = 0
-        if self._remark is not None and self._turn.phase is Phase.MODEL:
+        if self._remark is not None and self._turn.phase is TurnPhase.MODEL:
             self._due_here(records.progress, step=self._turn.step, note=self._remark[:NOTE_CHARACTERS])
         self._remark = None
         for kind, text in self._draft.take():
             self._due_here(records.text, kind=kind, message_id=self._draft.message_id, text=text)
 
-    def _keep(self, calls: tuple[Call, ...]) -> None:
+    def _keep(self, calls: tuple[ToolCall, ...]) -> None:
         """Make the draft a message, unless it is empty."""
         self._kept = True
         self._draft.closed = True
@@ -337,16 +338,15 @@ class ActiveTurn:
         text, thinking = self._draft.text, self._draft.thinking
         if not (text or thinking or calls):
             return
-        tool_calls = tuple(ToolCall(call_id=call.call_id, name=call.name, arguments=call.arguments) for call in calls)
         said = records.answer(
-            self.key, message_id=self._draft.message_id, text=text, thinking=thinking, tool_calls=tool_calls
+            self.key, message_id=self._draft.message_id, text=text, thinking=thinking, tool_calls=calls
         )
         self._history.append(said)
         self._due_here(records.message, said=said)
 
     # Calls
 
-    def _ask(self, action: Ask) -> Effect:
+    def _ask(self, action: RequestPermission) -> Effect:
         permission_id = new_id("prm")
         timeout_s = self._limits.permission_timeout_s
         self._due(
@@ -368,12 +368,12 @@ class ActiveTurn:
         return lambda: self._tools.start(action.call, action.arguments, note)
 
     def _note(self, call_id: str, text: str) -> None:
-        if self._turn.phase not in (Phase.ENDED, Phase.STOPPING) and self._notes < NOTES:
+        if self._turn.phase not in (TurnPhase.ENDED, TurnPhase.STOPPING) and self._notes < NOTES:
             self._notes += 1
             self._due_here(records.tool_output, call_id=call_id, text=text[:NOTE_CHARACTERS])
             self._write_soon()
 
-    def _end_call(self, action: EndCall) -> None:
+    def _end_call(self, action: EndToolCall) -> None:
         call_id = action.call.call_id
         text, truncated = cut(action.text, self._limits.tool_result_bytes)
         ended = ToolEnd(
@@ -390,7 +390,7 @@ class ActiveTurn:
 
     # The end
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: TurnEnding) -> None:
         if not self._kept:
             self._keep(())
         stats = self._tally.stats(self._loop.time())

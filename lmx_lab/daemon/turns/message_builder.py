@@ -11,7 +11,7 @@ from lmx_lab.wire.sessions import CONTENT_CHARACTERS, TurnStats
 Kind = Literal["turn.token", "turn.thinking"]
 
 
-class Draft:
+class MessageBuilder:
     """What has come of one message; what of it is not in the log yet is ``take``n from time to time."""
 
     def __init__(self, message_id: str) -> None:
@@ -98,7 +98,7 @@ class Draft:
 
 
 @dataclass(kw_only=True)
-class Tally:
+class TurnUsage:
     """Of all messages of a turn that are done."""
 
     started_s: float
@@ -109,7 +109,7 @@ class Tally:
     writing_s: float = 0.0
     first_s: float | None = None
 
-    def add(self, draft: Draft) -> None:
+    def add(self, draft: MessageBuilder) -> None:
         self.prompt_tokens += draft.prompt_tokens
         self.completion_tokens += draft.completion_tokens
         if draft.first_s is not None:

@@ -22,7 +22,7 @@ from lmx_lab.errors import (
     UnreachableError,
     UpstreamUnreachableError,
 )
-from lmx_lab.wire.daemon import Upstream as UpstreamRecord
+from lmx_lab.wire.daemon import Upstream
 from lmx_lab.wire.events import ModelStatus
 
 LOADED = "default"
@@ -32,7 +32,7 @@ LISTED_S = 30.0
 WITHOUT_MODEL = (NotLoadedError, ModelBusyError, OutOfMemoryError)
 
 
-class Upstream:
+class ModelClient:
     """One chat-format server, on one event loop. The creator has to close it.
 
     Raises:
@@ -44,7 +44,7 @@ class Upstream:
     ) -> None:
         self._client = ChatFormatClient(url, api_key=api_key, transport=transport)
         self.url = self._client.url
-        self._state = UpstreamRecord(url=self.url, reachable=None, model=None, error=None)
+        self._state = Upstream(url=self.url, reachable=None, model=None, error=None)
         self._reported = self._state
         self._chosen: tuple[str, float] | None = None
 
@@ -54,7 +54,7 @@ class Upstream:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    def state(self) -> UpstreamRecord:
+    def state(self) -> Upstream:
         """The state as of the last call or check."""
         return self._state
 
@@ -66,9 +66,9 @@ class Upstream:
 
     def reported(self, news: ModelStatus) -> None:
         """Note that this state was written to the log."""
-        self._reported = UpstreamRecord(**news.model_dump())
+        self._reported = Upstream(**news.model_dump())
 
-    async def look(self) -> UpstreamRecord:
+    async def look(self) -> Upstream:
         """Check whether the server is reachable; never raises ``LabError``."""
         try:
             await self._client.models()
@@ -136,4 +136,4 @@ class Upstream:
     def _note(self, *, reachable: bool, model: str | None = None, error: str | None = None) -> None:
         state = self._state
         if (reachable, model, error) != (state.reachable, state.model, state.error):
-            self._state = UpstreamRecord(url=self.url, reachable=reachable, model=model, error=error)
+            self._state = Upstream(url=self.url, reachable=reachable, model=model, error=error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lmx_lab.daemon.tools.tool import Tool
+from lmx_lab.daemon.tools.tool import DaemonTool
 from lmx_lab.daemon.turns.arguments import arguments_in
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.sessions import SessionMessage, ToolCall, TurnOverrides
@@ -22,7 +22,7 @@ def chat_request(
     *,
     system_prompt: str | None,
     history: Sequence[SessionMessage],
-    tools: Sequence[Tool],
+    tools: Sequence[DaemonTool],
     overrides: TurnOverrides,
     first: bool,
     absence: str | None = None,
@@ -45,7 +45,7 @@ def chat_request(
     return body
 
 
-def chosen(tools: Iterable[Tool], names: Sequence[str] | None) -> list[Tool]:
+def chosen(tools: Iterable[DaemonTool], names: Sequence[str] | None) -> list[DaemonTool]:
     """The tools that a session or a turn may use; ``time__*`` names all of a server, None all there are."""
     if names is None:
         return list(tools)
@@ -53,12 +53,12 @@ def chosen(tools: Iterable[Tool], names: Sequence[str] | None) -> list[Tool]:
     return [tool for tool in tools if tool.name in exact or tool.name.startswith(beginnings or ("\0",))]
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _tool(tool: DaemonTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
-def _choice(wanted: str | None, tools: Sequence[Tool], absence: str | None) -> Any:
+def _choice(wanted: str | None, tools: Sequence[DaemonTool], absence: str | None) -> Any:
     names = [tool.name for tool in tools]
     if wanted is None or (wanted in WORDS and (names or wanted != "required")):
         return wanted

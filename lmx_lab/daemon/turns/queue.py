@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.store import Reading, Row, Transaction
+from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
 from lmx_lab.daemon.turns import records
 from lmx_lab.daemon.turns.records import NO_STATS, TurnKey, user_message
-from lmx_lab.daemon.turns.turn import Ending
+from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.errors import IdempotencyConflictError, QueueFullError, TurnInProgressError
 from lmx_lab.wire.events import TurnQueued, TurnStarted
 from lmx_lab.wire.identifiers import new_id
@@ -114,7 +114,7 @@ def _move(tx: Transaction, session_id: str, turn_id: str, position: int) -> None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
+class StartedTurn:
     """All that a turn needs to run."""
 
     key: TurnKey
@@ -125,7 +125,7 @@ class Begun:
     granted: frozenset[str]
 
 
-def begin_next(tx: Transaction, session_id: str, *, model: str | None) -> Begun | None:
+def begin_next(tx: Transaction, session_id: str, *, model: str | None) -> StartedTurn | None:
     """Begin the turn that waits in front; None if none does.
 
     Args:
@@ -148,7 +148,7 @@ def begin_next(tx: Transaction, session_id: str, *, model: str | None) -> Begun 
     records.append(tx, key, "turn.started", TurnStarted(model=overrides.model or session.model or model))
     records.progress(tx, key, step=1, note="")
     granted = tx.rows("SELECT tool FROM grants WHERE session_id = ?", session_id)
-    return Begun(
+    return StartedTurn(
         key=key,
         session=session,
         overrides=overrides,
@@ -166,11 +166,11 @@ def cancel_queued(tx: Transaction, session_id: str, turn_ids: Iterable[str] | No
     ended = [row["turn_id"] for row in rows if wanted is None or row["turn_id"] in wanted]
     for turn_id in ended:
         key = TurnKey(session_id=session_id, turn_id=turn_id)
-        records.end(tx, key, Ending(reason="cancelled"), text="", stats=NO_STATS)
+        records.end(tx, key, TurnEnding(reason="cancelled"), text="", stats=NO_STATS)
     return ended
 
 
-def unfinished(reading: Reading) -> tuple[list[TurnKey], list[TurnKey]]:
+def unfinished(reading: DatabaseView) -> tuple[list[TurnKey], list[TurnKey]]:
     """Turns that were running, and turns that wait, in their order."""
     rows = reading.rows(f"SELECT session_id, turn_id, status FROM turns WHERE {LIVE} ORDER BY position")
     keys = [(TurnKey(session_id=row["session_id"], turn_id=row["turn_id"]), row["status"]) for row in rows]

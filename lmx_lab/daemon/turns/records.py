@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmx_lab.daemon import sessions
-from lmx_lab.daemon.storage.store import Reading, Row, Transaction
-from lmx_lab.daemon.turns.turn import Call, Ending
+from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
+from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.errors import TurnNotFoundError
 from lmx_lab.http.error_bodies import detail
 from lmx_lab.wire.errors import ErrorDetail
@@ -27,6 +27,7 @@ from lmx_lab.wire.events import (
 from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import (
     SessionMessage,
+    ToolCall,
     TurnOverrides,
     TurnRecord,
     TurnStats,
@@ -74,7 +75,7 @@ def message(tx: Transaction, key: TurnKey, said: SessionMessage) -> None:
     append(tx, key, "message.done", MessageDone(message=said))
 
 
-def tool_start(tx: Transaction, key: TurnKey, call: Call, arguments: dict[str, Any]) -> None:
+def tool_start(tx: Transaction, key: TurnKey, call: ToolCall, arguments: dict[str, Any]) -> None:
     tx.run(
         "INSERT INTO tool_calls (session_id, turn_id, call_id, name, started_at) VALUES (?, ?, ?, ?, ?)",
         *(key.session_id, key.turn_id, call.call_id, call.name, tx.now),
@@ -106,7 +107,7 @@ def tool_message(key: TurnKey, *, call_id: str, text: str) -> SessionMessage:
 # Ending
 
 
-def end(tx: Transaction, key: TurnKey, ending: Ending, *, text: str, stats: TurnStats | None) -> None:
+def end(tx: Transaction, key: TurnKey, ending: TurnEnding, *, text: str, stats: TurnStats | None) -> None:
     """The turn's terminal event, and its row, which makes its session idle.
 
     Raises:
@@ -132,7 +133,7 @@ def end(tx: Transaction, key: TurnKey, ending: Ending, *, text: str, stats: Turn
     tx.append("turn.done", done, session_id=key.session_id, turn_id=key.turn_id, stats=done.stats)
 
 
-def failure(ending: Ending) -> ErrorDetail:
+def failure(ending: TurnEnding) -> ErrorDetail:
     assert ending.error is not None
     return detail(ending.error, None)
 
@@ -151,7 +152,7 @@ def answer(key: TurnKey, *, message_id: str, text: str, thinking: str, **fields:
 # Reading
 
 
-def record(reading: Reading, key: TurnKey) -> TurnRecord:
+def record(reading: DatabaseView, key: TurnKey) -> TurnRecord:
     """
     Raises:
         SessionNotFoundError, TurnNotFoundError
@@ -172,7 +173,7 @@ def record(reading: Reading, key: TurnKey) -> TurnRecord:
     )
 
 
-def row_of(reading: Reading, key: TurnKey) -> Row | None:
+def row_of(reading: DatabaseView, key: TurnKey) -> Row | None:
     return reading.row("SELECT * FROM turns WHERE session_id = ? AND turn_id = ?", key.session_id, key.turn_id)
 
 

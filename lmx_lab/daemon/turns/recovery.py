@@ -9,18 +9,18 @@ from lmx_lab.daemon.storage.store import Transaction
 from lmx_lab.daemon.turns import permissions, records
 from lmx_lab.daemon.turns.queue import LIVE
 from lmx_lab.daemon.turns.records import TurnKey
-from lmx_lab.daemon.turns.turn import Ending
+from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.errors import DaemonRestartedError
 from lmx_lab.wire.events import ToolEnd, TurnText
 from lmx_lab.wire.sessions import SessionMessage, ToolStatus
 
-RESTARTED = Ending(
+RESTARTED = TurnEnding(
     error=DaemonRestartedError("the daemon ended while this turn ran; what it had written is kept; ask again"),
     calls_are="interrupted",
 )
 
 
-def end_from_rows(tx: Transaction, key: TurnKey, ending: Ending) -> bool:
+def end_from_rows(tx: Transaction, key: TurnKey, ending: TurnEnding) -> bool:
     """End a turn of which nothing is known but what the database has; False if it has ended.
 
     Its calls end, its permissions are resolved, and what there is of its answer becomes a message.

@@ -13,16 +13,16 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import Toolbox
 from lmx_lab.daemon.turns import permissions, queue, records
-from lmx_lab.daemon.turns.concurrency import Slots
-from lmx_lab.daemon.turns.effects import ActiveTurn, Parts
-from lmx_lab.daemon.turns.model_client import Upstream
-from lmx_lab.daemon.turns.queue import Begun
+from lmx_lab.daemon.turns.concurrency import TurnSlots
+from lmx_lab.daemon.turns.effects import ActiveTurn, TurnDependencies
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.daemon.turns.queue import StartedTurn
 from lmx_lab.daemon.turns.records import TurnKey
 from lmx_lab.daemon.turns.recovery import end_orphans
-from lmx_lab.daemon.turns.session_worker import Lane, Lanes
-from lmx_lab.daemon.turns.shielded import Finishing
-from lmx_lab.daemon.turns.turn import Ending
-from lmx_lab.daemon.turns.waiters import Ends
+from lmx_lab.daemon.turns.session_worker import SessionWorker, SessionWorkers
+from lmx_lab.daemon.turns.shielded import ShieldedTasks
+from lmx_lab.daemon.turns.turn import TurnEnding
+from lmx_lab.daemon.turns.waiters import TurnWaiters
 from lmx_lab.daemon.turns.writer import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from lmx_lab.errors import LabError, StoppingError
 from lmx_lab.wire.sessions import (
@@ -37,8 +37,8 @@ from lmx_lab.wire.sessions import (
 )
 
 log = logging.getLogger(__name__)
-CANCELLED = Ending(reason="cancelled")
-STOPPED = Ending(
+CANCELLED = TurnEnding(reason="cancelled")
+STOPPED = TurnEnding(
     error=StoppingError("the daemon was stopped while this turn ran; what it had written is kept; ask again"),
     calls_are="interrupted",
 )
@@ -48,20 +48,20 @@ STOP_S = 2.0
 """For writing the ends, beyond the time that tools have."""
 
 
-class Turns:
+class TurnRunner:
     """On the daemon's loop; ``start()`` it, and ``stop()`` it in the end."""
 
-    def __init__(self, *, store: Store, upstream: Upstream, toolbox: Toolbox, limits: Limits) -> None:
+    def __init__(self, *, store: Store, upstream: ModelClient, toolbox: Toolbox, limits: Limits) -> None:
         self._store = store
         self._upstream = upstream
         self._limits = limits
-        self._parts = Parts(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
-        self._slots = Slots(limits.running_turns)
-        self._lanes = Lanes()
+        self._parts = TurnDependencies(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
+        self._slots = TurnSlots(limits.running_turns)
+        self._lanes = SessionWorkers()
         self._queued = 0
-        self._ends = Ends()
+        self._ends = TurnWaiters()
         self._left: set[asyncio.Task[None]] = set()
-        self._finishing = Finishing()
+        self._finishing = ShieldedTasks()
         self._recovery: asyncio.Task[None] | None = None
         self._stopping = False
 
@@ -169,9 +169,9 @@ class Turns:
             idle = lane.task is None and not (self._stopping or self._parts.toolbox.starting)
             at_once = idle and self._slots.take_at_once()
             begin = self._beginning(lane)
-            begun: Begun | None = None
+            begun: StartedTurn | None = None
 
-            def submit(tx: Transaction) -> tuple[TurnAccepted, bool, Begun | None]:
+            def submit(tx: Transaction) -> tuple[TurnAccepted, bool, StartedTurn | None]:
                 accepted, new = queue.submit(tx, session_id, body, self._limits)
                 # A transaction of its own would take a millisecond more until the model is asked.
                 return accepted, new, begin(tx) if at_once and accepted.status == "queued" else None
@@ -234,13 +234,13 @@ class Turns:
             ended = [*stopped, *(turn_id for turn_id in orphans if body.turn_id in (None, turn_id)), *queued]
         return CancelAnswer(cancelled=len(ended), turn_ids=ended)
 
-    def _stop_active(self, lane: Lane, turn_id: str | None) -> list[str]:
+    def _stop_active(self, lane: SessionWorker, turn_id: str | None) -> list[str]:
         active = lane.active
         if active is None or (turn_id is not None and active.key.turn_id != turn_id) or not active.stop(CANCELLED):
             return []
         return [active.key.turn_id]
 
-    async def _end_waiting(self, lane: Lane, turn_ids: list[str] | None) -> tuple[list[str], list[str]]:
+    async def _end_waiting(self, lane: SessionWorker, turn_ids: list[str] | None) -> tuple[list[str], list[str]]:
         """End queued turns, None being all, and those that a former process had begun; gives the latter first."""
         session_id, deserted = lane.session_id, lane.active is None
 
@@ -262,7 +262,7 @@ class Turns:
             lane.deletion = self._finishing.begin(self._delete(lane))
         await asyncio.shield(lane.deletion)
 
-    async def _delete(self, lane: Lane) -> None:
+    async def _delete(self, lane: SessionWorker) -> None:
         def delete(tx: Transaction) -> None:
             end_orphans(tx, lane.session_id)  # A turn whose end was given up is one.
             sessions.delete(tx, lane.session_id)
@@ -304,11 +304,11 @@ class Turns:
 
     # Lanes
 
-    def _wake(self, lane: Lane) -> None:
+    def _wake(self, lane: SessionWorker) -> None:
         if lane.task is None and (lane.active is not None or not self._stopping):
             lane.task = asyncio.create_task(self._run(lane), name=f"lmx-lab turns of {lane.session_id}")
 
-    async def _run(self, lane: Lane) -> None:
+    async def _run(self, lane: SessionWorker) -> None:
         """Run the session's turns until none waits. Between two of them the other sessions have their go."""
         pause_s = FIRST_PAUSE_S
         try:
@@ -331,11 +331,11 @@ class Turns:
                 lane.task = None
             self._lanes.forget(lane)
 
-    async def _begin_next(self, lane: Lane) -> ActiveTurn | None:
+    async def _begin_next(self, lane: SessionWorker) -> ActiveTurn | None:
         """The next of the lane's turns, begun, which has a slot; None if none waits."""
         await self._tools_come()
         await self._slots.take()
-        begun: Begun | None = None
+        begun: StartedTurn | None = None
         try:
             async with lane.lock:
                 if not (self._stopping or lane.deleting):
@@ -349,21 +349,21 @@ class Turns:
             if begun is None:
                 self._slots.give()
 
-    def _beginning(self, lane: Lane) -> Callable[[Transaction], Begun | None]:
+    def _beginning(self, lane: SessionWorker) -> Callable[[Transaction], StartedTurn | None]:
         model = self._upstream.state().model
 
-        def begin(tx: Transaction) -> Begun | None:
+        def begin(tx: Transaction) -> StartedTurn | None:
             end_orphans(tx, lane.session_id)
             return queue.begin_next(tx, lane.session_id, model=model)
 
         return begin
 
-    def _activate(self, lane: Lane, begun: Begun) -> ActiveTurn:
+    def _activate(self, lane: SessionWorker, begun: StartedTurn) -> ActiveTurn:
         self._queued -= 1
         lane.active = ActiveTurn(begun, self._parts, slots=self._slots, leave=self._keep_left)
         return lane.active
 
-    async def _run_to_end(self, lane: Lane, active: ActiveTurn) -> None:
+    async def _run_to_end(self, lane: SessionWorker, active: ActiveTurn) -> None:
         try:
             await active.run()
         finally:

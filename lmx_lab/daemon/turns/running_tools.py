@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lmx_lab.daemon.tools.tool import Toolbox
-from lmx_lab.daemon.turns.turn import Call, ToolEnded
-from lmx_lab.wire.sessions import ToolStatus
+from lmx_lab.daemon.turns.turn import ToolEnded
+from lmx_lab.wire.sessions import ToolCall, ToolStatus
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class RunningTools:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began_s: dict[str, float] = {}
 
-    def start(self, call: Call, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
+    def start(self, call: ToolCall, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         self._began_s[call.call_id] = loop.time()
         task = loop.create_task(self._run(call, arguments, note))
@@ -38,7 +38,7 @@ class RunningTools:
         task.add_done_callback(lambda ended: self._tell_stopped(call.call_id) if ended.cancelled() else None)
         self._tasks[call.call_id] = task
 
-    async def _run(self, call: Call, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
+    async def _run(self, call: ToolCall, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
         try:
             result = await self._toolbox.call(call.name, arguments, note=note)
             told = ToolEnded(call_id=call.call_id, status=result.status, text=result.text)

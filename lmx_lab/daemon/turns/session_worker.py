@@ -10,7 +10,7 @@ from lmx_lab.daemon.turns.effects import ActiveTurn
 from lmx_lab.errors import SessionNotFoundError
 
 
-class Lane:
+class SessionWorker:
     """One session's turns, one at a time."""
 
     def __init__(self, session_id: str) -> None:
@@ -26,13 +26,13 @@ class Lane:
         self.deletion: asyncio.Task[None] | None = None
 
 
-class Lanes:
+class SessionWorkers:
     """Those that somebody needs; the others are forgotten."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, SessionWorker] = {}
 
-    def __iter__(self) -> Iterator[Lane]:
+    def __iter__(self) -> Iterator[SessionWorker]:
         return iter(list(self._lanes.values()))
 
     def active(self) -> list[ActiveTurn]:
@@ -41,15 +41,15 @@ class Lanes:
     def tasks(self) -> list[asyncio.Task[None]]:
         return [lane.task for lane in self if lane.task is not None]
 
-    def find(self, session_id: str) -> Lane | None:
+    def find(self, session_id: str) -> SessionWorker | None:
         return self._lanes.get(session_id)
 
-    def of(self, session_id: str) -> Lane:
+    def of(self, session_id: str) -> SessionWorker:
         """The session's lane, made if nobody needed one yet."""
-        return self._lanes.setdefault(session_id, Lane(session_id))
+        return self._lanes.setdefault(session_id, SessionWorker(session_id))
 
     @contextlib.asynccontextmanager
-    async def alone(self, session_id: str) -> AsyncIterator[Lane]:
+    async def alone(self, session_id: str) -> AsyncIterator[SessionWorker]:
         """The session's lane, for this block alone.
 
         Raises:
@@ -66,7 +66,7 @@ class Lanes:
             lane.users -= 1
             self.forget(lane)
 
-    def forget(self, lane: Lane) -> None:
+    def forget(self, lane: SessionWorker) -> None:
         """Unless it is needed."""
         if lane.users == 0 and lane.task is None and self._lanes.get(lane.session_id) is lane:
             del self._lanes[lane.session_id]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Finishing:
+class ShieldedTasks:
     """Owns the work, on one loop."""
 
     def __init__(self) -> None:

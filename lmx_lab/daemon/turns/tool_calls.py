@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 
 from lmx_lab.client.chat_chunks import WholeCall
-from lmx_lab.daemon.turns.turn import Call
 from lmx_lab.wire.identifiers import new_id
+from lmx_lab.wire.sessions import ToolCall
 
 PLAIN_ID = re.compile(r"[!-~]{1,64}")
 NAME_CHARACTERS = 200
 
 
-def named_apart(calls: Iterable[WholeCall], taken: set[str]) -> tuple[Call, ...]:
+def named_apart(calls: Iterable[WholeCall], taken: set[str]) -> tuple[ToolCall, ...]:
     """The calls, each under an id of its own, which is taken then: the model's where it is there, short and new."""
     named = []
     for call in calls:
@@ -21,7 +21,7 @@ def named_apart(calls: Iterable[WholeCall], taken: set[str]) -> tuple[Call, ...]
         call_id = given if PLAIN_ID.fullmatch(given) and given not in taken else new_id("call")
         taken.add(call_id)
         name = whole_characters(call.name)[:NAME_CHARACTERS] or "unnamed"
-        named.append(Call(call_id=call_id, name=name, arguments=whole_characters(call.arguments)))
+        named.append(ToolCall(call_id=call_id, name=name, arguments=whole_characters(call.arguments)))
     return tuple(named)
 
 

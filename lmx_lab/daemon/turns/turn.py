@@ -20,12 +20,12 @@ from typing import Any
 
 from lmx_lab.daemon.turns.arguments import SHOWN, arguments_in
 from lmx_lab.errors import LabError, TurnError
-from lmx_lab.wire.sessions import StopReason, ToolStatus
+from lmx_lab.wire.sessions import StopReason, ToolCall, ToolStatus
 
 NAMES_TOLD = 30
 
 
-class Phase(Enum):
+class TurnPhase(Enum):
     NEW = "new"
     MODEL = "model"
     CALLS = "calls"
@@ -43,17 +43,7 @@ class CallState(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """A call that the model asked for."""
-
-    call_id: str
-    name: str
-    arguments: str
-    """As the model wrote them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
+class TurnEnding:
     """How a turn ends: with a reason, or with an error."""
 
     reason: StopReason = "end"
@@ -66,10 +56,10 @@ class Ending:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
+class ModelAnswered:
     """The model has answered in full."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     tools: Mapping[str, bool]
     """The tools there are now, and whether a call needs a yes."""
     cut: bool = False
@@ -77,14 +67,14 @@ class Answered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class ModelFailed:
     """The model has not answered, or not to the end."""
 
     error: LabError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided:
+class PermissionDecided:
     """On a permission."""
 
     call_id: str
@@ -101,18 +91,18 @@ class ToolEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class StopRequested:
     """Cancelled, or out of time, or the daemon ends."""
 
-    ending: Ending
+    ending: TurnEnding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overdue:
+class StopTimedOut:
     """What runs does not heed; it is left alone."""
 
 
-Happening = Answered | Failed | Decided | ToolEnded | Stop | Overdue
+TurnInput = ModelAnswered | ModelFailed | PermissionDecided | ToolEnded | StopRequested | StopTimedOut
 
 
 # What to do
@@ -130,18 +120,18 @@ class StopModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepAnswer:
+class SaveAnswer:
     """The model's message is whole."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     """Those that count."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class RequestPermission:
     """For permission, with exactly these arguments."""
 
-    call: Call
+    call: ToolCall
     arguments: dict[str, Any]
 
 
@@ -149,7 +139,7 @@ class Ask:
 class StartTool:
     """Once this is in the log, and not before."""
 
-    call: Call
+    call: ToolCall
     arguments: dict[str, Any]
 
 
@@ -159,38 +149,48 @@ class StopTool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndCall:
-    call: Call
+class EndToolCall:
+    call: ToolCall
     status: ToolStatus
     text: str
     """For the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Withdraw:
+class WithdrawPermissions:
     """Nobody needs to decide any more: the permissions that wait are resolved."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
-    ending: Ending
+class EndTurn:
+    ending: TurnEnding
 
 
-Action = CallModel | StopModel | KeepAnswer | Ask | StartTool | StopTool | EndCall | Withdraw | End
+TurnAction = (
+    CallModel
+    | StopModel
+    | SaveAnswer
+    | RequestPermission
+    | StartTool
+    | StopTool
+    | EndToolCall
+    | WithdrawPermissions
+    | EndTurn
+)
 
 
-class WrongTransitionError(RuntimeError):
+class InvalidTransitionError(RuntimeError):
     """A bug in whoever drives the turn."""
 
 
 @dataclass(kw_only=True)
 class _OpenCall:
-    call: Call
+    call: ToolCall
     arguments: dict[str, Any]
     state: CallState
 
 
-class Turn:
+class TurnMachine:
     """
     Args:
         max_steps: Calls of the model.
@@ -199,7 +199,7 @@ class Turn:
     """
 
     def __init__(self, *, max_steps: int, parallel_tools: int, broken_calls: int) -> None:
-        self.phase = Phase.NEW
+        self.phase = TurnPhase.NEW
         self.step = 0
         self.called = 0
         """Calls that the model asked for."""
@@ -207,71 +207,73 @@ class Turn:
         self._parallel_tools = parallel_tools
         self._broken_left = broken_calls
         self._calls: dict[str, _OpenCall] = {}
-        self.ending = Ending()
+        self.ending = TurnEnding()
         """What ``Stop`` said, if it was told."""
 
     @property
     def waiting(self) -> bool:
         """For a permission, and for nothing else."""
         states = {call.state for call in self._calls.values()} - {CallState.ENDED}
-        return self.phase is Phase.CALLS and states == {CallState.ASKING}
+        return self.phase is TurnPhase.CALLS and states == {CallState.ASKING}
 
-    def begin(self) -> list[Action]:
-        self._expect(Phase.NEW, "begin")
+    def begin(self) -> list[TurnAction]:
+        self._expect(TurnPhase.NEW, "begin")
         return self._call_model()
 
-    def tell(self, happening: Happening) -> list[Action]:
+    def tell(self, happening: TurnInput) -> list[TurnAction]:
         """What to do now.
 
         Raises:
             WrongTransitionError: that cannot have happened.
         """
         match happening:
-            case Answered():
+            case ModelAnswered():
                 return self._answered(happening)
-            case Failed():
-                self._expect(Phase.MODEL, "Failed")
-                return self._end(Ending(error=happening.error))
-            case Decided():
+            case ModelFailed():
+                self._expect(TurnPhase.MODEL, "Failed")
+                return self._end(TurnEnding(error=happening.error))
+            case PermissionDecided():
                 return self._decided(happening)
             case ToolEnded():
                 return self._tool_ended(happening)
-            case Stop():
+            case StopRequested():
                 return self._stop(happening.ending)
-            case Overdue():
+            case StopTimedOut():
                 return self._overdue()
 
     # The model
 
-    def _call_model(self) -> list[Action]:
-        self.phase = Phase.MODEL
+    def _call_model(self) -> list[TurnAction]:
+        self.phase = TurnPhase.MODEL
         self.step += 1
         self._calls = {}
         return [CallModel(step=self.step)]
 
-    def _answered(self, told: Answered) -> list[Action]:
-        self._expect(Phase.MODEL, "Answered")
+    def _answered(self, told: ModelAnswered) -> list[TurnAction]:
+        self._expect(TurnPhase.MODEL, "Answered")
         if told.cut or not told.calls:
-            return [KeepAnswer(calls=()), *self._end(Ending(reason="length" if told.cut else "end"))]
-        self.phase = Phase.CALLS
+            return [SaveAnswer(calls=()), *self._end(TurnEnding(reason="length" if told.cut else "end"))]
+        self.phase = TurnPhase.CALLS
         self.called += len(told.calls)
         refused = [action for call in told.calls for action in self._admit(call, told.tools)]
         if self._broken_left < 0:
             said = "the model asked too often for tools that are not there, or wrote arguments that are no JSON object"
             dropped = self._end_open_calls("cancelled", "the turn ended before this call began")
-            ending = Ending(error=TurnError(f"{said}; another model, or fewer tools, may do better"))
-            return [KeepAnswer(calls=told.calls), *refused, *dropped, *self._end(ending)]
-        asks: list[Action] = [
-            Ask(call=open_call.call, arguments=open_call.arguments)
+            ending = TurnEnding(error=TurnError(f"{said}; another model, or fewer tools, may do better"))
+            return [SaveAnswer(calls=told.calls), *refused, *dropped, *self._end(ending)]
+        asks: list[TurnAction] = [
+            RequestPermission(call=open_call.call, arguments=open_call.arguments)
             for open_call in self._calls.values()
             if open_call.state is CallState.ASKING
         ]
-        return [KeepAnswer(calls=told.calls), *refused, *asks, *self._go_on()]
+        return [SaveAnswer(calls=told.calls), *refused, *asks, *self._go_on()]
 
-    def _admit(self, call: Call, tools: Mapping[str, bool]) -> list[Action]:
+    def _admit(self, call: ToolCall, tools: Mapping[str, bool]) -> list[TurnAction]:
         """Take a call up; one that cannot be made is ended at once."""
         if call.call_id in self._calls:
-            raise WrongTransitionError(f"two calls have the id {call.call_id!r}; make ids unique before they are told")
+            raise InvalidTransitionError(
+                f"two calls have the id {call.call_id!r}; make ids unique before they are told"
+            )
         read = arguments_in(call.arguments)
         asks = tools.get(call.name)
         state = CallState.ASKING if asks else CallState.READY
@@ -280,94 +282,94 @@ class Turn:
         arguments = {} if isinstance(read, str) else read
         self._calls[call.call_id] = _OpenCall(call=call, arguments=arguments, state=state)
         if asks is None:
-            return [EndCall(call=call, status="error", text=_unknown(call.name, tools))]
+            return [EndToolCall(call=call, status="error", text=_unknown(call.name, tools))]
         if isinstance(read, str):
             said = f"{read}; call {call.name} again, with arguments that are one JSON object and fit its schema"
-            return [EndCall(call=call, status="error", text=said)]
+            return [EndToolCall(call=call, status="error", text=said)]
         return []
 
     # Calls
 
-    def _go_on(self) -> list[Action]:
+    def _go_on(self) -> list[TurnAction]:
         """Start what may run; when all calls have ended, ask the model again."""
         if all(call.state is CallState.ENDED for call in self._calls.values()):
-            return self._end(Ending(reason="max_steps")) if self.step >= self._max_steps else self._call_model()
+            return self._end(TurnEnding(reason="max_steps")) if self.step >= self._max_steps else self._call_model()
         ready = [call for call in self._calls.values() if call.state is CallState.READY]
         starting = ready[: max(0, self._parallel_tools - len(self._running()))]
         for call in starting:
             call.state = CallState.RUNNING
         return [StartTool(call=call.call, arguments=call.arguments) for call in starting]
 
-    def _decided(self, told: Decided) -> list[Action]:
-        self._expect((Phase.CALLS, Phase.STOPPING, Phase.ENDED), "Decided")
+    def _decided(self, told: PermissionDecided) -> list[TurnAction]:
+        self._expect((TurnPhase.CALLS, TurnPhase.STOPPING, TurnPhase.ENDED), "Decided")
         call = self._calls.get(told.call_id)
-        if self.phase is not Phase.CALLS:
+        if self.phase is not TurnPhase.CALLS:
             return []  # The decision came while the turn was being stopped.
         if call is None or call.state is not CallState.ASKING:
-            raise WrongTransitionError(f"Decided on {told.call_id!r}, which asks for nothing")
+            raise InvalidTransitionError(f"Decided on {told.call_id!r}, which asks for nothing")
         if told.allowed:
             call.state = CallState.READY
             return self._go_on()
         call.state = CallState.ENDED
-        return [EndCall(call=call.call, status="denied", text=told.said), *self._go_on()]
+        return [EndToolCall(call=call.call, status="denied", text=told.said), *self._go_on()]
 
-    def _tool_ended(self, told: ToolEnded) -> list[Action]:
-        self._expect((Phase.CALLS, Phase.STOPPING, Phase.ENDED), "ToolEnded")
-        if self.phase is Phase.ENDED:
+    def _tool_ended(self, told: ToolEnded) -> list[TurnAction]:
+        self._expect((TurnPhase.CALLS, TurnPhase.STOPPING, TurnPhase.ENDED), "ToolEnded")
+        if self.phase is TurnPhase.ENDED:
             return []  # It was left alone, and ends by itself.
         call = self._calls.get(told.call_id)
         if call is None or call.state is not CallState.RUNNING:
-            raise WrongTransitionError(f"ToolEnded of {told.call_id!r}, which does not run")
+            raise InvalidTransitionError(f"ToolEnded of {told.call_id!r}, which does not run")
         call.state = CallState.ENDED
-        ended = EndCall(call=call.call, status=told.status, text=told.text)
-        if self.phase is Phase.CALLS:
+        ended = EndToolCall(call=call.call, status=told.status, text=told.text)
+        if self.phase is TurnPhase.CALLS:
             return [ended, *self._go_on()]
         return [ended, *([] if self._running() else self._end(self.ending))]
 
     # The end
 
-    def _stop(self, ending: Ending) -> list[Action]:
-        self._expect(tuple(Phase), "Stop")
-        if self.phase in (Phase.STOPPING, Phase.ENDED):
+    def _stop(self, ending: TurnEnding) -> list[TurnAction]:
+        self._expect(tuple(TurnPhase), "Stop")
+        if self.phase in (TurnPhase.STOPPING, TurnPhase.ENDED):
             return []  # Who stops it first says how it ends.
-        if self.phase is not Phase.CALLS:
-            stop: list[Action] = [StopModel()] if self.phase is Phase.MODEL else []
+        if self.phase is not TurnPhase.CALLS:
+            stop: list[TurnAction] = [StopModel()] if self.phase is TurnPhase.MODEL else []
             return [*stop, *self._end(ending)]
         running = self._running()
-        self.phase, self.ending = Phase.STOPPING, ending
-        actions: list[Action] = [Withdraw(), *(StopTool(call_id=call.call.call_id) for call in running)]
+        self.phase, self.ending = TurnPhase.STOPPING, ending
+        actions: list[TurnAction] = [WithdrawPermissions(), *(StopTool(call_id=call.call.call_id) for call in running)]
         actions += self._end_open_calls(
             ending.calls_are, "the turn was stopped before this call began", keep=CallState.RUNNING
         )
         return actions if running else [*actions, *self._end(ending)]
 
-    def _overdue(self) -> list[Action]:
-        self._expect((Phase.STOPPING, Phase.ENDED), "Overdue")
-        if self.phase is Phase.ENDED:
+    def _overdue(self) -> list[TurnAction]:
+        self._expect((TurnPhase.STOPPING, TurnPhase.ENDED), "Overdue")
+        if self.phase is TurnPhase.ENDED:
             return []
         said = "the turn was stopped; the tool did not heed that in time and was left alone"
         return [*self._end_open_calls(self.ending.calls_are, said), *self._end(self.ending)]
 
-    def _end(self, ending: Ending) -> list[Action]:
-        self.phase = Phase.ENDED
-        return [End(ending=ending)]
+    def _end(self, ending: TurnEnding) -> list[TurnAction]:
+        self.phase = TurnPhase.ENDED
+        return [EndTurn(ending=ending)]
 
-    def _end_open_calls(self, status: ToolStatus, text: str, *, keep: CallState = CallState.ENDED) -> list[Action]:
-        ended: list[Action] = []
+    def _end_open_calls(self, status: ToolStatus, text: str, *, keep: CallState = CallState.ENDED) -> list[TurnAction]:
+        ended: list[TurnAction] = []
         for call in self._calls.values():
             if call.state not in (CallState.ENDED, keep):
                 call.state = CallState.ENDED
-                ended.append(EndCall(call=call.call, status=status, text=text))
+                ended.append(EndToolCall(call=call.call, status=status, text=text))
         return ended
 
     def _running(self) -> list[_OpenCall]:
         return [call for call in self._calls.values() if call.state is CallState.RUNNING]
 
-    def _expect(self, phases: Phase | tuple[Phase, ...], told: str) -> None:
-        allowed = (phases,) if isinstance(phases, Phase) else phases
+    def _expect(self, phases: TurnPhase | tuple[TurnPhase, ...], told: str) -> None:
+        allowed = (phases,) if isinstance(phases, TurnPhase) else phases
         if self.phase not in allowed:
             expected = " or ".join(phase.value for phase in allowed)
-            raise WrongTransitionError(
+            raise InvalidTransitionError(
                 f"{told} is for a turn that is {expected}; this one is {self.phase.value}, at step {self.step}"
             )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lmx_lab.daemon.turns.records import TurnKey
 
 
-class Ends:
+class TurnWaiters:
     """On one loop."""
 
     def __init__(self) -> None:

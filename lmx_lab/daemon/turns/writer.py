@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from lmx_lab.daemon.storage.store import Store, Transaction
-from lmx_lab.daemon.turns.model_client import Upstream
+from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.errors import LabError, StoppingError, StorageFullError
 from lmx_lab.wire.events import ModelStatus
 
@@ -22,7 +22,7 @@ LONGEST_PAUSE_S = 30.0
 class TurnWriter:
     """Changes that could not be written stay due, and go before those that come later."""
 
-    def __init__(self, store: Store, upstream: Upstream) -> None:
+    def __init__(self, store: Store, upstream: ModelClient) -> None:
         self.due: list[Change] = []
         self._store = store
         self._upstream = upstream
