@@ -460,7 +460,7 @@ asyncio.run(main())
 def killed_daemon(folder: Path, script: str = KILLED_DAEMON) -> list[psutil.Process]:
     """What a daemon that was killed by -9 has left running."""
     folder.mkdir()
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-c", script, str(folder)]
     run = subprocess.run(command, cwd=root, env={"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, check=False)
     return [psutil.Process(pid) for pid in json.loads(run.stdout)]

@@ -18,9 +18,9 @@ from tests.daemon.http_mcp import TOKEN
 from tests.daemon.mcp_place import RUN, Place, opened_place
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-SCRIPT = Path(__file__).parent / "http_mcp.py"
+SCRIPT = Path(__file__).parents[1] / "http_mcp.py"
 EVERYTHING = "@modelcontextprotocol/server-everything@2026.8.31"
-CACHE = Path(__file__).parents[2] / ".cache" / "npm"
+CACHE = Path(__file__).parents[3] / ".cache" / "npm"
 
 
 @contextlib.contextmanager
