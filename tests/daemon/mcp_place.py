@@ -14,8 +14,7 @@ from typing import Any
 
 import psutil
 
-from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.mcp.process_cleanup import MARK, alive
+from lmx_lab.daemon.mcp.process_cleanup import MARK, is_alive
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.mcp.supervisor import RestartPolicy
 from lmx_lab.daemon.storage.store import Store
@@ -36,7 +35,7 @@ def hostile(*modes: str, name: str = "bad", **fields: Any) -> McpServerConfig:
 
 
 def quick(**fields: Any) -> RestartPolicy:
-    return RestartPolicy(**{"delays_s": (0.01, 0.01), "relist_s": 0.01, **fields})
+    return RestartPolicy(**{"delays_s": (0.01, 0.01), "list_interval_s": 0.01, **fields})
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Place:
     notes: list[str] = field(default_factory=list)
 
     async def again(self) -> McpServers:
-        self.servers = McpServers(store=self.store, limits=Limits(), runtime_folder=self.folder, restarts=self.restarts)
+        self.servers = McpServers(store=self.store, runtime_folder=self.folder, restarts=self.restarts)
         await self.servers.start()
         return self.servers
 
@@ -73,7 +72,7 @@ class Place:
 
     async def events(self) -> list[dict[str, Any]]:
         rows = await self.store.read(
-            lambda reading: reading.rows("SELECT data FROM events WHERE event = 'mcp.status' ORDER BY seq")
+            lambda reading: reading.fetch_all("SELECT data FROM events WHERE event = 'mcp.status' ORDER BY seq")
         )
         return [json.loads(row["data"]) for row in rows]
 
@@ -92,12 +91,12 @@ async def opened_place(tmp_path: Path) -> AsyncIterator[Place]:
 
 
 def left_over() -> list[psutil.Process]:
-    """Servers of this run of the tests that are alive, and what they have started."""
+    """Servers of this run of the tests that are is_alive, and what they have started."""
     found = []
     for process in psutil.process_iter():
         try:
             given = process.environ()
-            if MARK in given and given.items() >= RUN.items() and alive(process):
+            if MARK in given and given.items() >= RUN.items() and is_alive(process):
                 found.append(process)
         except (psutil.Error, OSError):
             continue

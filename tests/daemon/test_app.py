@@ -46,7 +46,7 @@ async def handshake(daemon: Daemon, query: str = "", **headers: str) -> int:
         return refused.response.status_code
 
 
-def test_health_alone_needs_no_token_and_tells_nothing(daemon: Daemon) -> None:
+def test_only_health_needs_no_token_and_it_reveals_nothing_else(daemon: Daemon) -> None:
     assert get(daemon, "/v3/health").json() == {
         "status": "ok",
         "name": "lmx-lab-daemon",
@@ -57,7 +57,7 @@ def test_health_alone_needs_no_token_and_tells_nothing(daemon: Daemon) -> None:
         assert get(daemon, path).status_code == 401, path
 
 
-def test_whatever_is_wrong_with_the_token_the_answer_is_the_same(daemon: Daemon) -> None:
+def test_every_wrong_token_has_the_same_answer(daemon: Daemon) -> None:
     token = daemon.token
     wrong = ["x", token[:-1], token + "x", token[::-1], token.swapcase(), "x" * 10_000, f"{token} {token}"]
     answers = [get(daemon), *(get(daemon, authorization=f"Bearer {text}") for text in wrong)]
@@ -71,7 +71,7 @@ def test_whatever_is_wrong_with_the_token_the_answer_is_the_same(daemon: Daemon)
     assert get(daemon, authorization=f"Bearer {token}").status_code == 200
 
 
-async def test_a_socket_takes_the_token_from_header_or_query(daemon: Daemon) -> None:
+async def test_a_websocket_accepts_the_token_in_a_header_or_in_the_query(daemon: Daemon) -> None:
     token = daemon.token
     right = {"Authorization": f"Bearer {token}"}
     assert await handshake(daemon) == 401
@@ -88,7 +88,7 @@ STRANGERS = ["evil.example:{port}", "localhost:1", "localhost", "127.0.0.1.evil.
 
 
 @pytest.mark.parametrize("host", STRANGERS)
-async def test_a_strange_host_is_refused_on_both_ways(daemon: Daemon, host: str) -> None:
+async def test_an_unknown_host_is_refused_over_http_and_websocket(daemon: Daemon, host: str) -> None:
     host = host.format(port=daemon.port)
     right = f"Bearer {daemon.token}"
     assert get(daemon, host=host, authorization=right).status_code == 421
@@ -96,7 +96,7 @@ async def test_a_strange_host_is_refused_on_both_ways(daemon: Daemon, host: str)
     assert await handshake(daemon, host=host, Authorization=right) == 421
 
 
-async def test_known_hosts_pass_on_both_ways(daemon: Daemon) -> None:
+async def test_a_known_host_is_accepted_over_http_and_websocket(daemon: Daemon) -> None:
     right = f"Bearer {daemon.token}"
     for host in (f"localhost:{daemon.port}", f"127.0.0.1:{daemon.port}", "friend.example:1234"):
         assert get(daemon, host=host, authorization=right).status_code == 200
@@ -104,7 +104,7 @@ async def test_known_hosts_pass_on_both_ways(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:3001", "https://localhost:3000"])
-async def test_pages_of_strangers_are_refused_on_both_ways(daemon: Daemon, origin: str) -> None:
+async def test_an_unknown_origin_is_refused_over_http_and_websocket(daemon: Daemon, origin: str) -> None:
     right = f"Bearer {daemon.token}"
     answer = get(daemon, origin=origin, authorization=right)
     assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (403, None)
@@ -112,7 +112,7 @@ async def test_pages_of_strangers_are_refused_on_both_ways(daemon: Daemon, origi
     assert await handshake(daemon, f"?token={daemon.token}", Origin=origin) == 403
 
 
-async def test_pages_of_friends_may_do_everything(daemon: Daemon) -> None:
+async def test_an_allowed_origin_may_use_all_methods(daemon: Daemon) -> None:
     for method in ("GET", "POST", "PATCH", "DELETE"):
         asked = {"origin": FRIEND, "access-control-request-method": method}
         asked["access-control-request-headers"] = "authorization, content-type"
@@ -154,13 +154,13 @@ async def test_the_token_is_in_no_log_repr_or_answer(daemon: Daemon, caplog: pyt
     assert not [text[:200] for text in told if token in text]
 
 
-def test_only_its_user_can_read_what_it_writes(daemon: Daemon) -> None:
+def test_only_the_user_can_read_the_daemons_files(daemon: Daemon) -> None:
     assert daemon.folder.stat().st_mode & 0o777 == 0o700
     for name in ("state.json", "daemon.lock", "daemon.db", "daemon.log"):
         assert (daemon.folder / name).stat().st_mode & 0o077 == 0, name
 
 
-async def test_a_refused_socket_is_told_why(daemon: Daemon) -> None:
+async def test_a_refused_handshake_has_an_error_body(daemon: Daemon) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         with pytest.raises(InvalidStatus) as caught:
             async with connect(daemon, token="x"):

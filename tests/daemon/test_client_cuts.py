@@ -96,7 +96,7 @@ async def whole_log(program: Program) -> list[int]:
         return seqs
 
 
-async def test_two_hundred_cuts_during_turns_lose_and_double_nothing(program: Program) -> None:
+async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program: Program) -> None:
     chance = random.Random(8)
     cuts, streamed = 0, dict[str, list[str]]()
 
@@ -137,7 +137,7 @@ async def test_two_hundred_cuts_during_turns_lose_and_double_nothing(program: Pr
         assert proxy.halves > CUTS / 10
 
 
-async def test_a_daemon_that_is_killed_and_started_again_is_followed(program: Program) -> None:
+async def test_a_subscription_continues_after_the_daemon_was_killed_and_restarted(program: Program) -> None:
     chance = random.Random(5)
     async with AsyncDaemonClient.discover(program.home) as client:
         seen = Seen(client)
@@ -159,7 +159,7 @@ async def test_a_daemon_that_is_killed_and_started_again_is_followed(program: Pr
         assert seen.subscription.reconnects == 2
 
 
-async def test_a_turn_that_waits_runs_after_a_restart_and_its_caller_gets_it(program: Program) -> None:
+async def test_a_queued_turn_runs_after_a_restart_and_its_caller_receives_the_result(program: Program) -> None:
     async with AsyncDaemonClient.discover(program.home) as client:
         seen = Seen(client)
         async with seen.following():
@@ -176,7 +176,7 @@ async def test_a_turn_that_waits_runs_after_a_restart_and_its_caller_gets_it(pro
         assert (result.text, result.stop_reason) == (EXPECTED, "end")
 
 
-async def test_a_proxy_that_closes_idle_connections_costs_no_event(program: Program) -> None:
+async def test_a_proxy_that_closes_idle_connections_loses_no_event(program: Program) -> None:
     async with (
         Proxy(lambda: program.state.port, idle_s=2.0) as proxy,
         AsyncDaemonClient.discover(program.home, transport=Through(proxy)) as client,

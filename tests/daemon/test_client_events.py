@@ -49,7 +49,7 @@ def latest(daemon: Daemon) -> int:
     return daemon.services.log.latest_seq
 
 
-async def test_filters_let_through_what_they_name(daemon: Daemon) -> None:
+async def test_a_filter_selects_events_by_session_and_type(daemon: Daemon) -> None:
     start = latest(daemon)
     async with client_of(daemon) as client, client.events(after=start, session_ids=["a"], types=["turn.*"]) as events:
         write_tokens(daemon, 2, "b")
@@ -59,14 +59,14 @@ async def test_filters_let_through_what_they_name(daemon: Daemon) -> None:
         assert [event.seq for event in await take(events, 2)] == [first, second]
 
 
-async def test_a_filter_that_the_daemon_refuses_is_the_readers_error(daemon: Daemon) -> None:
+async def test_a_filter_that_the_daemon_refuses_raises_an_error_for_the_reader(daemon: Daemon) -> None:
     async with client_of(daemon) as client, client.events(types=["turn.nonsense"]) as events:
         with pytest.raises(InvalidRequestError, match=r"turn\.nonsense"):
             await take(events, 1)
         assert events.state.state == "closed"
 
 
-async def test_a_cursor_in_a_file_goes_on_where_the_last_process_was(daemon: Daemon, tmp_path: Path) -> None:
+async def test_a_cursor_in_a_file_continues_where_the_last_process_stopped(daemon: Daemon, tmp_path: Path) -> None:
     path, start = tmp_path / "cursor.json", latest(daemon)
     last = write_tokens(daemon, 5)
     async with client_of(daemon) as client:
@@ -77,7 +77,7 @@ async def test_a_cursor_in_a_file_goes_on_where_the_last_process_was(daemon: Dae
     assert [event.seq for event in first + rest] == list(range(start + 1, last + 1))
 
 
-async def test_heartbeats_keep_a_narrow_reader_up_to_date(daemon: Daemon) -> None:
+async def test_heartbeats_advance_the_cursor_of_a_reader_with_a_narrow_filter(daemon: Daemon) -> None:
     store = MemoryCursor()
     async with client_of(daemon) as client, client.events(after=0, session_ids="nobody", cursor=store) as events:
         reading = asyncio.ensure_future(anext(events))
@@ -88,7 +88,7 @@ async def test_heartbeats_keep_a_narrow_reader_up_to_date(daemon: Daemon) -> Non
         reading.cancel()
 
 
-async def test_a_cursor_ahead_of_the_log_gets_everything_as_it_is_and_then_goes_on(daemon: Daemon) -> None:
+async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events(daemon: Daemon) -> None:
     store = MemoryCursor()
     async with client_of(daemon) as client:
         known = await client.session()
@@ -112,7 +112,7 @@ async def test_a_cursor_ahead_of_the_log_gets_everything_as_it_is_and_then_goes_
             assert [event.seq for event in await take(events, 1)] == [last]
 
 
-async def test_a_slow_reader_gets_all_of_it_and_little_is_kept_for_it(
+async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmx_lab.client.streams.ITEMS", 50)
@@ -132,7 +132,7 @@ async def test_a_slow_reader_gets_all_of_it_and_little_is_kept_for_it(
         assert most <= 50
 
 
-async def test_who_leaves_is_no_subscriber_any_more(daemon: Daemon) -> None:
+async def test_a_reader_that_stops_is_no_longer_a_subscriber(daemon: Daemon) -> None:
     start = latest(daemon)
     write_tokens(daemon, 1)
     async with client_of(daemon) as client:
@@ -150,7 +150,7 @@ async def test_a_client_that_is_closed_ends_its_subscriptions(daemon: Daemon) ->
         await take(events, 1)
 
 
-async def test_where_too_many_watch_one_waits_for_a_place(daemon: Daemon) -> None:
+async def test_a_reader_waits_while_there_are_too_many_subscribers(daemon: Daemon) -> None:
     async with client_of(daemon) as client:
         others = [client.events() for _ in range(3)]
         for other in others:
@@ -183,7 +183,7 @@ async def test_a_new_daemon_at_the_same_port_has_a_new_token(tmp_path: Path) -> 
         await events.aclose()
 
 
-async def test_a_stale_token_is_replaced_by_the_state_files_without_a_wait(tmp_path: Path) -> None:
+async def test_an_outdated_token_is_replaced_by_that_of_the_state_file_without_delay(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         access = Credentials(daemon.url, "stale", state_path=tmp_path / "daemon" / "state.json")
         async with DaemonRoutes(access) as routes, Subscription(routes, after=0) as events:

@@ -25,7 +25,7 @@ from lmx_lab.client.daemon_events import (
 from lmx_lab.client.session import AsyncSession
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.retention import forget
+from lmx_lab.daemon.storage.retention import delete_expired
 from lmx_lab.errors import (
     ContextLengthError,
     IdempotencyConflictError,
@@ -117,10 +117,10 @@ class Here:
     session: AsyncSession
     written: list[str]
 
-    async def forget(self) -> None:
-        """All that retention may."""
+    async def delete_expired(self) -> None:
+        """Delete everything that retention can delete."""
         services = self.daemon.services
-        await asyncio.to_thread(self.daemon.run, forget(services.store, services.log, Limits(), now_s=FAR))
+        await asyncio.to_thread(self.daemon.run, delete_expired(services.store, services.log, Limits(), now_s=FAR))
 
 
 @asynccontextmanager
@@ -142,7 +142,7 @@ WRITES = calls(("write", {"text": "hello"}))
 # Results
 
 
-async def test_a_result_has_what_the_turn_came_to(place: Place) -> None:
+async def test_a_result_contains_text_thoughts_calls_and_statistics(place: Place) -> None:
     asked = calls(("add", {"a": 1, "b": 2}), ("add", "{no JSON"), ("nothing", {}), text=["Let me see. "])
     async with here(place, asked, says("It is ", "three.", thinks=["1 + 2", " is 3"])) as at:
         events: list[DaemonEvent] = []
@@ -174,7 +174,7 @@ async def test_overrides_reach_the_model(place: Place) -> None:
     assert (at.model.bodies[0]["temperature"], at.model.bodies[0]["max_tokens"]) == (0.5, 7)
 
 
-async def test_the_same_turn_again_is_the_same_result_and_runs_once(place: Place) -> None:
+async def test_submitting_a_turn_again_returns_the_same_result_and_runs_it_once(place: Place) -> None:
     async with here(place, says("one", thinks=["hm"]), says("two")) as at:
         first = await at.session.run("go", turn_id="t1")
         again = await at.session.run("go", turn_id="t1")
@@ -184,15 +184,15 @@ async def test_the_same_turn_again_is_the_same_result_and_runs_once(place: Place
         assert len(at.model.bodies) == 1
 
 
-async def test_a_turn_whose_events_are_gone_is_told_by_its_record(place: Place) -> None:
+async def test_a_turn_whose_events_were_deleted_is_read_from_its_record(place: Place) -> None:
     async with here(place, says("one")) as at:
         first = await at.session.run("go", turn_id="t1")
-        await at.forget()
+        await at.delete_expired()
         again = await at.session.run("go", turn_id="t1")
     assert (again.text, again.stats) == (first.text, first.stats)
 
 
-async def test_a_reader_that_takes_its_time_gets_all_of_a_turn_that_has_ended(place: Place) -> None:
+async def test_a_slow_reader_receives_all_events_of_a_turn_that_has_ended(place: Place) -> None:
     async with here(place, calls(("add", {"a": 1, "b": 2})), says("one", thinks=["hm"])) as at:
         first = [event async for event in at.session.stream("go", turn_id="t1")]
         again: list[DaemonEvent] = []
@@ -203,7 +203,7 @@ async def test_a_reader_that_takes_its_time_gets_all_of_a_turn_that_has_ended(pl
     assert [event.seq for event in again] == [event.seq for event in first]
 
 
-async def test_someone_who_joins_a_running_turn_gets_all_of_it(place: Place) -> None:
+async def test_a_second_reader_of_a_running_turn_receives_all_of_its_events(place: Place) -> None:
     gate = Gate()
     async with here(place, [token("one "), gate, *says("two")]) as at:
         first = asyncio.create_task(at.session.run("go", turn_id="t1"))
@@ -220,7 +220,7 @@ async def test_someone_who_joins_a_running_turn_gets_all_of_it(place: Place) -> 
 # Failures
 
 
-async def test_a_turns_error_has_its_class_and_names_the_turn(place: Place) -> None:
+async def test_the_error_of_a_turn_has_its_own_class_and_names_the_turn(place: Place) -> None:
     async with here(place, refuses(400, "context-length-exceeded", "9000 tokens, 2048 fit")) as at:
         with pytest.raises(ContextLengthError, match=r"turn t1: .*2048"):
             await at.session.run("go", turn_id="t1")
@@ -229,7 +229,7 @@ async def test_a_turns_error_has_its_class_and_names_the_turn(place: Place) -> N
             seen += [event.event async for event in at.session.stream("go")]
 
 
-async def test_what_is_not_accepted_is_refused_with_the_daemons_word(tmp_path: Path) -> None:
+async def test_a_turn_that_is_not_accepted_raises_the_daemons_error(tmp_path: Path) -> None:
     with made(tmp_path, queued_turns_per_session=1) as place:
         await check_refusals(place)
 
@@ -257,7 +257,7 @@ async def check_refusals(place: Place) -> None:
             await at.session.run("go", turn_id="no id!")
 
 
-async def test_without_a_daemon_or_its_token_nothing_is_waited_for(place: Place) -> None:
+async def test_a_wrong_token_and_a_missing_daemon_fail_immediately(place: Place) -> None:
     async with AsyncDaemonClient(place.daemon.url, token="wrong") as client, asyncio.timeout(WAIT_S):
         with pytest.raises(UnauthorizedError) as caught:
             await AsyncSession(client, "s").run("go")
@@ -267,7 +267,7 @@ async def test_without_a_daemon_or_its_token_nothing_is_waited_for(place: Place)
             await AsyncSession(client, "s").run("go")
 
 
-async def test_a_session_that_is_deleted_ends_its_turn_for_whoever_waits(place: Place) -> None:
+async def test_deleting_a_session_ends_its_turn_for_the_caller(place: Place) -> None:
     gate = Gate()
     async with here(place, [token("one "), gate]) as at:
         running = asyncio.create_task(at.session.run("go"))
@@ -297,7 +297,7 @@ async def test_cancelling_the_caller_cancels_the_turn(place: Place) -> None:
         assert (record.status, record.stop_reason, record.text) == ("done", "cancelled", "one ")
 
 
-async def test_cancelling_while_the_submit_is_on_its_way_leaves_no_turn_that_runs(place: Place) -> None:
+async def test_cancelling_during_the_submit_leaves_no_running_turn(place: Place) -> None:
     slow = Slow()
     async with here(place, [STALL], transport=slow) as at:
         running = asyncio.create_task(at.session.run("go", turn_id="t1"))
@@ -310,7 +310,7 @@ async def test_cancelling_while_the_submit_is_on_its_way_leaves_no_turn_that_run
         assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
 
 
-async def test_leaving_a_stream_cancels_the_turn_unless_it_has_ended(place: Place) -> None:
+async def test_closing_a_stream_cancels_the_turn_unless_it_has_ended(place: Place) -> None:
     async with here(place, [token("one "), STALL], says("two")) as at:
         async with aclosing(at.session.stream("go", turn_id="t1")) as events:
             async for event in events:
@@ -337,7 +337,7 @@ async def test_an_error_in_a_callback_cancels_the_turn_and_is_raised(place: Plac
             assert (await at.session.turn(turn_id, wait_s=10)).stop_reason == "cancelled"
 
 
-async def test_a_turn_that_somebody_else_cancels_is_a_result(place: Place) -> None:
+async def test_a_turn_that_another_client_cancels_has_a_result(place: Place) -> None:
     gate = Gate()
     async with here(place, [thought("hm"), token("one "), gate]) as at:
         running = asyncio.create_task(at.session.run("go"))
@@ -357,7 +357,7 @@ async def later(permission: PermissionRecord) -> bool:
 
 
 @pytest.mark.parametrize("policy", ["allow", lambda permission: True, lambda permission: "allow", later])
-async def test_a_policy_allows(place: Place, policy: Any) -> None:
+async def test_a_policy_can_allow_a_call(place: Place, policy: Any) -> None:
     async with here(place, WRITES, says("done")) as at:
         result = await at.session.run("go", on_permission=policy)
     assert (result.text, at.written) == ("done", ["hello"])
@@ -365,14 +365,14 @@ async def test_a_policy_allows(place: Place, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["deny", lambda permission: False])
-async def test_a_policy_denies(place: Place, policy: Any) -> None:
+async def test_a_policy_can_deny_a_call(place: Place, policy: Any) -> None:
     async with here(place, WRITES, says("well then")) as at:
         result = await at.session.run("go", on_permission=policy)
     assert (result.text, at.written) == ("well then", [])
     assert [(call.status, call.arguments) for call in result.tool_calls] == [("denied", {"text": "hello"})]
 
 
-async def test_a_policy_that_says_neither_is_an_error(place: Place) -> None:
+async def test_a_policy_that_returns_no_decision_is_an_error(place: Place) -> None:
     def unsure(permission: PermissionRecord) -> Any:
         return None
 
@@ -384,7 +384,7 @@ async def test_a_policy_that_says_neither_is_an_error(place: Place) -> None:
 
 
 @pytest.mark.parametrize("kind", [TimeoutError, asyncio.CancelledError, UnreachableError])
-async def test_what_a_policy_raises_is_not_taken_for_a_silence_of_the_daemon(
+async def test_an_exception_of_a_policy_is_not_mistaken_for_a_timeout_of_the_daemon(
     place: Place, kind: type[BaseException]
 ) -> None:
     async def ask(permission: PermissionRecord) -> bool:
@@ -397,7 +397,7 @@ async def test_what_a_policy_raises_is_not_taken_for_a_silence_of_the_daemon(
         assert at.written == []
 
 
-async def test_nobody_is_asked_what_was_decided_long_ago(place: Place) -> None:
+async def test_a_policy_is_not_called_for_a_permission_that_was_decided_before(place: Place) -> None:
     asked: list[str] = []
 
     def ask(permission: PermissionRecord) -> bool:
@@ -414,7 +414,7 @@ async def test_nobody_is_asked_what_was_decided_long_ago(place: Place) -> None:
     assert asked == ["write"]
 
 
-async def test_without_a_policy_others_decide_and_a_question_that_was_answered_is_dropped(place: Place) -> None:
+async def test_a_policy_is_cancelled_when_another_client_decides(place: Place) -> None:
     asked, dropped = asyncio.Event(), asyncio.Event()
 
     async def never(permission: PermissionRecord) -> bool:
@@ -512,13 +512,13 @@ async def proxied(at: Here) -> AsyncIterator[tuple[Proxy, AsyncSession]]:
         yield proxy, AsyncSession(client, at.session.session_id)
 
 
-async def test_a_submit_whose_answer_is_lost_runs_one_turn(place: Place) -> None:
+async def test_a_submit_whose_answer_was_lost_runs_one_turn(place: Place) -> None:
     async with here(place, says("one"), says("two"), transport=Deaf()) as at:
         assert (await at.session.run("go")).text == "one"
         assert len(at.model.bodies) == 1
 
 
-async def test_a_record_is_not_the_end_while_events_can_still_come(place: Place) -> None:
+async def test_a_stored_record_does_not_end_a_turn_while_events_can_still_arrive(place: Place) -> None:
     late = Late(opens=True)
     asked = calls(("add", {"a": 1, "b": 2}))
     async with here(place, asked, says("one", thinks=["hm"]), transport=late) as at:
@@ -531,7 +531,7 @@ async def test_a_record_is_not_the_end_while_events_can_still_come(place: Place)
     assert (first.thinking, len(first.tool_calls)) == ("hm", 1)
 
 
-async def test_a_connection_that_never_opens_leaves_the_end_to_the_record(
+async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turn, "MISSED_S", 0.2)
@@ -543,7 +543,7 @@ async def test_a_connection_that_never_opens_leaves_the_end_to_the_record(
     assert (again.text, again.stats, again.thinking) == (first.text, first.stats, "")
 
 
-async def test_without_websockets_the_record_tells_the_end(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_websockets_a_turn_ends_by_its_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmx_lab.client.event_receiver.REFUSED_S", 0.001)
     async with here(place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Old()) as at:
         result = await at.session.run("go", on_permission="allow")
@@ -553,7 +553,7 @@ async def test_without_websockets_the_record_tells_the_end(place: Place, monkeyp
             await at.session.run("go", turn_id="t2")
 
 
-async def test_without_websockets_a_turn_ends_although_somebody_is_still_asked(
+async def test_without_websockets_a_turn_ends_while_a_policy_is_still_running(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmx_lab.client.event_receiver.REFUSED_S", 0.001)
@@ -572,7 +572,7 @@ async def test_without_websockets_a_turn_ends_although_somebody_is_still_asked(
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-async def test_events_that_were_pruned_meanwhile_are_made_up_for(place: Place, has_ended: bool) -> None:
+async def test_a_turn_whose_events_were_pruned_meanwhile_still_has_a_result(place: Place, has_ended: bool) -> None:
     gate, last = Gate(), Gate()
     script = [token("one "), gate, *says("two")[:-1], last, *says()[-1:]]
     async with here(place, calls(("add", {"a": 1, "b": 2})), script) as at, proxied(at) as (proxy, session):
@@ -588,7 +588,7 @@ async def test_events_that_were_pruned_meanwhile_are_made_up_for(place: Place, h
         if has_ended:
             last.open()
             await at.session.turn("t1", wait_s=10)
-        await at.forget()
+        await at.delete_expired()
         proxy.is_shut = False
         while not any(isinstance(event, SnapshotFrame) for event in events) and not running.done():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -598,7 +598,7 @@ async def test_events_that_were_pruned_meanwhile_are_made_up_for(place: Place, h
     assert (result.text, result.stop_reason, result.reconnects) == ("one two", "end", 1)
 
 
-async def test_a_permission_that_was_asked_while_one_was_away_is_decided(place: Place) -> None:
+async def test_a_permission_that_was_requested_during_a_disconnection_is_decided(place: Place) -> None:
     gate = Gate()
     script = [gate, *WRITES]
     async with here(place, script, says("done")) as at, proxied(at) as (proxy, session):
@@ -612,7 +612,7 @@ async def test_a_permission_that_was_asked_while_one_was_away_is_decided(place: 
         gate.open()
         while not await at.client.permissions():
             pass
-        await at.forget()
+        await at.delete_expired()
         proxy.is_shut = False
         assert (await running).text == "done"
     assert any(isinstance(event, SnapshotFrame) for event in events)

@@ -53,21 +53,23 @@ def check_nothing_left(home: Path) -> None:
     assert not daemon_threads()
     assert not (home / "daemon" / "state.json").exists()
     free = DaemonHome(home / "daemon")
-    free.acquire(patience_s=0)
+    free.acquire(timeout_s=0)
     free.release()
 
 
 # --- in this process
 
 
-def test_a_log_that_cannot_be_closed_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a full disk, which takes neither the state file nor the log's last words."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     daemon = new(tmp_path)
-    close = daemon._logfile._handler.close
+    close = daemon._log_file._handler.close
 
     def publishes_nothing(*_: object) -> None:
         logging.getLogger("lmx_lab").warning("A line, so that the log is open.")
@@ -78,13 +80,13 @@ def test_a_log_that_cannot_be_closed_keeps_no_lock(tmp_path: Path, monkeypatch: 
         full()
 
     monkeypatch.setattr(DaemonHome, "publish", publishes_nothing)
-    monkeypatch.setattr(daemon._logfile._handler, "close", closes_without_its_last_words)
+    monkeypatch.setattr(daemon._log_file._handler, "close", closes_without_its_last_words)
     with pytest.raises(OSError, match="No space left"):
         daemon.start()
     check_nothing_left(tmp_path)
 
 
-def test_a_mode_that_is_none_stops_nothing(tmp_path: Path) -> None:
+def test_stopping_with_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     daemon = new(tmp_path)
     daemon.start()
     with pytest.raises(InvalidRequestError, match="drain"):
@@ -96,7 +98,7 @@ def test_a_mode_that_is_none_stops_nothing(tmp_path: Path) -> None:
     check_nothing_left(tmp_path)
 
 
-def test_an_end_that_cannot_be_told_ends_everything_all_the_same(
+def test_the_daemon_stops_even_if_the_stopping_event_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = new(tmp_path)
@@ -105,12 +107,12 @@ def test_an_end_that_cannot_be_told_ends_everything_all_the_same(
     async def broken(*_: object, **__: object) -> None:
         raise RuntimeError("as an example")
 
-    monkeypatch.setattr(daemon._life, "_say_so", broken)
+    monkeypatch.setattr(daemon._lifespan, "_append_stopping", broken)
     daemon.stop()
     check_nothing_left(tmp_path)
 
 
-def test_a_start_says_where_and_a_stop_takes_everything_back(tmp_path: Path) -> None:
+def test_a_start_publishes_the_address_and_a_stop_leaves_nothing_behind(tmp_path: Path) -> None:
     daemon = new(tmp_path)
     with pytest.raises(HostingError, match="not started"):
         _ = daemon.url
@@ -133,11 +135,11 @@ def test_a_start_says_where_and_a_stop_takes_everything_back(tmp_path: Path) -> 
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", daemon.port), 5)
     check_nothing_left(tmp_path)
-    with pytest.raises(HostingError, match="make a new one"):
+    with pytest.raises(HostingError, match="create a new one"):
         daemon.start()
 
 
-def test_each_start_has_a_token_of_its_own_and_keeps_the_sessions(tmp_path: Path) -> None:
+def test_each_start_has_a_new_token_and_keeps_the_sessions(tmp_path: Path) -> None:
     with serving(tmp_path) as first, client(first) as http:
         http.post("/v3/sessions", json={"session_id": "kept"})
         cursor = http.get("/v3/sessions/kept").json()["cursor"]
@@ -151,7 +153,7 @@ def test_each_start_has_a_token_of_its_own_and_keeps_the_sessions(tmp_path: Path
         assert http.get("/v3/daemon").status_code == 401
 
 
-def test_a_second_one_in_a_home_is_told_where_the_first_is(tmp_path: Path) -> None:
+def test_a_second_daemon_in_a_home_is_refused_with_the_address_of_the_first(tmp_path: Path) -> None:
     with serving(tmp_path) as first:
         second = new(tmp_path)
         with pytest.raises(DaemonRunningError, match=first.url) as caught:
@@ -165,19 +167,19 @@ def test_a_second_one_in_a_home_is_told_where_the_first_is(tmp_path: Path) -> No
         assert state.daemon_id == first.daemon_id
 
 
-def test_a_taken_port_leaves_nothing(tmp_path: Path) -> None:
+def test_a_start_on_a_taken_port_leaves_nothing_behind(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortTakenError):
         new(tmp_path, daemon_port=other.getsockname()[1]).start()
     check_nothing_left(tmp_path)
 
 
-def test_a_setting_that_could_never_match_starts_nothing(tmp_path: Path) -> None:
+def test_an_invalid_setting_is_refused_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="cors_origins"):
         new(tmp_path, cors_origins=("*",))
     assert not (tmp_path / "daemon").exists()
 
 
-def test_a_damaged_database_leaves_nothing(tmp_path: Path) -> None:
+def test_a_start_with_a_damaged_database_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "daemon").mkdir()
     (tmp_path / "daemon" / "daemon.db").write_bytes(b"no database at all" * 1000)
     with pytest.raises(HostingError, match="damaged"):
@@ -186,9 +188,11 @@ def test_a_damaged_database_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["EventLog", "McpServers", "AllTools", "Turns", "create_daemon_app", "serve", "StateFile"]
+    "name", ["EventLog", "McpServers", "CombinedToolbox", "TurnRunner", "create_daemon_app", "serve", "StateFile"]
 )
-def test_wherever_a_start_fails_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_start_that_fails_at_any_component_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError(f"no {name}")
 
@@ -201,9 +205,9 @@ def test_wherever_a_start_fails_nothing_is_left(tmp_path: Path, monkeypatch: pyt
         pass
 
 
-def test_two_starts_at_once_one_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_concurrent_starts_one_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first one's start may take its time on a busy machine.
-    monkeypatch.setattr(DaemonHome, "acquire", functools.partialmethod(DaemonHome.acquire, patience_s=60.0))
+    monkeypatch.setattr(DaemonHome, "acquire", functools.partialmethod(DaemonHome.acquire, timeout_s=60.0))
     daemons = [new(tmp_path) for _ in range(4)]
     refused: list[str] = []
 
@@ -224,7 +228,7 @@ def test_two_starts_at_once_one_serves(tmp_path: Path, monkeypatch: pytest.Monke
     check_nothing_left(tmp_path)
 
 
-def test_shutdown_over_http_ends_it(tmp_path: Path) -> None:
+def test_the_shutdown_route_stops_the_daemon(tmp_path: Path) -> None:
     daemon = new(tmp_path)
     daemon.start()
     with client(daemon) as http:
@@ -234,7 +238,7 @@ def test_shutdown_over_http_ends_it(tmp_path: Path) -> None:
     check_nothing_left(tmp_path)
 
 
-def test_a_waiting_poll_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_waiting_poll_does_not_delay_the_stop(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon, client(daemon) as http:
         answers: list[Any] = []
         waiting = threading.Thread(target=lambda: answers.append(http.get("/v3/events", params={"wait": 60})))
@@ -248,7 +252,7 @@ def test_a_waiting_poll_does_not_hold_up_the_end(tmp_path: Path) -> None:
 
 async def busy() -> bool:
     """Whether a request waits in a poll."""
-    return any("next_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
+    return any("_wait_for_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 
 def submit(http: Any) -> None:
@@ -257,7 +261,7 @@ def submit(http: Any) -> None:
     assert answer.status_code == 202, answer.text
 
 
-def test_while_it_drains_it_takes_no_turns_and_the_running_one_ends(tmp_path: Path) -> None:
+def test_a_draining_daemon_refuses_new_turns_and_completes_the_running_one(tmp_path: Path) -> None:
     gate = Gate()
     first, *rest = says("one ", "two")
     with Scripted([first, gate, *rest]) as upstream, serving(tmp_path, upstream=upstream.url) as daemon:
@@ -268,7 +272,7 @@ def test_while_it_drains_it_takes_no_turns_and_the_running_one_ends(tmp_path: Pa
             while http.get("/v3/health").json()["status"] != "stopping":
                 pass
             # It says so a moment before it refuses turns.
-            assert settled(daemon, lambda: daemon.services.turns._stopping)
+            assert settled(daemon, lambda: daemon.services.turns._is_stopping)
             refused = http.post("/v3/sessions/s/turns", json={"content": "more"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "daemon-stopping")
             gate.open()
@@ -276,7 +280,7 @@ def test_while_it_drains_it_takes_no_turns_and_the_running_one_ends(tmp_path: Pa
     assert ends(tmp_path) == ["turn.done"]
 
 
-def test_now_cuts_a_drain_short(tmp_path: Path) -> None:
+def test_a_stop_with_mode_now_shortens_a_drain(tmp_path: Path) -> None:
     first, *_ = says("one ", "two")
     with Scripted([first, STALL]) as upstream, serving(tmp_path, upstream=upstream.url) as daemon:
         with client(daemon) as http:
@@ -297,7 +301,7 @@ def ends(home: Path) -> list[str]:
         return [event["event"] for event in events]
 
 
-def test_a_python_function_is_a_tool(tmp_path: Path) -> None:
+def test_the_tool_decorator_registers_a_function(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon, client(daemon) as http:
 
         @daemon.tool
@@ -340,7 +344,7 @@ def script(home: Path, rest: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_program_that_ends_ends_its_daemon(tmp_path: Path) -> None:
+def test_a_program_that_exits_stops_its_daemon(tmp_path: Path) -> None:
     ended = script(tmp_path, "")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     check_nothing_left(tmp_path)
@@ -349,7 +353,7 @@ def test_a_program_that_ends_ends_its_daemon(tmp_path: Path) -> None:
         assert [event["event"] for event in events] == ["daemon.started", "daemon.stopping", "daemon.started"]
 
 
-def test_a_fork_leaves_the_daemon_alone(tmp_path: Path) -> None:
+def test_a_fork_does_not_affect_the_daemon(tmp_path: Path) -> None:
     rest = """
 if os.fork() == 0:
     daemon.stop()
@@ -395,7 +399,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
         program.process.communicate()
 
 
-def test_the_command_says_where_and_ends_on_ctrl_c(tmp_path: Path, program: Program) -> None:
+def test_the_command_prints_the_address_and_stops_on_ctrl_c(tmp_path: Path, program: Program) -> None:
     program.wait_for("state.json")
     state = read_state(tmp_path / "daemon")
     assert state is not None
@@ -408,9 +412,7 @@ def test_the_command_says_where_and_ends_on_ctrl_c(tmp_path: Path, program: Prog
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_turn_does_not_delay_the_end_for_long_and_a_second_signal_ends_it_at_once(
-    tmp_path: Path, signals: int
-) -> None:
+def test_a_running_turn_delays_the_stop_only_briefly_and_a_second_signal_ends_it(tmp_path: Path, signals: int) -> None:
     first, *_ = says("one ", "two")
     with Scripted([first, STALL]) as upstream:
         program = Program(tmp_path, "--upstream", upstream.url)
@@ -434,7 +436,7 @@ def test_a_turn_does_not_delay_the_end_for_long_and_a_second_signal_ends_it_at_o
     assert ends(tmp_path) == ["turn.error"]
 
 
-def test_a_killed_one_is_followed_by_the_next(tmp_path: Path, program: Program) -> None:
+def test_a_daemon_starts_after_another_one_was_killed(tmp_path: Path, program: Program) -> None:
     program.wait_for("state.json")
     left = json.loads((tmp_path / "daemon" / "state.json").read_text())
     program.process.kill()
@@ -450,7 +452,7 @@ def test_a_killed_one_is_followed_by_the_next(tmp_path: Path, program: Program) 
     check_nothing_left(tmp_path)
 
 
-def test_two_commands_at_once_one_serves_and_the_other_says_where(tmp_path: Path) -> None:
+def test_of_two_concurrent_commands_one_serves_and_the_other_prints_the_address(tmp_path: Path) -> None:
     programs = [Program(tmp_path) for _ in range(2)]
     loser = None
     deadline = time.monotonic() + 60
@@ -465,6 +467,6 @@ def test_two_commands_at_once_one_serves_and_the_other_says_where(tmp_path: Path
     code, out, err = loser.finish()
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("daemon-running: ")
-    assert state.url in err or "just starting" in err
+    assert state.url in err or "starting or stopping" in err
     winner.process.send_signal(signal.SIGTERM)
     assert winner.finish()[0] == 0

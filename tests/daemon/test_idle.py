@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 TURNS = 60
 
 
-async def test_who_sees_a_turns_end_finds_its_session_free_of_it(tmp_path: Path) -> None:
+async def test_a_session_is_free_of_a_turn_once_its_terminal_event_is_visible(tmp_path: Path) -> None:
     chance = random.Random(11)
     answers = [says("a"), says(*("b" * 30)), refuses(503, "no-model-loaded"), [*says("c")[:2], 0.05, *says("c")[2:]]]
     with Scripted(lambda body: chance.choice(answers)) as upstream:

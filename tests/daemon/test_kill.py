@@ -59,7 +59,9 @@ async def submit_until_killed(program: Program, turn_ids: list[str], accepted: s
 
 # Each start may take seconds on a busy machine.
 @pytest.mark.timeout(900)
-async def test_killed_at_any_moment_a_daemon_loses_and_doubles_nothing(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_daemon_that_is_killed_at_any_moment_loses_and_repeats_nothing(
+    tmp_path: Path, upstream: Scripted
+) -> None:
     notes = tmp_path / "notes.txt"
     program = Program(tmp_path, upstream.url).start()
     follower = Follower(program)

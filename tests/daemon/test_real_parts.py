@@ -53,7 +53,7 @@ def events(daemon: Daemon, session_id: str) -> list[dict[str, Any]]:
     return list(found)
 
 
-def test_a_real_model_calls_a_real_servers_tool_and_goes_on(daemon: Daemon) -> None:
+def test_a_real_model_calls_a_tool_of_a_reference_server_and_continues(daemon: Daemon) -> None:
     with client(daemon) as http:
         assert http.post("/v3/mcp/servers", json={**TIME, "permission": "allow"}).status_code == 201
         http.post("/v3/sessions", json={"session_id": "times", "tools": ["time__*"]})
@@ -73,10 +73,10 @@ def test_a_real_model_calls_a_real_servers_tool_and_goes_on(daemon: Daemon) -> N
 
 
 async def settled(daemon: Daemon) -> None:
-    await asyncio.to_thread(daemon.run, daemon.services.toolbox.settled(), 60)
+    await asyncio.to_thread(daemon.run, daemon.services.toolbox.wait_started(), 60)
 
 
-def test_a_real_model_calls_a_python_function_after_a_yes(daemon: Daemon) -> None:
+def test_a_real_model_calls_a_python_function_after_it_was_allowed(daemon: Daemon) -> None:
     seen: list[str] = []
 
     @daemon.tool

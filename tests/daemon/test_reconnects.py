@@ -52,7 +52,7 @@ async def text_of_the_record(program: Program) -> str:
         return str((await http.get("/sessions/s/turns/t")).json()["text"])
 
 
-async def test_fifty_reconnects_in_one_turn_give_the_same_text(program: Program, last: Gate) -> None:
+async def test_fifty_reconnects_during_one_turn_receive_the_complete_text(program: Program, last: Gate) -> None:
     chance = random.Random(3)
     follower = Follower(program)
     await begin(program)
@@ -68,7 +68,7 @@ async def test_fifty_reconnects_in_one_turn_give_the_same_text(program: Program,
     assert follower.connections == RECONNECTS + 1
 
 
-async def test_readers_that_never_read_delay_nobody(program: Program, last: Gate) -> None:
+async def test_clients_that_never_read_do_not_delay_others(program: Program, last: Gate) -> None:
     last.open()
     stuck = [await asyncio.to_thread(connect_and_read_nothing, program) for _ in range(5)]
     follower = Follower(program)

@@ -48,23 +48,23 @@ class Workshop:
             DaemonTool(name=ASKS, description="Writes.", parameters={"type": "object", "properties": {}}),
         ]
 
-    def tools(self) -> list[DaemonTool]:
+    def list_tools(self) -> list[DaemonTool]:
         return self.listed
 
-    starting = False
+    is_starting = False
 
-    async def settled(self) -> None:
+    async def wait_started(self) -> None:
         """It always is."""
 
-    async def absence(self, name: str) -> str | None:
+    async def explain_absence(self, name: str) -> str | None:
         return self.absences.get(name)
 
-    async def call(self, name: str, arguments: dict[str, Any], *, note: Callable[[str], None]) -> ToolResult:
+    async def call(self, name: str, arguments: dict[str, Any], *, on_progress: Callable[[str], None]) -> ToolResult:
         self.called.append((name, arguments))
         self.running += 1
         self.most_running = max(self.running, self.most_running)
         try:
-            result = self.work(name, arguments, note)
+            result = self.work(name, arguments, on_progress)
             if asyncio.iscoroutine(result):
                 result = await result
         finally:
@@ -98,7 +98,7 @@ class Daemon:
 
     async def events(self, session_id: str | None = None, turn_id: str | None = None) -> list[dict[str, Any]]:
         """All that are in the log, of one session or turn."""
-        rows = await self.store.read(lambda reading: reading.rows("SELECT * FROM events ORDER BY seq"))
+        rows = await self.store.read(lambda reading: reading.fetch_all("SELECT * FROM events ORDER BY seq"))
         fits = [
             {**row, "data": json.loads(row["data"])}
             for row in map(dict, rows)
@@ -115,7 +115,7 @@ class Daemon:
         """Wait until so many of these are in the log."""
         async with asyncio.timeout(WAIT_S):
             while True:
-                grown = self.log.grown()
+                grown = self.log.watch()
                 found = [item for item in await self.events(session_id) if item["event"] == event]
                 if len(found) >= count:
                     return found
@@ -125,10 +125,10 @@ class Daemon:
     async def asked(self, count: int = 1) -> list[PermissionRecord]:
         """The permissions that wait, once there are so many."""
         await self.seen("permission.request", count)
-        return (await self.turns.permissions()).permissions
+        return (await self.turns.list_permissions()).permissions
 
     async def snapshot(self, session_id: str) -> SessionSnapshot:
-        return await self.store.read(lambda reading: sessions.snapshot(reading, session_id))
+        return await self.store.read(lambda reading: sessions.read_snapshot(reading, session_id))
 
 
 @asynccontextmanager

@@ -1,48 +1,79 @@
-"""What of a server's configuration nobody is shown: the values of ``env`` and ``headers``."""
+"""Make text from MCP servers safe to display: without secrets and control characters, and of limited length."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Self
 
 from lmx_lab.wire.mcp import REDACTED, McpServerConfig
 
-SHORTEST = 4
-"""Shorter values would be found everywhere, and hide what is no secret."""
+MIN_SECRET_CHARACTERS = 4
+"""Shorter values are not redacted, since they occur in much text that is not secret."""
+TAIL_BYTES = 16_384
+TAIL_LINES = 50
+_LINE_CHARACTERS = 2000
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class SecretRedactor:
-    """Knows the values and takes them out of texts. Its ``repr`` shows none."""
+    """Replaces secrets in text: the values of ``env`` and ``headers`` of a configuration. Its ``repr`` shows none."""
 
     def __init__(self, values: Iterable[str]) -> None:
-        pieces = {piece.strip() for value in values for piece in (value, *value.splitlines(), *_credentials(value))}
-        # The longest first: one may be part of another.
-        self._values = sorted((piece for piece in pieces if len(piece) >= SHORTEST), key=len, reverse=True)
-
-        self._longest = max((len(value.encode()) for value in self._values), default=0)
+        secrets = {part.strip() for value in values for part in (value, *value.splitlines(), *_credentials(value))}
+        # Longest first, because a secret can be a part of another one.
+        self._secrets = sorted(
+            (secret for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS), key=len, reverse=True
+        )
+        self._longest_bytes = max((len(secret.encode()) for secret in self._secrets), default=0)
 
     @classmethod
     def of(cls, config: McpServerConfig) -> Self:
+        """Return a redactor of the secrets in a configuration."""
         return cls([*config.env.values(), *config.headers.values()])
 
-    def hidden(self, text: str) -> str:
-        """The text with ``***`` for each secret in it."""
-        for value in self._values:
-            text = text.replace(value, REDACTED)
+    def redact(self, text: str) -> str:
+        """Replace each secret in the text by ``***``."""
+        for secret in self._secrets:
+            text = text.replace(secret, REDACTED)
         return text
 
-    def hidden_bytes(self, data: bytes) -> bytes:
-        """As ``hidden``, of text that is not decoded yet."""
-        for value in self._values:
-            data = data.replace(value.encode(), REDACTED.encode())
+    def redact_bytes(self, data: bytes) -> bytes:
+        """Replace each secret in text that is not decoded yet."""
+        for secret in self._secrets:
+            data = data.replace(secret.encode(), REDACTED.encode())
         return data
 
-    def hidden_end(self, text: str) -> str:
-        """As ``hidden``, of a text whose beginning was cut off: without what the end of a secret may be in."""
-        return self.hidden(text)[self._longest :]
+    def redact_tail(self, text: str) -> str:
+        """Replace each secret in a text whose beginning was cut off.
+
+        The first characters are removed, since they may be the end of a secret that was cut in two.
+        """
+        return self.redact(text)[self._longest_bytes :]
 
 
 def _credentials(value: str) -> list[str]:
-    """What follows the scheme of an Authorization header."""
+    """Return what follows the scheme in the value of an Authorization header."""
     scheme, _, rest = value.partition(" ")
     return [rest] if rest and scheme.lower() in ("bearer", "basic", "token") else []
+
+
+def last_lines(text: str) -> str:
+    """Return the last lines of a text, at most 50 lines and 16 KiB, without control characters and with long lines cut.
+
+    Empty lines are omitted.
+    """
+    text = _replace_unprintable(text)[-TAIL_BYTES:]
+    lines = [line[:_LINE_CHARACTERS] for line in text.split("\n") if line.strip()]
+    tail = "\n".join(lines[-TAIL_LINES:])
+    # Cut again as bytes, because a character can take more than one.
+    return tail.encode()[-TAIL_BYTES:].decode("utf-8", "ignore")
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Return a text as one line of at most ``limit`` characters, for use in a sentence."""
+    return " ".join(_replace_unprintable(text[: 4 * limit]).split())[:limit]
+
+
+def _replace_unprintable(text: str) -> str:
+    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))

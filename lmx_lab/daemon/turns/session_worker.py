@@ -1,4 +1,4 @@
-"""What a daemon in memory has of each session that turns are run, submitted or cancelled in."""
+"""The workers of sessions: in-memory state of each session whose turns are submitted, run or cancelled."""
 
 from __future__ import annotations
 
@@ -11,62 +11,67 @@ from lmx_lab.errors import SessionNotFoundError
 
 
 class SessionWorker:
-    """One session's turns, one at a time."""
+    """Runs the turns of one session, one at a time."""
 
     def __init__(self, session_id: str) -> None:
         self.session_id = session_id
         self.lock = asyncio.Lock()
-        """Of what begins, is submitted and is cancelled, so that each finds the others whole."""
+        """Held while a turn is submitted, started or cancelled, so that each sees the others' complete changes."""
         self.users = 0
+        """Number of callers that hold or wait for the lock, or delete the session."""
         self.task: asyncio.Task[None] | None = None
+        """Runs the turns; None while no turn waits."""
         self.active: ActiveTurn | None = None
-        """From its beginning in the database to its end there."""
-        self.deleting = False
-        """Nothing begins and nobody comes in any more."""
+        """The running turn, from its start in the database to its end there."""
+        self.is_deleting = False
+        """Whether the session is being deleted, so that no turn is accepted or started."""
         self.deletion: asyncio.Task[None] | None = None
 
 
 class SessionWorkers:
-    """Those that somebody needs; the others are forgotten."""
+    """The workers that are in use. Others are removed."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, SessionWorker] = {}
+        self._workers: dict[str, SessionWorker] = {}
 
     def __iter__(self) -> Iterator[SessionWorker]:
-        return iter(list(self._lanes.values()))
+        return iter(list(self._workers.values()))
 
-    def active(self) -> list[ActiveTurn]:
-        return [lane.active for lane in self if lane.active is not None]
+    def active_turns(self) -> list[ActiveTurn]:
+        """Return the running turns."""
+        return [worker.active for worker in self if worker.active is not None]
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        return [lane.task for lane in self if lane.task is not None]
+        """Return the tasks of all workers."""
+        return [worker.task for worker in self if worker.task is not None]
 
     def find(self, session_id: str) -> SessionWorker | None:
-        return self._lanes.get(session_id)
+        """Return the worker of a session, if there is one."""
+        return self._workers.get(session_id)
 
-    def of(self, session_id: str) -> SessionWorker:
-        """The session's lane, made if nobody needed one yet."""
-        return self._lanes.setdefault(session_id, SessionWorker(session_id))
+    def get_or_create(self, session_id: str) -> SessionWorker:
+        """Return the worker of a session. Creates it if necessary."""
+        return self._workers.setdefault(session_id, SessionWorker(session_id))
 
     @contextlib.asynccontextmanager
-    async def alone(self, session_id: str) -> AsyncIterator[SessionWorker]:
-        """The session's lane, for this block alone.
+    async def locked(self, session_id: str) -> AsyncIterator[SessionWorker]:
+        """Hold the lock of a session's worker within the block.
 
         Raises:
-            SessionNotFoundError: the session is being deleted.
+            SessionNotFoundError: The session is being deleted.
         """
-        lane = self.of(session_id)
-        lane.users += 1
+        worker = self.get_or_create(session_id)
+        worker.users += 1
         try:
-            async with lane.lock:
-                if lane.deleting:
+            async with worker.lock:
+                if worker.is_deleting:
                     raise SessionNotFoundError(f"session {session_id!r:.80} is being deleted")
-                yield lane
+                yield worker
         finally:
-            lane.users -= 1
-            self.forget(lane)
+            worker.users -= 1
+            self.remove_unused(worker)
 
-    def forget(self, lane: SessionWorker) -> None:
-        """Unless it is needed."""
-        if lane.users == 0 and lane.task is None and self._lanes.get(lane.session_id) is lane:
-            del self._lanes[lane.session_id]
+    def remove_unused(self, worker: SessionWorker) -> None:
+        """Remove a worker, unless it is in use."""
+        if worker.users == 0 and worker.task is None and self._workers.get(worker.session_id) is worker:
+            del self._workers[worker.session_id]

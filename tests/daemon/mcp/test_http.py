@@ -51,7 +51,7 @@ def remote(port: int, path: str = "mcp", **fields: Any) -> McpServerConfig:
     return McpServerConfig(name="far", transport="http", url=f"http://127.0.0.1:{port}/{path}", **given)
 
 
-async def test_a_server_over_http_is_called_with_its_headers_which_are_not_shown(place: Place, port: int) -> None:
+async def test_a_server_over_http_is_called_with_its_headers_which_are_redacted(place: Place, port: int) -> None:
     record = await place.ready(remote(port))
     assert (record.headers, record.pid) == ({"Authorization": "***"}, None)
     assert (await place.call("far__greet", name="you")).text == "Hello you"
@@ -65,7 +65,7 @@ async def test_a_call_over_http_ends_at_its_limit_and_the_next_one_works(place: 
     assert (await place.call("far__greet", name="me")).text == "Hello me"
 
 
-async def test_an_answer_over_http_that_is_too_long_is_not_kept(place: Place, port: int) -> None:
+async def test_an_answer_over_http_that_is_too_long_is_an_error(place: Place, port: int) -> None:
     await place.ready(remote(port))
     result = await place.call("far__big")
     assert result.status == "error"
@@ -81,7 +81,7 @@ async def test_an_answer_over_http_that_is_too_long_is_not_kept(place: Place, po
         ({"path": "elsewhere"}, "protocol", "127.0.0.2"),
     ],
 )
-async def test_a_test_over_http_says_what_the_server_refused(
+async def test_a_failed_test_over_http_reports_the_refusal(
     place: Place, port: int, fields: dict[str, Any], kind: str, said: str
 ) -> None:
     failed = await place.servers.test(remote(port, **fields))
@@ -91,7 +91,7 @@ async def test_a_test_over_http_says_what_the_server_refused(
     assert "wrong-token" not in failed.error
 
 
-async def test_a_server_over_http_that_dies_fails_its_calls_and_is_found_again(place: Place) -> None:
+async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connected_again(place: Place) -> None:
     with served("0") as (port, process):
         await place.ready(remote(port))
         call = asyncio.create_task(place.call("far__sleep"))
@@ -133,7 +133,7 @@ def everything() -> str:
 async def test_the_reference_server_for_node_works(place: Place, everything: str) -> None:
     record = await place.ready(McpServerConfig(name="all", command=everything, args=("stdio",), env=RUN))
     assert record.tools >= 8
-    names = {tool.name for tool in place.servers.offered()}
+    names = {tool.name for tool in place.servers.offered_tools()}
     assert "all__echo" in names
     assert (await place.call("all__echo", message="hello")).text == "Echo: hello"
     assert (await place.call("all__get-sum", a=2, b=3)).text.startswith("The sum of 2 and 3 is 5")

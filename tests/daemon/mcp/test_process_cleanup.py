@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, alive, end, family, root_of
+from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, find_processes, is_alive, root_of_child
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 START = f"subprocess.Popen([sys.executable, '-I', '-c', {STUBBORN!r}])"
@@ -21,9 +21,9 @@ LINES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "sta
 def parent() -> Iterator[subprocess.Popen[str]]:
     """The leader of a session with a child that ignores TERM; neither has a mark."""
     process = subprocess.Popen([sys.executable, "-I", "-c", PARENT], **LINES)  # type: ignore[call-overload]
-    root = root_of(process.pid, "none")
+    root = root_of_child(process.pid, "none")
     yield process
-    end(root, term_s=0)
+    end_processes(root, term_s=0)
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
@@ -37,39 +37,39 @@ def child_of(parent: subprocess.Popen[str]) -> psutil.Process:
     return child
 
 
-def test_the_family_is_ended_also_where_it_ignores_term(parent: subprocess.Popen[str]) -> None:
+def test_child_processes_that_ignore_sigterm_are_ended(parent: subprocess.Popen[str]) -> None:
     child = child_of(parent)
-    root = root_of(parent.pid, "none")
-    assert {process.pid for process in family(root)} == {parent.pid, child.pid}
-    assert end(root, term_s=0.1) == []
-    assert not alive(child)
-    assert family(root) == []
+    root = root_of_child(parent.pid, "none")
+    assert {process.pid for process in find_processes(root)} == {parent.pid, child.pid}
+    assert end_processes(root, term_s=0.1) == []
+    assert not is_alive(child)
+    assert find_processes(root) == []
 
 
-def test_a_number_that_is_another_process_now_is_left_alone(parent: subprocess.Popen[str]) -> None:
+def test_a_process_that_reuses_the_pid_is_not_affected(parent: subprocess.Popen[str]) -> None:
     child_of(parent)
-    assert family(RootProcess(pid=parent.pid, started=1.0, mark="none")) == []
+    assert find_processes(RootProcess(pid=parent.pid, started=1.0, mark="none")) == []
 
 
-def test_what_has_not_been_started_yet_has_no_family() -> None:
-    assert family(RootProcess(pid=0, started=0.0, mark="none", watched=True)) == []
+def test_a_server_that_was_not_started_has_no_processes() -> None:
+    assert find_processes(RootProcess(pid=0, started=0.0, mark="none", is_child=True)) == []
 
 
-def test_what_is_left_of_a_session_counts_only_where_its_end_was_seen(parent: subprocess.Popen[str]) -> None:
+def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(parent: subprocess.Popen[str]) -> None:
     child = child_of(parent)
-    root = root_of(parent.pid, "none")
+    root = root_of_child(parent.pid, "none")
     # The child holds its output open.
     assert parent.stdin is not None
     parent.stdin.close()
     parent.wait()
-    assert alive(child)
-    assert family(RootProcess(pid=root.pid, started=root.started, mark="none")) == []
-    assert family(root) == [child]
+    assert is_alive(child)
+    assert find_processes(RootProcess(pid=root.pid, started=root.started, mark="none")) == []
+    assert find_processes(root) == [child]
 
 
-def test_a_mark_is_inherited_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_found_by_their_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "the-mark")
     process = subprocess.Popen([sys.executable, "-I", "-c", "input()"], **LINES)  # type: ignore[call-overload]
-    assert [found.pid for found in family(RootProcess(pid=1, started=0.0, mark="the-mark"))] == [process.pid]
+    assert [found.pid for found in find_processes(RootProcess(pid=1, started=0.0, mark="the-mark"))] == [process.pid]
     process.communicate("")
-    assert family(RootProcess(pid=1, started=0.0, mark="the-mark")) == []
+    assert find_processes(RootProcess(pid=1, started=0.0, mark="the-mark")) == []

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lmx_lab.daemon.mcp import process as mcp_process
-from lmx_lab.daemon.mcp.process_cleanup import alive
+from lmx_lab.daemon.mcp.process_cleanup import is_alive
 from lmx_lab.daemon.mcp.redaction import SecretRedactor
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
@@ -45,10 +45,10 @@ def new_repository(path: Path) -> Path:
 
 async def test_the_time_server_answers_and_its_tools_are_read_only(place: Place) -> None:
     await place.ready(McpServerConfig(name="time", command=sys.executable, args=("-m", "mcp_server_time"), env=RUN))
-    tools = {tool.name: tool for tool in place.servers.offered()}
+    tools = {tool.name: tool for tool in place.servers.offered_tools()}
     assert set(tools) == {"time__get_current_time", "time__convert_time"}
     assert tools["time__get_current_time"].read_only
-    assert not tools["time__get_current_time"].asks
+    assert not tools["time__get_current_time"].needs_permission
     assert "timezone" in tools["time__get_current_time"].parameters["properties"]
     answer = await place.call(
         "time__convert_time", source_timezone="Etc/UTC", time="12:00", target_timezone="Asia/Tokyo"
@@ -74,7 +74,7 @@ async def test_the_git_server_works_on_a_repository_beside_another_server(place:
     assert echo.text == "beside"
 
 
-async def test_tools_of_all_pages_are_listed_and_answers_of_all_kinds_are_text(place: Place) -> None:
+async def test_tools_of_all_pages_are_listed_and_results_of_all_kinds_become_text(place: Place) -> None:
     record = await place.ready(hostile())
     assert record.tools == 20
     assert (await place.call("bad__structured")).text == '{"answer": 42}'
@@ -86,17 +86,17 @@ async def test_tools_of_all_pages_are_listed_and_answers_of_all_kinds_are_text(p
     assert (await place.call("bad__echo", text="on")).text == "on"
 
 
-async def test_progress_is_told_without_control_characters(place: Place) -> None:
+async def test_progress_is_reported_without_control_characters(place: Place) -> None:
     await place.ready(hostile())
     assert (await place.call("bad__progress")).text == "done"
     assert place.notes == ["1/2 half\ufffd[31m way"]
 
 
-async def test_a_list_of_tools_that_changes_is_read_again_and_odd_names_are_made_fit(place: Place) -> None:
+async def test_a_changed_list_of_tools_is_read_again_and_invalid_names_are_adapted(place: Place) -> None:
     before = await place.ready(hostile())
     await place.call("bad__grow")
     await place.until("bad", lambda record: record.tools > before.tools)
-    (grown,) = [tool.name for tool in place.servers.offered() if "grown" in tool.name]
+    (grown,) = [tool.name for tool in place.servers.offered_tools() if "grown" in tool.name]
     assert grown.startswith("bad__grown_tool_")
     assert grown.isascii()
     assert (await place.events())[-1]["tools"] == before.tools + 1
@@ -106,7 +106,7 @@ async def test_an_endless_list_of_tools_ends_at_the_limit(place: Place) -> None:
     assert (await place.ready(hostile("endless"))).tools == 256
 
 
-async def test_a_server_that_only_knows_the_protocol_of_2026_is_spoken_to_in_it(place: Place) -> None:
+async def test_a_server_that_supports_only_the_protocol_of_2026_works(place: Place) -> None:
     assert (await place.ready(hostile("modern"))).tools == 20
     assert (await place.call("bad__echo", text="new")).text == "new"
 
@@ -114,7 +114,7 @@ async def test_a_server_that_only_knows_the_protocol_of_2026_is_spoken_to_in_it(
 # What is told of them
 
 
-async def test_every_state_is_an_event_and_servers_come_back_after_a_restart(place: Place) -> None:
+async def test_every_state_has_an_event_and_servers_start_again_with_the_daemon(place: Place) -> None:
     await place.ready(hostile())
     await place.servers.stop()
     assert [event["state"] for event in await place.events()] == ["starting", "ready", "stopping"]
@@ -126,10 +126,10 @@ async def test_every_state_is_an_event_and_servers_come_back_after_a_restart(pla
     with pytest.raises(McpServerNotFoundError):
         await place.servers.read("bad")
     await place.again()
-    assert (await place.servers.listed()).servers == []
+    assert (await place.servers.list_servers()).servers == []
 
 
-async def test_secrets_are_shown_nowhere(place: Place) -> None:
+async def test_secrets_are_redacted_everywhere(place: Place) -> None:
     config = hostile()
     await place.ready(config)
     names = json.loads((await place.call("bad__secrets")).text)
@@ -162,15 +162,15 @@ def printing(script: str, secret: str) -> McpServerConfig:
 @pytest.mark.parametrize(
     "script",
     [
-        "print('a' * (STRAY_BYTES - 10) + key, flush=True)",
+        "print('a' * (LINE_BYTES - 10) + key, flush=True)",
         # What is left of the first one is at the front of what is kept, and moves up when the others are hidden.
         "print(key * 1000, file=sys.stderr)",
     ],
     ids=["the end of a line of stdout", "the front of stderr"],
 )
-async def test_a_secret_that_is_cut_is_not_shown_in_part(place: Place, script: str) -> None:
+async def test_no_part_of_a_secret_that_was_cut_is_shown(place: Place, script: str) -> None:
     key = "".join(chr(0x4E00 + i) for i in range(20))
-    sizes = f"STRAY_BYTES = {mcp_process.STRAY_BYTES}"
+    sizes = f"LINE_BYTES = {mcp_process.INVALID_LINE_BYTES}"
     begun = (
         f"import os, sys; sys.stderr.reconfigure(encoding='utf-8'); sys.stdout.reconfigure(encoding='utf-8'); {sizes}"
     )
@@ -181,17 +181,17 @@ async def test_a_secret_that_is_cut_is_not_shown_in_part(place: Place, script: s
 
 
 def test_short_secrets_are_hidden_too() -> None:
-    assert SecretRedactor(["1234", "abc"]).hidden("1234 abc") == "*** abc"
-    assert SecretRedactor(["1234", "abc"]).hidden_bytes(b"1234 abc") == b"*** abc"
+    assert SecretRedactor(["1234", "abc"]).redact("1234 abc") == "*** abc"
+    assert SecretRedactor(["1234", "abc"]).redact_bytes(b"1234 abc") == b"*** abc"
 
 
 async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_not_offered(place: Place) -> None:
     record = await place.ready(hostile())
     changed = await place.servers.change("bad", ChangeMcpServer(permission="deny"))
     assert (changed.pid, changed.state) == (record.pid, "ready")
-    assert place.servers.offered() == []
+    assert place.servers.offered_tools() == []
     assert await place.servers.call("bad__echo", {}, print) is None
-    assert len((await place.servers.tools("bad")).tools) == record.tools
+    assert len((await place.servers.list_tools("bad")).tools) == record.tools
     again = await place.servers.restart("bad")
     assert again.state == "starting"
     assert (await place.until("bad", lambda record: record.state == "ready")).pid != record.pid
@@ -217,7 +217,7 @@ async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_no
         ({"transport": "http", "command": None, "url": "http://host/", "headers": {"A": "1\r\nB: 2"}}, "headers"),
     ],
 )
-async def test_what_can_never_start_is_refused_and_the_field_named(
+async def test_a_configuration_that_can_never_start_is_refused_with_the_field(
     place: Place, fields: dict[str, Any], named: str
 ) -> None:
     config = McpServerConfig(**{"name": "wrong", "command": sys.executable, **fields})
@@ -225,10 +225,10 @@ async def test_what_can_never_start_is_refused_and_the_field_named(
         await place.servers.add(config)
     assert caught.value.param == named
     assert "hunter2" not in caught.value.message
-    assert (await place.servers.listed()).servers == []
+    assert (await place.servers.list_servers()).servers == []
 
 
-async def test_a_change_that_makes_no_configuration_is_refused_and_changes_nothing(place: Place) -> None:
+async def test_a_change_to_an_invalid_configuration_is_refused_and_changes_nothing(place: Place) -> None:
     record = await place.ready(hostile(cwd="/"))
     for change, said in [({"url": "http://host/"}, "url"), ({"cwd": "/no/such"}, "cwd"), ({"env": {"": "x"}}, "env")]:
         with pytest.raises(InvalidRequestError, match=said):
@@ -244,12 +244,12 @@ async def test_a_change_that_makes_no_configuration_is_refused_and_changes_nothi
         await place.servers.change("nobody", ChangeMcpServer(enabled=False))
 
 
-async def test_a_name_is_given_once(place: Place) -> None:
+async def test_a_name_can_be_used_once(place: Place) -> None:
     results = await asyncio.gather(place.servers.add(hostile()), place.servers.add(hostile()), return_exceptions=True)
     assert {type(result) for result in results} == {McpServerRecord, McpServerExistsError}
 
 
-async def test_a_command_that_is_not_there_fails_at_once_and_is_not_tried_again(place: Place) -> None:
+async def test_a_missing_command_fails_immediately_without_restarts(place: Place) -> None:
     await place.servers.add(McpServerConfig(name="none", command="no-such-program-here"))
     record = await place.until("none", lambda record: record.state == "failed")
     assert (record.error_kind, record.restarts) == ("command-not-found", 0)
@@ -279,15 +279,15 @@ async def test_a_test_passes_and_changes_nothing(place: Place) -> None:
     [
         (hostile("exits"), "exited", "code 4"),
         (hostile("mute", start_timeout_s=0.3), "start-timeout", "0.3 s"),
-        (hostile("babble"), "protocol", "no messages"),
-        (hostile("prints", "mute", start_timeout_s=5.0), "start-timeout", "no messages"),
+        (hostile("babble"), "protocol", "not messages"),
+        (hostile("prints", "mute", start_timeout_s=5.0), "start-timeout", "not messages"),
         (McpServerConfig(name="x", command="no-such-program-here"), "command-not-found", "no-such-program-here"),
-        (McpServerConfig(name="x", command="/no/such" * 1000), "command-not-found", "no file '/no/such"),
+        (McpServerConfig(name="x", command="/no/such" * 1000), "command-not-found", "the file '/no/such"),
         (McpServerConfig(name="x", command=sys.executable, cwd="/no/such"), "invalid", "/no/such"),
         (McpServerConfig(name="x", transport="http", url="http://127.0.0.1:9/"), "unreachable", "cannot be reached"),
     ],
 )
-async def test_a_test_that_fails_says_why(place: Place, config: McpServerConfig, kind: str, said: str) -> None:
+async def test_a_failed_test_reports_the_reason(place: Place, config: McpServerConfig, kind: str, said: str) -> None:
     failed = await place.servers.test(config)
     assert not failed.ok
     assert failed.error_kind == kind
@@ -299,14 +299,14 @@ async def test_a_test_that_fails_says_why(place: Place, config: McpServerConfig,
 # Bad ones
 
 
-async def test_a_server_that_prints_before_it_speaks_is_understood(place: Place) -> None:
+async def test_lines_that_are_not_messages_are_ignored(place: Place) -> None:
     record = await place.ready(hostile("prints"))
     assert "(stdout) Welcome to the server!" in record.stderr_tail
     assert (await place.call("bad__garbage")).text == "after garbage"
     assert (await place.call("bad__echo", text="on")).text == "on"
 
 
-async def test_a_server_that_dies_in_a_call_fails_it_at_once_and_comes_back(place: Place) -> None:
+async def test_a_server_that_exits_during_a_call_fails_it_immediately_and_is_restarted(place: Place) -> None:
     first = await place.ready(hostile())
     await place.ready(hostile(name="other"))
     result = await place.call("bad__die")
@@ -323,15 +323,15 @@ async def test_a_server_that_dies_in_a_call_fails_it_at_once_and_comes_back(plac
     assert [event["state"] for event in await place.events() if event["name"] == "bad"][2:] == ["restarting", "ready"]
 
 
-async def test_a_program_that_exits_at_once_is_said_to_have_exited(place: Place) -> None:
+async def test_a_program_that_exits_immediately_is_reported_as_exited(place: Place) -> None:
     """Its stdin is found closed before the end of its output is."""
     config = McpServerConfig(name="q", command="/bin/sh", args=("-c", "echo oops >&2; exit 4"), env=RUN)
     failed = await asyncio.gather(*(place.servers.test(config) for _ in range(3)))
     said = {test.error for test in failed}
-    assert said == {"the server exited with code 4; its last line was: oops, before it had answered initialize"}
+    assert said == {"the server exited with code 4; its last line was: oops, before it answered initialize"}
 
 
-async def test_a_server_that_always_dies_has_failed_after_its_tries(place: Place) -> None:
+async def test_a_server_that_always_exits_fails_after_the_last_restart(place: Place) -> None:
     await place.servers.add(hostile("exits"))
     record = await place.until("bad", lambda record: record.state == "failed")
     assert (record.restarts, record.error_kind) == (2, "exited")
@@ -341,9 +341,9 @@ async def test_a_server_that_always_dies_has_failed_after_its_tries(place: Place
     assert (again.state, again.restarts) == ("starting", 0)
 
 
-async def test_tries_are_given_back_to_a_server_that_was_ready_for_long(place: Place) -> None:
+async def test_the_restarts_of_a_server_that_was_ready_for_long_are_counted_from_zero(place: Place) -> None:
     await place.servers.stop()
-    place.restarts = quick(settled_s=0.0)
+    place.restarts = quick(reset_after_s=0.0)
     await place.again()
     await place.ready(hostile())
     for _ in range(4):
@@ -354,7 +354,7 @@ async def test_tries_are_given_back_to_a_server_that_was_ready_for_long(place: P
 
 
 @pytest.mark.parametrize("tool", ["deaf", "bad_utf8", "long_line"])
-async def test_a_call_that_is_not_answered_ends_in_time_and_the_server_goes_on(place: Place, tool: str) -> None:
+async def test_a_call_without_an_answer_ends_at_its_limit_and_the_server_continues(place: Place, tool: str) -> None:
     await place.ready(hostile(tool_timeout_s=4.0))
     result = await place.call(f"bad__{tool}")
     assert result.status == ("error" if tool == "long_line" else "timeout")
@@ -363,7 +363,7 @@ async def test_a_call_that_is_not_answered_ends_in_time_and_the_server_goes_on(p
     assert record.restarts == 0
 
 
-async def test_a_hundred_megabytes_of_noise_are_read_and_not_kept(place: Place) -> None:
+async def test_a_hundred_megabytes_of_output_are_read_and_discarded(place: Place) -> None:
     await place.ready(hostile("floods_stderr", tool_timeout_s=60))
     before = psutil.Process().memory_info().rss
     result = await place.call("bad__flood")
@@ -373,7 +373,7 @@ async def test_a_hundred_megabytes_of_noise_are_read_and_not_kept(place: Place) 
 
 
 @pytest.mark.parametrize("tool", ["close", "not_an_object", "hang_up"])
-async def test_broken_pipes_and_broken_answers_are_told(place: Place, tool: str) -> None:
+async def test_broken_pipes_and_invalid_answers_are_errors_of_the_call(place: Place, tool: str) -> None:
     await place.ready(hostile(tool_timeout_s=10.0))
     result = await place.call(f"bad__{tool}")
     assert result.status == ("ok" if tool == "hang_up" else "error")
@@ -383,13 +383,13 @@ async def test_broken_pipes_and_broken_answers_are_told(place: Place, tool: str)
     assert (await place.call("bad__echo", text="on")).text == "on"
 
 
-async def test_a_server_that_does_nothing_but_talk_is_lost_and_others_are_untouched(place: Place) -> None:
+async def test_a_server_that_floods_its_output_fails_without_affecting_others(place: Place) -> None:
     await asyncio.gather(place.ready(hostile("late_babble")), place.ready(hostile(name="other")))
     babbling = asyncio.create_task(place.call("bad__echo"))
     while not babbling.done():
         assert (await place.call("other__echo", text="still here")).text == "still here"
     assert (await babbling).status == "error"
-    assert "no messages" in (await babbling).text
+    assert "not messages" in (await babbling).text
     record = await place.until("bad", lambda record: record.restarts == 1)
     assert record.error_kind in ("protocol", None)
 
@@ -399,10 +399,11 @@ async def test_a_call_ends_when_its_server_is_stopped(place: Place) -> None:
     call = asyncio.create_task(place.call("bad__deaf"))
     await place.until("bad", lambda record: "deaf begun" in record.stderr_tail)
     await place.servers.restart("bad")
-    assert (await call).text.startswith("The tool's server was lost during the call: the server was stopped.")
+    expected = "The connection to the server was lost during the call: the server was stopped."
+    assert (await call).text.startswith(expected)
 
 
-async def test_a_cancelled_call_is_told_to_the_server_and_ends_soon(place: Place) -> None:
+async def test_a_cancelled_call_notifies_the_server_and_ends_soon(place: Place) -> None:
     await place.ready(hostile())
     call = asyncio.create_task(place.call("bad__deaf"))
     await place.until("bad", lambda record: "deaf begun" in record.stderr_tail)
@@ -415,7 +416,7 @@ async def test_a_cancelled_call_is_told_to_the_server_and_ends_soon(place: Place
 
 
 @pytest.mark.parametrize("mode", ["mute", "babble"])
-async def test_a_server_that_does_not_answer_is_stopped_without_waiting_for_it(place: Place, mode: str) -> None:
+async def test_a_server_that_does_not_answer_is_stopped_without_delay(place: Place, mode: str) -> None:
     await place.servers.add(hostile(mode, start_timeout_s=3000.0))
     record = await place.until("bad", lambda record: record.pid is not None)
     async with asyncio.timeout(10):
@@ -427,17 +428,17 @@ async def test_nothing_is_left_of_a_server_that_ignores_term_and_has_grandchildr
     record = await place.ready(hostile("ignore_term"))
     pids = [record.pid, *json.loads((await place.call("bad__family")).text)]
     processes = [psutil.Process(pid) for pid in pids]
-    assert all(map(alive, processes))
+    assert all(map(is_alive, processes))
     await place.servers.remove("bad")
-    assert not any(map(alive, processes))
+    assert not any(map(is_alive, processes))
 
 
-async def test_grandchildren_of_a_server_that_died_are_ended_before_it_comes_back(place: Place) -> None:
+async def test_grandchildren_of_a_server_that_exited_are_ended_before_its_restart(place: Place) -> None:
     await place.ready(hostile())
     processes = [psutil.Process(pid) for pid in json.loads((await place.call("bad__family")).text)]
     await place.call("bad__die")
     await place.until("bad", lambda record: record.restarts == 1 and record.state == "ready")
-    assert not any(map(alive, processes))
+    assert not any(map(is_alive, processes))
 
 
 KILLED_DAEMON = """
@@ -469,10 +470,10 @@ def killed_daemon(folder: Path, script: str = KILLED_DAEMON) -> list[psutil.Proc
 KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from lmx_lab.daemon.mcp import orphans
+from lmx_lab.daemon.mcp import process_cleanup
 from tests.daemon.mcp_place import Place, Store, hostile
 
-write = orphans._write
+write = process_cleanup._write_registry
 
 def write_until_it_runs(path, roots):
     for root in roots:
@@ -482,7 +483,7 @@ def write_until_it_runs(path, roots):
     write(path, roots)
 
 async def main():
-    orphans._write = write_until_it_runs
+    process_cleanup._write_registry = write_until_it_runs
     folder = Path(sys.argv[1])
     place = Place(await Store.open(folder / "daemon.db"), folder)
     await place.again()
@@ -493,37 +494,35 @@ asyncio.run(main())
 """
 
 
-async def test_a_server_that_ran_but_was_not_known_to_when_its_daemon_was_killed_is_ended_too(
-    place: Place, tmp_path: Path
-) -> None:
+async def test_a_server_whose_daemon_was_killed_during_its_start_is_ended_too(place: Place, tmp_path: Path) -> None:
     (process,) = await asyncio.to_thread(killed_daemon, tmp_path / "killed", KILLED_AT_START)
     try:
-        assert alive(process)
+        assert is_alive(process)
         next_one = Place(place.store, tmp_path / "killed")
         await next_one.again()
         await next_one.servers.stop()
-        assert not alive(process)
+        assert not is_alive(process)
     finally:
-        if alive(process):
+        if is_alive(process):
             process.kill()
 
 
-async def test_what_a_killed_daemon_left_running_is_ended_at_the_next_start(place: Place, tmp_path: Path) -> None:
+async def test_processes_of_a_killed_daemon_are_ended_at_the_next_start(place: Place, tmp_path: Path) -> None:
     processes = await asyncio.to_thread(killed_daemon, tmp_path / "killed")
-    assert all(map(alive, processes))
+    assert all(map(is_alive, processes))
     stranger = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-c", "input()", stdin=subprocess.PIPE, start_new_session=True
     )
     next_one = Place(place.store, tmp_path / "killed")
     await next_one.again()
     await next_one.servers.stop()
-    assert not any(map(alive, processes))
+    assert not any(map(is_alive, processes))
     assert stranger.returncode is None
     await stranger.communicate(b"\n")
     assert stranger.returncode == 0
 
 
-def test_servers_run_on_the_loop_of_a_thread_and_end_with_it(tmp_path: Path) -> None:
+def test_servers_run_on_the_event_loop_of_a_thread_and_end_with_it(tmp_path: Path) -> None:
     """As in a notebook, also where nobody has stopped them before."""
     thread = LoopThread()
     thread.start()
@@ -541,4 +540,4 @@ def test_servers_run_on_the_loop_of_a_thread_and_end_with_it(tmp_path: Path) -> 
     process = psutil.Process(record.pid)
     thread.run(place.store.close())
     thread.stop()
-    assert not alive(process)
+    assert not is_alive(process)

@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.event_log import note_pruned
+from lmx_lab.daemon.storage.event_log import record_pruned
 from lmx_lab.daemon.storage.store import Transaction
 from tests.daemon.face import client, connect, frames_until, raw_subscriber, serving, settled, write_tokens
 
@@ -57,7 +57,7 @@ def latest(daemon: Daemon) -> int:
 # --- cursors
 
 
-async def test_without_a_cursor_only_what_comes_now(daemon: Daemon) -> None:
+async def test_without_a_cursor_only_new_events_are_sent(daemon: Daemon) -> None:
     write_tokens(daemon, 3)
     async with connect(daemon) as socket:
         hello, synced = await frames_until(socket, "stream.synced")
@@ -73,7 +73,7 @@ async def test_without_a_cursor_only_what_comes_now(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 49, 50, 51, 1000])
-async def test_what_was_missed_comes_first_and_once(daemon: Daemon, count: int) -> None:
+async def test_missed_events_are_sent_first_and_once(daemon: Daemon, count: int) -> None:
     start = latest(daemon)
     last = write_tokens(daemon, count)
     async with connect(daemon, f"?after={start}") as socket:
@@ -83,13 +83,13 @@ async def test_what_was_missed_comes_first_and_once(daemon: Daemon, count: int) 
         assert seqs(await frames_until(socket, "turn.token")) == [more]
 
 
-async def test_zero_is_all_that_is_kept(daemon: Daemon) -> None:
+async def test_cursor_zero_receives_all_kept_events(daemon: Daemon) -> None:
     async with connect(daemon, "?after=0") as socket:
         frames = await frames_until(socket, "stream.synced")
     assert (frames[1]["event"], seqs(frames)[-1]) == ("daemon.started", latest(daemon))
 
 
-async def test_nothing_is_lost_between_what_was_missed_and_what_is_new(daemon: Daemon) -> None:
+async def test_no_event_is_lost_between_stored_and_live_events(daemon: Daemon) -> None:
     """Events are written all the time while it connects and catches up."""
     start, stop = latest(daemon), threading.Event()
     wanted: list[int] = []
@@ -129,7 +129,7 @@ async def test_nothing_is_lost_between_what_was_missed_and_what_is_new(daemon: D
         ("?from=1", "from"),
     ],
 )
-async def test_junk_is_refused_before_the_socket_is_open(daemon: Daemon, query: str, param: str) -> None:
+async def test_an_invalid_query_is_refused_before_the_handshake(daemon: Daemon, query: str, param: str) -> None:
     with pytest.raises(InvalidStatus) as caught:
         async with connect(daemon, query):
             pass
@@ -140,7 +140,7 @@ async def test_junk_is_refused_before_the_socket_is_open(daemon: Daemon, query: 
 @pytest.mark.parametrize(
     ("query", "reason"), [("?after=999999999", "ahead"), ("?after=0&stream_id=stm_other", "other-stream")]
 )
-async def test_a_foreign_cursor_is_reset_on_the_same_socket(daemon: Daemon, query: str, reason: str) -> None:
+async def test_an_unknown_cursor_is_reset_on_the_same_socket(daemon: Daemon, query: str, reason: str) -> None:
     with client(daemon) as http:
         http.post("/v3/sessions", json={"session_id": "shown", "messages": [{"role": "user", "content": "hi"}]})
         async with connect(daemon, query) as socket:
@@ -156,16 +156,16 @@ async def test_a_foreign_cursor_is_reset_on_the_same_socket(daemon: Daemon, quer
         http.delete("/v3/sessions/shown")
 
 
-async def test_a_cursor_that_was_cut_away_is_reset(tmp_path: Path) -> None:
+async def test_a_pruned_cursor_is_reset(tmp_path: Path) -> None:
     with serving(tmp_path, LIMITS) as daemon:
         last = write_tokens(daemon, 300)
 
         def prune(transaction: Transaction) -> None:
-            transaction.run("DELETE FROM events WHERE seq <= 200")
-            note_pruned(transaction, 200)
+            transaction.execute("DELETE FROM events WHERE seq <= 200")
+            record_pruned(transaction, 200)
 
         daemon.run(daemon.services.store.write(prune))
-        daemon.services.log.pruned(200)
+        daemon.services.log.set_pruned(200)
         async with connect(daemon, "?after=100") as socket:
             _, reset, synced = await frames_until(socket, "stream.synced")
             assert reset["data"] == {"reason": "pruned", "cursor": last, "oldest_seq": 201, "latest_seq": last}
@@ -178,7 +178,7 @@ async def test_a_cursor_that_was_cut_away_is_reset(tmp_path: Path) -> None:
 # --- filters
 
 
-async def test_only_what_was_asked_for_comes(daemon: Daemon) -> None:
+async def test_a_filter_selects_the_events_that_are_sent(daemon: Daemon) -> None:
     start = latest(daemon)
     with client(daemon) as http:
         for name in ("one", "two", "three"):
@@ -200,7 +200,7 @@ async def test_only_what_was_asked_for_comes(daemon: Daemon) -> None:
             http.delete(f"/v3/sessions/{name}")
 
 
-async def test_a_heartbeat_says_how_far_a_silent_stream_has_come(daemon: Daemon) -> None:
+async def test_heartbeats_report_the_cursor_of_a_silent_stream(daemon: Daemon) -> None:
     async with connect(daemon, "?session_id=nobody") as socket:
         await frames_until(socket, "stream.synced")
         last = write_tokens(daemon, 5)
@@ -211,7 +211,7 @@ async def test_a_heartbeat_says_how_far_a_silent_stream_has_come(daemon: Daemon)
 # --- clients
 
 
-async def test_no_more_subscribers_than_there_may_be(daemon: Daemon) -> None:
+async def test_the_number_of_subscribers_is_limited(daemon: Daemon) -> None:
     open_ones = [await connect(daemon) for _ in range(LIMITS.subscribers)]
     with pytest.raises(InvalidStatus) as caught:
         await connect(daemon)
@@ -224,7 +224,7 @@ async def test_no_more_subscribers_than_there_may_be(daemon: Daemon) -> None:
         await socket.close()
 
 
-async def test_who_never_reads_is_dropped_and_delays_nobody(daemon: Daemon) -> None:
+async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other(daemon: Daemon) -> None:
     stuck = await asyncio.to_thread(raw_subscriber, daemon, receive_bytes=1024)
     async with connect(daemon, max_queue=1000) as socket:
         await frames_until(socket, "stream.synced")
@@ -244,13 +244,13 @@ def is_connected(port: int) -> bool:
     return any(end.raddr and end.raddr.port == port for end in psutil.Process().net_connections("tcp"))
 
 
-async def test_a_client_that_vanishes_leaves_nothing(daemon: Daemon) -> None:
+async def test_a_client_that_disappears_leaves_nothing_behind(daemon: Daemon) -> None:
     for _ in range(5):
         bare = await asyncio.to_thread(raw_subscriber, daemon, "?after=0")
         bare.close()
 
 
-async def test_messages_mean_nothing_and_too_many_end_it(daemon: Daemon) -> None:
+async def test_messages_of_a_client_are_ignored_and_too_many_end_the_connection(daemon: Daemon) -> None:
     async with connect(daemon) as socket:
         await frames_until(socket, "stream.synced")
         for message in ("ping", b"\x00\xff", "{}", ""):
@@ -267,7 +267,7 @@ async def test_messages_mean_nothing_and_too_many_end_it(daemon: Daemon) -> None
 
 
 @pytest.mark.parametrize(("frame", "code"), [(b"\xff\xfe", 1007), (b"x" * 100_000, 1009)], ids=["not UTF-8", "large"])
-async def test_a_message_that_cannot_be_ends_it(daemon: Daemon, frame: bytes, code: int) -> None:
+async def test_an_invalid_message_ends_the_connection(daemon: Daemon, frame: bytes, code: int) -> None:
     async with connect(daemon) as socket:
         await frames_until(socket, "stream.synced")
         await socket.send(frame, text=True)
@@ -277,7 +277,7 @@ async def test_a_message_that_cannot_be_ends_it(daemon: Daemon, frame: bytes, co
     assert caught.value.rcvd.code == code
 
 
-async def test_events_of_any_length_come_whole(daemon: Daemon) -> None:
+async def test_events_of_any_length_arrive_complete(daemon: Daemon) -> None:
     texts = ["", "ä€😀" * 40, "x" * 125, "x" * 65_535, "y" * 70_000, "z" * 600_000]
     async with connect(daemon, max_size=None) as socket:
         await frames_until(socket, "stream.synced")
@@ -287,7 +287,7 @@ async def test_events_of_any_length_come_whole(daemon: Daemon) -> None:
     assert received == texts
 
 
-async def test_at_the_end_everybody_is_told(tmp_path: Path) -> None:
+async def test_a_stop_is_announced_to_all_subscribers(tmp_path: Path) -> None:
     with serving(tmp_path, LIMITS) as daemon:
         async with connect(daemon, "?types=daemon.*") as socket:
             await frames_until(socket, "stream.synced")

@@ -43,7 +43,7 @@ def refused(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
 # --- sessions
 
 
-def test_a_session_is_made_once_under_one_id(http: httpx2.Client) -> None:
+def test_a_session_is_created_once_for_an_id(http: httpx2.Client) -> None:
     body = {"session_id": "mine", "title": "First", "metadata": {"a": [1]}}
     made = http.post("/v3/sessions", json=body)
     again = http.post("/v3/sessions", json={"session_id": "mine", "title": "Second"})
@@ -54,20 +54,20 @@ def test_a_session_is_made_once_under_one_id(http: httpx2.Client) -> None:
     refused(http.get("/v3/sessions/mine"), 404, "session-not-found")
 
 
-def test_without_a_body_a_session_is_made_too(http: httpx2.Client) -> None:
+def test_a_session_can_be_created_without_a_body(http: httpx2.Client) -> None:
     made = http.post("/v3/sessions")
     assert made.status_code == 201
     assert http.delete(f"/v3/sessions/{made.json()['session_id']}").status_code == 204
 
 
-def test_a_session_is_changed_at_its_revision_only(http: httpx2.Client, session: str) -> None:
+def test_a_session_is_changed_only_at_its_current_revision(http: httpx2.Client, session: str) -> None:
     changed = http.patch(f"/v3/sessions/{session}", json={"title": "Two", "revision": 1})
     assert (changed.json()["title"], changed.json()["revision"]) == ("Two", 2)
     refused(http.patch(f"/v3/sessions/{session}", json={"title": "Three", "revision": 1}), 409, "revision-conflict")
     assert http.get(f"/v3/sessions/{session}").json()["title"] == "Two"
 
 
-def test_a_fork_has_the_messages_and_its_origin(http: httpx2.Client) -> None:
+def test_a_fork_has_the_messages_and_names_its_origin(http: httpx2.Client) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
     session = http.post("/v3/sessions", json=body).json()["session_id"]
     fork = http.post(f"/v3/sessions/{session}/fork")
@@ -93,7 +93,7 @@ def test_sessions_are_listed_in_pages(http: httpx2.Client) -> None:
     assert [session["session_id"] for session in archived] == made[:1]
 
 
-def test_a_snapshots_cursor_continues_it(http: httpx2.Client, session: str) -> None:
+def test_events_continue_from_the_cursor_of_a_snapshot(http: httpx2.Client, session: str) -> None:
     cursor = http.get(f"/v3/sessions/{session}").json()["cursor"]
     http.patch(f"/v3/sessions/{session}", json={"title": "Later"})
     page = http.get(f"/v3/sessions/{session}/events", params={"after": cursor}).json()
@@ -107,7 +107,9 @@ WEIRD = ["none", "x" * 300, "a b", "..", "%", "'; DROP TABLE sessions; --", "ä"
 
 
 @pytest.mark.parametrize("name", WEIRD)
-def test_ids_of_nothing_are_unknown_whatever_they_are(http: httpx2.Client, session: str, name: str) -> None:
+def test_ids_that_do_not_exist_are_not_found_whatever_their_characters(
+    http: httpx2.Client, session: str, name: str
+) -> None:
     part = quote(name, safe="") if name != ".." else "%2e%2e"
     for method, path, code in (
         ("GET", f"/v3/sessions/{part}", "session-not-found"),
@@ -128,7 +130,7 @@ def test_ids_of_nothing_are_unknown_whatever_they_are(http: httpx2.Client, sessi
     assert http.get("/v3/sessions").status_code == 200
 
 
-def test_an_address_of_nothing_says_where_to_look(http: httpx2.Client) -> None:
+def test_an_unknown_route_refers_to_the_openapi_document(http: httpx2.Client) -> None:
     assert "/v3/openapi.json" in refused(http.get("/v3/nothing"), 404, "invalid-request")["message"]
     assert refused(http.put("/v3/sessions"), 405, "invalid-request")
 
@@ -140,7 +142,7 @@ JUNK = ["", " 5", "5 ", "+5", "-1", "5_0", "5.0", "0x5", "1e3", "\u0665", "five"
 
 
 @pytest.mark.parametrize("junk", JUNK)
-def test_numbers_are_digits(http: httpx2.Client, junk: str) -> None:
+def test_numbers_accept_only_digits(http: httpx2.Client, junk: str) -> None:
     for path, name in (("/v3/events", "after"), ("/v3/events", "limit"), ("/v3/sessions", "limit")):
         assert refused(http.get(path, params={name: junk}), 400, "invalid-request")["param"] == name
 
@@ -170,7 +172,9 @@ def test_numbers_are_digits(http: httpx2.Client, junk: str) -> None:
         ("/v3/mcp/servers", "limit=1", "limit"),
     ],
 )
-def test_a_wrong_or_unknown_parameter_is_named(http: httpx2.Client, path: str, query: str, param: str) -> None:
+def test_the_error_names_an_invalid_or_unknown_parameter(
+    http: httpx2.Client, path: str, query: str, param: str
+) -> None:
     assert refused(http.get(f"{path}?{query}"), 400, "invalid-request")["param"] == param
 
 
@@ -196,7 +200,7 @@ def test_a_wrong_or_unknown_parameter_is_named(http: httpx2.Client, path: str, q
         (b'{"session_id": "a b"}', "application/json", 400, "invalid-request"),
     ],
 )
-def test_a_wrong_body_is_refused(http: httpx2.Client, content: bytes, kind: str, status: int, code: str) -> None:
+def test_an_invalid_body_is_refused(http: httpx2.Client, content: bytes, kind: str, status: int, code: str) -> None:
     before = http.get("/v3/daemon").json()["counts"]["sessions"]
     refused(http.post("/v3/sessions", content=content, headers={"content-type": kind}), status, code)
     assert http.get("/v3/daemon").json()["counts"]["sessions"] == before
@@ -216,14 +220,14 @@ def test_a_wrong_body_is_refused(http: httpx2.Client, content: bytes, kind: str,
         ("POST", "/v3/daemon/shutdown"),
     ],
 )
-def test_no_route_takes_fields_that_it_does_not_know(http: httpx2.Client, method: str, path: str) -> None:
+def test_no_route_accepts_unknown_fields(http: httpx2.Client, method: str, path: str) -> None:
     refused(http.request(method, path, json={"no_such_field": 1}), 400, "invalid-request")
 
 
 # --- events by polling
 
 
-def test_polling_goes_on_from_its_cursor(http: httpx2.Client, session: str) -> None:
+def test_polling_continues_from_its_cursor(http: httpx2.Client, session: str) -> None:
     start = http.get("/v3/events").json()["cursor"]
     for title in "abc":
         http.patch(f"/v3/sessions/{session}", json={"title": title})
@@ -235,7 +239,7 @@ def test_polling_goes_on_from_its_cursor(http: httpx2.Client, session: str) -> N
     assert nothing == {"events": [], "cursor": rest["cursor"], "more": False}
 
 
-def test_a_poll_that_waits_gets_the_event_when_it_comes(http: httpx2.Client, daemon: Daemon, session: str) -> None:
+def test_a_waiting_poll_receives_the_event_when_it_occurs(http: httpx2.Client, daemon: Daemon, session: str) -> None:
     start = http.get("/v3/events").json()["cursor"]
     with client(daemon) as other:
         import threading
@@ -251,12 +255,12 @@ def test_a_poll_that_waits_gets_the_event_when_it_comes(http: httpx2.Client, dae
 
 
 @pytest.mark.parametrize("wait", ["0.05", "5e-2", "0.0123456789"])
-def test_a_poll_gives_up_after_its_time(http: httpx2.Client, wait: str) -> None:
+def test_a_waiting_poll_returns_after_its_time(http: httpx2.Client, wait: str) -> None:
     answer = http.get("/v3/events", params={"wait": wait}).json()
     assert answer["events"] == []
 
 
-def test_cursors_that_cannot_be_resumed_are_gone(http: httpx2.Client) -> None:
+def test_cursors_that_cannot_be_resumed_are_refused(http: httpx2.Client) -> None:
     refused(http.get("/v3/events", params={"after": 10**9}), 410, "cursor-expired")
     refused(http.get("/v3/events", params={"after": 0, "stream_id": "stm_other"}), 410, "cursor-expired")
     assert http.get("/v3/events", params={"after": 0}).status_code == 200
@@ -265,7 +269,7 @@ def test_cursors_that_cannot_be_resumed_are_gone(http: httpx2.Client) -> None:
 # --- the daemon
 
 
-def test_the_daemon_says_what_it_is(http: httpx2.Client, daemon: Daemon) -> None:
+def test_the_state_of_the_daemon_contains_ids_and_limits(http: httpx2.Client, daemon: Daemon) -> None:
     shown = http.get("/v3/daemon").json()
     assert (shown["daemon_id"], shown["upstream"]["url"]) == (daemon.daemon_id, daemon.upstream_url)
     assert shown["limits"]["wait_s"] == 5.0
@@ -274,7 +278,7 @@ def test_the_daemon_says_what_it_is(http: httpx2.Client, daemon: Daemon) -> None
     assert daemon.token not in str(shown)
 
 
-def test_everything_is_described(http: httpx2.Client) -> None:
+def test_the_openapi_document_describes_every_route(http: httpx2.Client) -> None:
     document = http.get("/v3/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     assert {"Envelope", "TurnDone", "ErrorBody", "EventPage"} <= set(document["components"]["schemas"])

@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.event_log import EventFilter, EventLog
-from lmx_lab.daemon.storage.retention import forget
+from lmx_lab.daemon.storage.retention import delete_expired
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.errors import CursorExpiredError
 from lmx_lab.wire.events import SessionDeleted, TurnText
@@ -89,7 +89,7 @@ class LogAndReaders(RuleBasedStateMachine):
 
     @rule()
     def prune(self) -> None:
-        self.run(forget(self.store, self.log, LIMITS))
+        self.run(delete_expired(self.store, self.log, LIMITS))
         if len(self.kept()) > LIMITS.keep_events:
             self.pruned = self.kept()[-LIMITS.keep_events - 1][0]
 
@@ -111,16 +111,16 @@ class LogAndReaders(RuleBasedStateMachine):
         """A connection, dropped after some pages; the client goes on from its last event, or where a page ended."""
         if 0 < reader.cursor < self.pruned:
             with pytest.raises(CursorExpiredError) as caught:
-                self.log.check(reader.cursor)
+                self.log.check_cursor(reader.cursor)
             assert caught.value.reason == "pruned"
             reader.cursor = reader.began = self.log.latest_seq
             reader.seen.clear()
             return
-        self.log.check(reader.cursor)
+        self.log.check_cursor(reader.cursor)
         if reader.cursor == 0:
             reader.began = max(reader.began, self.pruned) if not reader.seen else reader.began
         for _ in range(pages):
-            page = self.run(self.log.page(reader.cursor, reader.only))
+            page = self.run(self.log.read_page(reader.cursor, reader.only))
             assert page.through >= reader.cursor
             assert len(page.events) <= LIMITS.page_events
             reader.seen += [event.seq for event in page.events]
@@ -135,7 +135,7 @@ class LogAndReaders(RuleBasedStateMachine):
     @rule(ahead=st.integers(1, 10))
     def come_from_the_future(self, ahead: int) -> None:
         with pytest.raises(CursorExpiredError) as caught:
-            self.log.check(self.log.latest_seq + ahead)
+            self.log.check_cursor(self.log.latest_seq + ahead)
         assert caught.value.reason == "ahead"
 
     @invariant()
@@ -181,9 +181,9 @@ TestLogAndReaders.settings = settings(
 async def test_a_cursor_of_another_database_is_refused(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "daemon.db")
     log = EventLog(store, LIMITS)
-    log.check(0, stream_id=store.stream_id)
+    log.check_cursor(0, stream_id=store.stream_id)
     with pytest.raises(CursorExpiredError) as caught:
-        log.check(0, stream_id="stm_other")
+        log.check_cursor(0, stream_id="stm_other")
     assert caught.value.reason == "other-stream"
     await store.close()
 
@@ -198,7 +198,7 @@ async def test_the_ring_is_bounded_in_events_and_bytes(tmp_path: Path) -> None:
         assert len(log._ring) == len(log._seqs) <= 8
     await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x" * 5000)))
     assert log._ring == []
-    assert [event.seq for event in (await log.page(50)).events] == [51]
+    assert [event.seq for event in (await log.read_page(50)).events] == [51]
     await store.close()
 
 
@@ -208,13 +208,13 @@ async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp
     log = EventLog(store, LIMITS)
     for _ in range(LIMITS.keep_events + 7):
         await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x")))
-    await forget(store, log, LIMITS)
+    await delete_expired(store, log, LIMITS)
     assert log.oldest_seq == 8
-    log.check(7)
+    log.check_cursor(7)
     with pytest.raises(CursorExpiredError):
-        log.check(6)
+        log.check_cursor(6)
     with pytest.raises(CursorExpiredError):
-        await log.page(6)
+        await log.read_page(6)
     again = EventLog(store, LIMITS)
     await again.start()
     assert again.oldest_seq == 8
@@ -223,7 +223,7 @@ async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("ring_events", [100, 1], ids=["from memory", "from the database"])
-async def test_long_events_make_short_pages(tmp_path: Path, ring_events: int) -> None:
+async def test_pages_with_long_events_contain_fewer_events(tmp_path: Path, ring_events: int) -> None:
     store = await Store.open(tmp_path / "daemon.db")
     log = EventLog(store, Limits(ring_events=ring_events, page_bytes=5000))
     for _ in range(10):
@@ -231,7 +231,7 @@ async def test_long_events_make_short_pages(tmp_path: Path, ring_events: int) ->
     await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x" * 20_000)))
     sizes, cursor = [], 0
     while cursor < log.latest_seq:
-        page = await log.page(cursor)
+        page = await log.read_page(cursor)
         sizes.append(len(page.events))
         cursor = page.through
     assert sizes == [3, 3, 3, 2]

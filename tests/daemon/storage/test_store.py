@@ -25,11 +25,11 @@ def deleted(session_id: str) -> SessionDeleted:
     return SessionDeleted(session_id=session_id)
 
 
-async def test_an_event_is_published_before_its_writer_goes_on(store: Store) -> None:
+async def test_an_event_is_published_before_its_write_returns(store: Store) -> None:
     log = EventLog(store, Limits())
     seq = await store.write(lambda tx: tx.append("session.deleted", deleted("a"), session_id="a"))
     assert log.latest_seq == seq
-    (event,) = (await log.page(0)).events
+    (event,) = (await log.read_page(0)).events
     envelope = json.loads(event.text)
     assert envelope.pop("at").endswith("Z")
     assert envelope == {
@@ -42,22 +42,22 @@ async def test_an_event_is_published_before_its_writer_goes_on(store: Store) -> 
     }
 
 
-async def test_what_fails_leaves_neither_state_nor_event(store: Store) -> None:
+async def test_a_failed_transaction_leaves_neither_state_nor_event(store: Store) -> None:
     log = EventLog(store, Limits())
 
     def fail(tx: Transaction) -> None:
-        tx.run("INSERT INTO meta VALUES ('half', 'done')")
+        tx.execute("INSERT INTO meta VALUES ('half', 'done')")
         tx.append("session.deleted", deleted("a"))
         raise ValueError("as an example")
 
     with pytest.raises(ValueError, match="as an example"):
         await store.write(fail)
-    assert await store.read(lambda r: r.row("SELECT * FROM meta WHERE key = 'half'")) is None
-    assert (await log.page(0)).events == ()
+    assert await store.read(lambda r: r.fetch_one("SELECT * FROM meta WHERE key = 'half'")) is None
+    assert (await log.read_page(0)).events == ()
     assert log.latest_seq == 0
 
 
-async def test_a_writer_that_was_cancelled_has_written(store: Store) -> None:
+async def test_a_write_whose_caller_was_cancelled_is_completed(store: Store) -> None:
     begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -72,19 +72,19 @@ async def test_a_writer_that_was_cancelled_has_written(store: Store) -> None:
     assert await log.wait(0, 10)
 
 
-async def test_many_writers_get_seqs_in_the_order_in_which_readers_see_them(store: Store) -> None:
+async def test_concurrent_writes_have_seqs_in_the_order_in_which_readers_see_them(store: Store) -> None:
     log = EventLog(store, Limits())
     seqs = await asyncio.gather(
         *(store.write(lambda tx, at=at: tx.append("session.deleted", deleted(str(at)))) for at in range(200))
     )
     assert sorted(seqs) == list(range(1, 201))
-    assert [event.seq for event in (await log.page(0, limit=500)).events] == list(range(1, 201))
+    assert [event.seq for event in (await log.read_page(0, limit=500)).events] == list(range(1, 201))
 
 
-async def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
+async def test_a_seq_is_never_used_twice(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "daemon.db")
     first = await store.write(lambda tx: tx.append("session.deleted", deleted("a")))
-    await store.write(lambda tx: tx.run("DELETE FROM events"))
+    await store.write(lambda tx: tx.execute("DELETE FROM events"))
     stream_id = store.stream_id
     await store.close()
     store = await Store.open(tmp_path / "daemon.db")
@@ -94,14 +94,14 @@ async def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_half_characters_of_a_tool_are_no_end_of_the_log(store: Store) -> None:
+async def test_lone_surrogates_of_a_tool_are_replaced_in_the_log(store: Store) -> None:
     log = EventLog(store, Limits())
     await store.write(lambda tx: tx.append("tool.output", ToolOutput(call_id="c", text="half \ud83d a smile ☺")))
-    (event,) = (await log.page(0)).events
+    (event,) = (await log.read_page(0)).events
     assert json.loads(event.text.encode())["data"]["text"] == "half ? a smile ☺"
 
 
-async def test_files_are_for_this_user_only(store: Store) -> None:
+async def test_only_the_user_can_read_the_files(store: Store) -> None:
     await store.write(lambda tx: tx.append("session.deleted", deleted("a")))
     files = list(store.path.parent.glob("daemon.*"))
     assert len(files) >= 2
@@ -115,7 +115,7 @@ async def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
         await Store.open(tmp_path / "daemon.db")
 
 
-async def test_a_damaged_database_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+async def test_a_damaged_database_is_reported_and_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "daemon.db"
     path.write_bytes(b"no database " * 1000)
     with pytest.raises(HostingError, match="is damaged"):
@@ -123,7 +123,7 @@ async def test_a_damaged_database_is_named_and_left_as_it_is(tmp_path: Path) -> 
     assert path.read_bytes() == b"no database " * 1000
 
 
-async def test_a_database_of_a_newer_version_is_left_as_it_is(tmp_path: Path) -> None:
+async def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "daemon.db"
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
@@ -132,7 +132,7 @@ async def test_a_database_of_a_newer_version_is_left_as_it_is(tmp_path: Path) ->
         await Store.open(path)
 
 
-async def test_after_the_end_nothing_is_written(tmp_path: Path) -> None:
+async def test_a_closed_store_refuses_writes(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "daemon.db")
     await store.close()
     await store.close()
@@ -152,14 +152,16 @@ def long_event(tx: Transaction) -> int:
     return tx.append("tool.output", ToolOutput(call_id="c", text="x" * 100_000))
 
 
-async def test_a_full_disk_has_an_error_of_its_own_and_changes_nothing(store: Store) -> None:
+async def test_a_write_on_a_full_disk_fails_and_changes_nothing(store: Store) -> None:
     fill(store)
-    with pytest.raises(StorageFullError, match="free some disk"):
+    with pytest.raises(StorageFullError, match="free disk space"):
         await store.write(long_event)
-    assert await store.read(lambda r: r.rows("SELECT * FROM events")) == []
+    assert await store.read(lambda r: r.fetch_all("SELECT * FROM events")) == []
 
 
-async def test_on_a_full_disk_the_reserve_is_there_for_what_ends(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_on_a_full_disk_the_reserve_is_used_for_writing_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reserve = store.path.with_suffix(".reserve")
     assert reserve.stat().st_size > 10**6
     room = 0
@@ -177,7 +179,9 @@ async def test_on_a_full_disk_the_reserve_is_there_for_what_ends(store: Store, m
     assert reserve.exists()
 
 
-async def test_the_last_room_is_not_taken_for_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reserve_is_not_created_from_the_last_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2_500_000))
     (tmp_path / "daemon.reserve").write_bytes(b"a part of one")
     store = await Store.open(tmp_path / "daemon.db")
@@ -185,7 +189,7 @@ async def test_the_last_room_is_not_taken_for_the_reserve(tmp_path: Path, monkey
     await store.close()
 
 
-async def test_a_file_system_that_is_full_ends_nothing_but_the_writing(tmp_path: Path) -> None:
+async def test_a_full_file_system_stops_only_the_writing(tmp_path: Path) -> None:
     """A real limit of the system, on the size of files, in a process of its own."""
     program = f"""
 import asyncio, resource
@@ -204,8 +208,8 @@ async def main():
             await store.write(lambda tx: tx.append("tool.output", ToolOutput(call_id="c", text="x" * 50_000)))
             written += 1
     except StorageFullError:
-        rows = await store.read(lambda r: r.rows("SELECT seq FROM events"))
-        print(written, len(rows), (await store.read(lambda r: r.row("PRAGMA integrity_check")))[0])
+        rows = await store.read(lambda r: r.fetch_all("SELECT seq FROM events"))
+        print(written, len(rows), (await store.read(lambda r: r.fetch_one("PRAGMA integrity_check")))[0])
     await store.close()
 
 asyncio.run(main())
@@ -220,7 +224,7 @@ asyncio.run(main())
     assert verdict == "ok"
 
 
-def test_every_event_has_a_shape() -> None:
+def test_the_events_are_those_of_the_documented_groups() -> None:
     """The design's table of events."""
     assert {kind.partition(".")[0] for kind in EVENT_CLASSES} == {
         *("stream", "daemon", "session", "turn", "message", "tool", "permission", "mcp", "model"),

@@ -97,7 +97,7 @@ def test_the_schema_comes_from_the_signature_and_the_docstring(tools: PythonTool
     properties = tool.parameters["properties"]
     assert tool.name == "everything"
     assert tool.description == "Does everything.\n\nAnd more of it."
-    assert tool.asks
+    assert tool.needs_permission
     assert tool.parameters["required"] == ["text"]
     assert tool.parameters["additionalProperties"] is False
     assert properties["text"] == {"type": "string", "description": "What to say, on two lines."}
@@ -119,7 +119,7 @@ async def test_arguments_become_the_annotated_types(tools: PythonTools) -> None:
     assert result == ToolResult(status="ok", text=repr((*first, [1, "a"], "a name that pydantic has", 2)))
 
 
-async def test_arguments_that_do_not_fit_are_told_in_words_and_nothing_is_called(tools: PythonTools) -> None:
+async def test_invalid_arguments_are_described_and_the_function_is_not_called(tools: PythonTools) -> None:
     result = await called(tools, everything, number="many", mode="odd", colour="green", extra=1)
     assert result.status == "error"
     assert "was not called" in result.text
@@ -128,7 +128,7 @@ async def test_arguments_that_do_not_fit_are_told_in_words_and_nothing_is_called
         "number: ",
         "'many'",
         "'fast' or 'slow'",
-        "extra: is no parameter; there are text",
+        "extra: is not a parameter; the parameters are: text",
     ):
         assert said in result.text
     assert "pydantic.dev" not in result.text
@@ -137,7 +137,7 @@ async def test_arguments_that_do_not_fit_are_told_in_words_and_nothing_is_called
 @pytest.mark.parametrize(
     "arguments", [{"text": 1}, {"text": "\ud800"}, {"text": None}, {"": 1}, {"text": ["x"] * 100_000}]
 )
-async def test_odd_arguments_are_errors(tools: PythonTools, arguments: dict[str, Any]) -> None:
+async def test_unusual_arguments_are_errors(tools: PythonTools, arguments: dict[str, Any]) -> None:
     def shout(text: str) -> str:
         return text.upper()
 
@@ -146,7 +146,7 @@ async def test_odd_arguments_are_errors(tools: PythonTools, arguments: dict[str,
     assert len(result.text) < 2000
 
 
-def test_what_cannot_be_a_tool_is_refused_with_the_remedy(tools: PythonTools) -> None:
+def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools: PythonTools) -> None:
     def many(*values: int) -> None: ...
     def named(**values: int) -> None: ...
     def positional(a: int, /) -> None: ...
@@ -155,30 +155,30 @@ def test_what_cannot_be_a_tool_is_refused_with_the_remedy(tools: PythonTools) ->
     def callback(a: Callable[[int], int]) -> None: ...
 
     remedies = {
-        many: "make it a list",
-        named: "make it a dict",
+        many: "that is a list",
+        named: "that is a dict",
         positional: "remove the /",
-        frame: "JSON cannot hold",
+        frame: "JSON cannot represent",
         unknown: "Nowhere",
-        callback: "JSON cannot hold",
+        callback: "JSON cannot represent",
     }
     for function, remedy in remedies.items():
         with pytest.raises(InvalidRequestError, match=remedy):
             tools.register(function)
     for thing in (3, "text", Point, None):
-        with pytest.raises(InvalidRequestError, match="no function"):
+        with pytest.raises(InvalidRequestError, match="not a function"):
             tools.register(thing)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="give name="):
+    with pytest.raises(InvalidRequestError, match="set name="):
         tools.register(lambda: 1)
     for name in ("", "a b", "ü", "x" * 65, "a.b", "time__now"):
-        with pytest.raises(InvalidRequestError, match="give name="):
+        with pytest.raises(InvalidRequestError, match="set name="):
             tools.register(everything, name=name)
     with pytest.raises(InvalidRequestError, match="timeout_s"):
         tools.register(everything, timeout_s=0)
-    assert tools.tools() == []
+    assert tools.list_tools() == []
 
 
-def test_what_else_can_be_called_can_be_a_tool(tools: PythonTools) -> None:
+def test_methods_partials_and_callable_objects_can_be_tools(tools: PythonTools) -> None:
     class Counter:
         def add(self, by: int) -> int:
             """Adds."""
@@ -199,7 +199,7 @@ def test_what_else_can_be_called_can_be_a_tool(tools: PythonTools) -> None:
     assert "required" not in tools.register(odd_default).parameters
 
 
-def test_a_function_registered_again_replaces_itself_and_no_other(tools: PythonTools) -> None:
+def test_a_function_that_is_registered_again_replaces_only_itself(tools: PythonTools) -> None:
     def version(text: str) -> Callable[..., str]:
         def greet() -> str:
             return text
@@ -210,15 +210,15 @@ def test_a_function_registered_again_replaces_itself_and_no_other(tools: PythonT
 
     tools.register(version("one"))
     tools.register(version("two"), read_only=True)
-    assert [tool.read_only for tool in tools.tools()] == [True]
-    with pytest.raises(InvalidRequestError, match="remove it first"):
+    assert [tool.read_only for tool in tools.list_tools()] == [True]
+    with pytest.raises(InvalidRequestError, match="remove that tool first"):
         tools.register(other, name="greet")
     tools.remove("greet")
     tools.remove("greet")
     tools.register(other, name="greet")
 
 
-def test_docstrings_of_three_styles_are_read() -> None:
+def test_docstrings_of_three_styles_are_parsed() -> None:
     def google(a: int, b: int) -> None:
         """Sum: of things.
 
@@ -288,13 +288,13 @@ async def test_results_become_text(tools: PythonTools, value: Any, text: str) ->
     assert (await called(tools, lambda: value)).text == text
 
 
-async def test_results_are_bounded(tools: PythonTools) -> None:
+async def test_results_have_a_limit(tools: PythonTools) -> None:
     assert len((await called(tools, lambda: "x" * 5_000_000)).text) == 2**20
     tools.remove("f")
     assert len((await called(tools, functools.partial(itertools.count, 1))).text) < 10_000
 
 
-async def test_what_a_function_raises_is_told_without_a_traceback(tools: PythonTools) -> None:
+async def test_an_exception_becomes_a_result_without_a_traceback(tools: PythonTools) -> None:
     def broken(code: int) -> None:
         secret = "hunter2"  # noqa: F841
         raise (SystemExit(code) if code else ValueError("the value is wrong"))
@@ -307,7 +307,7 @@ async def test_what_a_function_raises_is_told_without_a_traceback(tools: PythonT
 # Time and threads
 
 
-async def test_a_function_runs_beside_the_loop_and_an_async_one_on_a_loop_of_its_own(tools: PythonTools) -> None:
+async def test_an_async_function_runs_in_another_thread_on_its_own_loop(tools: PythonTools) -> None:
     here = threading.get_ident(), asyncio.get_running_loop()
 
     async def elsewhere() -> bool:
@@ -317,7 +317,7 @@ async def test_a_function_runs_beside_the_loop_and_an_async_one_on_a_loop_of_its
     assert (await called(tools, elsewhere)).text == "true"
 
 
-async def test_a_call_that_takes_too_long_ends_and_an_async_one_is_cancelled(tools: PythonTools) -> None:
+async def test_a_call_ends_at_its_time_limit_and_an_async_function_is_cancelled(tools: PythonTools) -> None:
     release, cancelled = threading.Event(), threading.Event()
 
     async def patient() -> None:
@@ -339,7 +339,7 @@ async def test_a_call_that_takes_too_long_ends_and_an_async_one_is_cancelled(too
     release.set()
 
 
-async def test_a_cancelled_call_ends_at_once(tools: PythonTools) -> None:
+async def test_a_cancelled_call_ends_immediately(tools: PythonTools) -> None:
     begun, release = threading.Event(), threading.Event()
 
     def stuck() -> None:
@@ -355,7 +355,7 @@ async def test_a_cancelled_call_ends_at_once(tools: PythonTools) -> None:
     release.set()
 
 
-async def test_so_many_stuck_calls_and_no_more(tools: PythonTools) -> None:
+async def test_the_number_of_concurrent_calls_is_limited(tools: PythonTools) -> None:
     release, ended = threading.Event(), threading.Barrier(THREADS + 1)
 
     def stuck() -> None:
@@ -383,11 +383,11 @@ async def test_printing_and_registering_work_from_any_thread(
         print(text)
 
     await asyncio.gather(*(asyncio.to_thread(tools.register, talk, name=f"talk{number}") for number in range(20)))
-    assert len(tools.tools()) == 20
+    assert len(tools.list_tools()) == 20
     result = await tools.call("talk7", {"text": "out loud"})
     assert result == ToolResult(status="ok", text="null")
     assert capsys.readouterr().out == "out loud\n"
 
 
-async def test_an_unknown_name_is_none(tools: PythonTools) -> None:
+async def test_calling_an_unknown_tool_returns_none(tools: PythonTools) -> None:
     assert await tools.call("nobody", {}) is None

@@ -16,7 +16,7 @@ async def queue(slots: TurnSlots, *backs: bool) -> tuple[list[asyncio.Task[None]
     order: list[int] = []
 
     async def take(number: int, back: bool) -> None:
-        await slots.take(back=back)
+        await slots.acquire(continuing=back)
         order.append(number)
 
     tasks = [asyncio.create_task(take(number, back)) for number, back in enumerate(backs)]
@@ -24,27 +24,27 @@ async def queue(slots: TurnSlots, *backs: bool) -> tuple[list[asyncio.Task[None]
     return tasks, order
 
 
-async def test_who_comes_back_goes_first_and_otherwise_the_first_come_first() -> None:
+async def test_continuing_turns_have_priority_and_the_others_are_served_in_order() -> None:
     slots = TurnSlots(1)
-    await slots.take()
+    await slots.acquire()
     tasks, order = await queue(slots, False, True, False, True)
     for _ in range(4):
-        slots.give()
+        slots.release()
     await asyncio.gather(*tasks)
     assert (order, slots.free) == ([1, 3, 0, 2], 0)
-    slots.give()
+    slots.release()
     assert slots.free == 1
 
 
 @pytest.mark.parametrize("given", ["before", "after"])
-async def test_a_slot_is_not_lost_with_one_who_is_cancelled(given: str) -> None:
+async def test_a_slot_is_not_lost_when_its_waiter_is_cancelled(given: str) -> None:
     slots = TurnSlots(1)
-    await slots.take()
+    await slots.acquire()
     tasks, order = await queue(slots, False, False)
     if given == "before":
-        slots.give()
+        slots.release()
     tasks[0].cancel()
     if given == "after":
-        slots.give()
+        slots.release()
     await asyncio.wait(tasks, timeout=5)
     assert (order, slots.free, tasks[0].cancelled()) == ([1], 0, True)

@@ -30,7 +30,7 @@ async def text(upstream: ModelClient, model: str | None = None) -> str:
         (False, json_answer({"detail": "no such route"}, status=404), None, "default"),
     ],
 )
-async def test_the_model_that_is_meant(lab: bool, models: Any, asked: str | None, sent: str) -> None:
+async def test_the_model_is_chosen_by_the_kind_of_server(lab: bool, models: Any, asked: str | None, sent: str) -> None:
     with Scripted(says("hi"), lab=lab, models=models) as server:
         upstream = ModelClient(server.url)
         assert await text(upstream, asked) == "hi"
@@ -38,7 +38,7 @@ async def test_the_model_that_is_meant(lab: bool, models: Any, asked: str | None
         assert [body["model"] for body in server.bodies] == [sent]
 
 
-async def test_the_list_of_models_is_asked_for_once_in_a_while() -> None:
+async def test_the_list_of_models_is_cached() -> None:
     with Scripted(says("hi")) as server:
         upstream = ModelClient(server.url)
         for _ in range(3):
@@ -47,7 +47,7 @@ async def test_the_list_of_models_is_asked_for_once_in_a_while() -> None:
         assert server.paths.count("/v1/models") == 1
 
 
-async def test_a_model_that_has_gone_is_looked_up_again() -> None:
+async def test_a_model_that_no_longer_exists_is_chosen_again() -> None:
     with Scripted(refuses(404, "model-not-found"), says("hi"), models=["a"]) as server:
         upstream = ModelClient(server.url)
         with pytest.raises(errors.ModelNotFoundError):
@@ -58,7 +58,7 @@ async def test_a_model_that_has_gone_is_looked_up_again() -> None:
         assert [body["model"] for body in server.bodies] == ["a", "b"]
 
 
-async def test_a_server_without_models_is_said() -> None:
+async def test_a_server_without_models_is_an_error() -> None:
     with Scripted(says("hi"), models=()) as server:
         upstream = ModelClient(server.url)
         with pytest.raises(errors.NotLoadedError, match="lists no models"):
@@ -68,7 +68,7 @@ async def test_a_server_without_models_is_said() -> None:
         assert (state.reachable, state.model) == (True, None)
 
 
-async def test_what_is_known_follows_the_calls() -> None:
+async def test_the_state_follows_the_results_of_the_calls() -> None:
     with Scripted(
         says("hi"), refuses(503, "no-model-loaded", "none"), refuses(400, "invalid-request"), says("hi")
     ) as server:
@@ -97,17 +97,17 @@ async def test_what_is_known_follows_the_calls() -> None:
     assert "nothing answers" in (known[4].error or "")
 
 
-async def test_news_are_told_once() -> None:
+async def test_a_changed_state_is_reported_once() -> None:
     with Scripted(says("hi")) as server:
         upstream = ModelClient(server.url)
-        assert upstream.news() is None
+        assert upstream.unreported_status() is None
         await text(upstream)
-        news = upstream.news()
+        news = upstream.unreported_status()
         assert news is not None
         assert (news.reachable, news.model, news.url) == (True, "scripted", server.url)
-        upstream.reported(news)
+        upstream.mark_reported(news)
         await text(upstream)
-        assert upstream.news() is None
+        assert upstream.unreported_status() is None
         await upstream.aclose()
 
 
@@ -119,7 +119,7 @@ async def test_news_are_told_once() -> None:
         (refuses(429, "queue-full"), errors.QueueFullError),
     ],
 )
-async def test_failures_by_their_kind(script: Any, error: type[errors.LabError]) -> None:
+async def test_errors_keep_their_class(script: Any, error: type[errors.LabError]) -> None:
     with Scripted(script) as server:
         upstream = ModelClient(server.url)
         with pytest.raises(error) as caught:
@@ -128,21 +128,13 @@ async def test_failures_by_their_kind(script: Any, error: type[errors.LabError])
     assert type(caught.value) is error
 
 
-async def test_a_look_never_raises() -> None:
-    with Scripted(says("hi")) as server:
-        upstream = ModelClient(server.url)
-        assert (await upstream.look()).reachable is True
-    assert (await upstream.look()).reachable is False
-    await upstream.aclose()
-
-
 @pytest.fixture(scope="module")
 def lab(tiny_home: Any) -> Any:
     with serving(tiny_home, "tiny") as lab:
         yield lab
 
 
-async def test_the_labs_own_server_answers_with_what_is_loaded(lab: Lab) -> None:
+async def test_a_labs_server_answers_with_the_loaded_model(lab: Lab) -> None:
     upstream = ModelClient(f"{lab.url}/v1")
     pieces = [piece async for piece in upstream.call({**BODY, "max_tokens": 4}, model=None)]
     assert pieces[-1].usage is not None

@@ -38,7 +38,7 @@ ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
 # --- answers
 
 
-async def test_a_turn_is_answered_and_its_session_is_idle_with_its_messages(here: Daemon, upstream: Scripted) -> None:
+async def test_a_turn_is_answered_and_its_session_is_idle_afterwards(here: Daemon, upstream: Scripted) -> None:
     upstream.then(says("Hel", "lo", thinks=["Hm"]))
     session = await here.session(system_prompt="Be brief.")
     record = await here.run(session, "hi")
@@ -58,7 +58,7 @@ async def test_a_turn_is_answered_and_its_session_is_idle_with_its_messages(here
     assert here.turns.counts() == (0, 0)
 
 
-async def test_the_next_turn_has_the_history_without_thoughts(here: Daemon, upstream: Scripted) -> None:
+async def test_the_next_turn_sends_the_history_without_thoughts(here: Daemon, upstream: Scripted) -> None:
     upstream.then(says("one", thinks=["Hm"]), says("two"))
     session = await here.session()
     await here.run(session, "1")
@@ -70,7 +70,9 @@ async def test_the_next_turn_has_the_history_without_thoughts(here: Daemon, upst
     ]
 
 
-async def test_overrides_are_for_one_turn_and_extra_is_sent_as_it_is(here: Daemon, upstream: Scripted) -> None:
+async def test_overrides_apply_to_one_turn_and_extra_fields_are_sent_unchanged(
+    here: Daemon, upstream: Scripted
+) -> None:
     upstream.then(says("a"))
     session = await here.session(model="m")
     wished = TurnOverrides(
@@ -86,7 +88,7 @@ async def test_overrides_are_for_one_turn_and_extra_is_sent_as_it_is(here: Daemo
     assert (second["model"], "temperature" in second, "min_p" in second) == ("m", False, False)
 
 
-async def test_an_answer_that_was_cut_off_says_so(here: Daemon, upstream: Scripted) -> None:
+async def test_a_truncated_answer_ends_with_the_reason_length(here: Daemon, upstream: Scripted) -> None:
     upstream.then(says("Hel", finish="length"))
     record = await here.run(await here.session())
     assert (record.status, record.stop_reason, record.text) == ("done", "length", "Hel")
@@ -101,7 +103,7 @@ async def test_an_empty_answer_is_an_end_without_a_message(here: Daemon, upstrea
     assert [message.role for message in (await here.snapshot(session)).messages] == ["user"]
 
 
-async def test_tokens_that_come_together_are_one_event(here: Daemon, upstream: Scripted) -> None:
+async def test_tokens_within_one_batch_are_one_event(here: Daemon, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([token("a") + token("b"), gate, token("c"), *ending()])
     session = await here.session()
@@ -115,7 +117,7 @@ async def test_tokens_that_come_together_are_one_event(here: Daemon, upstream: S
     assert texts[-1] == "c"
 
 
-async def test_where_the_model_stands_is_progress(here: Daemon, upstream: Scripted) -> None:
+async def test_the_state_of_the_model_request_is_reported_as_progress(here: Daemon, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([b": prompt 1/2 tokens\n\n", gate, *says("a")])
     session = await here.session()
@@ -127,7 +129,7 @@ async def test_where_the_model_stands_is_progress(here: Daemon, upstream: Script
     assert notes == [{"step": 1, "note": ""}, {"step": 1, "note": "prompt 1/2 tokens"}]
 
 
-async def test_the_state_of_the_upstream_is_news_only_when_it_changes(here: Daemon, upstream: Scripted) -> None:
+async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(here: Daemon, upstream: Scripted) -> None:
     upstream.then(says("a"))
     session = await here.session()
     for _ in range(3):
@@ -137,7 +139,9 @@ async def test_the_state_of_the_upstream_is_news_only_when_it_changes(here: Daem
     assert (status["session_id"], status["turn_id"]) == (None, None)
 
 
-async def test_a_message_has_its_limit(here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_length_of_a_message_is_limited(
+    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lmx_lab.daemon.turns.message_builder.CONTENT_CHARACTERS", 10)
     upstream.then([token("abcdef"), token("ghijkl"), STALL])
     record = await here.run(await here.session())
@@ -160,7 +164,7 @@ async def test_a_message_has_its_limit(here: Daemon, upstream: Scripted, monkeyp
         ([thought("Hm"), DROP], "connection-lost", ""),
     ],
 )
-async def test_failures_of_the_model_end_the_turn_with_their_code_and_what_there_was(
+async def test_an_error_of_the_model_ends_the_turn_with_its_code_and_the_partial_text(
     here: Daemon, upstream: Scripted, script: Any, code: str, text: str
 ) -> None:
     upstream.then(script)
@@ -173,7 +177,7 @@ async def test_failures_of_the_model_end_the_turn_with_their_code_and_what_there
     assert (failed["data"]["error"]["code"], failed["data"]["text"]) == (code, text)
 
 
-async def test_nobody_upstream_is_an_error_and_news(tmp_path: Path) -> None:
+async def test_an_unreachable_model_server_is_an_error_and_an_event(tmp_path: Path) -> None:
     async with daemon(tmp_path, "http://127.0.0.1:9") as here:
         record = await here.run(await here.session())
         assert record.error is not None
@@ -183,7 +187,7 @@ async def test_nobody_upstream_is_an_error_and_news(tmp_path: Path) -> None:
         check_invariants(await here.events())
 
 
-async def test_after_a_failure_the_history_has_the_question_and_the_part_of_the_answer(
+async def test_after_an_error_the_history_has_the_question_and_the_partial_answer(
     here: Daemon, upstream: Scripted
 ) -> None:
     upstream.then([token("Hel"), DROP], refuses(503, "no-model-loaded"), says("ok"))
@@ -197,7 +201,7 @@ async def test_after_a_failure_the_history_has_the_question_and_the_part_of_the_
     ]
 
 
-async def test_a_turn_has_its_time(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_ends_at_its_time_limit(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then([token("Hel"), STALL])
     async with daemon(tmp_path, upstream, turn_timeout_s=3.0) as here:
         record = await here.run(await here.session())
@@ -207,7 +211,7 @@ async def test_a_turn_has_its_time(tmp_path: Path, upstream: Scripted) -> None:
         check_invariants(await here.events())
 
 
-async def test_a_turn_may_have_a_time_of_its_own(here: Daemon, upstream: Scripted) -> None:
+async def test_a_turn_can_override_its_time_limit(here: Daemon, upstream: Scripted) -> None:
     upstream.then([STALL])
     record = await here.run(await here.session(), overrides=TurnOverrides(timeout_s=0.05))
     assert record.error is not None
@@ -217,7 +221,7 @@ async def test_a_turn_may_have_a_time_of_its_own(here: Daemon, upstream: Scripte
 # --- tools
 
 
-async def test_a_tool_runs_once_it_is_in_the_log_and_its_result_goes_to_the_model(
+async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_model(
     here: Daemon, upstream: Scripted
 ) -> None:
     upstream.then(calls((FREE, {"a": 1}), text=["Let me see."]), says("3"))
@@ -249,7 +253,7 @@ async def test_a_tool_runs_once_it_is_in_the_log_and_its_result_goes_to_the_mode
     assert (record.stats.steps, record.stats.tool_calls, record.stats.prompt_tokens) == (2, 1, 10)
 
 
-async def test_results_are_in_the_order_of_the_calls(here: Daemon, upstream: Scripted) -> None:
+async def test_results_are_sent_in_the_order_of_the_calls(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
     second = asyncio.Event()
 
@@ -266,7 +270,7 @@ async def test_results_are_in_the_order_of_the_calls(here: Daemon, upstream: Scr
     assert told == [("call_0", "result 1"), ("call_1", "result 2")]
 
 
-async def test_so_many_tools_run_at_once_and_no_more(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_runs_a_limited_number_of_tools_at_once(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls(*[(FREE, {"n": n}) for n in range(6)]), says("ok"))
     workshop = Workshop()
 
@@ -281,7 +285,7 @@ async def test_so_many_tools_run_at_once_and_no_more(tmp_path: Path, upstream: S
         check_invariants(await here.events())
 
 
-async def test_ids_of_calls_are_unique_in_a_session_whatever_the_model_gives(here: Daemon, upstream: Scripted) -> None:
+async def test_ids_of_calls_are_unique_in_a_session(here: Daemon, upstream: Scripted) -> None:
     twice = calls((FREE, {}), (FREE, {}), ids=["same", "same"])
     bare = [chunk({"tool_calls": [{"function": {"name": FREE, "arguments": "{}"}}] * 2}), *ending("tool_calls")]
     upstream.then(twice, bare, says("ok"), calls((FREE, {}), ids=["same"]), says("ok"))
@@ -296,7 +300,7 @@ async def test_ids_of_calls_are_unique_in_a_session_whatever_the_model_gives(her
 @pytest.mark.parametrize(
     ("name", "arguments"), [("nope", "{}"), (FREE, "{"), (FREE, "[]"), ("", "{}"), ("x" * 999, "")]
 )
-async def test_a_call_that_cannot_be_made_is_told_to_the_model_which_goes_on(
+async def test_an_invalid_call_is_reported_to_the_model_which_continues(
     here: Daemon, upstream: Scripted, name: str, arguments: str
 ) -> None:
     upstream.then(calls((name, arguments)), says("sorry"))
@@ -309,21 +313,21 @@ async def test_a_call_that_cannot_be_made_is_told_to_the_model_which_goes_on(
     assert sent in ("{}", arguments)
 
 
-async def test_a_model_that_only_calls_what_is_not_there_is_stopped(here: Daemon, upstream: Scripted) -> None:
+async def test_a_turn_ends_after_too_many_unknown_tools(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls(("nope", {})))
     record = await here.run(await here.session())
     assert record.error is not None
     assert (record.error.code, len(upstream.bodies)) == ("turn-failed", 4)
 
 
-async def test_a_model_that_never_answers_has_so_many_steps(here: Daemon, upstream: Scripted) -> None:
+async def test_the_number_of_steps_is_limited(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {}), text=["Again."]))
     record = await here.run(await here.session(), overrides=TurnOverrides(max_steps=3))
     assert (record.stop_reason, record.text, len(upstream.bodies)) == ("max_steps", "Again.", 3)
     assert len(here.workshop.called) == 3
 
 
-async def test_long_results_are_cut_at_a_character_with_a_word_about_it(tmp_path: Path, upstream: Scripted) -> None:
+async def test_long_results_are_cut_off_at_a_character_with_a_note(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
     workshop = Workshop()
     workshop.work = lambda name, arguments, note: "é" * 100
@@ -331,11 +335,11 @@ async def test_long_results_are_cut_at_a_character_with_a_word_about_it(tmp_path
         await here.run(await here.session())
         (end,) = await here.seen("tool.end")
     assert end["data"]["truncated"] is True
-    assert end["data"]["text"].startswith("ééééé\n[cut here: 11 of 200 bytes")
+    assert end["data"]["text"].startswith("ééééé\n[cut off after 11 of 200 bytes")
     assert upstream.bodies[1]["messages"][-1]["content"] == end["data"]["text"]
 
 
-async def test_half_characters_of_a_tool_break_nothing(here: Daemon, upstream: Scripted) -> None:
+async def test_lone_surrogates_of_a_tool_are_replaced(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((FREE, '{"x": "\\ud83d"}')), says("ok"))
 
     def work(name: str, arguments: dict[str, Any], note: Callable[[str], None]) -> str:
@@ -350,7 +354,7 @@ async def test_half_characters_of_a_tool_break_nothing(here: Daemon, upstream: S
     await here.snapshot(session)
 
 
-async def test_a_toolbox_that_raises_is_an_error_of_the_call(here: Daemon, upstream: Scripted) -> None:
+async def test_an_exception_of_the_toolbox_is_an_error_of_the_call(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
     here.workshop.work = lambda name, arguments, note: 1 / 0
     assert (await here.run(await here.session())).text == "ok"
@@ -359,7 +363,7 @@ async def test_a_toolbox_that_raises_is_an_error_of_the_call(here: Daemon, upstr
 
 
 @pytest.mark.parametrize("status", ["error", "timeout"])
-async def test_a_tool_says_how_it_ended(here: Daemon, upstream: Scripted, status: Any) -> None:
+async def test_the_status_of_a_tool_is_that_of_its_result(here: Daemon, upstream: Scripted, status: Any) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
     here.workshop.work = lambda name, arguments, note: ToolResult(status=status, text="hm")
     await here.run(await here.session())
@@ -378,7 +382,7 @@ async def test_a_tool_says_how_it_ended(here: Daemon, upstream: Scripted, status
         (None, [], []),
     ],
 )
-async def test_a_turn_has_the_tools_that_it_was_given(
+async def test_a_turn_has_the_tools_of_its_session_or_its_overrides(
     here: Daemon, upstream: Scripted, session_tools: Any, turn_tools: Any, names: list[str]
 ) -> None:
     here.workshop.listed.append(DaemonTool(name="time__now", description="", parameters={"type": "object"}))
@@ -388,13 +392,13 @@ async def test_a_turn_has_the_tools_that_it_was_given(
     assert [tool["function"]["name"] for tool in upstream.bodies[0].get("tools", [])] == names
 
 
-async def test_a_tool_that_was_not_given_cannot_be_called(here: Daemon, upstream: Scripted) -> None:
+async def test_a_tool_outside_of_the_selection_cannot_be_called(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
     await here.run(await here.session(tools=[ASKS]))
     assert here.workshop.called == []
 
 
-async def test_a_choice_of_tool_is_for_the_first_step(here: Daemon, upstream: Scripted) -> None:
+async def test_a_tool_choice_applies_to_the_first_step(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
     session = await here.session()
     await here.run(session, overrides=TurnOverrides(tool_choice="required"))
@@ -403,7 +407,7 @@ async def test_a_choice_of_tool_is_for_the_first_step(here: Daemon, upstream: Sc
     assert chosen == ["required", None, {"type": "function", "function": {"name": FREE}}]
 
 
-async def test_a_choice_that_cannot_be_made_is_an_error(here: Daemon, upstream: Scripted) -> None:
+async def test_a_tool_choice_that_is_not_available_is_an_error(here: Daemon, upstream: Scripted) -> None:
     upstream.then(says("ok"))
     session = await here.session(tools=[])
     for choice in ("required", FREE):
@@ -414,20 +418,20 @@ async def test_a_choice_that_cannot_be_made_is_an_error(here: Daemon, upstream: 
 
 
 @pytest.mark.parametrize("given", [None, []], ids=["other tools", "no tools"])
-async def test_a_choice_of_a_tool_that_is_away_says_why(
+async def test_the_error_of_a_tool_choice_explains_the_absence(
     here: Daemon, upstream: Scripted, given: list[str] | None
 ) -> None:
     here.workshop.absences["lost__echo"] = "the MCP server 'lost' has failed"
     record = await here.run(await here.session(tools=given), overrides=TurnOverrides(tool_choice="lost__echo"))
     assert record.error is not None
-    assert "'lost__echo', and the MCP server 'lost' has failed. In this turn there are" in record.error.message
+    assert "'lost__echo', but the MCP server 'lost' has failed; th" in record.error.message
     assert upstream.bodies == []
 
 
 # --- submitting
 
 
-async def test_a_submit_can_be_repeated_and_runs_once(here: Daemon, upstream: Scripted) -> None:
+async def test_a_repeated_submit_runs_the_turn_once(here: Daemon, upstream: Scripted) -> None:
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(turn_id="mine", content="hi")
@@ -446,7 +450,7 @@ async def test_a_submit_can_be_repeated_and_runs_once(here: Daemon, upstream: Sc
     await here.ended(other, "mine")
 
 
-async def test_turns_of_a_session_run_one_after_the_other_in_their_order(here: Daemon, upstream: Scripted) -> None:
+async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here: Daemon, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("1")], says("2"), says("3"))
     session = await here.session()
@@ -461,7 +465,7 @@ async def test_turns_of_a_session_run_one_after_the_other_in_their_order(here: D
     assert ahead == [0, 1, 2]
 
 
-async def test_a_busy_session_may_refuse(here: Daemon, upstream: Scripted) -> None:
+async def test_a_submit_can_be_refused_while_the_session_is_busy(here: Daemon, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("1")], says("2"))
     session = await here.session()
@@ -473,9 +477,7 @@ async def test_a_busy_session_may_refuse(here: Daemon, upstream: Scripted) -> No
     assert (await here.run(session, when_busy="reject")).text == "2"
 
 
-async def test_an_interrupting_turn_cancels_the_active_one_and_goes_before_the_others(
-    here: Daemon, upstream: Scripted
-) -> None:
+async def test_an_interrupting_turn_cancels_the_active_one_and_runs_next(here: Daemon, upstream: Scripted) -> None:
     upstream.then([token("Hel"), STALL], says("urgent"), says("later"))
     session = await here.session()
     first, second = await here.submit(session), await here.submit(session)
@@ -489,7 +491,7 @@ async def test_an_interrupting_turn_cancels_the_active_one_and_goes_before_the_o
     ]
 
 
-async def test_full_queues_refuse_and_say_when_to_come_again(tmp_path: Path, upstream: Scripted) -> None:
+async def test_full_queues_refuse_with_a_time_to_retry(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then([STALL])
     async with daemon(tmp_path, upstream, queued_turns_per_session=2, queued_turns=3) as here:
         session, other = await here.session(), await here.session()
@@ -503,7 +505,7 @@ async def test_full_queues_refuse_and_say_when_to_come_again(tmp_path: Path, ups
         await here.submit(other)
         await here.seen("turn.started", 2)
         await here.submit(other)
-        with pytest.raises(errors.QueueFullError, match="3 turns wait"):
+        with pytest.raises(errors.QueueFullError, match="3 turns are queued"):
             await here.submit(other)
         assert here.turns.counts() == (2, 3)
         await here.turns.cancel(session, CancelTurns(queued=True))
@@ -511,7 +513,7 @@ async def test_full_queues_refuse_and_say_when_to_come_again(tmp_path: Path, ups
         await here.ended(session, running)
 
 
-async def test_unknown_sessions_and_turns_are_said(here: Daemon) -> None:
+async def test_unknown_sessions_and_turns_are_errors(here: Daemon) -> None:
     with pytest.raises(errors.SessionNotFoundError):
         await here.submit("nope")
     with pytest.raises(errors.SessionNotFoundError):
@@ -523,10 +525,10 @@ async def test_unknown_sessions_and_turns_are_said(here: Daemon) -> None:
         await here.turns.read(session, "nope", wait_s=5)
     with pytest.raises(errors.TurnNotFoundError):
         await here.turns.cancel(session, CancelTurns(turn_id="nope"))
-    assert [*here.turns._lanes] == []
+    assert [*here.turns._workers] == []
 
 
-async def test_sessions_take_turns_where_few_may_run(tmp_path: Path, upstream: Scripted) -> None:
+async def test_sessions_share_the_slots_fairly(tmp_path: Path, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("a")], says("a"))
     async with daemon(tmp_path, upstream, running_turns=1) as here:
@@ -541,7 +543,7 @@ async def test_sessions_take_turns_where_few_may_run(tmp_path: Path, upstream: S
         assert started.index(other) == 1
 
 
-async def test_a_turn_that_may_run_has_begun_when_it_is_accepted(here: Daemon, upstream: Scripted) -> None:
+async def test_a_turn_with_a_free_slot_has_started_when_it_is_accepted(here: Daemon, upstream: Scripted) -> None:
     upstream.then([STALL])
     session = await here.session()
     turns = [await here.submit(session) for _ in range(2)]
@@ -550,7 +552,7 @@ async def test_a_turn_that_may_run_has_begun_when_it_is_accepted(here: Daemon, u
     await here.turns.delete_session(session)
 
 
-async def test_reading_waits_for_the_end_and_no_longer_than_asked(here: Daemon, upstream: Scripted) -> None:
+async def test_reading_waits_for_the_end_up_to_the_requested_time(here: Daemon, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("a")])
     session = await here.session()
@@ -560,10 +562,10 @@ async def test_reading_waits_for_the_end_and_no_longer_than_asked(here: Daemon, 
     assert (await here.turns.read(session, turn, wait_s=0.01)).status == "running"
     gate.open()
     assert {record.text for record in await asyncio.gather(*waiting)} == {"a"}
-    assert here.turns._ends._waiting == {}
+    assert here.turns._waiters._waiting == {}
 
 
-async def test_a_history_that_a_session_was_made_with_is_sent(here: Daemon, upstream: Scripted) -> None:
+async def test_the_history_that_a_session_was_created_with_is_sent(here: Daemon, upstream: Scripted) -> None:
     upstream.then(says("ok"))
     lost = {"call_id": "a", "name": FREE, "arguments": "broken"}
     told = [
@@ -592,7 +594,7 @@ def lab(tiny_home: Path) -> Iterator[Lab]:
         yield lab
 
 
-async def test_the_labs_own_server_runs_turns_with_tools(tmp_path: Path, lab: Lab) -> None:
+async def test_a_labs_server_runs_turns_with_tools(tmp_path: Path, lab: Lab) -> None:
     async with daemon(tmp_path, lab.url) as here:
         session = await here.session()
         wished = TurnOverrides(tool_choice=FREE, temperature=0, max_tokens=60)

@@ -27,7 +27,7 @@ ALWAYS = Decision(decision="allow", scope="session")
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for room on the disk looks for it often."""
     for module in (turn_writer, runner):
-        monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr(module, "MIN_RETRY_S", 0.01)
 
 
 def held(workshop: Workshop) -> Gate:
@@ -46,7 +46,7 @@ def held(workshop: Workshop) -> Gate:
 # --- cancelling
 
 
-async def test_cancelling_is_an_end_with_what_there_was_and_closes_the_stream(here: Daemon, upstream: Scripted) -> None:
+async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here: Daemon, upstream: Scripted) -> None:
     upstream.then([thought("Hm"), token("Hel"), STALL])
     session = await here.session()
     turn = await here.submit(session)
@@ -99,7 +99,7 @@ async def test_all_turns_can_be_cancelled_at_once(here: Daemon, upstream: Script
     assert here.turns.counts() == (0, 0)
 
 
-async def test_a_cancelled_turns_tools_are_stopped_and_their_calls_ended(here: Daemon, upstream: Scripted) -> None:
+async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("next"))
     gate = held(here.workshop)
     session = await here.session()
@@ -120,7 +120,7 @@ async def test_a_cancelled_turns_tools_are_stopped_and_their_calls_ended(here: D
     assert roles == ["user", "assistant", "tool", "tool", "user"]
 
 
-async def test_a_tool_that_does_not_heed_is_left_and_the_turn_ends_anyway(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("next"))
     workshop, gate = Workshop(), Gate()
 
@@ -142,17 +142,17 @@ async def test_a_tool_that_does_not_heed_is_left_and_the_turn_ends_anyway(tmp_pa
         await here.turns.cancel(session, CancelTurns())
         assert (await here.ended(session, turn)).stop_reason == "cancelled"
         (end,) = await here.seen("tool.end")
-        assert (end["data"]["status"], "left alone" in end["data"]["text"]) == ("cancelled", True)
+        assert (end["data"]["status"], "did not end in time" in end["data"]["text"]) == ("cancelled", True)
         assert (await here.run(session)).text == "next"
         gate.open()
-        await until(lambda: not here.turns._left)
+        await until(lambda: not here.turns._adopted_tasks)
         check_invariants(await here.events())
 
 
 # --- permissions
 
 
-async def test_a_tool_that_asks_runs_after_a_yes_with_exactly_what_was_asked(here: Daemon, upstream: Scripted) -> None:
+async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {"path": "x"})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
@@ -168,10 +168,10 @@ async def test_a_tool_that_asks_runs_after_a_yes_with_exactly_what_was_asked(her
     assert here.workshop.called == [(ASKS, {"path": "x"})]
     kinds = await here.kinds(session)
     assert kinds[3:7] == ["permission.request", "permission.resolved", "tool.start", "tool.end"]
-    assert (await here.turns.permissions()).permissions == []
+    assert (await here.turns.list_permissions()).permissions == []
 
 
-async def test_a_denial_is_told_to_the_model_and_nothing_runs(here: Daemon, upstream: Scripted) -> None:
+async def test_a_denial_is_reported_to_the_model_and_the_tool_does_not_run(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {})), says("pity"))
     session = await here.session()
     turn = await here.submit(session)
@@ -184,7 +184,7 @@ async def test_a_denial_is_told_to_the_model_and_nothing_runs(here: Daemon, upst
     assert "denied" in upstream.bodies[1]["messages"][-1]["content"]
 
 
-async def test_nobodys_decision_is_a_no(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_permission_without_a_decision_is_denied(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {})), says("pity"))
     async with daemon(tmp_path, upstream, permission_timeout_s=0.02) as here:
         session = await here.session()
@@ -194,12 +194,12 @@ async def test_nobodys_decision_is_a_no(tmp_path: Path, upstream: Scripted) -> N
         (resolved,) = [item["data"]["permission"] for item in await here.seen("permission.resolved")]
         assert (resolved["decision"], resolved["resolved_by"]) == ("deny", "expiry")
         assert here.workshop.called == []
-        with pytest.raises(errors.PermissionExpiredError, match="nobody decided"):
+        with pytest.raises(errors.PermissionExpiredError, match="it expired"):
             await here.turns.decide(permission["permission_id"], ALLOW)
         check_invariants(await here.events())
 
 
-async def test_of_two_decisions_the_first_wins(here: Daemon, upstream: Scripted) -> None:
+async def test_the_first_of_two_decisions_counts(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
@@ -213,7 +213,7 @@ async def test_of_two_decisions_the_first_wins(here: Daemon, upstream: Scripted)
     assert len(here.workshop.called) == 1
 
 
-async def test_what_was_withdrawn_can_no_longer_be_decided(here: Daemon, upstream: Scripted) -> None:
+async def test_a_withdrawn_permission_can_no_longer_be_decided(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {})))
     session = await here.session()
     turn = await here.submit(session)
@@ -226,7 +226,7 @@ async def test_what_was_withdrawn_can_no_longer_be_decided(here: Daemon, upstrea
         await here.turns.decide("prm_nope", ALLOW)
 
 
-async def test_a_denial_for_the_whole_session_is_refused_and_decides_nothing(here: Daemon, upstream: Scripted) -> None:
+async def test_a_denial_for_the_whole_session_is_refused_and_changes_nothing(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
@@ -237,7 +237,7 @@ async def test_a_denial_for_the_whole_session_is_refused_and_decides_nothing(her
     await here.ended(session, turn)
 
 
-async def test_a_yes_for_the_session_holds_for_it_and_for_no_other(tmp_path: Path, upstream: Scripted) -> None:
+async def test_allowing_a_tool_for_a_session_does_not_affect_other_sessions(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {"n": 1})), calls((ASKS, {"n": 2})), says("ok"), calls((ASKS, {"n": 3})), says("ok"))
     async with daemon(tmp_path, upstream) as here:
         session = await here.session()
@@ -257,7 +257,7 @@ async def test_a_yes_for_the_session_holds_for_it_and_for_no_other(tmp_path: Pat
         await here.ended(other, turn)
 
 
-async def test_who_waits_for_a_person_keeps_nobody_else_waiting(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_that_waits_for_a_permission_does_not_occupy_a_slot(tmp_path: Path, upstream: Scripted) -> None:
     def script(body: dict[str, Any]) -> Any:
         last = body["messages"][-1]
         return calls((ASKS, {})) if last["content"] == "ask" else says("ok")
@@ -271,11 +271,11 @@ async def test_who_waits_for_a_person_keeps_nobody_else_waiting(tmp_path: Path, 
         assert here.turns.counts() == (1, 0)
         await here.turns.decide(permission.permission_id, ALLOW)
         assert (await here.ended(waiting, turn)).text == "ok"
-        await until(lambda: not [*here.turns._lanes])
+        await until(lambda: not [*here.turns._workers])
         assert here.turns._slots.free == 1
 
 
-async def test_a_turn_that_waits_for_its_slot_again_can_be_cancelled(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path: Path, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then(calls((ASKS, {})), [gate, *says("ok")])
     async with daemon(tmp_path, upstream, running_turns=1) as here:
@@ -290,14 +290,14 @@ async def test_a_turn_that_waits_for_its_slot_again_can_be_cancelled(tmp_path: P
         assert (await here.ended(waiting, turn)).stop_reason == "cancelled"
         gate.open()
         assert (await here.ended(other, second)).text == "ok"
-        await until(lambda: not [*here.turns._lanes])
+        await until(lambda: not [*here.turns._workers])
         assert here.turns._slots.free == 1
 
 
 # --- sessions that go
 
 
-async def test_a_session_that_is_deleted_ends_its_turns_first(here: Daemon, upstream: Scripted) -> None:
+async def test_deleting_a_session_ends_its_turns_first(here: Daemon, upstream: Scripted) -> None:
     upstream.then([token("Hel"), STALL])
     session = await here.session()
     turns = [await here.submit(session) for _ in range(2)]
@@ -313,10 +313,10 @@ async def test_a_session_that_is_deleted_ends_its_turns_first(here: Daemon, upst
     assert isinstance(waiting.exception(), errors.SessionNotFoundError) or waiting.result().stop_reason == "cancelled"
     await here.turns.delete_session(session)
     await here.turns.delete_session("nope")
-    assert ([*here.turns._lanes], here.turns.counts()) == ([], (0, 0))
+    assert ([*here.turns._workers], here.turns.counts()) == ([], (0, 0))
 
 
-async def test_a_session_is_deleted_though_all_slots_are_taken(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_session_can_be_deleted_while_all_slots_are_taken(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then([STALL])
     async with daemon(tmp_path, upstream, running_turns=1) as here:
         busy, other = await here.session(), await here.session()
@@ -331,7 +331,9 @@ async def test_a_session_is_deleted_though_all_slots_are_taken(tmp_path: Path, u
 # --- the daemon stops, or dies
 
 
-async def test_stopping_cuts_turns_and_keeps_what_waits_for_the_next_start(tmp_path: Path, upstream: Scripted) -> None:
+async def test_stopping_ends_running_turns_and_keeps_queued_ones_for_the_next_start(
+    tmp_path: Path, upstream: Scripted
+) -> None:
     upstream.then([token("Hel"), STALL], says("later"))
     async with daemon(tmp_path, upstream) as here:
         session = await here.session()
@@ -351,7 +353,7 @@ async def test_stopping_cuts_turns_and_keeps_what_waits_for_the_next_start(tmp_p
         check_invariants(await here.events())
 
 
-async def test_draining_lets_turns_end_and_begins_none(tmp_path: Path, upstream: Scripted) -> None:
+async def test_draining_completes_running_turns_and_starts_none(tmp_path: Path, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("ok")])
     async with daemon(tmp_path, upstream) as here:
@@ -366,7 +368,7 @@ async def test_draining_lets_turns_end_and_begins_none(tmp_path: Path, upstream:
         assert (await here.turns.read(session, second)).status == "queued"
 
 
-async def test_a_drain_may_be_cut_short(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_drain_can_be_shortened(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then([STALL])
     async with daemon(tmp_path, upstream) as here:
         session = await here.session()
@@ -381,7 +383,7 @@ async def test_a_drain_may_be_cut_short(tmp_path: Path, upstream: Scripted) -> N
         assert record.error.code == "daemon-stopping"
 
 
-async def test_the_grace_of_a_drain_has_an_end(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_drain_ends_running_turns_after_its_grace_period(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then([STALL])
     async with daemon(tmp_path, upstream) as here:
         session = await here.session()
@@ -391,7 +393,7 @@ async def test_the_grace_of_a_drain_has_an_end(tmp_path: Path, upstream: Scripte
         assert (await here.turns.read(session, turn)).status == "error"
 
 
-async def test_a_tool_that_was_cut_by_the_stop_is_interrupted(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_tool_that_runs_during_a_stop_is_interrupted(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})))
     workshop = Workshop()
     gate = held(workshop)
@@ -404,7 +406,7 @@ async def test_a_tool_that_was_cut_by_the_stop_is_interrupted(tmp_path: Path, up
         check_invariants(await here.events())
 
 
-async def test_after_a_death_turns_end_tools_are_not_run_again_and_the_queue_goes_on(
+async def test_after_a_crash_started_turns_end_tools_do_not_run_again_and_queued_turns_run(
     tmp_path: Path, upstream: Scripted
 ) -> None:
     upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("later"))
@@ -425,7 +427,7 @@ async def test_after_a_death_turns_end_tools_are_not_run_again_and_the_queue_goe
         ends = [item["data"] for item in events if item["event"] == "tool.end"]
         assert [end["status"] for end in ends] == ["interrupted", "interrupted"]
         assert here.workshop.called == []
-        assert (await here.turns.permissions()).permissions == []
+        assert (await here.turns.list_permissions()).permissions == []
         roles = [message["role"] for message in upstream.bodies[1]["messages"]]
         assert roles == ["user", "assistant", "tool", "tool", "user"]
 
@@ -439,19 +441,19 @@ class Late(Workshop):
         self.later, self.listed = self.listed, []
 
     @property
-    def starting(self) -> bool:  # type: ignore[override]
+    def is_starting(self) -> bool:  # type: ignore[override]
         return not self.there.is_set()
 
-    async def settled(self) -> None:
+    async def wait_started(self) -> None:
         await self.there.wait()
         self.listed = self.later
 
 
 @pytest.mark.parametrize("come", [True, False])
-async def test_turns_wait_a_while_for_tools_that_are_about_to_come(
+async def test_turns_wait_for_mcp_servers_to_start_for_a_limited_time(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, come: bool
 ) -> None:
-    monkeypatch.setattr(runner, "TOOLS_S", WAIT_S if come else 0.01)
+    monkeypatch.setattr(runner, "TOOLS_START_S", WAIT_S if come else 0.01)
     upstream.then(says("ok"))
     late = Late()
     async with daemon(tmp_path, upstream, late) as here:
@@ -466,14 +468,14 @@ async def test_turns_wait_a_while_for_tools_that_are_about_to_come(
         assert ("tools" in upstream.bodies[0]) is come
 
 
-async def test_a_daemon_can_stop_while_its_tools_are_about_to_come(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_daemon_can_stop_while_turns_wait_for_mcp_servers(tmp_path: Path, upstream: Scripted) -> None:
     async with daemon(tmp_path, upstream, Late()) as here:
         turn = await here.submit(session := await here.session())
         await asyncio.wait_for(here.turns.stop(mode="now", grace_s=0), WAIT_S)
         assert (await here.turns.read(session, turn)).status == "queued"
 
 
-async def test_after_a_death_the_text_that_was_in_the_log_is_kept(tmp_path: Path, upstream: Scripted) -> None:
+async def test_after_a_crash_the_text_in_the_log_is_kept(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then([thought("Hm"), token("Hel"), STALL])
     async with daemon(tmp_path, upstream, stop=False) as here:
         session = await here.session()
@@ -497,7 +499,7 @@ class Full:
         self.for_ends = True
         """Also for what ends something, as if the reserve were used up."""
         self.refused = 0
-        self._committed = store._committed
+        self._commit = store._commit
         monkeypatch.setattr(store, "_write", self._write)
 
     def _write(self, work: Any, ending: bool) -> Any:
@@ -507,8 +509,8 @@ class Full:
 
         if self.on and (self.for_ends or not ending):
             self.refused += 1
-            return self._committed(failing)
-        return self._committed(work)
+            return self._commit(failing)
+        return self._commit(work)
 
 
 async def test_a_full_disk_refuses_a_submit(here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +525,7 @@ async def test_a_full_disk_refuses_a_submit(here: Daemon, upstream: Scripted, mo
 
 
 @pytest.mark.parametrize("for_ends", [False, True])
-async def test_a_full_disk_stops_the_model_and_ends_the_turn_as_soon_as_it_can_be_written(
+async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space(
     here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, for_ends: bool
 ) -> None:
     gate = Gate()
@@ -544,7 +546,7 @@ async def test_a_full_disk_stops_the_model_and_ends_the_turn_as_soon_as_it_can_b
 
 
 @pytest.mark.parametrize("tool", [FREE, ASKS])
-async def test_on_a_full_disk_no_tool_begins(
+async def test_on_a_full_disk_no_tool_is_started(
     here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     gate = Gate()
@@ -587,7 +589,7 @@ async def test_on_a_full_disk_a_running_tool_is_stopped(
     assert [item["data"]["status"] for item in await here.seen("tool.end", 2)] == ["ok", "cancelled"]
 
 
-async def test_what_waits_begins_once_there_is_room(
+async def test_a_queued_turn_starts_once_there_is_space(
     here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate()
@@ -596,7 +598,7 @@ async def test_what_waits_begins_once_there_is_room(
     first, second = await here.submit(session), await here.submit(session)
     await gate.reached()
     full = Full(here.store, monkeypatch)
-    begin = here.turns._begin_next
+    begin = here.turns._start_next
 
     async def refused(lane: Any) -> Any:
         full.on = not full.refused
@@ -605,14 +607,14 @@ async def test_what_waits_begins_once_there_is_room(
         finally:
             full.on = False
 
-    monkeypatch.setattr(here.turns, "_begin_next", refused)
+    monkeypatch.setattr(here.turns, "_start_next", refused)
     gate.open()
     await here.ended(session, first)
     assert (await here.ended(session, second)).text == "2"
     assert full.refused == 1
 
 
-async def test_a_disk_that_stays_full_leaves_the_end_to_the_next_start(
+async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate()
@@ -635,7 +637,7 @@ async def test_a_disk_that_stays_full_leaves_the_end_to_the_next_start(
         check_invariants(await here.events())
 
 
-async def test_a_start_on_a_full_disk_recovers_when_there_is_room(
+async def test_a_start_on_a_full_disk_recovers_when_there_is_space(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then([STALL], says("later"))
@@ -660,18 +662,18 @@ async def test_a_start_on_a_full_disk_recovers_when_there_is_room(
         check_invariants(await here.events())
 
 
-async def test_a_bug_ends_the_turn_all_the_same(
+async def test_a_turn_ends_even_after_an_unexpected_exception(
     here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
-    tool_end, bugs = turn_records.tool_end, iter([ZeroDivisionError("kaputt")])
+    tool_end, bugs = turn_records.end_tool, iter([ZeroDivisionError("kaputt")])
 
     def once(*arguments: Any, **fields: Any) -> None:
         for bug in bugs:
             raise bug
         tool_end(*arguments, **fields)
 
-    monkeypatch.setattr(turn_records, "tool_end", once)
+    monkeypatch.setattr(turn_records, "end_tool", once)
     session = await here.session()
     record = await here.run(session)
     assert record.error is not None

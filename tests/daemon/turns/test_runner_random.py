@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.daemon.turns.queue import unfinished
+from lmx_lab.daemon.turns.queue import list_unfinished
 from lmx_lab.errors import LabError, NotFoundError, StoppingError
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.daemon.scripted import DROP, STALL, Scripted, Step, call, chunk, ending, refuses, thought, token
@@ -87,7 +87,7 @@ class World:
         await here.turns.cancel(session, CancelTurns(queued=self.chance.random() < 0.3))
 
     async def decide(self, here: Daemon, session: str) -> None:
-        waiting = (await here.turns.permissions()).permissions
+        waiting = (await here.turns.list_permissions()).permissions
         decision: Any = self.chance.choice(["allow", "allow", "deny"])
         scope: Any = "session" if decision == "allow" and self.chance.random() < 0.3 else "once"
         for permission in waiting[:1]:
@@ -104,8 +104,8 @@ async def watch(here: Daemon, ended: set[tuple[str, str]]) -> None:
     """Each end, when it is seen, is in REST as well, and its turn's session has another turn or none."""
     after = 0
     while True:
-        grown = here.log.grown()
-        page = await here.log.page(after)
+        grown = here.log.watch()
+        page = await here.log.read_page(after)
         for event in page.events:
             if event.event in TERMINAL:
                 assert event.session_id
@@ -137,8 +137,8 @@ async def last_life(world: World, folder: Path, upstream: Scripted) -> None:
         ended: set[tuple[str, str]] = set()
         watching = asyncio.create_task(watch(here, ended))
         while True:
-            grown = here.log.grown()
-            if await here.store.read(unfinished) == ([], []):
+            grown = here.log.watch()
+            if await here.store.read(list_unfinished) == ([], []):
                 break
             await asyncio.wait([grown, watching], timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
             assert not watching.done(), watching.exception()
@@ -152,12 +152,12 @@ async def last_life(world: World, folder: Path, upstream: Scripted) -> None:
         assert max(world.called.values(), default=1) == 1, "no tool ran twice"
         started = {event["data"]["arguments"]["n"] for event in events if event["event"] == "tool.start"}
         assert set(world.called) <= started, "a tool is in the log before it runs"
-        assert (await here.turns.permissions()).permissions == []
+        assert (await here.turns.list_permissions()).permissions == []
 
 
 # Seeds and no hypothesis: what threads and sockets do is nobody's to repeat, so there is nothing to shrink.
 @pytest.mark.parametrize("seed", range(12))
-async def test_every_turn_ends_once_whatever_happens(tmp_path: Path, seed: int) -> None:
+async def test_every_turn_ends_once_in_random_order_of_operations(tmp_path: Path, seed: int) -> None:
     world = World(seed)
     with Scripted(world.script) as upstream:
         for _ in range(seed % 3 + 1):

@@ -42,7 +42,7 @@ async def leave_in(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, work
     go.set()
 
 
-async def test_a_turn_runs_though_whoever_submitted_it_has_gone(
+async def test_a_turn_runs_even_if_its_submitter_was_cancelled(
     here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then(says("ok"))
@@ -53,7 +53,7 @@ async def test_a_turn_runs_though_whoever_submitted_it_has_gone(
     assert here.turns.counts()[1] == 0
 
 
-async def test_a_decision_is_heard_though_whoever_made_it_has_gone(
+async def test_a_decision_takes_effect_even_if_its_caller_was_cancelled(
     here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then(calls((ASKS, {})), says("ok"))
@@ -64,18 +64,18 @@ async def test_a_decision_is_heard_though_whoever_made_it_has_gone(
     assert (await here.ended(session, turn)).text == "ok"
 
 
-async def test_a_submit_that_is_repeated_lets_a_turn_run_that_waits(here: Daemon, upstream: Scripted) -> None:
+async def test_a_repeated_submit_starts_a_turn_that_is_queued(here: Daemon, upstream: Scripted) -> None:
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(content="hi", turn_id="t")
     await here.store.write(lambda tx: turn_queue.submit(tx, session, body, Limits()))
-    here.turns._queued = 1
+    here.turns._queued_count = 1
     _, new = await here.turns.submit(session, body)
     assert not new
     assert (await here.ended(session, "t")).text == "ok"
 
 
-async def test_a_submit_that_is_repeated_in_a_session_of_an_older_name_has_its_own_cursor(
+async def test_a_repeated_submit_has_the_cursor_of_the_current_session_of_that_id(
     tmp_path: Path, upstream: Scripted
 ) -> None:
     upstream.then(says("ok"))
@@ -90,7 +90,7 @@ async def test_a_submit_that_is_repeated_in_a_session_of_an_older_name_has_its_o
             await here.turns.delete_session("s")
 
 
-async def test_a_session_that_is_deleted_twice_at_once_is_deleted_for_both(here: Daemon, upstream: Scripted) -> None:
+async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here: Daemon, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})))
     let_go = asyncio.Event()
 
@@ -105,7 +105,7 @@ async def test_a_session_that_is_deleted_twice_at_once_is_deleted_for_both(here:
     await here.submit(session)
     await here.seen("tool.start")
     first = asyncio.create_task(here.turns.delete_session(session))
-    await until(lambda: here.turns._lanes.of(session).deleting)
+    await until(lambda: here.turns._workers.get_or_create(session).is_deleting)
     second = asyncio.create_task(here.turns.delete_session(session))
     await here.store.write(lambda tx: None)
     assert not second.done()
@@ -114,7 +114,9 @@ async def test_a_session_that_is_deleted_twice_at_once_is_deleted_for_both(here:
     assert (await here.kinds(session))[-2:] == ["turn.done", "session.deleted"]
 
 
-async def test_a_turn_that_waited_for_a_person_goes_before_those_that_begin(tmp_path: Path, upstream: Scripted) -> None:
+async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(
+    tmp_path: Path, upstream: Scripted
+) -> None:
     gate = Gate()
     upstream.then(calls((ASKS, {})), [gate, *says("other")], says("ok"))
     async with daemon(tmp_path, upstream, running_turns=1) as here:
@@ -126,7 +128,7 @@ async def test_a_turn_that_waited_for_a_person_goes_before_those_that_begin(tmp_
         await gate.reached()
         await here.turns.decide(permission.permission_id, ALLOW)
         await here.seen("tool.end")
-        await until(lambda: bool(here.turns._slots._back))
+        await until(lambda: bool(here.turns._slots._continuing))
         gate.open()
         for session, turn in [(asking, first), *zip(others, turns, strict=True)]:
             await here.ended(session, turn)
@@ -152,14 +154,14 @@ async def deserted(folder: Path, upstream: Scripted, monkeypatch: pytest.MonkeyP
         return await write(store, work, **options)
 
     monkeypatch.setattr(Store, "write", failing)
-    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 600.0)
+    monkeypatch.setattr(runner, "MIN_RETRY_S", 600.0)
     async with daemon(folder, upstream) as here:
         assert (await here.turns.read("s", "t")).status == "running"
         yield here
         check_invariants(await here.events())
 
 
-async def test_a_session_with_a_deserted_turn_is_deleted_with_its_end(
+async def test_deleting_a_session_ends_an_abandoned_turn(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then([token("Hel"), STALL])
@@ -169,7 +171,7 @@ async def test_a_session_with_a_deserted_turn_is_deleted_with_its_end(
 
 
 @pytest.mark.parametrize("turn_id", [None, "t"])
-async def test_a_deserted_turn_can_be_cancelled(
+async def test_an_abandoned_turn_can_be_cancelled(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, turn_id: str | None
 ) -> None:
     upstream.then([token("Hel"), STALL])
@@ -182,7 +184,7 @@ async def test_a_deserted_turn_can_be_cancelled(
         assert (await here.turns.cancel("s", CancelTurns())).cancelled == 0
 
 
-async def test_the_next_turn_begins_after_the_end_of_a_deserted_one(
+async def test_the_next_turn_starts_after_the_end_of_an_abandoned_one(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then([token("Hel"), STALL], says("ok"))

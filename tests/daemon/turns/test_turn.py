@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmx_lab.daemon.turns.arguments import arguments_in
+from lmx_lab.daemon.turns.tool_calls import parse_arguments
 from lmx_lab.daemon.turns.turn import (
     CallModel,
     EndToolCall,
@@ -41,7 +41,7 @@ CANCEL = StopRequested(ending=TurnEnding(reason="cancelled"))
 
 def begun(**limits: int) -> TurnMachine:
     turn = TurnMachine(**{"max_steps": 5, "parallel_tools": 2, "broken_calls": 3, **limits})
-    assert turn.begin() == [CallModel(step=1)]
+    assert turn.start() == [CallModel(step=1)]
     return turn
 
 
@@ -49,8 +49,8 @@ def call(name: str = "free", arguments: str = "{}", call_id: str = "a") -> ToolC
     return ToolCall(call_id=call_id, name=name, arguments=arguments)
 
 
-def answered(*calls: ToolCall, cut: bool = False) -> ModelAnswered:
-    return ModelAnswered(calls=calls, tools=TOOLS, cut=cut)
+def answered(*calls: ToolCall, is_truncated: bool = False) -> ModelAnswered:
+    return ModelAnswered(calls=calls, tools=TOOLS, is_truncated=is_truncated)
 
 
 def ok(call_id: str = "a") -> ToolEnded:
@@ -67,56 +67,56 @@ def ending(actions: list[TurnAction]) -> TurnEnding:
 
 
 def test_an_answer_without_calls_ends_the_turn() -> None:
-    actions = begun().tell(answered())
+    actions = begun().handle(answered())
     assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="end"))]
 
 
-def test_a_call_runs_and_the_model_is_asked_again() -> None:
+def test_after_a_call_the_model_is_called_again() -> None:
     turn = begun()
-    assert turn.tell(answered(call(arguments='{"x": 1}'))) == [
+    assert turn.handle(answered(call(arguments='{"x": 1}'))) == [
         SaveAnswer(calls=(call(arguments='{"x": 1}'),)),
         StartTool(call=call(arguments='{"x": 1}'), arguments={"x": 1}),
     ]
-    assert turn.tell(ok()) == [
+    assert turn.handle(ok()) == [
         EndToolCall(call=call(arguments='{"x": 1}'), status="ok", text="done"),
         CallModel(step=2),
     ]
 
 
-def test_the_model_is_asked_again_only_when_all_calls_have_ended() -> None:
+def test_the_model_is_called_again_only_when_all_calls_have_ended() -> None:
     turn = begun()
-    turn.tell(answered(call(call_id="a"), call(call_id="b")))
-    assert kinds(turn.tell(ok("b"))) == [EndToolCall]
-    assert kinds(turn.tell(ok("a"))) == [EndToolCall, CallModel]
+    turn.handle(answered(call(call_id="a"), call(call_id="b")))
+    assert kinds(turn.handle(ok("b"))) == [EndToolCall]
+    assert kinds(turn.handle(ok("a"))) == [EndToolCall, CallModel]
 
 
-def test_only_so_many_tools_run_at_once() -> None:
+def test_the_number_of_parallel_tools_is_limited() -> None:
     turn = begun(parallel_tools=2)
-    actions = turn.tell(answered(*(call(call_id=name) for name in "abc")))
+    actions = turn.handle(answered(*(call(call_id=name) for name in "abc")))
     assert kinds(actions) == [SaveAnswer, StartTool, StartTool]
-    assert kinds(turn.tell(ok("a"))) == [EndToolCall, StartTool]
+    assert kinds(turn.handle(ok("a"))) == [EndToolCall, StartTool]
 
 
-def test_a_tool_that_asks_waits_for_a_yes() -> None:
+def test_a_tool_that_needs_a_permission_waits_for_it() -> None:
     turn = begun()
-    assert kinds(turn.tell(answered(call("asks")))) == [SaveAnswer, RequestPermission]
-    assert turn.waiting
-    assert kinds(turn.tell(PermissionDecided(call_id="a", allowed=True, said=""))) == [StartTool]
-    assert not turn.waiting
+    assert kinds(turn.handle(answered(call("asks")))) == [SaveAnswer, RequestPermission]
+    assert turn.is_waiting
+    assert kinds(turn.handle(PermissionDecided(call_id="a", allowed=True, message=""))) == [StartTool]
+    assert not turn.is_waiting
 
 
 def test_a_turn_does_not_wait_while_another_tool_runs() -> None:
     turn = begun()
-    turn.tell(answered(call("asks", call_id="a"), call("free", call_id="b")))
-    assert not turn.waiting
-    turn.tell(ok("b"))
-    assert turn.waiting
+    turn.handle(answered(call("asks", call_id="a"), call("free", call_id="b")))
+    assert not turn.is_waiting
+    turn.handle(ok("b"))
+    assert turn.is_waiting
 
 
-def test_a_denial_is_told_to_the_model() -> None:
+def test_a_denial_is_reported_to_the_model() -> None:
     turn = begun()
-    turn.tell(answered(call("asks")))
-    actions = turn.tell(PermissionDecided(call_id="a", allowed=False, said="no"))
+    turn.handle(answered(call("asks")))
+    actions = turn.handle(PermissionDecided(call_id="a", allowed=False, message="no"))
     assert actions == [EndToolCall(call=call("asks"), status="denied", text="no"), CallModel(step=2)]
 
 
@@ -127,8 +127,8 @@ def test_a_denial_is_told_to_the_model() -> None:
         *('{"x": 1e999}', '{"x": [-1e999]}', '{"x": -Infinity}'),
     ],
 )
-def test_arguments_that_are_no_object_go_back_to_the_model(arguments: str) -> None:
-    actions = begun().tell(answered(call(arguments=arguments)))
+def test_arguments_that_are_not_an_object_are_reported_to_the_model(arguments: str) -> None:
+    actions = begun().handle(answered(call(arguments=arguments)))
     assert kinds(actions) == [SaveAnswer, EndToolCall, CallModel]
     assert isinstance(actions[1], EndToolCall)
     assert (actions[1].status, "JSON" in actions[1].text, len(actions[1].text) < 1000) == ("error", True, True)
@@ -137,101 +137,101 @@ def test_arguments_that_are_no_object_go_back_to_the_model(arguments: str) -> No
 @pytest.mark.parametrize(
     ("text", "value"), [("", {}), (" \n", {}), ('{"x": "\\ud83d"}', {"x": "?"}), ('{"x": 1.5}', {"x": 1.5})]
 )
-def test_arguments_that_are_taken(text: str, value: dict[str, Any]) -> None:
-    assert arguments_in(text) == value
+def test_valid_arguments_are_parsed(text: str, value: dict[str, Any]) -> None:
+    assert parse_arguments(text) == value
 
 
-@pytest.mark.parametrize(("tools", "said"), [(TOOLS, "asks, free"), ({}, "nor any other")])
-def test_an_unknown_tool_is_told_which_there_are(tools: dict[str, bool], said: str) -> None:
-    actions = begun().tell(ModelAnswered(calls=(call("nope"),), tools=tools))
+@pytest.mark.parametrize(("tools", "said"), [(TOOLS, "asks, free"), ({}, "there are no others")])
+def test_the_error_of_an_unknown_tool_lists_the_tools(tools: dict[str, bool], said: str) -> None:
+    actions = begun().handle(ModelAnswered(calls=(call("nope"),), tools=tools))
     assert isinstance(actions[1], EndToolCall)
     assert said in actions[1].text
 
 
 def test_too_many_broken_calls_end_the_turn() -> None:
     turn = begun(broken_calls=1)
-    assert kinds(turn.tell(answered(call("nope")))) == [SaveAnswer, EndToolCall, CallModel]
-    actions = turn.tell(answered(call("nope", call_id="b"), call("free", call_id="c"), call("asks", call_id="d")))
+    assert kinds(turn.handle(answered(call("nope")))) == [SaveAnswer, EndToolCall, CallModel]
+    actions = turn.handle(answered(call("nope", call_id="b"), call("free", call_id="c"), call("asks", call_id="d")))
     assert kinds(actions) == [SaveAnswer, EndToolCall, EndToolCall, EndToolCall, EndTurn]
     assert isinstance(ending(actions).error, TurnError)
 
 
-def test_after_the_last_step_its_calls_still_run() -> None:
+def test_the_calls_of_the_last_step_are_still_made() -> None:
     turn = begun(max_steps=1)
-    assert kinds(turn.tell(answered(call()))) == [SaveAnswer, StartTool]
-    assert ending(turn.tell(ok())).reason == "max_steps"
+    assert kinds(turn.handle(answered(call()))) == [SaveAnswer, StartTool]
+    assert ending(turn.handle(ok())).reason == "max_steps"
 
 
-def test_an_answer_that_is_cut_off_calls_nothing() -> None:
-    actions = begun().tell(answered(call(), cut=True))
+def test_the_calls_of_a_truncated_answer_are_ignored() -> None:
+    actions = begun().handle(answered(call(), is_truncated=True))
     assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="length"))]
 
 
-def test_a_failure_of_the_model_is_the_turns() -> None:
+def test_a_failed_model_call_ends_the_turn_with_its_error() -> None:
     error = EngineError("boom")
-    assert ending(begun().tell(ModelFailed(error=error))).error is error
+    assert ending(begun().handle(ModelFailed(error=error))).error is error
 
 
-def test_a_stop_while_the_model_writes_closes_its_stream() -> None:
-    assert begun().tell(CANCEL) == [StopModel(), EndTurn(ending=CANCEL.ending)]
+def test_a_stop_during_the_models_answer_closes_its_stream() -> None:
+    assert begun().handle(CANCEL) == [StopModel(), EndTurn(ending=CANCEL.ending)]
 
 
-def test_a_stop_waits_for_tools_and_drops_the_rest() -> None:
+def test_a_stop_waits_for_running_tools_and_ends_the_other_calls() -> None:
     turn = begun(parallel_tools=1)
-    turn.tell(answered(call(call_id="a"), call(call_id="b"), call("asks", call_id="c")))
-    actions = turn.tell(CANCEL)
+    turn.handle(answered(call(call_id="a"), call(call_id="b"), call("asks", call_id="c")))
+    actions = turn.handle(CANCEL)
     assert kinds(actions) == [WithdrawPermissions, StopTool, EndToolCall, EndToolCall]
-    actions = turn.tell(ToolEnded(call_id="a", status="cancelled", text=""))
+    actions = turn.handle(ToolEnded(call_id="a", status="cancelled", text=""))
     assert kinds(actions) == [EndToolCall, EndTurn]
     assert ending(actions) == CANCEL.ending
 
 
-def test_a_tool_that_does_not_heed_is_left() -> None:
+def test_a_turn_ends_without_a_tool_that_does_not_stop() -> None:
     turn = begun()
-    turn.tell(answered(call()))
-    turn.tell(CANCEL)
-    assert kinds(turn.tell(StopTimedOut())) == [EndToolCall, EndTurn]
-    assert turn.tell(ok()) == []
+    turn.handle(answered(call()))
+    turn.handle(CANCEL)
+    assert kinds(turn.handle(StopTimedOut())) == [EndToolCall, EndTurn]
+    assert turn.handle(ok()) == []
 
 
-def test_a_stop_with_nothing_running_ends_at_once() -> None:
+def test_a_stop_without_running_tools_ends_the_turn_immediately() -> None:
     turn = begun()
-    turn.tell(answered(call("asks")))
-    assert kinds(turn.tell(CANCEL)) == [WithdrawPermissions, EndToolCall, EndTurn]
+    turn.handle(answered(call("asks")))
+    assert kinds(turn.handle(CANCEL)) == [WithdrawPermissions, EndToolCall, EndTurn]
 
 
-def test_who_stops_first_says_how_it_ends() -> None:
+def test_the_first_stop_determines_the_ending() -> None:
     turn = begun()
-    turn.tell(answered(call()))
-    turn.tell(StopRequested(ending=TurnEnding(error=TurnTimeoutError("late"), calls_are="interrupted")))
-    assert turn.tell(CANCEL) == []
-    actions = turn.tell(StopTimedOut())
+    turn.handle(answered(call()))
+    turn.handle(StopRequested(ending=TurnEnding(error=TurnTimeoutError("late"), open_call_status="interrupted")))
+    assert turn.handle(CANCEL) == []
+    actions = turn.handle(StopTimedOut())
     assert isinstance(ending(actions).error, TurnTimeoutError)
     assert isinstance(actions[0], EndToolCall)
     assert actions[0].status == "interrupted"
 
 
 @pytest.mark.parametrize("happening", [answered(), ModelFailed(error=EngineError("x")), ok(), StopTimedOut()])
-def test_what_cannot_have_happened_is_refused_with_both_sides(happening: Any) -> None:
+def test_an_impossible_input_is_refused_with_the_expected_and_the_actual_phase(happening: Any) -> None:
     turn = TurnMachine(max_steps=1, parallel_tools=1, broken_calls=1)
-    with pytest.raises(InvalidTransitionError, match="this one is new"):
-        turn.tell(happening)
+    with pytest.raises(InvalidTransitionError, match="phase new"):
+        turn.handle(happening)
 
 
-def test_what_no_call_asked_for_is_refused() -> None:
+def test_an_input_for_an_unknown_call_is_refused() -> None:
     turn = begun()
-    turn.tell(answered(call()))
+    turn.handle(answered(call()))
     with pytest.raises(InvalidTransitionError, match="'b'"):
-        turn.tell(ok("b"))
-    with pytest.raises(InvalidTransitionError, match="asks for nothing"):
-        turn.tell(PermissionDecided(call_id="a", allowed=True, said=""))
-    with pytest.raises(InvalidTransitionError, match="begin is for"):
-        turn.begin()
+        turn.handle(ok("b"))
+    with pytest.raises(InvalidTransitionError, match="does not wait"):
+        turn.handle(PermissionDecided(call_id="a", allowed=True, message=""))
+    with pytest.raises(InvalidTransitionError, match="start requires the phase new"):
+        turn.start()
 
 
-def test_two_calls_under_one_id_are_refused() -> None:
+def test_two_calls_with_the_same_id_are_refused() -> None:
     with pytest.raises(InvalidTransitionError, match="unique"):
-        begun().tell(answered(call(), call()))
+        begun().handle(answered(call(), call()))
 
 
 # --- whatever happens
@@ -296,12 +296,12 @@ texts = st.sampled_from(["{}", '{"x": 1}', "", "{", "[]"])
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_every_turn_ends_once_with_all_its_calls_ended(data: st.DataObject) -> None:
+def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data: st.DataObject) -> None:
     parallel, max_steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     broken = data.draw(st.integers(0, 3))
     turn = TurnMachine(max_steps=max_steps, parallel_tools=parallel, broken_calls=broken)
     watched = Watched(turn, parallel)
-    watched.do(turn.begin())
+    watched.do(turn.start())
     number = 0
     for _ in range(40):
         choices: list[str] = ["stop"] if turn.phase is not TurnPhase.STOPPING else ["stop", "overdue"]
@@ -319,7 +319,7 @@ def test_every_turn_ends_once_with_all_its_calls_ended(data: st.DataObject) -> N
                 wanted = data.draw(st.lists(st.tuples(names, texts), max_size=4))
                 calls = tuple(call(name, text, str(number + at)) for at, (name, text) in enumerate(wanted))
                 number += len(calls)
-                told = answered(*calls, cut=data.draw(st.integers(0, 9)) == 0)
+                told = answered(*calls, is_truncated=data.draw(st.integers(0, 9)) == 0)
             case "tool":
                 told = ok(data.draw(st.sampled_from(sorted(watched.running))))
             case _:
@@ -328,15 +328,15 @@ def test_every_turn_ends_once_with_all_its_calls_ended(data: st.DataObject) -> N
                 if allowed:
                     watched.allowed.add(call_id)
                     watched.asking.discard(call_id)
-                told = PermissionDecided(call_id=call_id, allowed=allowed, said="no")
-        watched.do(turn.tell(told))
+                told = PermissionDecided(call_id=call_id, allowed=allowed, message="no")
+        watched.do(turn.handle(told))
         if turn.phase is TurnPhase.ENDED:
             break
     if turn.phase is not TurnPhase.ENDED:
-        watched.do(turn.tell(CANCEL))
+        watched.do(turn.handle(CANCEL))
     if turn.phase is not TurnPhase.ENDED:
-        watched.do(turn.tell(StopTimedOut()))
+        watched.do(turn.handle(StopTimedOut()))
     assert watched.ends == 1
     assert watched.steps <= max_steps
-    for late in (CANCEL, StopTimedOut(), ok("0"), PermissionDecided(call_id="0", allowed=True, said="")):
-        assert turn.tell(late) == []
+    for late in (CANCEL, StopTimedOut(), ok("0"), PermissionDecided(call_id="0", allowed=True, message="")):
+        assert turn.handle(late) == []
