@@ -18,8 +18,6 @@ import pandas as pd
 import pytest
 from pydantic import BaseModel, Field
 
-from lmx_lab.daemon.tools.docstrings import read_docstring
-from lmx_lab.daemon.tools.function_schema import function_schema
 from lmx_lab.daemon.tools.python_tools import THREADS, PythonTools
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.errors import InvalidRequestError
@@ -216,49 +214,6 @@ def test_a_function_that_is_registered_again_replaces_only_itself(tools: PythonT
     tools.remove("greet")
     tools.remove("greet")
     tools.register(other, name="greet")
-
-
-def test_docstrings_of_three_styles_are_parsed() -> None:
-    def google(a: int, b: int) -> None:
-        """Sum: of things.
-
-        Arguments:
-          a: first: of all
-          b (int, optional): second
-
-            goes on
-        """
-
-    def numpy(a: int, b: int) -> None:
-        """Sum.
-
-        Parameters
-        ----------
-        a : int
-            first
-        b
-            second
-            goes on
-
-        Returns
-        -------
-        int
-        """
-
-    def sphinx(a: int, b: int) -> None:
-        """Sum.
-
-        :param a: first
-        :param int b: second
-            goes on
-        :returns: nothing
-        """
-
-    assert read_docstring(google) == ("Sum: of things.", {"a": "first: of all", "b": "second goes on"})
-    assert read_docstring(numpy) == ("Sum.", {"a": "first", "b": "second goes on"})
-    assert read_docstring(sphinx) == ("Sum.", {"a": "first", "b": "second goes on"})
-    assert read_docstring(lambda: 1) == ("", {})
-    assert function_schema(google).parameters["properties"]["b"]["description"] == "second goes on"
 
 
 # Results
