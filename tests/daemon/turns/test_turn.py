@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmx_lab.daemon.turns.tool_calls import parse_arguments
 from lmx_lab.daemon.turns.turn import (
     CallModel,
     EndToolCall,
@@ -132,13 +131,6 @@ def test_arguments_that_are_not_an_object_are_reported_to_the_model(arguments: s
     assert kinds(actions) == [SaveAnswer, EndToolCall, CallModel]
     assert isinstance(actions[1], EndToolCall)
     assert (actions[1].status, "JSON" in actions[1].text, len(actions[1].text) < 1000) == ("error", True, True)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("", {}), (" \n", {}), ('{"x": "\\ud83d"}', {"x": "?"}), ('{"x": 1.5}', {"x": 1.5})]
-)
-def test_valid_arguments_are_parsed(text: str, value: dict[str, Any]) -> None:
-    assert parse_arguments(text) == value
 
 
 @pytest.mark.parametrize(("tools", "said"), [(TOOLS, "asks, free"), ({}, "there are no others")])
