@@ -22,7 +22,7 @@ from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed, Mc
 from lmx_lab.wire.sessions import CancelTurns, ChangeSession, ForkSession, SessionMessage, SubmitTurn
 from tests.client.raw import RawServer, answering, whole
 from tests.client.test_credentials import write
-from tests.daemon.face import serving, write_tokens
+from tests.daemon.running_daemon import serving, write_tokens
 from tests.daemon.scripted import STALL, Scripted, calls, says, token
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.daemon.storage.store import Store
 from tests.daemon.scripted import Scripted
-from tests.daemon.turning import Daemon, check_invariants, daemon
+from tests.daemon.turn_fixtures import Daemon, check_invariants, daemon
 
 
 @pytest.fixture

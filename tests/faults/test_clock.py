@@ -23,7 +23,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.wire.sessions import CreateSession, Decision
 from tests.daemon.scripted import Scripted, calls, says
-from tests.daemon.turning import ASKS, check_invariants, daemon
+from tests.daemon.turn_fixtures import ASKS, check_invariants, daemon
 from tests.engine.conftest import finish, request, run
 from tests.engine.llama_cpp.conftest import entry_of
 

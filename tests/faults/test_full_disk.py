@@ -22,7 +22,7 @@ from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.wire.events import ToolOutput
-from tests.daemon.program import Program
+from tests.daemon.daemon_process import Program
 from tests.faults.asking import CHAT, WAIT_S
 from tests.faults.hub import REPO, Handler, git_id, hub_with, whole
 from tests.flows.conftest import chat_body, serving

@@ -15,7 +15,7 @@ import pytest
 
 from lmx_lab.wire.mcp import McpServerConfig
 from tests.daemon.http_mcp import TOKEN
-from tests.daemon.mcp_place import RUN, Place, opened_place
+from tests.daemon.mcp_fixtures import RUN, Place, opened_place
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[1] / "http_mcp.py"

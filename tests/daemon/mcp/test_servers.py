@@ -19,7 +19,7 @@ from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
-from tests.daemon.mcp_place import HOSTILE, RUN, SECRET, Place, hostile, left_over, opened_place, quick
+from tests.daemon.mcp_fixtures import HOSTILE, RUN, SECRET, Place, hostile, left_over, opened_place, quick
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -438,7 +438,7 @@ async def test_grandchildren_of_a_server_that_exited_are_ended_before_its_restar
 KILLED_DAEMON = """
 import asyncio, json, os, signal, sys
 from pathlib import Path
-from tests.daemon.mcp_place import Place, Store, hostile
+from tests.daemon.mcp_fixtures import Place, Store, hostile
 
 async def main():
     folder = Path(sys.argv[1])
@@ -465,7 +465,7 @@ KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from lmx_lab.daemon.mcp import process_cleanup
-from tests.daemon.mcp_place import Place, Store, hostile
+from tests.daemon.mcp_fixtures import Place, Store, hostile
 
 write = process_cleanup._write_registry
 

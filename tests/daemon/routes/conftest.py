@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
-from tests.daemon.face import client, serving
+from tests.daemon.running_daemon import client, serving
 
 
 @pytest.fixture(scope="module")

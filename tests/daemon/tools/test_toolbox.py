@@ -10,7 +10,7 @@ import pytest
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.toolbox import CombinedToolbox
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
-from tests.daemon.mcp_place import Place, hostile, opened_place
+from tests.daemon.mcp_fixtures import Place, hostile, opened_place
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.daemon.scripted import (
     thought,
     token,
 )
-from tests.daemon.turning import ASKS, FREE, Daemon, Workshop, check_invariants, daemon
+from tests.daemon.turn_fixtures import ASKS, FREE, Daemon, Workshop, check_invariants, daemon
 from tests.flows.conftest import serving
 
 pytestmark = pytest.mark.anyio

@@ -16,7 +16,7 @@ from lmx_lab.daemon.turns import runner
 from lmx_lab.daemon.turns import writer as turn_writer
 from lmx_lab.wire.sessions import CancelTurns, Decision
 from tests.daemon.scripted import DROP, STALL, Gate, Scripted, calls, says, thought, token
-from tests.daemon.turning import ASKS, FREE, WAIT_S, Daemon, Workshop, check_invariants, daemon, until
+from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, Daemon, Workshop, check_invariants, daemon, until
 
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")

@@ -18,7 +18,7 @@ from lmx_lab.daemon.turns import permissions, runner
 from lmx_lab.daemon.turns import queue as turn_queue
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.daemon.scripted import STALL, Gate, Scripted, calls, says, token
-from tests.daemon.turning import ASKS, FREE, WAIT_S, Daemon, check_invariants, daemon, until
+from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, Daemon, check_invariants, daemon, until
 
 pytestmark = pytest.mark.anyio
 ALLOW = Decision(decision="allow")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.program import Follower, Program, check_log
+from tests.daemon.daemon_process import Follower, Program, check_log
 from tests.daemon.scripted import Gate, Scripted, counted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import websockets
 
-from tests.daemon.program import TERMINAL, WAIT_S, Program
+from tests.daemon.daemon_process import TERMINAL, WAIT_S, Program
 from tests.daemon.scripted import Scripted, refuses, says
 
 pytestmark = pytest.mark.anyio

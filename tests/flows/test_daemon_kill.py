@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.daemon.program import WAIT_S, Follower, Program, check_log, whole_log
+from tests.daemon.daemon_process import WAIT_S, Follower, Program, check_log, whole_log
 from tests.daemon.scripted import Scripted, calls, says
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
@@ -23,7 +23,7 @@ TURNS = 3
 """Submitted for each kill."""
 PAUSE_S = 0.004
 TOOL_S = 0.03
-SERVER = Path(__file__).with_name("counting_mcp.py")
+SERVER = Path(__file__).parents[1] / "daemon" / "counting_mcp.py"
 
 
 def script(body: dict[str, Any]) -> list[Any]:

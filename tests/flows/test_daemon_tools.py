@@ -13,8 +13,8 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.daemon.face import client
-from tests.daemon.program import check_log
+from tests.daemon.daemon_process import check_log
+from tests.daemon.running_daemon import client
 
 pytestmark = pytest.mark.long
 
