@@ -1,4 +1,4 @@
-"""``lmx-lab daemon`` as a process of its own, and a client that follows its events as simply as can be."""
+"""Run ``lmx-lab daemon`` as a process, and follow its events with a minimal client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TERMINAL = ("turn.done", "turn.error")
 
 
 class Program:
-    """One home, and the daemon that runs in it now; ``start()`` again after ``kill()`` is a restart."""
+    """A daemon in one home. ``start()`` after ``kill()`` restarts it."""
 
     def __init__(self, home: Path, upstream: str) -> None:
         self.home = home
@@ -57,7 +57,7 @@ class Program:
         raise AssertionError("no state file")
 
     def kill(self) -> None:
-        """As nobody can prepare for."""
+        """Kill the process without a warning."""
         self.process.kill()
         self.process.wait()
 
@@ -76,7 +76,7 @@ class Program:
 
 
 class Follower:
-    """Keeps all events that it gets, and goes on from the last one wherever the daemon is; drops nothing itself."""
+    """Collects all events. Reconnects with the cursor of the last event, also after a restart of the daemon."""
 
     def __init__(self, program: Program, query: str = "") -> None:
         self.program = program
@@ -88,7 +88,7 @@ class Follower:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """For the time of the block; afterwards the connection is closed."""
+        """Follow the events within the block."""
         task = asyncio.create_task(self._follow())
         try:
             yield
@@ -104,7 +104,7 @@ class Follower:
             await asyncio.sleep(0.01)
 
     async def connect_once(self, most: int | None = None) -> None:
-        """One connection, to its end or for so many events."""
+        """Receive events on one connection, to its end or up to ``most`` events."""
         state = self.program.state
         address = f"{state.url.replace('http', 'ws', 1)}/v3/events?after={self.cursor}{self.query}"
         headers = {"Authorization": f"Bearer {state.token}"}
@@ -132,7 +132,7 @@ class Follower:
 
 
 def check_log(events: list[dict[str, Any]]) -> None:
-    """What must be true of every whole log, whatever happened while it was written."""
+    """Check the invariants of a complete log."""
     seqs = [event["seq"] for event in events]
     assert seqs == sorted(set(seqs)), "in order, and each once"
     turns: dict[str, list[dict[str, Any]]] = {}
@@ -167,7 +167,7 @@ def check_turn(events: list[dict[str, Any]]) -> None:
 
 
 async def whole_log(http: httpx2.AsyncClient) -> list[dict[str, Any]]:
-    """All events, by polling."""
+    """Return all events, read by polling."""
     events: list[dict[str, Any]] = []
     cursor, more = 0, True
     while more:

@@ -1,4 +1,4 @@
-"""A place for MCP servers: the real store, the real servers, and nothing that is left behind."""
+"""Run MCP servers on a real store, and check that no processes are left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
 HOSTILE = Path(__file__).parent / "hostile_mcp.py"
 SECRET = "sk-0123456789abcdef"
 RUN = {"TEST_RUN": str(os.getpid())}
-"""In the environment of servers that have to be gone at the end: other tests may run at the same time."""
+"""Environment of the servers that must have ended at the end of a test; other tests may run at the same time."""
 
 
 def hostile(*modes: str, name: str = "bad", **fields: Any) -> McpServerConfig:
@@ -39,8 +39,8 @@ def quick(**fields: Any) -> RestartPolicy:
 
 
 @dataclass
-class Place:
-    """A store, and the servers on it; ``again`` starts anew on the same."""
+class McpHarness:
+    """A store and MCP servers on it. ``again`` creates new ``McpServers`` on the same store."""
 
     store: Store
     folder: Path
@@ -78,20 +78,20 @@ class Place:
 
 
 @contextlib.asynccontextmanager
-async def opened_place(tmp_path: Path) -> AsyncIterator[Place]:
+async def open_harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
     store = await Store.open(tmp_path / "daemon.db")
-    place = Place(store, tmp_path)
-    await place.again()
+    harness = McpHarness(store, tmp_path)
+    await harness.again()
     try:
-        yield place
+        yield harness
     finally:
-        await place.servers.stop()
+        await harness.servers.stop()
         await store.close()
         assert left_over() == []
 
 
 def left_over() -> list[psutil.Process]:
-    """Servers of this run of the tests that are is_alive, and what they have started."""
+    """Return the living processes of servers of this test run, and of their children."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""A daemon in this process, and clients of it: what the tests of its routes and sockets share."""
+"""Run a daemon in this process, and connect clients to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lmx_lab.wire.events import TurnText
 
 WAIT_S = 20.0
 UPSTREAM = "http://127.0.0.1:9"
-"""Nobody is there; what does not ask a model does not need anybody."""
+"""An address without a server, for tests that call no model."""
 
 
 @contextlib.contextmanager
@@ -43,14 +43,14 @@ def client(daemon: Daemon, **headers: str) -> Iterator[httpx2.Client]:
 
 
 def connect(daemon: Daemon, query: str = "", *, token: str | None = None, **options: Any) -> Any:
-    """A WebSocket of events, with the token in the header."""
+    """Open a WebSocket of events, with the token in a header."""
     headers = {"Authorization": f"Bearer {token or daemon.token}", **options.pop("headers", {})}
     address = f"{daemon.url.replace('http', 'ws', 1)}/v3/events{query}"
     return websockets.connect(address, additional_headers=headers, proxy=None, open_timeout=WAIT_S, **options)
 
 
 async def frames_until(socket: ClientConnection, kind: str) -> list[dict[str, Any]]:
-    """What comes, up to and with the first of this kind."""
+    """Receive frames up to and including the first of this name."""
     frames: list[dict[str, Any]] = []
     while not frames or frames[-1]["event"] != kind:
         frames.append(json.loads(await socket.recv()))
@@ -58,7 +58,7 @@ async def frames_until(socket: ClientConnection, kind: str) -> list[dict[str, An
 
 
 def write_tokens(daemon: Daemon, count: int, session_id: str = "s", text: str = "word") -> int:
-    """So many events in the log, in one transaction; the seq of the last."""
+    """Write ``count`` events in one transaction and return the seq of the last."""
     data = TurnText(message_id="msg_1", text=text)
 
     def work(transaction: Transaction) -> int:
@@ -68,7 +68,7 @@ def write_tokens(daemon: Daemon, count: int, session_id: str = "s", text: str = 
 
 
 def raw_subscriber(daemon: Daemon, query: str = "", *, receive_bytes: int | None = None) -> socket.socket:
-    """A subscription on a bare socket, from which only the handshake was read."""
+    """Subscribe with a plain socket from which only the status line of the handshake was read."""
     bare = socket.socket()
     bare.settimeout(WAIT_S)
     if receive_bytes is not None:
@@ -89,7 +89,7 @@ def raw_subscriber(daemon: Daemon, query: str = "", *, receive_bytes: int | None
 
 
 def settled(daemon: Daemon, condition: Callable[[], bool]) -> bool:
-    """Whether it comes true on the daemon's loop, within the time that a test has."""
+    """Return whether a condition becomes true on the daemon's event loop within ``WAIT_S``."""
 
     async def look() -> bool:
         import asyncio

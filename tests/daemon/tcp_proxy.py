@@ -1,4 +1,4 @@
-"""A TCP proxy between a client and the daemon: it cuts, closes what is idle, or delivers half of a frame.
+"""A TCP proxy between a client and the daemon that cuts connections, closes idle ones or delivers partial frames.
 
 ::
 
@@ -21,7 +21,7 @@ PIECE = 4096
 
 
 class Through(httpx2.AsyncBaseTransport):
-    """The network, but every connection is the proxy's; requests name the daemon itself as their host."""
+    """An HTTP transport whose connections go through the proxy. Requests still name the daemon as their host."""
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
@@ -36,11 +36,11 @@ class Through(httpx2.AsyncBaseTransport):
 
 
 class Proxy:
-    """Takes connections at ``port`` and passes bytes on to where ``target`` says at that moment.
+    """Accepts connections at ``port`` and forwards their bytes to the port that ``target`` returns.
 
     Args:
-        target: The port of the daemon on this machine.
-        idle_s: A connection over which nothing came for so long is closed.
+        target: Returns the current port of the daemon on this computer.
+        idle_s: Time without data from the daemon after which a connection is closed.
     """
 
     def __init__(self, target: Callable[[], int], *, idle_s: float | None = None) -> None:
@@ -49,11 +49,11 @@ class Proxy:
         self._open: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server
         self.is_shut = False
-        """Whoever comes is sent away."""
+        """Whether new connections are refused."""
         self.connections = 0
         self.closed_as_idle = 0
         self.halves = 0
-        """Pieces of which only a part was delivered, before a cut."""
+        """Number of pieces of which only a part was delivered before a cut."""
         self._cutting: dict[asyncio.Task[None], random.Random] = {}
 
     @property
@@ -73,13 +73,13 @@ class Proxy:
             await asyncio.wait(self._open)
 
     def cut(self) -> int:
-        """All connections, at once; how many there were."""
+        """Cut all connections and return their number."""
         for task in self._open:
             task.cancel()
         return len(self._open)
 
     def cut_within_next_piece(self, chance: random.Random) -> int:
-        """All connections, in the middle of what comes next from the daemon."""
+        """Cut all connections within the next piece from the daemon, and return their number."""
         for task in self._open:
             self._cutting[task] = chance
         return len(self._open)

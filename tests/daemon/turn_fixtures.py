@@ -1,4 +1,4 @@
-"""Turns on a real store, against a scripted upstream, with tools that a test holds in its hands."""
+"""Run turns on a real store, with a scripted upstream and tools that a test controls."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ FREE, ASKS = "add", "write"
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait for what nothing tells of."""
+    """Poll a condition for which there is no notification."""
     async with asyncio.timeout(WAIT_S):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
-class Workshop:
-    """A toolbox: ``add`` needs no permission, ``write`` does. What a call does is ``work``'s to say."""
+class ScriptedToolbox:
+    """A toolbox with the tools ``add``, which needs no permission, and ``write``, which does. ``work`` handles the calls.
 
     def __init__(self) -> None:
         self.work: Callable[[str, dict[str, Any], Callable[[str], None]], Any] = lambda name, arguments, note: "done"
-        """May be async; gives a text or a ``ToolResult``."""
+        """Sync or async function that returns a text or a ``ToolResult``."""
         self.called: list[tuple[str, dict[str, Any]]] = []
         self.absences: dict[str, str] = {}
-        """Why tools are not there, by name."""
+        """Why tools are not available, by name."""
         self.running = 0
         self.most_running = 0
         self.listed = [
@@ -54,7 +54,7 @@ class Workshop:
     is_starting = False
 
     async def wait_started(self) -> None:
-        """It always is."""
+        """Return immediately."""
 
     async def explain_absence(self, name: str) -> str | None:
         return self.absences.get(name)
@@ -72,12 +72,14 @@ class Workshop:
         return result if isinstance(result, ToolResult) else ToolResult(status="ok", text=result)
 
 
-class Daemon:
-    """The parts of a daemon that turns need."""
+class TurnHarness:
+    """The components of a daemon that turns need."""
 
-    def __init__(self, store: Store, log: EventLog, upstream: ModelClient, workshop: Workshop, limits: Limits) -> None:
-        self.store, self.log, self.upstream, self.workshop = store, log, upstream, workshop
-        self.turns = TurnRunner(store=store, upstream=upstream, toolbox=workshop, limits=limits)
+    def __init__(
+        self, store: Store, log: EventLog, upstream: ModelClient, toolbox: ScriptedToolbox, limits: Limits
+    ) -> None:
+        self.store, self.log, self.upstream, self.toolbox = store, log, upstream, toolbox
+        self.turns = TurnRunner(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
 
     async def session(self, **fields: Any) -> str:
         body = CreateSession(**fields)
@@ -97,7 +99,7 @@ class Daemon:
         return await self.ended(session_id, await self.submit(session_id, content, **fields))
 
     async def events(self, session_id: str | None = None, turn_id: str | None = None) -> list[dict[str, Any]]:
-        """All that are in the log, of one session or turn."""
+        """Return all events in the log, or those of one session or turn."""
         rows = await self.store.read(lambda reading: reading.fetch_all("SELECT * FROM events ORDER BY seq"))
         fits = [
             {**row, "data": json.loads(row["data"])}
@@ -107,23 +109,23 @@ class Daemon:
         return fits
 
     async def kinds(self, session_id: str, turn_id: str | None = None) -> list[str]:
-        """Of a turn's events, but for text and progress."""
+        """Return the names of a session's or turn's events, without text and progress."""
         left_out = ("turn.token", "turn.thinking", "turn.progress", "session.created")
         return [e["event"] for e in await self.events(session_id, turn_id) if e["event"] not in left_out]
 
     async def seen(self, event: str, count: int = 1, session_id: str | None = None) -> list[dict[str, Any]]:
-        """Wait until so many of these are in the log."""
+        """Wait until ``count`` events of this name are in the log."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 grown = self.log.watch()
                 found = [item for item in await self.events(session_id) if item["event"] == event]
                 if len(found) >= count:
                     return found
-                # It is everybody's: a time limit must not cancel it.
+                # Not awaited directly, because a timeout would cancel the shared future.
                 await asyncio.wait([grown])
 
     async def asked(self, count: int = 1) -> list[PermissionRecord]:
-        """The permissions that wait, once there are so many."""
+        """Return the pending permissions once ``count`` were requested."""
         await self.seen("permission.request", count)
         return (await self.turns.list_permissions()).permissions
 
@@ -133,24 +135,25 @@ class Daemon:
 
 @asynccontextmanager
 async def daemon(
-    folder: Path, upstream: Scripted | str, workshop: Workshop | None = None, *, stop: bool = True, **limits: Any
-) -> AsyncIterator[Daemon]:
+    folder: Path, upstream: Scripted | str, toolbox: ScriptedToolbox | None = None, *, stop: bool = True, **limits: Any
+) -> AsyncIterator[TurnHarness]:
     """
     Args:
-        stop: Otherwise it is just left, as by ``kill -9``, as far as its database can tell.
+        stop: Whether the turns are stopped at the end. Otherwise the database is closed first, which looks like
+            ``kill -9`` in the database.
     """
     allowed = Limits(**limits)
     store = await Store.open(folder / "daemon.db")
     log = EventLog(store, allowed)
     await log.start()
     far = ModelClient(upstream if isinstance(upstream, str) else upstream.url)
-    made = Daemon(store, log, far, workshop or Workshop(), allowed)
+    made = TurnHarness(store, log, far, toolbox or ScriptedToolbox(), allowed)
     await made.turns.start()
     try:
         yield made
     finally:
         if not stop:
-            # Nothing can be written any more, and the tasks are taken down.
+            # From here on nothing can be written.
             await store.close()
         await made.turns.stop(mode="now", grace_s=0)
         await far.aclose()
@@ -158,7 +161,7 @@ async def daemon(
 
 
 def check_invariants(events: Iterable[Mapping[str, Any]]) -> None:
-    """1, 2, 3 as far as the log shows it, 5 and 6 of the design, for every turn of the log that was accepted."""
+    """Check the invariants 1, 2, 5 and 6 of the design, and 3 as far as the log shows it, for every accepted turn."""
     turns: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if event["turn_id"] is not None:

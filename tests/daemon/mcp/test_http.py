@@ -15,7 +15,7 @@ import pytest
 
 from lmx_lab.wire.mcp import McpServerConfig
 from tests.daemon.http_mcp import TOKEN
-from tests.daemon.mcp_fixtures import RUN, Place, opened_place
+from tests.daemon.mcp_fixtures import RUN, McpHarness, open_harness
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[1] / "http_mcp.py"
@@ -41,9 +41,9 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    async with opened_place(tmp_path) as place:
-        yield place
+async def harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
+    async with open_harness(tmp_path) as harness:
+        yield harness
 
 
 def remote(port: int, path: str = "mcp", **fields: Any) -> McpServerConfig:
@@ -51,26 +51,26 @@ def remote(port: int, path: str = "mcp", **fields: Any) -> McpServerConfig:
     return McpServerConfig(name="far", transport="http", url=f"http://127.0.0.1:{port}/{path}", **given)
 
 
-async def test_a_server_over_http_is_called_with_its_headers_which_are_redacted(place: Place, port: int) -> None:
-    record = await place.ready(remote(port))
+async def test_a_server_over_http_is_called_with_its_headers_which_are_redacted(harness: McpHarness, port: int) -> None:
+    record = await harness.ready(remote(port))
     assert (record.headers, record.pid) == ({"Authorization": "***"}, None)
-    assert (await place.call("far__greet", name="you")).text == "Hello you"
-    assert place.notes == ["1/2 thinking"]
-    assert TOKEN not in record.model_dump_json() + str(await place.events())
+    assert (await harness.call("far__greet", name="you")).text == "Hello you"
+    assert harness.notes == ["1/2 thinking"]
+    assert TOKEN not in record.model_dump_json() + str(await harness.events())
 
 
-async def test_a_call_over_http_ends_at_its_limit_and_the_next_one_works(place: Place, port: int) -> None:
-    await place.ready(remote(port, tool_timeout_s=3.0))
-    assert (await place.call("far__sleep")).status == "timeout"
-    assert (await place.call("far__greet", name="me")).text == "Hello me"
+async def test_a_call_over_http_ends_at_its_limit_and_the_next_one_works(harness: McpHarness, port: int) -> None:
+    await harness.ready(remote(port, tool_timeout_s=3.0))
+    assert (await harness.call("far__sleep")).status == "timeout"
+    assert (await harness.call("far__greet", name="me")).text == "Hello me"
 
 
-async def test_an_answer_over_http_that_is_too_long_is_an_error(place: Place, port: int) -> None:
-    await place.ready(remote(port))
-    result = await place.call("far__big")
+async def test_an_answer_over_http_that_is_too_long_is_an_error(harness: McpHarness, port: int) -> None:
+    await harness.ready(remote(port))
+    result = await harness.call("far__big")
     assert result.status == "error"
     assert len(result.text) < 1000
-    assert (await place.call("far__greet", name="me")).text == "Hello me"
+    assert (await harness.call("far__greet", name="me")).text == "Hello me"
 
 
 @pytest.mark.parametrize(
@@ -82,19 +82,19 @@ async def test_an_answer_over_http_that_is_too_long_is_an_error(place: Place, po
     ],
 )
 async def test_a_failed_test_over_http_reports_the_refusal(
-    place: Place, port: int, fields: dict[str, Any], kind: str, said: str
+    harness: McpHarness, port: int, fields: dict[str, Any], kind: str, said: str
 ) -> None:
-    failed = await place.servers.test(remote(port, **fields))
+    failed = await harness.servers.test(remote(port, **fields))
     assert not failed.ok
     assert failed.error_kind == kind
     assert said in failed.error
     assert "wrong-token" not in failed.error
 
 
-async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connected_again(place: Place) -> None:
+async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connected_again(harness: McpHarness) -> None:
     with served("0") as (port, process):
-        await place.ready(remote(port))
-        call = asyncio.create_task(place.call("far__sleep"))
+        await harness.ready(remote(port))
+        call = asyncio.create_task(harness.call("far__sleep"))
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == "sleeping\n"
         process.kill()
@@ -103,12 +103,12 @@ async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connecte
     assert "lost" in result.text
     with served(str(port)):
         # The session of the one before means nothing to it.
-        while (await place.call("far__greet", name="again")).text != "Hello again":
-            record = await place.servers.read("far")
+        while (await harness.call("far__greet", name="again")).text != "Hello again":
+            record = await harness.servers.read("far")
             if record.state == "failed":
-                await place.servers.restart("far")
+                await harness.servers.restart("far")
             await asyncio.sleep(0.05)
-    assert (await place.servers.read("far")).error is None
+    assert (await harness.servers.read("far")).error is None
 
 
 # Node
@@ -130,17 +130,17 @@ def everything() -> str:
     return str(program)
 
 
-async def test_the_reference_server_for_node_works(place: Place, everything: str) -> None:
-    record = await place.ready(McpServerConfig(name="all", command=everything, args=("stdio",), env=RUN))
+async def test_the_reference_server_for_node_works(harness: McpHarness, everything: str) -> None:
+    record = await harness.ready(McpServerConfig(name="all", command=everything, args=("stdio",), env=RUN))
     assert record.tools >= 8
-    names = {tool.name for tool in place.servers.offered_tools()}
+    names = {tool.name for tool in harness.servers.offered_tools()}
     assert "all__echo" in names
-    assert (await place.call("all__echo", message="hello")).text == "Echo: hello"
-    assert (await place.call("all__get-sum", a=2, b=3)).text.startswith("The sum of 2 and 3 is 5")
-    image = await place.call("all__get-tiny-image")
+    assert (await harness.call("all__echo", message="hello")).text == "Echo: hello"
+    assert (await harness.call("all__get-sum", a=2, b=3)).text.startswith("The sum of 2 and 3 is 5")
+    image = await harness.call("all__get-tiny-image")
     assert "[image of type image/png" in image.text
-    slow = await place.call("all__trigger-long-running-operation", duration=0.5, steps=2)
+    slow = await harness.call("all__trigger-long-running-operation", duration=0.5, steps=2)
     assert slow.status == "ok"
-    assert place.notes
-    assert (await place.call("all__get-structured-content", location="New York")).status == "ok"
-    assert (await place.call("all__echo")).status == "error"
+    assert harness.notes
+    assert (await harness.call("all__get-structured-content", location="New York")).status == "ok"
+    assert (await harness.call("all__echo")).status == "error"

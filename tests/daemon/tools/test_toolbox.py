@@ -10,22 +10,22 @@ import pytest
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.daemon.tools.toolbox import CombinedToolbox
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
-from tests.daemon.mcp_fixtures import Place, hostile, opened_place
+from tests.daemon.mcp_fixtures import McpHarness, hostile, open_harness
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    async with opened_place(tmp_path) as place:
-        yield place
+async def harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
+    async with open_harness(tmp_path) as harness:
+        yield harness
 
 
 @pytest.mark.anyio
-async def test_python_functions_and_mcp_tools_are_called_by_their_names(place: Place) -> None:
+async def test_python_functions_and_mcp_tools_are_called_by_their_names(harness: McpHarness) -> None:
     python = PythonTools()
-    toolbox = CombinedToolbox(python, place.servers)
+    toolbox = CombinedToolbox(python, harness.servers)
     python.register(lambda: "of Python", name="zebra")
     python.register(lambda: "no", name="denied", permission="deny")
-    await place.ready(hostile())
+    await harness.ready(hostile())
     names = [tool.name for tool in toolbox.list_tools()]
     assert names == sorted(names)
     assert {"zebra", "bad__echo"} <= set(names)
@@ -38,11 +38,11 @@ async def test_python_functions_and_mcp_tools_are_called_by_their_names(place: P
 
 
 @pytest.mark.anyio
-async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(place: Place) -> None:
-    toolbox = CombinedToolbox(PythonTools(), place.servers)
-    await place.servers.add(McpServerConfig(name="lost", command="/no/such/program"))
-    await place.servers.add(McpServerConfig(name="off", command="cat", enabled=False))
-    await place.until("lost", lambda server: server.state == "failed")
+async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(harness: McpHarness) -> None:
+    toolbox = CombinedToolbox(PythonTools(), harness.servers)
+    await harness.servers.add(McpServerConfig(name="lost", command="/no/such/program"))
+    await harness.servers.add(McpServerConfig(name="off", command="cat", enabled=False))
+    await harness.until("lost", lambda server: server.state == "failed")
     failed = await toolbox.explain_absence("lost__echo")
     assert failed is not None
     assert failed.startswith("the MCP server 'lost' has failed")
@@ -54,9 +54,9 @@ async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(pla
 
 
 @pytest.mark.anyio
-async def test_a_server_that_is_ready_explains_an_absence_only_by_its_permission(place: Place) -> None:
-    toolbox = CombinedToolbox(PythonTools(), place.servers)
-    await place.ready(hostile())
+async def test_a_server_that_is_ready_explains_an_absence_only_by_its_permission(harness: McpHarness) -> None:
+    toolbox = CombinedToolbox(PythonTools(), harness.servers)
+    await harness.ready(hostile())
     assert await toolbox.explain_absence("bad__nothing") is None
-    await place.servers.change("bad", ChangeMcpServer(permission="deny"))
+    await harness.servers.change("bad", ChangeMcpServer(permission="deny"))
     assert "denied" in (await toolbox.explain_absence("bad__echo") or "")

@@ -1,4 +1,4 @@
-"""Slots of turns that run at once."""
+"""The slots of running turns."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lmx_lab.daemon.turns.concurrency import TurnSlots
 pytestmark = pytest.mark.anyio
 
 
-async def queue(slots: TurnSlots, *backs: bool) -> tuple[list[asyncio.Task[None]], list[int]]:
-    """Takers of a slot, in this order, and the list of those who got it."""
+async def queue(slots: TurnSlots, *continuing: bool) -> tuple[list[asyncio.Task[None]], list[int]]:
+    """Start tasks that acquire a slot, in this order. Returns them and the list of those that have acquired it."""
     order: list[int] = []
 
-    async def take(number: int, back: bool) -> None:
-        await slots.acquire(continuing=back)
+    async def take(number: int, is_continuing: bool) -> None:
+        await slots.acquire(continuing=is_continuing)
         order.append(number)
 
-    tasks = [asyncio.create_task(take(number, back)) for number, back in enumerate(backs)]
+    tasks = [asyncio.create_task(take(number, first)) for number, first in enumerate(continuing)]
     await asyncio.sleep(0)
     return tasks, order
 

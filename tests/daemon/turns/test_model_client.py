@@ -1,4 +1,4 @@
-"""The server of the model: which model is meant, and what is known of it."""
+"""The client of the model server: the choice of the model, and the state of the server."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ async def test_a_changed_state_is_reported_once() -> None:
         upstream = ModelClient(server.url)
         assert upstream.unreported_status() is None
         await text(upstream)
-        news = upstream.unreported_status()
-        assert news is not None
-        assert (news.reachable, news.model, news.url) == (True, "scripted", server.url)
-        upstream.mark_reported(news)
+        status = upstream.unreported_status()
+        assert status is not None
+        assert (status.reachable, status.model, status.url) == (True, "scripted", server.url)
+        upstream.mark_reported(status)
         await text(upstream)
         assert upstream.unreported_status() is None
         await upstream.aclose()

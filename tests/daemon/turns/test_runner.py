@@ -1,4 +1,4 @@
-"""Turns from their submit to their end, on a real store, against a scripted upstream."""
+"""Turns from submission to end, on a real store and with a scripted upstream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.daemon.scripted import (
     thought,
     token,
 )
-from tests.daemon.turn_fixtures import ASKS, FREE, Daemon, Workshop, check_invariants, daemon
+from tests.daemon.turn_fixtures import ASKS, FREE, ScriptedToolbox, TurnHarness, check_invariants, daemon
 from tests.flows.conftest import serving
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,7 @@ ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
 # --- answers
 
 
-async def test_a_turn_is_answered_and_its_session_is_idle_afterwards(here: Daemon, upstream: Scripted) -> None:
+async def test_a_turn_is_answered_and_its_session_is_idle_afterwards(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(says("Hel", "lo", thinks=["Hm"]))
     session = await here.session(system_prompt="Be brief.")
     record = await here.run(session, "hi")
@@ -58,7 +58,7 @@ async def test_a_turn_is_answered_and_its_session_is_idle_afterwards(here: Daemo
     assert here.turns.counts() == (0, 0)
 
 
-async def test_the_next_turn_sends_the_history_without_thoughts(here: Daemon, upstream: Scripted) -> None:
+async def test_the_next_turn_sends_the_history_without_thoughts(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(says("one", thinks=["Hm"]), says("two"))
     session = await here.session()
     await here.run(session, "1")
@@ -71,14 +71,14 @@ async def test_the_next_turn_sends_the_history_without_thoughts(here: Daemon, up
 
 
 async def test_overrides_apply_to_one_turn_and_extra_fields_are_sent_unchanged(
-    here: Daemon, upstream: Scripted
+    here: TurnHarness, upstream: Scripted
 ) -> None:
     upstream.then(says("a"))
     session = await here.session(model="m")
-    wished = TurnOverrides(
+    overrides = TurnOverrides(
         model="n", temperature=0, max_tokens=7, extra={"min_p": 0.1, "messages": [], "stream": False}
     )
-    await here.run(session, overrides=wished)
+    await here.run(session, overrides=overrides)
     await here.run(session)
     first, second = upstream.bodies
     assert {name: first[name] for name in ("model", "temperature", "max_tokens", "min_p", "stream")} == {
@@ -88,14 +88,14 @@ async def test_overrides_apply_to_one_turn_and_extra_fields_are_sent_unchanged(
     assert (second["model"], "temperature" in second, "min_p" in second) == ("m", False, False)
 
 
-async def test_a_truncated_answer_ends_with_the_reason_length(here: Daemon, upstream: Scripted) -> None:
+async def test_a_truncated_answer_ends_with_the_reason_length(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(says("Hel", finish="length"))
     record = await here.run(await here.session())
     assert (record.status, record.stop_reason, record.text) == ("done", "length", "Hel")
 
 
 @pytest.mark.parametrize("script", [says(), says(finish="content_filter"), [token(""), b"data: [DONE]\n\n"]])
-async def test_an_empty_answer_is_an_end_without_a_message(here: Daemon, upstream: Scripted, script: Any) -> None:
+async def test_an_empty_answer_is_an_end_without_a_message(here: TurnHarness, upstream: Scripted, script: Any) -> None:
     upstream.then(script)
     session = await here.session()
     record = await here.run(session)
@@ -103,7 +103,7 @@ async def test_an_empty_answer_is_an_end_without_a_message(here: Daemon, upstrea
     assert [message.role for message in (await here.snapshot(session)).messages] == ["user"]
 
 
-async def test_tokens_within_one_batch_are_one_event(here: Daemon, upstream: Scripted) -> None:
+async def test_tokens_within_one_batch_are_one_event(here: TurnHarness, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([token("a") + token("b"), gate, token("c"), *ending()])
     session = await here.session()
@@ -117,7 +117,7 @@ async def test_tokens_within_one_batch_are_one_event(here: Daemon, upstream: Scr
     assert texts[-1] == "c"
 
 
-async def test_the_state_of_the_model_request_is_reported_as_progress(here: Daemon, upstream: Scripted) -> None:
+async def test_the_state_of_the_model_request_is_reported_as_progress(here: TurnHarness, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([b": prompt 1/2 tokens\n\n", gate, *says("a")])
     session = await here.session()
@@ -129,7 +129,9 @@ async def test_the_state_of_the_model_request_is_reported_as_progress(here: Daem
     assert notes == [{"step": 1, "note": ""}, {"step": 1, "note": "prompt 1/2 tokens"}]
 
 
-async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(here: Daemon, upstream: Scripted) -> None:
+async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(
+    here: TurnHarness, upstream: Scripted
+) -> None:
     upstream.then(says("a"))
     session = await here.session()
     for _ in range(3):
@@ -140,7 +142,7 @@ async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(he
 
 
 async def test_the_length_of_a_message_is_limited(
-    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmx_lab.daemon.turns.message_builder.CONTENT_CHARACTERS", 10)
     upstream.then([token("abcdef"), token("ghijkl"), STALL])
@@ -165,7 +167,7 @@ async def test_the_length_of_a_message_is_limited(
     ],
 )
 async def test_an_error_of_the_model_ends_the_turn_with_its_code_and_the_partial_text(
-    here: Daemon, upstream: Scripted, script: Any, code: str, text: str
+    here: TurnHarness, upstream: Scripted, script: Any, code: str, text: str
 ) -> None:
     upstream.then(script)
     session = await here.session()
@@ -188,7 +190,7 @@ async def test_an_unreachable_model_server_is_an_error_and_an_event(tmp_path: Pa
 
 
 async def test_after_an_error_the_history_has_the_question_and_the_partial_answer(
-    here: Daemon, upstream: Scripted
+    here: TurnHarness, upstream: Scripted
 ) -> None:
     upstream.then([token("Hel"), DROP], refuses(503, "no-model-loaded"), says("ok"))
     session = await here.session()
@@ -211,7 +213,7 @@ async def test_a_turn_ends_at_its_time_limit(tmp_path: Path, upstream: Scripted)
         check_invariants(await here.events())
 
 
-async def test_a_turn_can_override_its_time_limit(here: Daemon, upstream: Scripted) -> None:
+async def test_a_turn_can_override_its_time_limit(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then([STALL])
     record = await here.run(await here.session(), overrides=TurnOverrides(timeout_s=0.05))
     assert record.error is not None
@@ -222,7 +224,7 @@ async def test_a_turn_can_override_its_time_limit(here: Daemon, upstream: Script
 
 
 async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_model(
-    here: Daemon, upstream: Scripted
+    here: TurnHarness, upstream: Scripted
 ) -> None:
     upstream.then(calls((FREE, {"a": 1}), text=["Let me see."]), says("3"))
     session = await here.session()
@@ -233,9 +235,9 @@ async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_
         note("half way")
         return "three"
 
-    here.workshop.work = work
+    here.toolbox.work = work
     record = await here.run(session)
-    assert (record.text, here.workshop.called) == ("3", [(FREE, {"a": 1})])
+    assert (record.text, here.toolbox.called) == ("3", [(FREE, {"a": 1})])
     assert logged[-1] == "tool.start"
     assert await here.kinds(session, record.turn_id) == [
         *("turn.queued", "turn.started", "message.done", "tool.start", "tool.output", "tool.end"),
@@ -253,7 +255,7 @@ async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_
     assert (record.stats.steps, record.stats.tool_calls, record.stats.prompt_tokens) == (2, 1, 10)
 
 
-async def test_results_are_sent_in_the_order_of_the_calls(here: Daemon, upstream: Scripted) -> None:
+async def test_results_are_sent_in_the_order_of_the_calls(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
     second = asyncio.Event()
 
@@ -263,7 +265,7 @@ async def test_results_are_sent_in_the_order_of_the_calls(here: Daemon, upstream
         second.set()
         return f"result {arguments['n']}"
 
-    here.workshop.work = work
+    here.toolbox.work = work
     session = await here.session()
     await here.run(session)
     told = [(message["tool_call_id"], message["content"]) for message in upstream.bodies[1]["messages"][2:]]
@@ -272,20 +274,20 @@ async def test_results_are_sent_in_the_order_of_the_calls(here: Daemon, upstream
 
 async def test_a_turn_runs_a_limited_number_of_tools_at_once(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls(*[(FREE, {"n": n}) for n in range(6)]), says("ok"))
-    workshop = Workshop()
+    toolbox = ScriptedToolbox()
 
     async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
         await asyncio.sleep(0)
         return "done"
 
-    workshop.work = work
-    async with daemon(tmp_path, upstream, workshop, parallel_tools=2) as here:
+    toolbox.work = work
+    async with daemon(tmp_path, upstream, toolbox, parallel_tools=2) as here:
         await here.run(await here.session())
-        assert (len(workshop.called), workshop.most_running) == (6, 2)
+        assert (len(toolbox.called), toolbox.most_running) == (6, 2)
         check_invariants(await here.events())
 
 
-async def test_ids_of_calls_are_unique_in_a_session(here: Daemon, upstream: Scripted) -> None:
+async def test_ids_of_calls_are_unique_in_a_session(here: TurnHarness, upstream: Scripted) -> None:
     twice = calls((FREE, {}), (FREE, {}), ids=["same", "same"])
     bare = [chunk({"tool_calls": [{"function": {"name": FREE, "arguments": "{}"}}] * 2}), *ending("tool_calls")]
     upstream.then(twice, bare, says("ok"), calls((FREE, {}), ids=["same"]), says("ok"))
@@ -301,11 +303,11 @@ async def test_ids_of_calls_are_unique_in_a_session(here: Daemon, upstream: Scri
     ("name", "arguments"), [("nope", "{}"), (FREE, "{"), (FREE, "[]"), ("", "{}"), ("x" * 999, "")]
 )
 async def test_an_invalid_call_is_reported_to_the_model_which_continues(
-    here: Daemon, upstream: Scripted, name: str, arguments: str
+    here: TurnHarness, upstream: Scripted, name: str, arguments: str
 ) -> None:
     upstream.then(calls((name, arguments)), says("sorry"))
     record = await here.run(await here.session())
-    assert (record.text, here.workshop.called) == ("sorry", [])
+    assert (record.text, here.toolbox.called) == ("sorry", [])
     (end,) = await here.seen("tool.end")
     assert end["data"]["status"] == "error"
     assert upstream.bodies[1]["messages"][-1]["content"] == end["data"]["text"]
@@ -313,25 +315,25 @@ async def test_an_invalid_call_is_reported_to_the_model_which_continues(
     assert sent in ("{}", arguments)
 
 
-async def test_a_turn_ends_after_too_many_unknown_tools(here: Daemon, upstream: Scripted) -> None:
+async def test_a_turn_ends_after_too_many_unknown_tools(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls(("nope", {})))
     record = await here.run(await here.session())
     assert record.error is not None
     assert (record.error.code, len(upstream.bodies)) == ("turn-failed", 4)
 
 
-async def test_the_number_of_steps_is_limited(here: Daemon, upstream: Scripted) -> None:
+async def test_the_number_of_steps_is_limited(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {}), text=["Again."]))
     record = await here.run(await here.session(), overrides=TurnOverrides(max_steps=3))
     assert (record.stop_reason, record.text, len(upstream.bodies)) == ("max_steps", "Again.", 3)
-    assert len(here.workshop.called) == 3
+    assert len(here.toolbox.called) == 3
 
 
 async def test_long_results_are_cut_off_at_a_character_with_a_note(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
-    workshop = Workshop()
-    workshop.work = lambda name, arguments, note: "é" * 100
-    async with daemon(tmp_path, upstream, workshop, tool_result_bytes=11) as here:
+    toolbox = ScriptedToolbox()
+    toolbox.work = lambda name, arguments, note: "é" * 100
+    async with daemon(tmp_path, upstream, toolbox, tool_result_bytes=11) as here:
         await here.run(await here.session())
         (end,) = await here.seen("tool.end")
     assert end["data"]["truncated"] is True
@@ -339,14 +341,14 @@ async def test_long_results_are_cut_off_at_a_character_with_a_note(tmp_path: Pat
     assert upstream.bodies[1]["messages"][-1]["content"] == end["data"]["text"]
 
 
-async def test_lone_surrogates_of_a_tool_are_replaced(here: Daemon, upstream: Scripted) -> None:
+async def test_lone_surrogates_of_a_tool_are_replaced(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((FREE, '{"x": "\\ud83d"}')), says("ok"))
 
     def work(name: str, arguments: dict[str, Any], note: Callable[[str], None]) -> str:
         note("\ud83d")
         return "a\ud83d"
 
-    here.workshop.work = work
+    here.toolbox.work = work
     session = await here.session()
     assert (await here.run(session)).text == "ok"
     (end,) = await here.seen("tool.end")
@@ -354,18 +356,18 @@ async def test_lone_surrogates_of_a_tool_are_replaced(here: Daemon, upstream: Sc
     await here.snapshot(session)
 
 
-async def test_an_exception_of_the_toolbox_is_an_error_of_the_call(here: Daemon, upstream: Scripted) -> None:
+async def test_an_exception_of_the_toolbox_is_an_error_of_the_call(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
-    here.workshop.work = lambda name, arguments, note: 1 / 0
+    here.toolbox.work = lambda name, arguments, note: 1 / 0
     assert (await here.run(await here.session())).text == "ok"
     (end,) = await here.seen("tool.end")
     assert (end["data"]["status"], "ZeroDivisionError" in end["data"]["text"]) == ("error", True)
 
 
 @pytest.mark.parametrize("status", ["error", "timeout"])
-async def test_the_status_of_a_tool_is_that_of_its_result(here: Daemon, upstream: Scripted, status: Any) -> None:
+async def test_the_status_of_a_tool_is_that_of_its_result(here: TurnHarness, upstream: Scripted, status: Any) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
-    here.workshop.work = lambda name, arguments, note: ToolResult(status=status, text="hm")
+    here.toolbox.work = lambda name, arguments, note: ToolResult(status=status, text="hm")
     await here.run(await here.session())
     (end,) = await here.seen("tool.end")
     assert (end["data"]["status"], end["data"]["text"]) == (status, "hm")
@@ -383,22 +385,22 @@ async def test_the_status_of_a_tool_is_that_of_its_result(here: Daemon, upstream
     ],
 )
 async def test_a_turn_has_the_tools_of_its_session_or_its_overrides(
-    here: Daemon, upstream: Scripted, session_tools: Any, turn_tools: Any, names: list[str]
+    here: TurnHarness, upstream: Scripted, session_tools: Any, turn_tools: Any, names: list[str]
 ) -> None:
-    here.workshop.listed.append(DaemonTool(name="time__now", description="", parameters={"type": "object"}))
+    here.toolbox.listed.append(DaemonTool(name="time__now", description="", parameters={"type": "object"}))
     upstream.then(says("ok"))
     session = await here.session(tools=session_tools)
     await here.run(session, overrides=None if turn_tools is None else TurnOverrides(tools=turn_tools))
     assert [tool["function"]["name"] for tool in upstream.bodies[0].get("tools", [])] == names
 
 
-async def test_a_tool_outside_of_the_selection_cannot_be_called(here: Daemon, upstream: Scripted) -> None:
+async def test_a_tool_outside_of_the_selection_cannot_be_called(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
     await here.run(await here.session(tools=[ASKS]))
-    assert here.workshop.called == []
+    assert here.toolbox.called == []
 
 
-async def test_a_tool_choice_applies_to_the_first_step(here: Daemon, upstream: Scripted) -> None:
+async def test_a_tool_choice_applies_to_the_first_step(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
     session = await here.session()
     await here.run(session, overrides=TurnOverrides(tool_choice="required"))
@@ -407,7 +409,7 @@ async def test_a_tool_choice_applies_to_the_first_step(here: Daemon, upstream: S
     assert chosen == ["required", None, {"type": "function", "function": {"name": FREE}}]
 
 
-async def test_a_tool_choice_that_is_not_available_is_an_error(here: Daemon, upstream: Scripted) -> None:
+async def test_a_tool_choice_that_is_not_available_is_an_error(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(says("ok"))
     session = await here.session(tools=[])
     for choice in ("required", FREE):
@@ -419,9 +421,9 @@ async def test_a_tool_choice_that_is_not_available_is_an_error(here: Daemon, ups
 
 @pytest.mark.parametrize("given", [None, []], ids=["other tools", "no tools"])
 async def test_the_error_of_a_tool_choice_explains_the_absence(
-    here: Daemon, upstream: Scripted, given: list[str] | None
+    here: TurnHarness, upstream: Scripted, given: list[str] | None
 ) -> None:
-    here.workshop.absences["lost__echo"] = "the MCP server 'lost' has failed"
+    here.toolbox.absences["lost__echo"] = "the MCP server 'lost' has failed"
     record = await here.run(await here.session(tools=given), overrides=TurnOverrides(tool_choice="lost__echo"))
     assert record.error is not None
     assert "'lost__echo', but the MCP server 'lost' has failed; th" in record.error.message
@@ -431,7 +433,7 @@ async def test_the_error_of_a_tool_choice_explains_the_absence(
 # --- submitting
 
 
-async def test_a_repeated_submit_runs_the_turn_once(here: Daemon, upstream: Scripted) -> None:
+async def test_a_repeated_submit_runs_the_turn_once(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(turn_id="mine", content="hi")
@@ -450,7 +452,7 @@ async def test_a_repeated_submit_runs_the_turn_once(here: Daemon, upstream: Scri
     await here.ended(other, "mine")
 
 
-async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here: Daemon, upstream: Scripted) -> None:
+async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here: TurnHarness, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("1")], says("2"), says("3"))
     session = await here.session()
@@ -465,7 +467,7 @@ async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here: Daemon, u
     assert ahead == [0, 1, 2]
 
 
-async def test_a_submit_can_be_refused_while_the_session_is_busy(here: Daemon, upstream: Scripted) -> None:
+async def test_a_submit_can_be_refused_while_the_session_is_busy(here: TurnHarness, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("1")], says("2"))
     session = await here.session()
@@ -477,7 +479,7 @@ async def test_a_submit_can_be_refused_while_the_session_is_busy(here: Daemon, u
     assert (await here.run(session, when_busy="reject")).text == "2"
 
 
-async def test_an_interrupting_turn_cancels_the_active_one_and_runs_next(here: Daemon, upstream: Scripted) -> None:
+async def test_an_interrupting_turn_cancels_the_active_one_and_runs_next(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then([token("Hel"), STALL], says("urgent"), says("later"))
     session = await here.session()
     first, second = await here.submit(session), await here.submit(session)
@@ -513,7 +515,7 @@ async def test_full_queues_refuse_with_a_time_to_retry(tmp_path: Path, upstream:
         await here.ended(session, running)
 
 
-async def test_unknown_sessions_and_turns_are_errors(here: Daemon) -> None:
+async def test_unknown_sessions_and_turns_are_errors(here: TurnHarness) -> None:
     with pytest.raises(errors.SessionNotFoundError):
         await here.submit("nope")
     with pytest.raises(errors.SessionNotFoundError):
@@ -543,7 +545,7 @@ async def test_sessions_share_the_slots_fairly(tmp_path: Path, upstream: Scripte
         assert started.index(other) == 1
 
 
-async def test_a_turn_with_a_free_slot_has_started_when_it_is_accepted(here: Daemon, upstream: Scripted) -> None:
+async def test_a_turn_with_a_free_slot_has_started_when_it_is_accepted(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then([STALL])
     session = await here.session()
     turns = [await here.submit(session) for _ in range(2)]
@@ -552,7 +554,7 @@ async def test_a_turn_with_a_free_slot_has_started_when_it_is_accepted(here: Dae
     await here.turns.delete_session(session)
 
 
-async def test_reading_waits_for_the_end_up_to_the_requested_time(here: Daemon, upstream: Scripted) -> None:
+async def test_reading_waits_for_the_end_up_to_the_requested_time(here: TurnHarness, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("a")])
     session = await here.session()
@@ -565,7 +567,7 @@ async def test_reading_waits_for_the_end_up_to_the_requested_time(here: Daemon, 
     assert here.turns._waiters._waiting == {}
 
 
-async def test_the_history_that_a_session_was_created_with_is_sent(here: Daemon, upstream: Scripted) -> None:
+async def test_the_history_that_a_session_was_created_with_is_sent(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(says("ok"))
     lost = {"call_id": "a", "name": FREE, "arguments": "broken"}
     told = [
@@ -585,7 +587,7 @@ async def test_the_history_that_a_session_was_created_with_is_sent(here: Daemon,
     ]
 
 
-# --- the real one
+# --- a real server
 
 
 @pytest.fixture(scope="module")
@@ -597,10 +599,10 @@ def lab(tiny_home: Path) -> Iterator[Lab]:
 async def test_a_labs_server_runs_turns_with_tools(tmp_path: Path, lab: Lab) -> None:
     async with daemon(tmp_path, lab.url) as here:
         session = await here.session()
-        wished = TurnOverrides(tool_choice=FREE, temperature=0, max_tokens=60)
-        record = await here.run(session, overrides=wished)
+        overrides = TurnOverrides(tool_choice=FREE, temperature=0, max_tokens=60)
+        record = await here.run(session, overrides=overrides)
         assert (record.status, record.stop_reason) == ("done", "length")
-        assert here.workshop.called == [(FREE, {})]
+        assert here.toolbox.called == [(FREE, {})]
         assert record.stats is not None
         assert record.stats.steps == 2
         assert 60 < record.stats.completion_tokens <= 120

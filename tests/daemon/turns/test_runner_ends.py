@@ -1,4 +1,4 @@
-"""Turns that are cancelled, wait for somebody's yes, are stopped with the daemon, or find the disk full."""
+"""Turns that are cancelled, wait for permissions, are stopped with the daemon, or run on a full disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmx_lab.daemon.turns import runner
 from lmx_lab.daemon.turns import writer as turn_writer
 from lmx_lab.wire.sessions import CancelTurns, Decision
 from tests.daemon.scripted import DROP, STALL, Gate, Scripted, calls, says, thought, token
-from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, Daemon, Workshop, check_invariants, daemon, until
+from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, ScriptedToolbox, TurnHarness, check_invariants, daemon, until
 
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
@@ -25,13 +25,13 @@ ALWAYS = Decision(decision="allow", scope="session")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for room on the disk looks for it often."""
+    """Shorten the time between retries."""
     for module in (turn_writer, runner):
         monkeypatch.setattr(module, "MIN_RETRY_S", 0.01)
 
 
-def held(workshop: Workshop) -> Gate:
-    """Tools wait until this gate is open, or they are cancelled."""
+def held(toolbox: ScriptedToolbox) -> Gate:
+    """Make tools wait until the returned gate is open, or they are cancelled."""
     gate = Gate()
 
     async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
@@ -39,14 +39,14 @@ def held(workshop: Workshop) -> Gate:
         await until(lambda: gate.is_open)
         return "done"
 
-    workshop.work = work
+    toolbox.work = work
     return gate
 
 
 # --- cancelling
 
 
-async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here: Daemon, upstream: Scripted) -> None:
+async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then([thought("Hm"), token("Hel"), STALL])
     session = await here.session()
     turn = await here.submit(session)
@@ -62,9 +62,9 @@ async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here: D
     assert (await here.turns.cancel(session, CancelTurns(turn_id=turn))).cancelled == 0
 
 
-async def test_cancelling_twice_counts_once(here: Daemon, upstream: Scripted) -> None:
+async def test_cancelling_twice_counts_once(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})))
-    gate = held(here.workshop)
+    gate = held(here.toolbox)
     session = await here.session()
     turn = await here.submit(session)
     await gate.reached()
@@ -73,7 +73,7 @@ async def test_cancelling_twice_counts_once(here: Daemon, upstream: Scripted) ->
     await here.ended(session, turn)
 
 
-async def test_a_queued_turn_that_is_cancelled_never_runs(here: Daemon, upstream: Scripted) -> None:
+async def test_a_queued_turn_that_is_cancelled_never_runs(here: TurnHarness, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([gate, *says("1")])
     session = await here.session()
@@ -88,7 +88,7 @@ async def test_a_queued_turn_that_is_cancelled_never_runs(here: Daemon, upstream
     assert [body["messages"][-1]["content"] for body in upstream.bodies] == ["0", "2"]
 
 
-async def test_all_turns_can_be_cancelled_at_once(here: Daemon, upstream: Scripted) -> None:
+async def test_all_turns_can_be_cancelled_at_once(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then([STALL])
     session = await here.session()
     turns = [await here.submit(session) for _ in range(3)]
@@ -99,9 +99,9 @@ async def test_all_turns_can_be_cancelled_at_once(here: Daemon, upstream: Script
     assert here.turns.counts() == (0, 0)
 
 
-async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here: Daemon, upstream: Scripted) -> None:
+async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("next"))
-    gate = held(here.workshop)
+    gate = held(here.toolbox)
     session = await here.session()
     turn = await here.submit(session)
     await gate.reached()
@@ -113,8 +113,8 @@ async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here: Daem
     assert statuses == ["cancelled", "cancelled"]
     (resolved,) = await here.seen("permission.resolved")
     assert resolved["data"]["permission"]["resolved_by"] == "cancel"
-    assert here.workshop.running == 0
-    here.workshop.work = lambda name, arguments, note: "done"
+    assert here.toolbox.running == 0
+    here.toolbox.work = lambda name, arguments, note: "done"
     await here.run(session, "go on")
     roles = [message["role"] for message in upstream.bodies[1]["messages"]]
     assert roles == ["user", "assistant", "tool", "tool", "user"]
@@ -122,7 +122,7 @@ async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here: Daem
 
 async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})), says("next"))
-    workshop, gate = Workshop(), Gate()
+    toolbox, gate = ScriptedToolbox(), Gate()
 
     async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
         gate._reached.set()
@@ -134,8 +134,8 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path: Path, upstream
         note("late")
         return "late"
 
-    workshop.work = work
-    async with daemon(tmp_path, upstream, workshop, cancel_s=0.05) as here:
+    toolbox.work = work
+    async with daemon(tmp_path, upstream, toolbox, cancel_s=0.05) as here:
         session = await here.session()
         turn = await here.submit(session)
         await gate.reached()
@@ -152,33 +152,35 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path: Path, upstream
 # --- permissions
 
 
-async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here: Daemon, upstream: Scripted) -> None:
+async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {"path": "x"})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
     (permission,) = await here.asked()
     assert (permission.tool, permission.arguments, permission.turn_id) == (ASKS, {"path": "x"}, turn)
     assert permission.expires_at > permission.requested_at
-    assert here.workshop.called == []
+    assert here.toolbox.called == []
     shown = await here.snapshot(session)
     assert (shown.status, shown.permissions) == ("waiting", [permission])
     decided = await here.turns.decide(permission.permission_id, ALLOW)
     assert (decided.decision, decided.scope, decided.resolved_by) == ("allow", "once", "client")
     assert (await here.ended(session, turn)).text == "ok"
-    assert here.workshop.called == [(ASKS, {"path": "x"})]
+    assert here.toolbox.called == [(ASKS, {"path": "x"})]
     kinds = await here.kinds(session)
     assert kinds[3:7] == ["permission.request", "permission.resolved", "tool.start", "tool.end"]
     assert (await here.turns.list_permissions()).permissions == []
 
 
-async def test_a_denial_is_reported_to_the_model_and_the_tool_does_not_run(here: Daemon, upstream: Scripted) -> None:
+async def test_a_denial_is_reported_to_the_model_and_the_tool_does_not_run(
+    here: TurnHarness, upstream: Scripted
+) -> None:
     upstream.then(calls((ASKS, {})), says("pity"))
     session = await here.session()
     turn = await here.submit(session)
     (permission,) = await here.asked()
     await here.turns.decide(permission.permission_id, DENY)
     assert (await here.ended(session, turn)).text == "pity"
-    assert here.workshop.called == []
+    assert here.toolbox.called == []
     (end,) = await here.seen("tool.end")
     assert end["data"]["status"] == "denied"
     assert "denied" in upstream.bodies[1]["messages"][-1]["content"]
@@ -193,13 +195,13 @@ async def test_a_permission_without_a_decision_is_denied(tmp_path: Path, upstrea
         assert (await here.ended(session, turn)).text == "pity"
         (resolved,) = [item["data"]["permission"] for item in await here.seen("permission.resolved")]
         assert (resolved["decision"], resolved["resolved_by"]) == ("deny", "expiry")
-        assert here.workshop.called == []
+        assert here.toolbox.called == []
         with pytest.raises(errors.PermissionExpiredError, match="it expired"):
             await here.turns.decide(permission["permission_id"], ALLOW)
         check_invariants(await here.events())
 
 
-async def test_the_first_of_two_decisions_counts(here: Daemon, upstream: Scripted) -> None:
+async def test_the_first_of_two_decisions_counts(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
@@ -210,10 +212,10 @@ async def test_the_first_of_two_decisions_counts(here: Daemon, upstream: Scripte
     assert isinstance(second, errors.AlreadyResolvedError)
     assert "allow" in str(second)
     await here.ended(session, turn)
-    assert len(here.workshop.called) == 1
+    assert len(here.toolbox.called) == 1
 
 
-async def test_a_withdrawn_permission_can_no_longer_be_decided(here: Daemon, upstream: Scripted) -> None:
+async def test_a_withdrawn_permission_can_no_longer_be_decided(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((ASKS, {})))
     session = await here.session()
     turn = await here.submit(session)
@@ -226,7 +228,9 @@ async def test_a_withdrawn_permission_can_no_longer_be_decided(here: Daemon, ups
         await here.turns.decide("prm_nope", ALLOW)
 
 
-async def test_a_denial_for_the_whole_session_is_refused_and_changes_nothing(here: Daemon, upstream: Scripted) -> None:
+async def test_a_denial_for_the_whole_session_is_refused_and_changes_nothing(
+    here: TurnHarness, upstream: Scripted
+) -> None:
     upstream.then(calls((ASKS, {})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
@@ -247,7 +251,7 @@ async def test_allowing_a_tool_for_a_session_does_not_affect_other_sessions(tmp_
         await here.ended(session, turn)
     async with daemon(tmp_path, upstream) as here:
         await here.run(session)
-        assert len(here.workshop.called) == 1
+        assert len(here.toolbox.called) == 1
         upstream.then(calls((ASKS, {})), says("ok"))
         other = await here.session()
         turn = await here.submit(other)
@@ -294,10 +298,10 @@ async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path: Path, up
         assert here.turns._slots.free == 1
 
 
-# --- sessions that go
+# --- deleted sessions
 
 
-async def test_deleting_a_session_ends_its_turns_first(here: Daemon, upstream: Scripted) -> None:
+async def test_deleting_a_session_ends_its_turns_first(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then([token("Hel"), STALL])
     session = await here.session()
     turns = [await here.submit(session) for _ in range(2)]
@@ -328,7 +332,7 @@ async def test_a_session_can_be_deleted_while_all_slots_are_taken(tmp_path: Path
         await here.turns.cancel(busy, CancelTurns())
 
 
-# --- the daemon stops, or dies
+# --- the daemon stops or crashes
 
 
 async def test_stopping_ends_running_turns_and_keeps_queued_ones_for_the_next_start(
@@ -395,9 +399,9 @@ async def test_a_drain_ends_running_turns_after_its_grace_period(tmp_path: Path,
 
 async def test_a_tool_that_runs_during_a_stop_is_interrupted(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})))
-    workshop = Workshop()
-    gate = held(workshop)
-    async with daemon(tmp_path, upstream, workshop) as here:
+    toolbox = ScriptedToolbox()
+    gate = held(toolbox)
+    async with daemon(tmp_path, upstream, toolbox) as here:
         await here.submit(await here.session())
         await gate.reached()
         await here.turns.stop(mode="now", grace_s=0)
@@ -410,9 +414,9 @@ async def test_after_a_crash_started_turns_end_tools_do_not_run_again_and_queued
     tmp_path: Path, upstream: Scripted
 ) -> None:
     upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("later"))
-    workshop = Workshop()
-    gate = held(workshop)
-    async with daemon(tmp_path, upstream, workshop, stop=False) as here:
+    toolbox = ScriptedToolbox()
+    gate = held(toolbox)
+    async with daemon(tmp_path, upstream, toolbox, stop=False) as here:
         session = await here.session()
         first, second = await here.submit(session), await here.submit(session)
         await gate.reached()
@@ -426,14 +430,14 @@ async def test_after_a_crash_started_turns_end_tools_do_not_run_again_and_queued
         check_invariants(events)
         ends = [item["data"] for item in events if item["event"] == "tool.end"]
         assert [end["status"] for end in ends] == ["interrupted", "interrupted"]
-        assert here.workshop.called == []
+        assert here.toolbox.called == []
         assert (await here.turns.list_permissions()).permissions == []
         roles = [message["role"] for message in upstream.bodies[1]["messages"]]
         assert roles == ["user", "assistant", "tool", "tool", "user"]
 
 
-class Late(Workshop):
-    """Its tools come a while after the start."""
+class Late(ScriptedToolbox):
+    """A toolbox whose tools are available later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -492,12 +496,12 @@ async def test_after_a_crash_the_text_in_the_log_is_kept(tmp_path: Path, upstrea
 
 
 class Full:
-    """A store that has no room while ``on``; ``after`` lets so many writes pass before."""
+    """Makes a store behave as on a full disk while ``on``."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on = False
         self.for_ends = True
-        """Also for what ends something, as if the reserve were used up."""
+        """Whether writes of ends fail too, as if the reserve were used up."""
         self.refused = 0
         self._commit = store._commit
         monkeypatch.setattr(store, "_write", self._write)
@@ -513,7 +517,9 @@ class Full:
         return self._commit(work)
 
 
-async def test_a_full_disk_refuses_a_submit(here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_refuses_a_submit(
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upstream.then(says("ok"))
     session = await here.session()
     full = Full(here.store, monkeypatch)
@@ -526,7 +532,7 @@ async def test_a_full_disk_refuses_a_submit(here: Daemon, upstream: Scripted, mo
 
 @pytest.mark.parametrize("for_ends", [False, True])
 async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space(
-    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, for_ends: bool
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, for_ends: bool
 ) -> None:
     gate = Gate()
     upstream.then([token("Hel"), gate, token("lo"), STALL], says("ok"))
@@ -547,7 +553,7 @@ async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space
 
 @pytest.mark.parametrize("tool", [FREE, ASKS])
 async def test_on_a_full_disk_no_tool_is_started(
-    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, tool: str
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     gate = Gate()
     upstream.then([gate, *calls((tool, {}), (FREE, {}))], says("ok"))
@@ -561,11 +567,11 @@ async def test_on_a_full_disk_no_tool_is_started(
     full.on = False
     record = await here.ended(session, turn)
     assert record.error is not None
-    assert (record.error.code, here.workshop.called) == ("storage-full", [])
+    assert (record.error.code, here.toolbox.called) == ("storage-full", [])
 
 
 async def test_on_a_full_disk_a_running_tool_is_stopped(
-    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
     first = asyncio.Event()
@@ -574,14 +580,14 @@ async def test_on_a_full_disk_a_running_tool_is_stopped(
         await (first.wait() if arguments["n"] == 1 else asyncio.Event().wait())
         return "done"
 
-    here.workshop.work = work
+    here.toolbox.work = work
     session = await here.session()
     turn = await here.submit(session)
     await here.seen("tool.start", 2)
     full = Full(here.store, monkeypatch)
     full.on = True
     first.set()
-    await until(lambda: not here.workshop.running and full.refused >= 2)
+    await until(lambda: not here.toolbox.running and full.refused >= 2)
     full.on = False
     record = await here.ended(session, turn)
     assert record.error is not None
@@ -590,7 +596,7 @@ async def test_on_a_full_disk_a_running_tool_is_stopped(
 
 
 async def test_a_queued_turn_starts_once_there_is_space(
-    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate()
     upstream.then([gate, *says("1")], says("2"))
@@ -663,7 +669,7 @@ async def test_a_start_on_a_full_disk_recovers_when_there_is_space(
 
 
 async def test_a_turn_ends_even_after_an_unexpected_exception(
-    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     upstream.then(calls((FREE, {})), says("ok"))
     tool_end, bugs = turn_records.end_tool, iter([ZeroDivisionError("kaputt")])

@@ -1,4 +1,4 @@
-"""Whatever happens to turns in whatever order, deaths of the daemon included, the log keeps its promises."""
+"""The invariants of the log hold for random operations on turns, including crashes of the daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from lmx_lab.daemon.turns.queue import list_unfinished
 from lmx_lab.errors import LabError, NotFoundError, StoppingError
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.daemon.scripted import DROP, STALL, Scripted, Step, call, chunk, ending, refuses, thought, token
-from tests.daemon.turn_fixtures import ASKS, FREE, TERMINAL, WAIT_S, Daemon, Workshop, check_invariants, daemon
+from tests.daemon.turn_fixtures import (
+    ASKS,
+    FREE,
+    TERMINAL,
+    WAIT_S,
+    ScriptedToolbox,
+    TurnHarness,
+    check_invariants,
+    daemon,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 SESSIONS = 3
@@ -28,7 +37,7 @@ LIMITS: dict[str, Any] = {
 
 
 class World:
-    """What the upstream, the tools and the clients do, by one chance."""
+    """Random behaviour of the upstream, the tools and the clients, from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -68,14 +77,14 @@ class World:
         note("I end")
         return "done"
 
-    async def do_something(self, here: Daemon) -> None:
+    async def do_something(self, here: TurnHarness) -> None:
         session = f"s{self.chance.randrange(SESSIONS)}"
         kind = self.chance.choice(["submit"] * 6 + ["cancel"] * 2 + ["decide"] * 4 + ["pause"] * 4 + ["delete"])
-        # Refusals are part of it: full, busy, deleted, decided before.
+        # Errors are expected: full or busy queues, deleted sessions, permissions that were decided before.
         with contextlib.suppress(LabError):
             await getattr(self, kind)(here, session)
 
-    async def submit(self, here: Daemon, session: str) -> None:
+    async def submit(self, here: TurnHarness, session: str) -> None:
         with contextlib.suppress(LabError):
             await here.session(session_id=session)
         body = SubmitTurn(content="go", when_busy=self.chance.choice(["enqueue", "enqueue", "reject", "interrupt"]))
@@ -83,25 +92,25 @@ class World:
         assert new
         self.accepted.add((session, accepted.turn_id))
 
-    async def cancel(self, here: Daemon, session: str) -> None:
+    async def cancel(self, here: TurnHarness, session: str) -> None:
         await here.turns.cancel(session, CancelTurns(queued=self.chance.random() < 0.3))
 
-    async def decide(self, here: Daemon, session: str) -> None:
+    async def decide(self, here: TurnHarness, session: str) -> None:
         waiting = (await here.turns.list_permissions()).permissions
         decision: Any = self.chance.choice(["allow", "allow", "deny"])
         scope: Any = "session" if decision == "allow" and self.chance.random() < 0.3 else "once"
         for permission in waiting[:1]:
             await here.turns.decide(permission.permission_id, Decision(decision=decision, scope=scope))
 
-    async def pause(self, here: Daemon, session: str) -> None:
+    async def pause(self, here: TurnHarness, session: str) -> None:
         await asyncio.sleep(self.chance.choice([0.0, 0.002, 0.01, 0.03]))
 
-    async def delete(self, here: Daemon, session: str) -> None:
+    async def delete(self, here: TurnHarness, session: str) -> None:
         await here.turns.delete_session(session)
 
 
-async def watch(here: Daemon, ended: set[tuple[str, str]]) -> None:
-    """Each end, when it is seen, is in REST as well, and its turn's session has another turn or none."""
+async def watch(here: TurnHarness, ended: set[tuple[str, str]]) -> None:
+    """Check at each terminal event that REST shows the end, and that the session is no longer active in that turn."""
     after = 0
     while True:
         grown = here.log.watch()
@@ -116,14 +125,14 @@ async def watch(here: Daemon, ended: set[tuple[str, str]]) -> None:
                     assert (await here.snapshot(event.session_id)).active_turn_id != event.turn_id
         after = page.through
         if not page.events:
-            # It is everybody's, and must not be cancelled with this task.
+            # Not awaited directly: the shared future must not be cancelled with this task.
             await asyncio.wait([grown])
 
 
 async def live(world: World, folder: Path, upstream: Scripted, operations: int, *, dies: bool) -> None:
-    workshop = Workshop()
-    workshop.work = world.work
-    async with daemon(folder, upstream, workshop, stop=not dies, **LIMITS) as here:
+    toolbox = ScriptedToolbox()
+    toolbox.work = world.work
+    async with daemon(folder, upstream, toolbox, stop=not dies, **LIMITS) as here:
         watching = asyncio.create_task(watch(here, set()))
         for _ in range(operations):
             await world.do_something(here)
@@ -155,7 +164,7 @@ async def last_life(world: World, folder: Path, upstream: Scripted) -> None:
         assert (await here.turns.list_permissions()).permissions == []
 
 
-# Seeds and no hypothesis: what threads and sockets do is nobody's to repeat, so there is nothing to shrink.
+# Seeds instead of hypothesis: threads and sockets are not reproducible, so examples cannot be shrunk.
 @pytest.mark.parametrize("seed", range(12))
 async def test_every_turn_ends_once_in_random_order_of_operations(tmp_path: Path, seed: int) -> None:
     world = World(seed)

@@ -1,4 +1,4 @@
-"""What was asked for is done whole: though its caller leaves, another asks the same, or the disk was full."""
+"""Requests are completed even if their caller is cancelled, they are repeated, or the disk was full before."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lmx_lab.daemon.turns import permissions, runner
 from lmx_lab.daemon.turns import queue as turn_queue
 from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
 from tests.daemon.scripted import STALL, Gate, Scripted, calls, says, token
-from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, Daemon, check_invariants, daemon, until
+from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, TurnHarness, check_invariants, daemon, until
 
 pytestmark = pytest.mark.anyio
 ALLOW = Decision(decision="allow")
 
 
-async def leave_in(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, work: Any) -> None:
-    """Cancel the caller of work while this change of the database is being made."""
+async def cancel_during(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, work: Any) -> None:
+    """Cancel the caller of ``work`` during this change of the database."""
     began, go, change = threading.Event(), threading.Event(), getattr(module, name)
 
     def held(*arguments: Any) -> Any:
@@ -43,28 +43,28 @@ async def leave_in(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, work
 
 
 async def test_a_turn_runs_even_if_its_submitter_was_cancelled(
-    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(content="hi", turn_id="t")
-    await leave_in(monkeypatch, turn_queue, "submit", here.turns.submit(session, body))
+    await cancel_during(monkeypatch, turn_queue, "submit", here.turns.submit(session, body))
     await here.seen("turn.done")
     assert here.turns.counts()[1] == 0
 
 
 async def test_a_decision_takes_effect_even_if_its_caller_was_cancelled(
-    here: Daemon, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then(calls((ASKS, {})), says("ok"))
     session = await here.session()
     turn = await here.submit(session)
     (permission,) = await here.asked()
-    await leave_in(monkeypatch, permissions, "decide", here.turns.decide(permission.permission_id, ALLOW))
+    await cancel_during(monkeypatch, permissions, "decide", here.turns.decide(permission.permission_id, ALLOW))
     assert (await here.ended(session, turn)).text == "ok"
 
 
-async def test_a_repeated_submit_starts_a_turn_that_is_queued(here: Daemon, upstream: Scripted) -> None:
+async def test_a_repeated_submit_starts_a_turn_that_is_queued(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(says("ok"))
     session = await here.session()
     body = SubmitTurn(content="hi", turn_id="t")
@@ -90,7 +90,7 @@ async def test_a_repeated_submit_has_the_cursor_of_the_current_session_of_that_i
             await here.turns.delete_session("s")
 
 
-async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here: Daemon, upstream: Scripted) -> None:
+async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here: TurnHarness, upstream: Scripted) -> None:
     upstream.then(calls((FREE, {})))
     let_go = asyncio.Event()
 
@@ -100,7 +100,7 @@ async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here: Dae
         await let_go.wait()
         return "done"
 
-    here.workshop.work = work
+    here.toolbox.work = work
     session = await here.session()
     await here.submit(session)
     await here.seen("tool.start")
@@ -136,12 +136,12 @@ async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(
         assert ends[1] == asking
 
 
-# --- turns of a former process that cannot be ended at once
+# --- turns of an earlier process that cannot be ended immediately
 
 
 @contextlib.asynccontextmanager
-async def deserted(folder: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Daemon]:
-    """A daemon whose session ``s`` has a turn ``t`` that a former one had begun, and that found no room to end it."""
+async def abandoned(folder: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TurnHarness]:
+    """A daemon whose session ``s`` has a turn ``t`` of an earlier process, which it could not end on a full disk."""
     async with daemon(folder, upstream, stop=False) as here:
         await here.session(session_id="s")
         await here.submit("s", turn_id="t")
@@ -165,7 +165,7 @@ async def test_deleting_a_session_ends_an_abandoned_turn(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then([token("Hel"), STALL])
-    async with deserted(tmp_path, upstream, monkeypatch) as here:
+    async with abandoned(tmp_path, upstream, monkeypatch) as here:
         await here.turns.delete_session("s")
         assert (await here.kinds("s"))[-3:] == ["message.done", "turn.error", "session.deleted"]
 
@@ -175,7 +175,7 @@ async def test_an_abandoned_turn_can_be_cancelled(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, turn_id: str | None
 ) -> None:
     upstream.then([token("Hel"), STALL])
-    async with deserted(tmp_path, upstream, monkeypatch) as here:
+    async with abandoned(tmp_path, upstream, monkeypatch) as here:
         waiting = asyncio.create_task(here.ended("s", "t"))
         assert (await here.turns.cancel("s", CancelTurns(turn_id=turn_id))).turn_ids == ["t"]
         record = await waiting
@@ -188,9 +188,9 @@ async def test_the_next_turn_starts_after_the_end_of_an_abandoned_one(
     tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.then([token("Hel"), STALL], says("ok"))
-    async with deserted(tmp_path, upstream, monkeypatch) as here:
+    async with abandoned(tmp_path, upstream, monkeypatch) as here:
         assert (await here.run("s", turn_id="next")).text == "ok"
-        said = [message.content for message in (await here.snapshot("s")).messages]
-        assert said == ["hello", "Hel", "hello", "ok"]
+        texts = [message.content for message in (await here.snapshot("s")).messages]
+        assert texts == ["hello", "Hel", "hello", "ok"]
         order = [(item["event"], item["turn_id"]) for item in await here.events("s")]
         assert order.index(("turn.error", "t")) < order.index(("turn.started", "next"))

@@ -1,4 +1,4 @@
-"""The machine of a turn: what it says to do next, whatever happens in whatever order."""
+"""The state machine of a turn: its actions for any inputs in any order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOOLS = {"free": False, "asks": True}
 CANCEL = StopRequested(ending=TurnEnding(reason="cancelled"))
 
 
-def begun(**limits: int) -> TurnMachine:
+def started(**limits: int) -> TurnMachine:
     turn = TurnMachine(**{"max_steps": 5, "parallel_tools": 2, "broken_calls": 3, **limits})
     assert turn.start() == [CallModel(step=1)]
     return turn
@@ -66,12 +66,12 @@ def ending(actions: list[TurnAction]) -> TurnEnding:
 
 
 def test_an_answer_without_calls_ends_the_turn() -> None:
-    actions = begun().handle(answered())
+    actions = started().handle(answered())
     assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="end"))]
 
 
 def test_after_a_call_the_model_is_called_again() -> None:
-    turn = begun()
+    turn = started()
     assert turn.handle(answered(call(arguments='{"x": 1}'))) == [
         SaveAnswer(calls=(call(arguments='{"x": 1}'),)),
         StartTool(call=call(arguments='{"x": 1}'), arguments={"x": 1}),
@@ -83,21 +83,21 @@ def test_after_a_call_the_model_is_called_again() -> None:
 
 
 def test_the_model_is_called_again_only_when_all_calls_have_ended() -> None:
-    turn = begun()
+    turn = started()
     turn.handle(answered(call(call_id="a"), call(call_id="b")))
     assert kinds(turn.handle(ok("b"))) == [EndToolCall]
     assert kinds(turn.handle(ok("a"))) == [EndToolCall, CallModel]
 
 
 def test_the_number_of_parallel_tools_is_limited() -> None:
-    turn = begun(parallel_tools=2)
+    turn = started(parallel_tools=2)
     actions = turn.handle(answered(*(call(call_id=name) for name in "abc")))
     assert kinds(actions) == [SaveAnswer, StartTool, StartTool]
     assert kinds(turn.handle(ok("a"))) == [EndToolCall, StartTool]
 
 
 def test_a_tool_that_needs_a_permission_waits_for_it() -> None:
-    turn = begun()
+    turn = started()
     assert kinds(turn.handle(answered(call("asks")))) == [SaveAnswer, RequestPermission]
     assert turn.is_waiting
     assert kinds(turn.handle(PermissionDecided(call_id="a", allowed=True, message=""))) == [StartTool]
@@ -105,7 +105,7 @@ def test_a_tool_that_needs_a_permission_waits_for_it() -> None:
 
 
 def test_a_turn_does_not_wait_while_another_tool_runs() -> None:
-    turn = begun()
+    turn = started()
     turn.handle(answered(call("asks", call_id="a"), call("free", call_id="b")))
     assert not turn.is_waiting
     turn.handle(ok("b"))
@@ -113,7 +113,7 @@ def test_a_turn_does_not_wait_while_another_tool_runs() -> None:
 
 
 def test_a_denial_is_reported_to_the_model() -> None:
-    turn = begun()
+    turn = started()
     turn.handle(answered(call("asks")))
     actions = turn.handle(PermissionDecided(call_id="a", allowed=False, message="no"))
     assert actions == [EndToolCall(call=call("asks"), status="denied", text="no"), CallModel(step=2)]
@@ -127,21 +127,21 @@ def test_a_denial_is_reported_to_the_model() -> None:
     ],
 )
 def test_arguments_that_are_not_an_object_are_reported_to_the_model(arguments: str) -> None:
-    actions = begun().handle(answered(call(arguments=arguments)))
+    actions = started().handle(answered(call(arguments=arguments)))
     assert kinds(actions) == [SaveAnswer, EndToolCall, CallModel]
     assert isinstance(actions[1], EndToolCall)
     assert (actions[1].status, "JSON" in actions[1].text, len(actions[1].text) < 1000) == ("error", True, True)
 
 
-@pytest.mark.parametrize(("tools", "said"), [(TOOLS, "asks, free"), ({}, "there are no others")])
-def test_the_error_of_an_unknown_tool_lists_the_tools(tools: dict[str, bool], said: str) -> None:
-    actions = begun().handle(ModelAnswered(calls=(call("nope"),), tools=tools))
+@pytest.mark.parametrize(("tools", "expected"), [(TOOLS, "asks, free"), ({}, "there are no others")])
+def test_the_error_of_an_unknown_tool_lists_the_tools(tools: dict[str, bool], expected: str) -> None:
+    actions = started().handle(ModelAnswered(calls=(call("nope"),), tools=tools))
     assert isinstance(actions[1], EndToolCall)
-    assert said in actions[1].text
+    assert expected in actions[1].text
 
 
 def test_too_many_broken_calls_end_the_turn() -> None:
-    turn = begun(broken_calls=1)
+    turn = started(broken_calls=1)
     assert kinds(turn.handle(answered(call("nope")))) == [SaveAnswer, EndToolCall, CallModel]
     actions = turn.handle(answered(call("nope", call_id="b"), call("free", call_id="c"), call("asks", call_id="d")))
     assert kinds(actions) == [SaveAnswer, EndToolCall, EndToolCall, EndToolCall, EndTurn]
@@ -149,27 +149,27 @@ def test_too_many_broken_calls_end_the_turn() -> None:
 
 
 def test_the_calls_of_the_last_step_are_still_made() -> None:
-    turn = begun(max_steps=1)
+    turn = started(max_steps=1)
     assert kinds(turn.handle(answered(call()))) == [SaveAnswer, StartTool]
     assert ending(turn.handle(ok())).reason == "max_steps"
 
 
 def test_the_calls_of_a_truncated_answer_are_ignored() -> None:
-    actions = begun().handle(answered(call(), is_truncated=True))
+    actions = started().handle(answered(call(), is_truncated=True))
     assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="length"))]
 
 
 def test_a_failed_model_call_ends_the_turn_with_its_error() -> None:
     error = EngineError("boom")
-    assert ending(begun().handle(ModelFailed(error=error))).error is error
+    assert ending(started().handle(ModelFailed(error=error))).error is error
 
 
 def test_a_stop_during_the_models_answer_closes_its_stream() -> None:
-    assert begun().handle(CANCEL) == [StopModel(), EndTurn(ending=CANCEL.ending)]
+    assert started().handle(CANCEL) == [StopModel(), EndTurn(ending=CANCEL.ending)]
 
 
 def test_a_stop_waits_for_running_tools_and_ends_the_other_calls() -> None:
-    turn = begun(parallel_tools=1)
+    turn = started(parallel_tools=1)
     turn.handle(answered(call(call_id="a"), call(call_id="b"), call("asks", call_id="c")))
     actions = turn.handle(CANCEL)
     assert kinds(actions) == [WithdrawPermissions, StopTool, EndToolCall, EndToolCall]
@@ -179,7 +179,7 @@ def test_a_stop_waits_for_running_tools_and_ends_the_other_calls() -> None:
 
 
 def test_a_turn_ends_without_a_tool_that_does_not_stop() -> None:
-    turn = begun()
+    turn = started()
     turn.handle(answered(call()))
     turn.handle(CANCEL)
     assert kinds(turn.handle(StopTimedOut())) == [EndToolCall, EndTurn]
@@ -187,13 +187,13 @@ def test_a_turn_ends_without_a_tool_that_does_not_stop() -> None:
 
 
 def test_a_stop_without_running_tools_ends_the_turn_immediately() -> None:
-    turn = begun()
+    turn = started()
     turn.handle(answered(call("asks")))
     assert kinds(turn.handle(CANCEL)) == [WithdrawPermissions, EndToolCall, EndTurn]
 
 
 def test_the_first_stop_determines_the_ending() -> None:
-    turn = begun()
+    turn = started()
     turn.handle(answered(call()))
     turn.handle(StopRequested(ending=TurnEnding(error=TurnTimeoutError("late"), open_call_status="interrupted")))
     assert turn.handle(CANCEL) == []
@@ -203,15 +203,15 @@ def test_the_first_stop_determines_the_ending() -> None:
     assert actions[0].status == "interrupted"
 
 
-@pytest.mark.parametrize("happening", [answered(), ModelFailed(error=EngineError("x")), ok(), StopTimedOut()])
-def test_an_impossible_input_is_refused_with_the_expected_and_the_actual_phase(happening: Any) -> None:
+@pytest.mark.parametrize("received", [answered(), ModelFailed(error=EngineError("x")), ok(), StopTimedOut()])
+def test_an_impossible_input_is_refused_with_the_expected_and_the_actual_phase(received: Any) -> None:
     turn = TurnMachine(max_steps=1, parallel_tools=1, broken_calls=1)
     with pytest.raises(InvalidTransitionError, match="phase new"):
-        turn.handle(happening)
+        turn.handle(received)
 
 
 def test_an_input_for_an_unknown_call_is_refused() -> None:
-    turn = begun()
+    turn = started()
     turn.handle(answered(call()))
     with pytest.raises(InvalidTransitionError, match="'b'"):
         turn.handle(ok("b"))
@@ -223,14 +223,14 @@ def test_an_input_for_an_unknown_call_is_refused() -> None:
 
 def test_two_calls_with_the_same_id_are_refused() -> None:
     with pytest.raises(InvalidTransitionError, match="unique"):
-        begun().handle(answered(call(), call()))
+        started().handle(answered(call(), call()))
 
 
-# --- whatever happens
+# --- random inputs
 
 
 class Watched:
-    """A turn, and what its actions have promised so far."""
+    """Follows the actions of a turn and checks their order."""
 
     def __init__(self, turn: TurnMachine, parallel: int) -> None:
         self.turn = turn
@@ -296,32 +296,32 @@ def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data: st.DataObj
     watched.do(turn.start())
     number = 0
     for _ in range(40):
-        choices: list[str] = ["stop"] if turn.phase is not TurnPhase.STOPPING else ["stop", "overdue"]
+        choices: list[str] = ["stop"] if turn.phase is not TurnPhase.STOPPING else ["stop", "timed_out"]
         choices += ["answer"] * 4 + ["fail"] if turn.phase is TurnPhase.MODEL else []
         choices += ["tool"] * 4 if watched.running and turn.phase is not TurnPhase.MODEL else []
         choices += ["decide"] * 4 if watched.asking and turn.phase is TurnPhase.CALLS else []
         match data.draw(st.sampled_from(choices)):
             case "stop":
-                told: Any = CANCEL
-            case "overdue":
-                told = StopTimedOut()
+                received: Any = CANCEL
+            case "timed_out":
+                received = StopTimedOut()
             case "fail":
-                told = ModelFailed(error=EngineError("x"))
+                received = ModelFailed(error=EngineError("x"))
             case "answer":
                 wanted = data.draw(st.lists(st.tuples(names, texts), max_size=4))
                 calls = tuple(call(name, text, str(number + at)) for at, (name, text) in enumerate(wanted))
                 number += len(calls)
-                told = answered(*calls, is_truncated=data.draw(st.integers(0, 9)) == 0)
+                received = answered(*calls, is_truncated=data.draw(st.integers(0, 9)) == 0)
             case "tool":
-                told = ok(data.draw(st.sampled_from(sorted(watched.running))))
+                received = ok(data.draw(st.sampled_from(sorted(watched.running))))
             case _:
                 call_id = data.draw(st.sampled_from(sorted(watched.asking)))
                 allowed = data.draw(st.booleans())
                 if allowed:
                     watched.allowed.add(call_id)
                     watched.asking.discard(call_id)
-                told = PermissionDecided(call_id=call_id, allowed=allowed, message="no")
-        watched.do(turn.handle(told))
+                received = PermissionDecided(call_id=call_id, allowed=allowed, message="no")
+        watched.do(turn.handle(received))
         if turn.phase is TurnPhase.ENDED:
             break
     if turn.phase is not TurnPhase.ENDED:
