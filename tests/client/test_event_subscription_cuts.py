@@ -1,4 +1,4 @@
-"""The client's events and turns while their connections are cut, and while the daemon is killed and started again."""
+"""Events and turns of the client while connections are cut, and while the daemon is killed and restarted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Seen:
-    """All events of a daemon, by a subscription of the client's."""
+    """Collects all events of a daemon through a subscription."""
 
     def __init__(self, client: AsyncDaemonClient) -> None:
         self.events: list[DaemonEvent] = []
@@ -62,7 +62,7 @@ class Seen:
         await task
 
     async def live(self) -> None:
-        """Wait until it has all that there is."""
+        """Wait until all events of the log were received."""
         async for state in self.subscription.states():
             if state.state == "live":
                 return
@@ -71,7 +71,7 @@ class Seen:
         await self._until(lambda: any((event.seq or 0) >= seq for event in self.events))
 
     async def more(self, kind: str, count: int) -> None:
-        """So many events of this kind more than there are now."""
+        """Wait until ``count`` more events of this kind were received."""
 
         def there() -> int:
             return sum(event.event == kind for event in self.events)
@@ -85,7 +85,7 @@ class Seen:
 
 
 async def whole_log(program: Program) -> list[int]:
-    """The seq of each event there is, straight from the daemon."""
+    """Return the seq of each event in the log, read from the daemon directly."""
     async with program.client() as http:
         seqs: list[int] = []
         more = True
@@ -107,8 +107,8 @@ async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program: Pro
     async def cut() -> None:
         nonlocal cuts
         while cuts < CUTS:
-            # Each at another moment of a connection's life, sometimes within a frame; half of them not before somebody
-            # is connected, however long that takes.
+            # At different moments of a connection, sometimes within a frame. Half of the cuts wait until a client is
+            # connected, however long that takes.
             if chance.random() < 0.5:
                 await seen.live()
             await asyncio.sleep(chance.uniform(0.0, 0.06))

@@ -1,4 +1,4 @@
-"""Subscriptions to a real daemon: filters, cursors, resets, tokens that change, readers that are slow or leave."""
+"""Subscriptions to a real daemon: filters, cursors, resets, changed tokens, and readers that are slow or stop."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events
             async for state in events.states():
                 if state.state == "live":
                     break
-            # Earlier, it would be among the snapshots.
+            # If it were created earlier, it would be among the snapshots.
             new = await client.session()
             while not any(isinstance(event, SessionCreatedEvent) for event in found):
                 found += await take(events, 1)
@@ -123,7 +123,7 @@ async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(
         async with asyncio.timeout(WAIT_S):
             while len(seqs) < 3000:
                 if len(seqs) % 500 == 0:
-                    # Until no more is read ahead.
+                    # Until the reader stops reading ahead.
                     while events._receiver.buffer.has_room:  # noqa: ASYNC110
                         await asyncio.sleep(0)
                 most = max(most, len(events._receiver.buffer))

@@ -1,4 +1,4 @@
-"""Turns through the client, against a real daemon whose model says what a test wrote down."""
+"""Turns through the client, with a real daemon whose model is scripted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.daemon.tcp_proxy import Proxy, Through
 pytestmark = pytest.mark.anyio
 WAIT_S = 20.0
 FAR = 4e9
-"""Seconds since 1970: by then nothing is kept."""
+"""A Unix time in seconds at which all events have expired."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +54,12 @@ def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backoff, "FIRST_S", 0.005)
     monkeypatch.setattr(turn, "ASKED_S", 0.05)
     monkeypatch.setattr(turn, "ENDED_LOOK_S", 0.05)
-    # No test shall pass because somebody looks at the record now and then.
+    # No test must pass because the record is read periodically.
     monkeypatch.setattr(turn, "LOOK_S", 3600.0)
 
 
 class Model:
-    """What the upstream says: the scripts of the test that plays."""
+    """Answers with the scripts of the current test."""
 
     def __init__(self) -> None:
         self._scripts: tuple[Scripts, ...] = ()
@@ -76,13 +76,13 @@ class Model:
 
 
 class Place:
-    """A daemon with two tools, of which ``add`` asks nobody."""
+    """A daemon with two tools, of which ``add`` needs no permission."""
 
     def __init__(self, model: Model, daemon: Daemon) -> None:
         self.model = model
         self.daemon = daemon
         self.written: list[str] = []
-        """What the tool ``write`` has been called with."""
+        """Arguments of the calls of ``write``."""
         daemon.tool(self.add, read_only=True)
         daemon.tool(self.write)
 
@@ -127,7 +127,7 @@ class Here:
 async def here(
     place: Place, *scripts: Scripts, transport: httpx2.AsyncBaseTransport | None = None
 ) -> AsyncIterator[Here]:
-    """A session of its own."""
+    """Create a session for one test."""
     place.model.play(*scripts)
     place.written.clear()
     daemon = place.daemon
@@ -198,7 +198,7 @@ async def test_a_slow_reader_receives_all_events_of_a_turn_that_has_ended(place:
         again: list[DaemonEvent] = []
         async for event in at.session.stream("go", turn_id="t1"):
             again.append(event)
-            # Longer than the silence after which the record is the end.
+            # Longer than the time without events after which the record ends the turn.
             await asyncio.sleep(2 * turn.ENDED_LOOK_S)
     assert [event.seq for event in again] == [event.seq for event in first]
 
@@ -442,7 +442,7 @@ async def test_a_policy_is_cancelled_when_another_client_decides(place: Place) -
 
 
 class Slow(httpx2.AsyncBaseTransport):
-    """The network; a submit waits before it is sent."""
+    """A transport that delays submits before they are sent."""
 
     def __init__(self) -> None:
         self._network = httpx2.AsyncHTTPTransport()
@@ -459,7 +459,7 @@ class Slow(httpx2.AsyncBaseTransport):
 
 
 class Deaf(Slow):
-    """The network; the answers to the first submits are lost."""
+    """A transport that loses the answers to the first submits."""
 
     lost = 0
 
@@ -473,7 +473,7 @@ class Deaf(Slow):
 
 
 class Old(Slow):
-    """A proxy that knows nothing of WebSockets."""
+    """A proxy that does not support WebSockets."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         if "upgrade" in request.headers:
@@ -482,7 +482,7 @@ class Old(Slow):
 
 
 class Late(Slow):
-    """The network; once ``is_late``, a second WebSocket opens long after its turn's record was read, or never."""
+    """A transport that, once ``is_late``, opens a second WebSocket long after the turn's record was read, or never."""
 
     def __init__(self, *, opens: bool) -> None:
         super().__init__()
@@ -504,7 +504,7 @@ class Late(Slow):
 
 @asynccontextmanager
 async def proxied(at: Here) -> AsyncIterator[tuple[Proxy, AsyncSession]]:
-    """The same session, by another client, whose connections a test can cut."""
+    """Provide the same session in another client, whose connections a test can cut."""
     async with (
         Proxy(lambda: at.daemon.port) as proxy,
         AsyncDaemonClient(at.daemon.url, token=at.daemon.token, transport=Through(proxy)) as client,

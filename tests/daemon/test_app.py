@@ -1,4 +1,4 @@
-"""Who may talk to the daemon, by HTTP and by WebSocket alike, and where its token must never be."""
+"""Access to the daemon over HTTP and WebSocket, and where its token must not appear."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lmx_lab.http.uvicorn_server import recent_logs
 from tests.daemon.running_daemon import WAIT_S, client, connect, frames_until, serving
 
 pytestmark = pytest.mark.anyio
-FRIEND = "http://localhost:3000"
+ALLOWED = "http://localhost:3000"
 
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     home = tmp_path_factory.mktemp("home")
-    with serving(home, cors_origins=(FRIEND,), allowed_hosts=("friend.example",)) as daemon:
+    with serving(home, cors_origins=(ALLOWED,), allowed_hosts=("friend.example",)) as daemon:
         yield daemon
 
 
@@ -31,7 +31,7 @@ def get(daemon: Daemon, path: str = "/v3/daemon", **headers: str) -> httpx2.Resp
 
 
 async def handshake(daemon: Daemon, query: str = "", **headers: str) -> int:
-    """The status of a WebSocket's handshake; without a token unless the headers have one."""
+    """Return the status of a WebSocket handshake, without a token unless the headers contain one."""
     import websockets
 
     host = headers.pop("host", None)
@@ -84,10 +84,10 @@ async def test_a_websocket_accepts_the_token_in_a_header_or_in_the_query(daemon:
     assert await handshake(daemon, f"?token={token}", Authorization="Bearer x") == 401
 
 
-STRANGERS = ["evil.example:{port}", "localhost:1", "localhost", "127.0.0.1.evil.example:{port}", "0.0.0.0:{port}"]
+UNKNOWN_HOSTS = ["evil.example:{port}", "localhost:1", "localhost", "127.0.0.1.evil.example:{port}", "0.0.0.0:{port}"]
 
 
-@pytest.mark.parametrize("host", STRANGERS)
+@pytest.mark.parametrize("host", UNKNOWN_HOSTS)
 async def test_an_unknown_host_is_refused_over_http_and_websocket(daemon: Daemon, host: str) -> None:
     host = host.format(port=daemon.port)
     right = f"Bearer {daemon.token}"
@@ -114,14 +114,14 @@ async def test_an_unknown_origin_is_refused_over_http_and_websocket(daemon: Daem
 
 async def test_an_allowed_origin_may_use_all_methods(daemon: Daemon) -> None:
     for method in ("GET", "POST", "PATCH", "DELETE"):
-        asked = {"origin": FRIEND, "access-control-request-method": method}
+        asked = {"origin": ALLOWED, "access-control-request-method": method}
         asked["access-control-request-headers"] = "authorization, content-type"
         answer = httpx2.options(f"{daemon.url}/v3/sessions", headers=asked, timeout=WAIT_S, trust_env=False)
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, FRIEND)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ALLOWED)
         assert method in answer.headers["access-control-allow-methods"]
     right = f"Bearer {daemon.token}"
-    assert get(daemon, origin=FRIEND, authorization=right).headers["access-control-allow-origin"] == FRIEND
-    assert await handshake(daemon, f"?token={daemon.token}", Origin=FRIEND) == 101
+    assert get(daemon, origin=ALLOWED, authorization=right).headers["access-control-allow-origin"] == ALLOWED
+    assert await handshake(daemon, f"?token={daemon.token}", Origin=ALLOWED) == 101
 
 
 async def test_the_token_is_in_no_log_repr_or_answer(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,7 +135,7 @@ async def test_the_token_is_in_no_log_repr_or_answer(daemon: Daemon, caplog: pyt
     handler, logger = Everything(), logging.getLogger("uvicorn.error")
     level = logger.level
     logger.addHandler(handler)
-    # As loud as somebody may set it: then the protocol's library says each header.
+    # At the level DEBUG, the library of the protocol logs each header.
     logger.setLevel(logging.DEBUG)
     try:
         assert await handshake(daemon, f"?token={token}") == 101
@@ -146,7 +146,7 @@ async def test_the_token_is_in_no_log_repr_or_answer(daemon: Daemon, caplog: pyt
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-    assert any('"WebSocket /v3/events?' in line for line in seen), "what would have told it was said"
+    assert any('"WebSocket /v3/events?' in line for line in seen), "the handshake was logged"
     told = [*seen, *recent_logs(), *caplog.messages, repr(daemon), repr(vars(daemon)), repr(daemon.settings)]
     told += [path.read_text(errors="replace") for path in daemon.folder.glob("daemon.log*")]
     with client(daemon) as http:

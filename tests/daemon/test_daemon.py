@@ -1,4 +1,4 @@
-"""Starts and ends of the daemon: one in a home, nothing left behind, in whatever way it ends."""
+"""Starting and stopping the daemon: one in a home, and nothing is left behind however it ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAIT_S = 20.0
 
 
 THREADS = ("lmx-lab-daemon", "lmx-lab-store", "lmx-lab-reading")
-"""Of a daemon: the thread of a blocking client, for one, lives as long as the process."""
+"""Names of a daemon's threads. Others, such as that of a blocking client, live as long as the process."""
 
 
 def daemon_threads() -> set[str]:
@@ -46,7 +46,7 @@ def new(home: Path, **settings: Any) -> Daemon:
 
 
 def check_nothing_left(home: Path) -> None:
-    """Neither threads nor the lock nor a state file."""
+    """Check that no threads, lock or state file are left."""
     deadline = time.monotonic() + WAIT_S
     while daemon_threads() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -63,7 +63,7 @@ def check_nothing_left(home: Path) -> None:
 def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a full disk, which takes neither the state file nor the log's last words."""
+    """On a full disk, neither the state file nor the last lines of the log can be written."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -71,16 +71,16 @@ def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(
     daemon = new(tmp_path)
     close = daemon._log_file._handler.close
 
-    def publishes_nothing(*_: object) -> None:
+    def fail_to_publish(*_: object) -> None:
         logging.getLogger("lmx_lab").warning("A line, so that the log is open.")
         full()
 
-    def closes_without_its_last_words() -> None:
+    def close_incompletely() -> None:
         close()
         full()
 
-    monkeypatch.setattr(DaemonHome, "publish", publishes_nothing)
-    monkeypatch.setattr(daemon._log_file._handler, "close", closes_without_its_last_words)
+    monkeypatch.setattr(DaemonHome, "publish", fail_to_publish)
+    monkeypatch.setattr(daemon._log_file._handler, "close", close_incompletely)
     with pytest.raises(OSError, match="No space left"):
         daemon.start()
     check_nothing_left(tmp_path)
@@ -206,7 +206,7 @@ def test_a_start_that_fails_at_any_component_leaves_nothing_behind(
 
 
 def test_of_several_concurrent_starts_one_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first one's start may take its time on a busy machine.
+    # The first start may take long on a busy computer.
     monkeypatch.setattr(DaemonHome, "acquire", functools.partialmethod(DaemonHome.acquire, timeout_s=60.0))
     daemons = [new(tmp_path) for _ in range(4)]
     refused: list[str] = []
@@ -251,7 +251,7 @@ def test_a_waiting_poll_does_not_delay_the_stop(tmp_path: Path) -> None:
 
 
 async def busy() -> bool:
-    """Whether a request waits in a poll."""
+    """Return whether a poll is waiting."""
     return any("_wait_for_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 
@@ -271,7 +271,7 @@ def test_a_draining_daemon_refuses_new_turns_and_completes_the_running_one(tmp_p
             assert http.post("/v3/daemon/shutdown").status_code == 202
             while http.get("/v3/health").json()["status"] != "stopping":
                 pass
-            # It says so a moment before it refuses turns.
+            # The status changes slightly before turns are refused.
             assert settled(daemon, lambda: daemon.services.turns._is_stopping)
             refused = http.post("/v3/sessions/s/turns", json={"content": "more"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "daemon-stopping")
@@ -295,7 +295,7 @@ def test_a_stop_with_mode_now_shortens_a_drain(tmp_path: Path) -> None:
 
 
 def ends(home: Path) -> list[str]:
-    """Terminal events in the log, read by the next daemon."""
+    """Return the terminal events in the log, read by the next daemon."""
     with serving(home) as daemon, client(daemon) as http:
         events = http.get("/v3/events", params={"after": 0, "types": "turn.done,turn.error"}).json()["events"]
         return [event["event"] for event in events]
@@ -318,7 +318,7 @@ def test_the_tool_decorator_registers_a_function(tmp_path: Path) -> None:
         assert http.get("/v3/daemon").json()["counts"]["tools"] == 2
 
 
-# --- in processes of their own
+# --- in separate processes
 
 SCRIPT = """
 import os, sys, time
@@ -367,7 +367,7 @@ print(daemon.running, (daemon.folder / "state.json").exists())
 
 
 class Program:
-    """``lmx-lab daemon`` with what it prints."""
+    """A process of ``lmx-lab daemon`` and its output."""
 
     def __init__(self, home: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "lmx_lab", "daemon", "--port", "0", *arguments]
@@ -442,7 +442,7 @@ def test_a_daemon_starts_after_another_one_was_killed(tmp_path: Path, program: P
     program.process.kill()
     program.process.communicate()
     assert read_state(tmp_path / "daemon") is None
-    # Its number is that of another process by now.
+    # As if its pid were reused by another process.
     foreign = {**left, "pid": psutil.Process().ppid()}
     (tmp_path / "daemon" / "state.json").write_text(json.dumps(foreign))
     with serving(tmp_path) as daemon:

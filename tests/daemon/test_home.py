@@ -1,4 +1,4 @@
-"""The daemon's folder: who may look, who holds it, who is believed."""
+"""The daemon's folder: permissions, lock and state file."""
 
 from __future__ import annotations
 
@@ -207,10 +207,10 @@ def test_a_folder_instead_of_the_state_file_is_ignored(home: DaemonHome, capfd: 
     assert capfd.readouterr().err == ""
 
 
-# Later Pythons warn of forks beside threads, of which other tests may have left some.
+# Newer versions of Python warn of forks beside threads, which other tests may have left.
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_child_processes_do_not_keep_the_lock(folder: Path) -> None:
-    """Neither programs that are started nor forks, such as those of multiprocessing."""
+    """Neither new programs nor forks, such as those of multiprocessing."""
     home = DaemonHome(folder)
     home.acquire()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as program:

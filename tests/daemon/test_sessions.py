@@ -1,4 +1,4 @@
-"""Sessions: what is made, changed, listed, forked and deleted, with the event of each."""
+"""Creating, changing, listing, forking and deleting sessions, and their events."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 class ScriptedToolbox:
-    """A toolbox with the tools ``add``, which needs no permission, and ``write``, which does. ``work`` handles the calls.
+    """A toolbox with the tool ``add``, which needs no permission, and ``write``, which does. ``work`` handles calls."""
 
     def __init__(self) -> None:
         self.work: Callable[[str, dict[str, Any], Callable[[str], None]], Any] = lambda name, arguments, note: "done"

@@ -1,4 +1,4 @@
-"""The third invariant: whoever has seen a turn's end finds its session free of it, however it ended."""
+"""A client that has received the terminal event of a turn finds the session free of it, however the turn ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_a_session_is_free_of_a_turn_once_its_terminal_event_is_visible(tm
 
 
 async def ends_and_looks(program: Program, chance: random.Random) -> list[str]:
-    """Submit turns to a few sessions, cancel some, and look at the session as soon as an end is seen."""
+    """Submit turns to some sessions, cancel some of them, and read the session at each terminal event."""
     state = program.state
     address = f"{state.url.replace('http', 'ws', 1)}/v3/events?types=turn.done,turn.error"
     headers = {"Authorization": f"Bearer {state.token}"}

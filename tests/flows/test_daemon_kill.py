@@ -1,4 +1,4 @@
-"""The real process, killed at any moment of turns with tools: nothing lost, nothing doubled, nothing run again."""
+"""A daemon that is killed at random moments loses no event, repeats none, and runs no tool twice."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.daemon.scripted import Scripted, calls, says
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 KILLS = 10
 TURNS = 3
-"""Submitted for each kill."""
+"""Number of turns that are submitted for each kill."""
 PAUSE_S = 0.004
 TOOL_S = 0.03
 SERVER = Path(__file__).parents[1] / "daemon" / "counting_mcp.py"
 
 
 def script(body: dict[str, Any]) -> list[Any]:
-    """A call with the turn's own note, then forty tokens."""
+    """Return a call with the turn's own note, then forty tokens."""
     last = body["messages"][-1]
     if last["role"] == "user":
         return calls(("counting__count", {"note": last["content"].split()[-1]}), text=("Let ", "me ", "count. "))
@@ -44,7 +44,7 @@ def upstream() -> Iterator[Scripted]:
 
 
 async def submit(program: Program, turn_id: str) -> None:
-    """As a careful client does: with its own id, again until there is an answer."""
+    """Submit a turn with an id, so that the request can be repeated."""
     body = {"turn_id": turn_id, "content": turn_id}
     async with program.client() as http:
         answer = await http.post("/sessions/s/turns", json=body)
@@ -57,7 +57,7 @@ async def submit_until_killed(program: Program, turn_ids: list[str], accepted: s
         accepted.add(turn_id)
 
 
-# Each start may take seconds on a busy machine.
+# Each start may take seconds on a busy computer.
 @pytest.mark.timeout(900)
 async def test_a_daemon_that_is_killed_at_any_moment_loses_and_repeats_nothing(
     tmp_path: Path, upstream: Scripted
@@ -69,7 +69,7 @@ async def test_a_daemon_that_is_killed_at_any_moment_loses_and_repeats_nothing(
     try:
         await set_up(program, notes)
         async with follower.following():
-            await killed_again_and_again(program, follower, submitted)
+            await kill_repeatedly(program, follower, submitted)
             await follower.until_ended(submitted)
         await check(program, follower, submitted, notes)
     finally:
@@ -77,26 +77,26 @@ async def test_a_daemon_that_is_killed_at_any_moment_loses_and_repeats_nothing(
             program.stop()
 
 
-async def killed_again_and_again(program: Program, follower: Follower, submitted: list[str]) -> None:
+async def kill_repeatedly(program: Program, follower: Follower, submitted: list[str]) -> None:
     chance = random.Random(7)
     for kill in range(KILLS):
         turn_ids = [f"turn-{kill}-{number}" for number in range(TURNS)]
         submitted += turn_ids
         accepted: set[str] = set()
         submitting = asyncio.create_task(submit_until_killed(program, turn_ids, accepted))
-        await moment(chance, follower, early=kill % 4 == 0)
+        await wait_for_moment(chance, follower, early=kill % 4 == 0)
         program.kill()
         (failed,) = await asyncio.gather(submitting, return_exceptions=True)
         assert failed is None or isinstance(failed, httpx2.TransportError), failed
         await asyncio.to_thread(program.start)
-        # Those whose answer was lost with the daemon, as well as those that it never got.
+        # The turns whose answer was lost, and those that the daemon did not receive.
         for turn_id in turn_ids:
             if turn_id not in accepted:
                 await submit(program, turn_id)
 
 
-async def moment(chance: random.Random, follower: Follower, *, early: bool) -> None:
-    """Of the kill: in the start or the recovery, or in a turn after one that this daemon has ended."""
+async def wait_for_moment(chance: random.Random, follower: Follower, *, early: bool) -> None:
+    """Wait for the moment of the kill: during start or recovery, or in a turn after another one has ended."""
     if early:
         await asyncio.sleep(chance.uniform(0.0, 0.5))
         return

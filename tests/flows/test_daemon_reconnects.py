@@ -1,4 +1,4 @@
-"""Clients of the real process that drop their connections, or never read, while a long turn is written."""
+"""Clients that disconnect often, or never read, while a long turn is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def last() -> Gate:
 
 @pytest.fixture
 def program(tmp_path: Path, last: Gate) -> Iterator[Program]:
-    # About four seconds, and as many more as the daemon is slower than the reconnects.
+    # About four seconds; longer if the reconnects take longer.
     with Scripted(lambda body: counted(TOKENS, pause_s=0.02, every=10, gate=last)) as upstream:
         program = Program(tmp_path, upstream.url).start()
         yield program
@@ -81,7 +81,7 @@ async def test_clients_that_never_read_do_not_delay_others(program: Program, las
 
 
 def connect_and_read_nothing(program: Program) -> socket.socket:
-    """A handshake, then silence, with the smallest buffer that there is."""
+    """Connect with the smallest possible buffer, and do not read after the handshake."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     connection.connect((program.state.host, program.state.port))

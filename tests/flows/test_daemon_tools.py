@@ -1,4 +1,4 @@
-"""Everything real at once: SmolLM2 in the lab's server, a reference MCP server, a Python function, the daemon's API."""
+"""Turns with SmolLM2, a reference MCP server and a Python function, through the API of the daemon."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_real_model_calls_a_tool_of_a_reference_server_and_continues(daemon: D
     assert started["name"] == "time__get_current_time"
     assert isinstance(started["arguments"]["timezone"], str)
     (ended,) = [event["data"] for event in happened if event["event"] == "tool.end"]
-    # What the small model took for a time zone may be none; then the server says so.
+    # The small model may choose an invalid time zone, which is an error of the server.
     assert ended["status"] in ("ok", "error")
     assert "timezone" in ended["text"].lower()
     follow = turn(daemon, "times", "Thank you. Say hello.", tools=[])

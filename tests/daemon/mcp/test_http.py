@@ -1,4 +1,4 @@
-"""MCP servers over HTTP, and those of Node."""
+"""MCP servers over HTTP, and the reference server for Node."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connecte
     assert result.status == "error"
     assert "lost" in result.text
     with served(str(port)):
-        # The session of the one before means nothing to it.
+        # The new server does not know the session of the previous one.
         while (await harness.call("far__greet", name="again")).text != "Hello again":
             record = await harness.servers.read("far")
             if record.state == "failed":
@@ -116,7 +116,7 @@ async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connecte
 
 @pytest.fixture(scope="session")
 def everything() -> str:
-    """The program of the reference server, installed once."""
+    """Install the reference server if necessary and return its program."""
     program = CACHE / "node_modules" / ".bin" / "mcp-server-everything"
     if not program.exists():
         if shutil.which("npm") is None:

@@ -1,4 +1,4 @@
-"""Who belongs to a process, and who does not."""
+"""Finding and ending the processes of a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "sta
 
 @pytest.fixture
 def parent() -> Iterator[subprocess.Popen[str]]:
-    """The leader of a session with a child that ignores TERM; neither has a mark."""
+    """The leader of a session with a child that ignores SIGTERM. Neither has a mark."""
     process = subprocess.Popen([sys.executable, "-I", "-c", PARENT], **LINES)  # type: ignore[call-overload]
     root = root_of_child(process.pid, "none")
     yield process
@@ -58,7 +58,7 @@ def test_a_server_that_was_not_started_has_no_processes() -> None:
 def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(parent: subprocess.Popen[str]) -> None:
     child = child_of(parent)
     root = root_of_child(parent.pid, "none")
-    # The child holds its output open.
+    # Not communicate(): the child keeps the output open.
     assert parent.stdin is not None
     parent.stdin.close()
     parent.wait()

@@ -1,4 +1,4 @@
-"""MCP servers: good ones, several at once, bad ones, and what is left of them."""
+"""MCP servers: several at once, servers that misbehave, and the processes that they leave."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 @pytest.fixture
 async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[McpHarness]:
-    # Those that have to be killed are not waited for so long.
+    # Shortens the tests in which servers have to be killed.
     monkeypatch.setattr(mcp_process, "STDIN_GRACE_S", 0.3)
     monkeypatch.setattr(mcp_process, "TERM_GRACE_S", 0.3)
     async with open_harness(tmp_path) as harness:
@@ -39,7 +39,7 @@ def new_repository(path: Path) -> Path:
     return path
 
 
-# Good ones
+# Servers that work
 
 
 async def test_the_time_server_answers_and_its_tools_are_read_only(harness: McpHarness) -> None:
@@ -110,7 +110,7 @@ async def test_a_server_that_supports_only_the_protocol_of_2026_works(harness: M
     assert (await harness.call("bad__echo", text="new")).text == "new"
 
 
-# What is told of them
+# States, secrets and changes
 
 
 async def test_every_state_has_an_event_and_servers_start_again_with_the_daemon(harness: McpHarness) -> None:
@@ -153,7 +153,7 @@ async def test_secrets_are_redacted_everywhere(harness: McpHarness) -> None:
 
 
 def printing(script: str, secret: str) -> McpServerConfig:
-    """A program that speaks no protocol, and knows a secret."""
+    """Return a program that does not speak the protocol and knows a secret."""
     env = {**RUN, "API_KEY": secret}
     return McpServerConfig(name="x", command=sys.executable, args=("-I", "-c", script), env=env, start_timeout_s=60)
 
@@ -162,7 +162,7 @@ def printing(script: str, secret: str) -> McpServerConfig:
     "script",
     [
         "print('a' * (LINE_BYTES - 10) + key, flush=True)",
-        # What is left of the first one is at the front of what is kept, and moves up when the others are hidden.
+        # The rest of the first secret is at the front of the kept text, and moves when the others are redacted.
         "print(key * 1000, file=sys.stderr)",
     ],
     ids=["the end of a line of stdout", "the front of stderr"],
@@ -294,7 +294,7 @@ async def test_a_failed_test_reports_the_reason(
     assert await harness.events() == []
 
 
-# Bad ones
+# Servers that misbehave
 
 
 async def test_lines_that_are_not_messages_are_ignored(harness: McpHarness) -> None:
@@ -322,7 +322,7 @@ async def test_a_server_that_exits_during_a_call_fails_it_immediately_and_is_res
 
 
 async def test_a_program_that_exits_immediately_is_reported_as_exited(harness: McpHarness) -> None:
-    """Its stdin is found closed before the end of its output is."""
+    """The closed stdin is noticed before the end of the output."""
     config = McpServerConfig(name="q", command="/bin/sh", args=("-c", "echo oops >&2; exit 4"), env=RUN)
     failed = await asyncio.gather(*(harness.servers.test(config) for _ in range(3)))
     said = {test.error for test in failed}
@@ -459,7 +459,7 @@ asyncio.run(main())
 
 
 def killed_daemon(folder: Path, script: str = KILLED_DAEMON) -> list[psutil.Process]:
-    """What a daemon that was killed by -9 has left running."""
+    """Run a daemon that kills itself, and return the processes that it has left."""
     folder.mkdir()
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", script, str(folder)]
@@ -525,7 +525,7 @@ async def test_processes_of_a_killed_daemon_are_ended_at_the_next_start(harness:
 
 
 def test_servers_run_on_the_event_loop_of_a_thread_and_end_with_it(tmp_path: Path) -> None:
-    """As in a notebook, also where nobody has stopped them before."""
+    """As in a notebook, even if the servers were not stopped before."""
     thread = LoopThread()
     thread.start()
 

@@ -1,4 +1,4 @@
-"""The WebSocket of events: cursors, filters, control frames, bad clients."""
+"""The WebSocket of events: cursors, filters, control frames and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 @pytest.fixture(autouse=True)
-def _nobody_left(daemon: Daemon) -> Iterator[None]:
-    """Whatever a test has done: nobody is counted, and no task is left."""
+def _no_subscribers_left(daemon: Daemon) -> Iterator[None]:
+    """Check after each test that no subscriber is counted and no task is left."""
     before = tasks(daemon)
     yield
     assert settled(daemon, lambda: len(daemon.services.subscribers) == 0)
@@ -90,7 +90,7 @@ async def test_cursor_zero_receives_all_kept_events(daemon: Daemon) -> None:
 
 
 async def test_no_event_is_lost_between_stored_and_live_events(daemon: Daemon) -> None:
-    """Events are written all the time while it connects and catches up."""
+    """Events are written while the client connects and reads stored events."""
     start, stop = latest(daemon), threading.Event()
     wanted: list[int] = []
 
@@ -234,13 +234,13 @@ async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other(dae
             while (json.loads(await socket.recv()))["seq"] != last:
                 pass
         assert await asyncio.to_thread(settled, daemon, lambda: len(daemon.services.subscribers) == 1)
-        # Cut, and not only closed behind what it does not take, which would stay in memory.
+        # Aborted, since data that the client does not receive would stay in memory after a normal close.
         assert await asyncio.to_thread(settled, daemon, lambda: not is_connected(stuck.getsockname()[1]))
     stuck.close()
 
 
 def is_connected(port: int) -> bool:
-    """Whether this process has the server's end of that client's connection."""
+    """Return whether this process has the server's end of a connection."""
     return any(end.raddr and end.raddr.port == port for end in psutil.Process().net_connections("tcp"))
 
 

@@ -28,7 +28,7 @@ def test_ids_that_do_not_exist_are_not_found_whatever_their_characters(
     ):
         answer = http.request(method, path, json={} if method == "PATCH" else None)
         if answer.request.url.path.endswith(".."):
-            continue  # the client has taken it for a way up
+            continue  # The client has resolved it as the parent folder.
         refused(answer, 404, code)
     decision = {"decision": "allow"}
     refused(http.post(f"/v3/permissions/{part}", json=decision), 404, "permission-not-found")

@@ -1,4 +1,4 @@
-"""Cursors against a model: readers that come, drop, crash, filter, while events are written, folded and pruned."""
+"""A model-based test of cursors: readers connect and disconnect while events are written and pruned, with crashes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILTERS = (
 
 @dataclass
 class Reader:
-    """A client: what it asked for, where it is, what it has seen."""
+    """A client with its filter, its cursor and the events that it has received."""
 
     only: EventFilter
     cursor: int
@@ -43,7 +43,7 @@ class Reader:
 
 
 class LogAndReaders(RuleBasedStateMachine):
-    """The model is a list of all events ever written, and the number up to which they were pruned."""
+    """The model is a list of all events that were written, and the seq up to which they were pruned."""
 
     readers = Bundle("readers")
 
@@ -95,7 +95,7 @@ class LogAndReaders(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """Everything that is not in the database is lost."""
+        """Close and open the database: everything else is lost."""
         self.run(self.store.close())
         self.open()
 
@@ -108,7 +108,7 @@ class LogAndReaders(RuleBasedStateMachine):
 
     @rule(reader=readers, pages=st.integers(1, 4))
     def read(self, reader: Reader, pages: int) -> None:
-        """A connection, dropped after some pages; the client goes on from its last event, or where a page ended."""
+        """Read some pages; the client continues later from the cursor of the last one."""
         if 0 < reader.cursor < self.pruned:
             with pytest.raises(CursorExpiredError) as caught:
                 self.log.check_cursor(reader.cursor)
@@ -133,24 +133,24 @@ class LogAndReaders(RuleBasedStateMachine):
             assert reader.seen == self.expected(reader)
 
     @rule(ahead=st.integers(1, 10))
-    def come_from_the_future(self, ahead: int) -> None:
+    def connect_ahead_of_the_log(self, ahead: int) -> None:
         with pytest.raises(CursorExpiredError) as caught:
             self.log.check_cursor(self.log.latest_seq + ahead)
         assert caught.value.reason == "ahead"
 
     @invariant()
-    def nothing_is_doubled_or_out_of_order(self) -> None:
+    def events_are_received_once_and_in_order(self) -> None:
         for reader in self.everybody:
             assert reader.seen == sorted(set(reader.seen))
 
     @invariant()
-    def nothing_that_was_read_through_is_lost(self) -> None:
+    def no_event_before_the_cursor_is_lost(self) -> None:
         for reader in self.everybody:
             if reader.began >= self.pruned:
                 assert reader.seen == [seq for seq in self.expected(reader) if seq <= reader.cursor]
 
     @invariant()
-    def the_newest_is_known(self) -> None:
+    def latest_seq_is_the_last_written_event(self) -> None:
         assert self.log.latest_seq == (self.written[-1][0] if self.written else 0)
 
     def kept(self) -> list[tuple[int, str, str]]:

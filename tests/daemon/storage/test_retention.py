@@ -1,4 +1,4 @@
-"""What the log forgets, and when."""
+"""Deleting expired events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_token_events_are_deleted_ten_minutes_after_their_turn(store: Stor
     left = {turn_id: [r["event"] for r in rows if r["turn_id"] == turn_id] for turn_id in ("old", "young", "running")}
     assert left["old"] == ["turn.started", "message.done", "turn.done"]
     assert len(left["young"]) == len(left["running"]) == 6
-    assert log.oldest_seq == 1, "folding is no pruning: every cursor can still be resumed"
+    assert log.oldest_seq == 1, "deleting tokens is not pruning: every cursor can still be resumed"
     log.check_cursor(2)
 
 

@@ -1,4 +1,4 @@
-"""The database: transactions, order, a disk without room, and what it says of files that are none of its own."""
+"""The database: transactions, order, full disks, and files that are not valid databases."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_closed_store_refuses_writes(tmp_path: Path) -> None:
         await store.write(lambda tx: tx.append("session.deleted", deleted("a")))
 
 
-# A full disk: SQLite's own limit of pages makes the same error as one.
+# A full disk, simulated by SQLite's limit of pages, which causes the same error.
 
 
 def fill(store: Store) -> None:
@@ -170,7 +170,7 @@ async def test_on_a_full_disk_the_reserve_is_used_for_writing_ends(
     with pytest.raises(StorageFullError):
         await store.write(long_event)
     assert not reserve.exists()
-    store._writing.execute("PRAGMA max_page_count = 1000000")  # what giving the reserve up has made
+    store._writing.execute("PRAGMA max_page_count = 1000000")  # The space of the deleted reserve.
     with pytest.raises(StorageFullError):
         await store.write(long_event)
     assert await store.write(lambda tx: tx.append("session.deleted", deleted("a")), ending=True)
@@ -190,7 +190,7 @@ async def test_the_reserve_is_not_created_from_the_last_free_space(
 
 
 async def test_a_full_file_system_stops_only_the_writing(tmp_path: Path) -> None:
-    """A real limit of the system, on the size of files, in a process of its own."""
+    """With a limit of the operating system on the size of files, in a separate process."""
     program = f"""
 import asyncio, resource
 from pathlib import Path

@@ -119,7 +119,7 @@ async def test_a_call_ends_at_its_time_limit_and_an_async_function_is_cancelled(
     result = await tools.call("patient", {})
     assert result is not None
     assert result.status == "timeout"
-    # Where its thread is late, it is given up before it begins, and cancelled as soon as it has.
+    # If its thread starts late, the call is abandoned before, and cancelled as soon as it starts.
     assert await asyncio.to_thread(cancelled.wait, 20)
     release.set()
 
