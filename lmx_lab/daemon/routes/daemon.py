@@ -27,6 +27,7 @@ SELECT (SELECT count(*) FROM sessions) AS sessions, (SELECT count(*) FROM turns)
 
 
 def daemon_routes(services: Services) -> APIRouter:
+    """Return the routes of the daemon itself."""
     router = APIRouter(prefix="/v3", tags=["daemon"], route_class=StrictQueryRoute)
 
     # HEAD is used by load balancers. The HTTP server omits the body.

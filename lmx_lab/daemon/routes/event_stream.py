@@ -41,6 +41,7 @@ Encode = Callable[[Sequence[str]], EncodedBatch]
 
 
 def stream_routes(services: Services) -> APIRouter:
+    """Return the WebSocket route of events."""
     router, latest_page = APIRouter(), _LatestPage()
 
     async def events(socket: WebSocket) -> None:

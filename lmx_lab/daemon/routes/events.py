@@ -38,6 +38,7 @@ below."""
 
 
 def event_routes(services: Services) -> APIRouter:
+    """Return the routes that poll events."""
     router = APIRouter(prefix="/v3", tags=["events"], route_class=StrictQueryRoute)
 
     @router.get(
@@ -94,6 +95,7 @@ class _Poll:
         self._limit = check_limit(limit, default=max_events, maximum=max_events)
 
     async def answer(self, request: Request, *, after: int | None, stream_id: str | None, wait: float) -> Response:
+        """Return a page of events, at the latest after ``wait`` seconds."""
         wait_s = check_wait(wait, self._services.limits.wait_s)
         after = self._log.latest_seq if after is None else after
         self._log.check_cursor(after, stream_id)

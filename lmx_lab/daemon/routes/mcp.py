@@ -20,6 +20,7 @@ from lmx_lab.wire.mcp import (
 
 
 def mcp_routes(services: Services) -> APIRouter:
+    """Return the routes of MCP servers."""
     router = APIRouter(prefix="/v3/mcp", tags=["mcp"], route_class=StrictQueryRoute)
     servers = services.servers
 

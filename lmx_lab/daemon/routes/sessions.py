@@ -24,6 +24,7 @@ PAGE = 50
 
 
 def session_routes(services: Services) -> APIRouter:
+    """Return the routes of sessions."""
     router = APIRouter(prefix="/v3/sessions", tags=["sessions"], route_class=StrictQueryRoute)
     store = services.store
 

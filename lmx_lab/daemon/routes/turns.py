@@ -30,6 +30,7 @@ from lmx_lab.wire.sessions import (
 
 
 def turn_routes(services: Services) -> APIRouter:
+    """Return the routes of turns."""
     router = APIRouter(prefix="/v3/sessions/{session_id}", tags=["turns"], route_class=StrictQueryRoute)
     turns = services.turns
 
@@ -81,6 +82,7 @@ def turn_routes(services: Services) -> APIRouter:
 
 
 def permission_routes(services: Services) -> APIRouter:
+    """Return the routes of permissions."""
     router = APIRouter(prefix="/v3/permissions", tags=["permissions"], route_class=StrictQueryRoute)
 
     @router.get("", responses=read_failures())

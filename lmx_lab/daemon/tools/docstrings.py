@@ -63,6 +63,7 @@ class _Parser:
         self._current: list[str] | None = None
 
     def feed(self, line: str, next_line: str) -> None:
+        """Parse one line. A line of hyphens after it makes it the heading of a section."""
         text, indent = line.strip(), len(line) - len(line.lstrip())
         if self._start_section(text, indent, next_line) or self._start_sphinx_entry(text):
             return

@@ -71,6 +71,7 @@ def user_message(key: TurnKey, content: str) -> SessionMessage:
 
 
 def append_progress(tx: Transaction, key: TurnKey, *, step: int, note: str) -> None:
+    """Append ``turn.progress``."""
     append(tx, key, "turn.progress", TurnProgress(step=step, note=note))
 
 
@@ -95,6 +96,7 @@ def start_tool(tx: Transaction, key: TurnKey, call: ToolCall, arguments: dict[st
 
 
 def append_tool_output(tx: Transaction, key: TurnKey, *, call_id: str, text: str) -> None:
+    """Append ``tool.output``."""
     append(tx, key, "tool.output", ToolOutput(call_id=call_id, text=text))
 
 

@@ -1,4 +1,4 @@
-"""End turns from their rows in the database, because the process or the task that ran them is gone."""
+"""End turns from their rows in the database, because the process or task that ran them has ended."""
 
 from __future__ import annotations
 

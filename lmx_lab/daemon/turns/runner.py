@@ -135,7 +135,7 @@ class TurnRunner:
             await asyncio.wait(tasks, timeout=STOP_S)
 
     async def _cancel_idle_workers(self) -> None:
-        """Cancel the workers that only wait. Turns that were being started at the call have been started afterwards."""
+        """Cancel the workers without an active turn. A turn that is just being started becomes active first."""
         for worker in self._workers:
             async with worker.lock:
                 if worker.active is None and worker.task is not None:

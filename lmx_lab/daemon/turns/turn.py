@@ -28,6 +28,8 @@ LISTED_TOOLS = 30
 
 
 class TurnPhase(Enum):
+    """What the turn is doing."""
+
     NEW = "new"
     MODEL = "model"
     """The model is answering."""
@@ -39,6 +41,8 @@ class TurnPhase(Enum):
 
 
 class CallState(Enum):
+    """The state of one call of the model's last answer."""
+
     WAITING = "waiting"
     """The call waits for a permission."""
     READY = "ready"
