@@ -25,7 +25,7 @@ def health(url: str) -> str:
 def check_free(folder: Path) -> None:
     """Check that the daemon has ended regularly; a killed one leaves its state file."""
     home = DaemonHome(folder)
-    home.acquire(patience_s=0)
+    home.acquire(timeout_s=0)
     home.release()
     assert not (folder / "state.json").exists()
 
