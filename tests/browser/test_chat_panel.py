@@ -14,7 +14,7 @@ def ask(tab: Tab, text: str, *, max_tokens: int = 40) -> Locator:
     """After the end of the previous answer, type and send a message. Returns the panel when it displays the message."""
     chat = tab.panel("Chat")
     expect(chat.get_by_role("button", name="Send")).to_be_visible()
-    asked = chat.locator(".user").count()
+    count = chat.locator(".user").count()
     knobs = chat.locator("details", has_text="sampling")
     if not knobs.evaluate("node => node.open"):
         knobs.locator("summary").click()
@@ -22,7 +22,7 @@ def ask(tab: Tab, text: str, *, max_tokens: int = 40) -> Locator:
     chat.get_by_label("message").focus()
     tab.page.keyboard.type(text)
     tab.page.keyboard.press("Enter")
-    expect(chat.locator(".user")).to_have_count(asked + 1)
+    expect(chat.locator(".user")).to_have_count(count + 1)
     return chat
 
 

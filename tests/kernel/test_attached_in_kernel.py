@@ -35,10 +35,10 @@ def notebook(lab: lmx_lab.Lab, tiny_home: Path) -> Iterator[Notebook]:
 
 def test_blocking_and_awaited_verbs_and_streams_work_in_cells(lab: lmx_lab.Lab, notebook: Notebook) -> None:
     text = lab.chat("hi", max_tokens=5, temperature=0).text
-    asked = "'hi', max_tokens=5, temperature=0"
-    assert notebook.run(f"print(repr(far.chat({asked}).text))") == repr(text)
-    assert notebook.run(f"print(repr((await far.achat({asked})).text))") == repr(text)
-    assert notebook.run(f"print(repr(''.join(far.chat({asked}, stream=True))))") == repr(text)
+    parameters = "'hi', max_tokens=5, temperature=0"
+    assert notebook.run(f"print(repr(far.chat({parameters}).text))") == repr(text)
+    assert notebook.run(f"print(repr((await far.achat({parameters})).text))") == repr(text)
+    assert notebook.run(f"print(repr(''.join(far.chat({parameters}, stream=True))))") == repr(text)
     assert notebook.run("print(asyncio.get_running_loop().is_running(), far.models()[0].loaded)") == "True True"
 
 

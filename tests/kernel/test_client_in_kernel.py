@@ -16,9 +16,10 @@ from lmx_lab.wire.chat import ChatMessage, ChatRequest
 from lmx_lab.wire.sessions import TurnOverrides
 
 def ask(url, over="sse"):
-    asked = ChatRequest(model="default", messages=[ChatMessage(role="user", content="hi")], max_tokens=5, temperature=0)
+    messages = [ChatMessage(role="user", content="hi")]
+    request = ChatRequest(model="default", messages=messages, max_tokens=5, temperature=0)
     with LabClient(url) as client:
-        chunks = list(client.stream(asked, over=over))
+        chunks = list(client.stream(request, over=over))
     return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 def run(home):

@@ -22,6 +22,6 @@ def test_the_output_of_a_tool_appears_below_the_cell_that_registered_it(fresh_no
         """
     )
     fresh_notebook.run("tools.register(talk)")
-    said = fresh_notebook.run("print(loop.run(tools.call('talk', {'number': '3'})))")
-    assert "ToolResult(status='ok', text='3')" in said
-    assert "printed 3" in said
+    printed = fresh_notebook.run("print(loop.run(tools.call('talk', {'number': '3'})))")
+    assert "ToolResult(status='ok', text='3')" in printed
+    assert "printed 3" in printed

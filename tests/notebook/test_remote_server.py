@@ -91,13 +91,13 @@ def test_an_answer_without_text_has_a_time_to_first_token(far: lmx_lab.Lab) -> N
 
 def test_a_remote_reply_has_thoughts_and_calls(thinker_home: Path) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    asked: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
+    parameters: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
     with serving(thinker_home, "thinker") as lab, attach(lab.url) as far:
-        here, there = lab.chat("hi", **asked), far.chat("hi", **asked)
+        here, there = lab.chat("hi", **parameters), far.chat("hi", **parameters)
         assert [call.name for call in there.tool_calls] == [call.name for call in here.tool_calls]
         assert there.tool_calls[0].arguments == here.tool_calls[0].arguments
-        asked = {"chat_template_kwargs": {"open_thoughts": True}, "max_tokens": 20, "temperature": 0}
-        here, there = lab.chat("hi", **asked), far.chat("hi", **asked)
+        parameters = {"chat_template_kwargs": {"open_thoughts": True}, "max_tokens": 20, "temperature": 0}
+        here, there = lab.chat("hi", **parameters), far.chat("hi", **parameters)
         assert here.reasoning
         assert (there.reasoning, there.reasoning_tokens) == (here.reasoning, here.reasoning_tokens)
 
@@ -153,7 +153,7 @@ def test_models_are_loaded_and_unloaded(tiny_home: Path) -> None:
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch, awaited: bool) -> None:
     steps: list[Any] = []
-    monkeypatch.setattr("lmx_lab.progress.Bar.update", lambda self, step: steps.append(step))
+    monkeypatch.setattr("lmx_lab.progress.ProgressBar.update", lambda self, step: steps.append(step))
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
         load = lab.server.services.loader.load

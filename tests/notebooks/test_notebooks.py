@@ -83,8 +83,8 @@ def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(
     last = [output["text"] for output in shown if output["output_type"] == "stream"][-1]
     assert ANSWERS[stem] in last
     assert "nan" not in last
-    told = [output["text"] for output in shown if "pip install 'lmx-lab[gguf]'" in output.get("text", "")]
-    assert len(told) == (stem == "12_compare_servers")
+    notes = [output["text"] for output in shown if "pip install 'lmx-lab[gguf]'" in output.get("text", "")]
+    assert len(notes) == (stem == "12_compare_servers")
 
 
 def test_both_engines_and_both_other_servers_are_compared_in_one_table(

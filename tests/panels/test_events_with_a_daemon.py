@@ -64,10 +64,14 @@ def test_a_tool_waits_until_the_panel_allows_it(reader: Reader, daemon: Daemon, 
     reader.ask("filter", session=session)
     http.post(f"/v3/sessions/{session}/turns", json={"content": "Delete it."}).raise_for_status()
     reader.until(lambda panel: panel.permissions)
-    (asked,) = reader.panel.permissions
-    assert (asked["tool"], asked["session"], '"notes.txt"' in asked["arguments"]) == ("delete", "Tidy", True)
+    (permission,) = reader.panel.permissions
+    assert (permission["tool"], permission["session"], '"notes.txt"' in permission["arguments"]) == (
+        "delete",
+        "Tidy",
+        True,
+    )
     assert deleted == []
-    reader.ask("decide", permission=asked["id"], decision="allow", scope="once")
+    reader.ask("decide", permission=permission["id"], decision="allow", scope="once")
     reader.until(lambda panel: panel.live["status"] == "idle" and panel.live["text"].endswith("It is gone."))
     assert deleted == ["notes.txt"]
     assert reader.panel.permissions == []

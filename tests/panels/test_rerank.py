@@ -262,8 +262,8 @@ def test_ten_thousand_long_documents_are_a_page_in_the_widget(workbench: Workben
     order = random.sample(range(count), count)
     reader = table_of(rows(*[f"{number} " + "x" * 5000 for number in order], order=order), workbench)
     pages = -(-count // PAGE_ROWS)
-    for asked, page in ((pages - 1, pages - 1), (pages, pages - 1), (INPUT_LIMIT, pages - 1), (-1, 0)):
-        reader.ask("page", page=asked)
+    for number, page in ((pages - 1, pages - 1), (pages, pages - 1), (INPUT_LIMIT, pages - 1), (-1, 0)):
+        reader.ask("page", page=number)
         reader.until(lambda panel, page=page: panel.table["page"] == page)
     reader.ask("sort", column="index")
     reader.until(lambda panel: column(reader, 3) == list(range(PAGE_ROWS)))
@@ -274,12 +274,13 @@ def test_ten_thousand_long_documents_are_a_page_in_the_widget(workbench: Workben
 
 
 @pytest.mark.parametrize(
-    "asked", [{"do": "page", "page": "2"}, {"do": "page", "page": -2}, {"do": "sort", "column": "x"}, {"do": "sort"}]
+    "request_fields",
+    [{"do": "page", "page": "2"}, {"do": "page", "page": -2}, {"do": "sort", "column": "x"}, {"do": "sort"}],
 )
-def test_invalid_requests_of_a_table_are_refused(workbench: Workbench, asked: dict[str, Any]) -> None:
+def test_invalid_requests_of_a_table_are_refused(workbench: Workbench, request_fields: dict[str, Any]) -> None:
     reader = table_of(rows("a"), workbench)
     with pytest.raises(Refused, match="invalid-request"):
-        reader.ask(asked.pop("do"), **asked)
+        reader.ask(request_fields.pop("do"), **request_fields)
 
 
 @pytest.mark.parametrize("what", ["sort", "page", "document", "tsv"])
