@@ -70,7 +70,7 @@ def test_a_failed_request_is_told_by_the_model_that_was_to_answer(lab: Lab, http
 
 
 def test_the_lab_shows_what_it_keeps(lab: Lab) -> None:
-    assert "kept beside: tiny-embedder (0.00 GB), tiny-reranker (0.00 GB)" in repr(lab)
+    assert "pinned: tiny-embedder (0.00 GB), tiny-reranker (0.00 GB)" in repr(lab)
 
 
 def test_readiness_speaks_of_the_loaded_model(http: httpx2.Client) -> None:

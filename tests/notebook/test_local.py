@@ -361,7 +361,7 @@ async def test_the_panels_show_which_model_is_being_loaded(swapping: lmx_lab.Lab
     await make_idle(swapping, "tiny")
     slow.clear()
     await asyncio.to_thread(chat.ask, "send", text="hello", max_tokens=5)
-    await asyncio.to_thread(chat.until, lambda panel: panel.live.get("remark") == "loading tiny")
+    await asyncio.to_thread(chat.until, lambda panel: panel.live.get("status") == "loading tiny")
     slow.set()
     await asyncio.to_thread(chat.until, lambda panel: not panel.live)
     assert (chat.panel.turns[-1]["error"], chat.panel.turns[-1]["stats"][:8]) == ("", "tiny · 5")

@@ -107,7 +107,7 @@ async def test_an_answer_that_waits_for_a_slot_has_a_status_and_can_be_closed(
 ) -> None:
     running = await lab.astream("hi", max_tokens=7500, ignore_eos=True)
     waiting = await backend.generate(chat_request("hello", {}))
-    assert waiting.remark
+    assert waiting.status
     waiting.close()
     await running.aclose()
     await asyncio.to_thread(
