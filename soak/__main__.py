@@ -76,7 +76,7 @@ def carry_out(parts: Mapping[str, Run], soak: Soak, facts: dict[str, Any], *, fo
     except KeyboardInterrupt:
         interrupted = True
     report.print_table(rows)
-    report.print_line(f"stored as {report.store(rows, facts, folder).name} in {folder.name}")
+    report.print_line(f"stored in {report.store(rows, facts, folder)}")
     return INTERRUPTED if interrupted else int(not all(row.passed for row in rows))
 
 
