@@ -69,11 +69,14 @@ coverage: setup
 	mkdir -p build/coverage
 	$(PYTEST) --timeout 900 --cov --cov-report=term:skip-covered
 
+TEXTS := lmx_lab tests soak benchmarks notebooks binder docs README.md CHANGELOG.md SECURITY.md BENCHMARKS.md install.py Makefile
+
 check: setup
 	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak install.py
 	$(BIN)/ruff check lmx_lab tests notebooks benchmarks soak install.py
 	$(BIN)/mypy
 	$(BIN)/mypy install.py
+	$(BIN)/codespell $(TEXTS)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 parity: $(PARITY_STAMP)
