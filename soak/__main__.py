@@ -17,7 +17,7 @@ its columns from ``lost`` to ``processes`` are zero. The exit status is 0 if all
 |             | must be returned                                                                                  |
 | load        | sends 200 long requests whose clients disconnect, and then one that must be answered in time;     |
 |             | slow readers; clients that become unreachable                                                     |
-| connections | opens hundreds of idle streams and WebSockets beside a chat and beside turns                      |
+| connections | opens hundreds of idle streams and WebSockets during a chat and during turns                      |
 | cycles      | loads and unloads a model 1,000 times, 200 times with llama.cpp                                   |
 | kills       | ends the programs by SIGTERM under load and by SIGKILL at random moments, and starts them again   |
 | files       | puts FIFOs, devices and folders where a model's files should be, and uses a disk that hangs       |

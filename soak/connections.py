@@ -1,4 +1,4 @@
-"""Open hundreds of idle connections beside an active one, which must be answered as if it were alone."""
+"""Open hundreds of idle connections, which must not slow down an active one."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def attack_server(soak: Soak) -> Row:
 
 
 def beside_a_chat(soak: Soak, server: Server) -> Row:
-    """Chat beside idle streams and WebSockets, which are opened and closed in several rounds."""
-    row = Row(part="connections: idle, beside a chat")
+    """Chat while hundreds of idle streams and WebSockets are open, in several rounds."""
+    row = Row(part="connections: idle, with a chat")
     reference = asyncio.run(ReferenceChat.record(server.url))
     monitor = ResourceMonitor(server.pid)
     for _ in range(_warm_ups(soak)):
@@ -165,7 +165,7 @@ class _EventStream:
 
 
 def beside_the_daemon(soak: Soak) -> Row:
-    row = Row(part="connections: idle, beside turns")
+    row = Row(part="connections: idle, with turns")
     count = QUICK_TURNS if soak.quick else TURNS
     with (
         tempfile.TemporaryDirectory(prefix="lmx-soak-") as name,

@@ -80,7 +80,7 @@ def _load_or_unload(http: httpx2.Client, what: str, row: Row, **body: str) -> No
 
 
 def _check_empty(server: Server, row: Row) -> None:
-    """Check that without a model there is no process beside the server, and no folder of a socket."""
+    """Check that without a model there is no other process than the server, and no folder of a socket."""
     wait_until(lambda: len(server.home.processes()) == 1 and not server.home.temporary_files(), EMPTY_S)
     others = [process for process in server.home.processes() if process.pid != server.pid]
     row.leaked_processes += len(others)

@@ -48,7 +48,7 @@ def run(soak: Soak) -> list[Row]:
 
 
 def special_files(soak: Soak) -> Row:
-    """Add a model for each kind of special file and each file name, beside a loaded model that must keep answering."""
+    """Add a model for each kind of special file and each file name. A loaded model must keep answering."""
     row = Row(part="files: FIFOs, links to /dev/zero, folders")
     with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
         home = Home(Path(name))

@@ -1,4 +1,4 @@
-"""Send requests whose clients disconnect, read slowly or become unreachable, beside one that must be answered."""
+"""Send requests whose clients disconnect, read slowly or become unreachable, and one that must be answered."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ async def _reference_once_accepted(url: str, reference: ReferenceChat) -> tuple[
 
 
 def slow_readers(soak: Soak, server: Server, reference: ReferenceChat, engine: Engine = "MLX") -> Row:
-    """Read streams slowly beside the reference request.
+    """Read streams slowly while sending the reference request.
 
     The reference request must be answered in time, the memory for unread streams is limited, and no text is lost.
     """
-    row = Row(part=f"load: slow readers beside a normal one, {engine}")
+    row = Row(part=f"load: slow readers and a normal client, {engine}")
     asyncio.run(_read_slowly_beside_reference(server, SLOW_READERS, reference, Row(part="warm-up"), slow_s=0.0))
     server.wait_until_idle()
     monitor_unread = ResourceMonitor(

@@ -23,7 +23,7 @@ def answer_problems(case: Case, outcome: Outcome, refusals: frozenset[tuple[int,
     """Yield what is wrong with the answer to a request.
 
     Args:
-        refusals: Statuses and error codes that the route declares beside 4xx.
+        refusals: Statuses and error codes that the route declares in addition to 4xx.
     """
     if outcome.ended == "hung":
         yield f"no answer within {outcome.seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""Define the kinds of requests: how many, for which program, and which errors beside 4xx their routes declare."""
+"""Define the kinds of requests: how many, for which program, and which errors above 4xx their routes declare."""
 
 from __future__ import annotations
 
