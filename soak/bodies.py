@@ -195,7 +195,7 @@ def attack(target: Target, exchange: Exchange, body: HostileBody) -> Row:
     before = monitor.read().rss_bytes
     began = time.monotonic()
     alone_s = _send_at_once(target, exchange, body, 1, row)
-    together_s = 0.0
+    together_s = _send_at_once(target, exchange, body, AT_ONCE, row)
     while time.monotonic() < began + ROUNDS_S:
         together_s = max(together_s, _send_at_once(target, exchange, body, AT_ONCE, row))
     health = target.probe.seconds(began)
