@@ -364,7 +364,7 @@ async def test_the_panels_show_which_model_is_being_loaded(swapping: lmx_lab.Lab
     await asyncio.to_thread(chat.until, lambda panel: panel.live.get("status") == "loading tiny")
     slow.set()
     await asyncio.to_thread(chat.until, lambda panel: not panel.live)
-    assert (chat.panel.messages[-1]["error"], chat.panel.turns[-1]["stats"][:8]) == ("", "tiny · 5")
+    assert (chat.panel.messages[-1]["error"], chat.panel.messages[-1]["stats"][:8]) == ("", "tiny · 5")
     await make_idle(swapping, "tiny-bert")
     slow.clear()
     await asyncio.to_thread(rank.ask, "rank", query="a cat", documents="a dog\na cat")
