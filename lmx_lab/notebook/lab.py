@@ -2,8 +2,6 @@
 
 Every verb is written once, as a coroutine; ``notebook.verbs`` makes its blocking and its awaited form. Importing this
 imports neither the engine nor the server.
-
-This module has more than 400 lines because the verbs are documented in it.
 """
 
 from __future__ import annotations
