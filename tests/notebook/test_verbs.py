@@ -54,7 +54,7 @@ class Counter:
         self._note_thread()
         return 2 * number
 
-    async def _add(self, first: int, second: int = 1, *, fail: bool = False) -> int:
+    async def _compute(self, first: int, second: int = 1, *, fail: bool = False) -> int:
         """Add two numbers, and double the sum."""
         self._note_thread()
         result = await on_loop(self._double(first + second))
@@ -64,8 +64,8 @@ class Counter:
             raise ValueError("failed")
         return result
 
-    add = blocking(_add)
-    aadd = awaited(_add)
+    compute = blocking(_compute)
+    acompute = awaited(_compute)
 
     async def _never(self) -> None:
         self.started.set()
@@ -123,12 +123,12 @@ def interrupt_after(started: threading.Event) -> None:
 
 
 def test_the_blocking_form_runs_its_own_code_in_the_callers_thread(counter: Counter) -> None:
-    assert counter.add(2, second=3) == 10
+    assert counter.compute(2, second=3) == 10
     assert counter.threads == ["MainThread", "counter", "MainThread", "MainThread"]
 
 
 def test_the_awaited_form_runs_its_own_code_on_the_callers_loop(counter: Counter) -> None:
-    assert asyncio.run(counter.aadd(2)) == 6
+    assert asyncio.run(counter.acompute(2)) == 6
     here, there, again, pool = counter.threads
     assert (here, there, again) == ("MainThread", "counter", "MainThread")
     assert pool.startswith("asyncio")
@@ -136,27 +136,27 @@ def test_the_awaited_form_runs_its_own_code_on_the_callers_loop(counter: Counter
 
 def test_an_error_is_raised_in_both_forms(counter: Counter) -> None:
     with pytest.raises(ValueError, match="failed"):
-        counter.add(1, fail=True)
+        counter.compute(1, fail=True)
     with pytest.raises(ValueError, match="failed"):
-        asyncio.run(counter.aadd(1, fail=True))
+        asyncio.run(counter.acompute(1, fail=True))
 
 
 def test_an_owner_that_is_not_in_use_runs_no_step(counter: Counter) -> None:
     counter.in_use = False
     with pytest.raises(HostingError, match="not in use"):
-        counter.add(1)
+        counter.compute(1)
     with pytest.raises(HostingError, match="not in use"):
-        asyncio.run(counter.aadd(1))
+        asyncio.run(counter.acompute(1))
     assert counter.threads == ["MainThread"] * 2
 
 
 def test_both_forms_have_the_name_the_signature_and_the_docstring_of_the_verb() -> None:
-    for function, name in ((Counter.add, "add"), (Counter.aadd, "aadd")):
+    for function, name in ((Counter.compute, "compute"), (Counter.acompute, "acompute")):
         assert (function.__name__, function.__qualname__) == (name, f"Counter.{name}")
         assert function.__doc__ == "Add two numbers, and double the sum."
         assert list(inspect.signature(function).parameters) == ["self", "first", "second", "fail"]
-    assert inspect.iscoroutinefunction(Counter.aadd)
-    assert not inspect.iscoroutinefunction(Counter.add)
+    assert inspect.iscoroutinefunction(Counter.acompute)
+    assert not inspect.iscoroutinefunction(Counter.compute)
 
 
 PAIRS = ["aload", "aunload", "amodels", "aembed", "arerank", "abench", "apin_encoders", "astart", "astop"]
