@@ -13,6 +13,7 @@ import pydantic_core
 
 from lmx_lab import errors
 from lmx_lab.errors import (
+    ERROR_CLASSES,
     ConnectionLostError,
     CursorExpiredError,
     LabError,
@@ -21,52 +22,6 @@ from lmx_lab.errors import (
     WrongServerError,
 )
 
-ERROR_CLASSES: dict[str, type[LabError]] = {
-    kind.code: kind
-    for kind in (
-        errors.LabError,
-        errors.InvalidRequestError,
-        errors.BodyTooLargeError,
-        errors.ContextLengthError,
-        errors.ModelNotFoundError,
-        errors.UnauthorizedError,
-        errors.HostForbiddenError,
-        errors.OriginForbiddenError,
-        errors.AdminForbiddenError,
-        errors.NotFoundError,
-        errors.SessionNotFoundError,
-        errors.TurnNotFoundError,
-        errors.PermissionNotFoundError,
-        errors.McpServerNotFoundError,
-        errors.ConflictError,
-        errors.TurnInProgressError,
-        errors.IdempotencyConflictError,
-        errors.AlreadyResolvedError,
-        errors.RevisionConflictError,
-        errors.McpServerExistsError,
-        errors.GoneError,
-        errors.CursorExpiredError,
-        errors.PermissionExpiredError,
-        errors.NotLoadedError,
-        errors.ModelBusyError,
-        errors.QueueFullError,
-        errors.StorageFullError,
-        errors.DownloadError,
-        errors.UnreachableError,
-        errors.ConnectionLostError,
-        errors.UpstreamUnreachableError,
-        errors.StoppingError,
-        errors.GenerationTimeoutError,
-        errors.OutOfMemoryError,
-        errors.TurnError,
-        errors.DaemonRestartedError,
-        errors.TurnTimeoutError,
-        errors.HostingError,
-        errors.PortTakenError,
-        errors.DaemonRunningError,
-    )
-}
-"""The error class for each code in a server's answer."""
 CHECK = "check the address; the lab's server prints it when it starts"
 SHOWN = 200
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import pydantic_core
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from lmx_lab.client.errors import ERROR_CLASSES
-from lmx_lab.errors import LabError, TurnError
+from lmx_lab.errors import ERROR_CLASSES, LabError, TurnError
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (
     DaemonEvent,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lmx_lab.client.errors import ERROR_CLASSES
 from lmx_lab.client.turn_result import TurnAccumulator, turn_error
-from lmx_lab.errors import LabError, TurnError
+from lmx_lab.errors import ERROR_CLASSES, LabError, TurnError
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.sessions import TurnRecord
 
