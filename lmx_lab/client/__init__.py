@@ -14,7 +14,7 @@ from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.client.event_subscription import Subscription
-from lmx_lab.client.inference import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
+from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
 from lmx_lab.client.session import AsyncSession
 from lmx_lab.client.sse import Remark
 from lmx_lab.client.turn_result import TurnResult

@@ -9,11 +9,11 @@ from typing import Self
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.client.bodies import shaped
 from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.cursors import CursorStore
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.event_subscription import Subscription
+from lmx_lab.client.request_bodies import shaped
 from lmx_lab.client.session import AsyncSession
 from lmx_lab.client.turn import FollowedTurns
 from lmx_lab.wire.sessions import CreateSession, SessionMessage

@@ -10,10 +10,10 @@ from typing import Literal, Self
 import httpx2
 from pydantic import RootModel
 
-from lmx_lab.client.bodies import as_content, shaped
 from lmx_lab.client.connection import QUICK_S, HttpConnection
 from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.daemon_connection import DaemonConnection, DaemonRequest
+from lmx_lab.client.request_bodies import as_content, shaped
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.daemon import DaemonRecord, Health, Shutdown, ShutdownAnswer
 from lmx_lab.wire.event_stream import EventPage

@@ -8,8 +8,8 @@ from typing import Literal, TypedDict, Unpack
 
 from pydantic import JsonValue
 
-from lmx_lab.client.bodies import shaped
 from lmx_lab.client.daemon_routes import DaemonRoutes
+from lmx_lab.client.request_bodies import shaped
 from lmx_lab.client.turn import FollowedTurns, TurnFollower
 from lmx_lab.client.turn_permissions import OnPermission
 from lmx_lab.client.turn_result import TurnResult

@@ -20,7 +20,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
 from lmx_lab.client.connection import SHORT_BYTES
-from lmx_lab.client.inference import COMPONENTS, embeddings_bytes, rerank_bytes
+from lmx_lab.client.lab import COMPONENTS, embeddings_bytes, rerank_bytes
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.values.models import ModelEntry

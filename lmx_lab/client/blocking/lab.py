@@ -1,6 +1,6 @@
 """The client of the inference server for callers that block: scripts, threads, notebook cells."""
 
-# Generated from inference.py by "make blocking"; do not edit.
+# Generated from lab.py by "make blocking"; do not edit.
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx2
 
 from lmx_lab.client.blocking.portal import BlockingClient
 from lmx_lab.client.blocking.stream import BlockingStream, run_with_callbacks
-from lmx_lab.client.inference import AsyncLabClient, Include, LabEvent, Over
+from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, Over
 from lmx_lab.client.sse import Remark
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, Ready, UnloadAnswer
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest

@@ -17,7 +17,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.client.blocking.lab import LabClient
-from lmx_lab.client.inference import Over
+from lmx_lab.client.lab import Over
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.values.models import LoadReport, ModelEntry

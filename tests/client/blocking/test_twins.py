@@ -14,7 +14,7 @@ from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.blocking.subscription import BlockingSubscription
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.event_subscription import Subscription
-from lmx_lab.client.inference import AsyncLabClient
+from lmx_lab.client.lab import AsyncLabClient
 from lmx_lab.client.session import AsyncSession
 
 ALONE = {"aclose", "close", "connection", "credentials", "session_id", "url"}

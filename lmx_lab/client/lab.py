@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
-from lmx_lab.client.bodies import as_content, shaped
 from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks, messages
 from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, QUICK_S, SHORT_BYTES, HttpConnection
 from lmx_lab.client.errors import CHECK, error_in, wrong_server_error
+from lmx_lab.client.request_bodies import as_content, shaped
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 from lmx_lab.wire.admin import (
