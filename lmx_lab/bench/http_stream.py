@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from lmx_lab.client.address import bearer, server_address
+from lmx_lab.client.address import authorization_header, normalize_address
 from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.errors import CHAT_SERVER, CHECK, UnexpectedResponse, chat_server_error
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
@@ -121,7 +121,7 @@ class Address:
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = server_address(url)
+        self.url = normalize_address(url)
         parts = urlsplit(self.url)
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -136,7 +136,7 @@ class Address:
                 "accept": EVENT_STREAM,
                 "accept-encoding": "identity",
                 "content-type": "application/json",
-                **bearer(api_key),
+                **authorization_header(api_key),
             }.items()
         )
 
@@ -249,7 +249,7 @@ class Exchange:
             UnexpectedResponse(
                 url=self._address.url,
                 status=head.status,
-                kind=head.fields.get("content-type", ""),
+                content_type=head.fields.get("content-type", ""),
                 retry_after=head.fields.get("retry-after"),
                 body=body,
                 server=CHAT_SERVER,

@@ -17,7 +17,7 @@ from lmx_lab.bench.chunks import Chunk, ServerFigures, chunk_of
 from lmx_lab.bench.http_stream import Address, Exchange
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
 from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
-from lmx_lab.client.chat_format import DONE, END_S
+from lmx_lab.client.chat_format import DONE, MAX_OPEN_S
 from lmx_lab.client.errors import was_sent
 from lmx_lab.client.streams import next_until
 from lmx_lab.errors import (
@@ -187,7 +187,7 @@ class ChatTarget:
             while (event := await next_until(events, until_s)) is not None and (event.data or "").strip() != DONE:
                 yield chunk_of(reader.read(event.data) if event.data else None, event.at_s)
                 if reader.finished and until_s is None:
-                    until_s = asyncio.get_running_loop().time() + END_S
+                    until_s = asyncio.get_running_loop().time() + MAX_OPEN_S
         if not reader.finished:
             raise ConnectionLostError(f"{self.url} ended the stream before the answer's end; send the request again")
 

@@ -90,11 +90,11 @@ def _check_upstream(url: str | None) -> None:
     """
     if url is None:
         return
-    from lmx_lab.client.address import server_address
+    from lmx_lab.client.address import normalize_address
 
     try:
         # What has neither would be a web site at port 80.
-        named = "://" in url or urlsplit(server_address(url)).port is not None
+        named = "://" in url or urlsplit(normalize_address(url)).port is not None
     except InvalidRequestError as exc:
         raise InvalidRequestError(exc.message.replace("url:", "upstream:", 1), param="upstream") from None
     if not named:

@@ -1,7 +1,7 @@
-"""Typed clients of the lab's servers; they know nothing of this process's own.
+"""Provide typed clients of the inference server and of the daemon, which may run in this process or elsewhere.
 
 ``AsyncLabClient`` and ``LabClient`` are for the inference server, ``AsyncDaemonClient`` and ``DaemonClient`` for the
-daemon, the second of each for callers that block. ``ChatFormatClient`` reads any server of the chat format.
+daemon; the second one of each pair blocks. ``ChatFormatClient`` streams chats from any chat-format server.
 """
 
 from lmx_lab.client.blocking.daemon import DaemonClient

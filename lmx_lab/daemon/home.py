@@ -11,7 +11,7 @@ import time
 import weakref
 from pathlib import Path
 
-from lmx_lab.client.credentials import STATE, state_file
+from lmx_lab.client.credentials import STATE, find_state_file
 from lmx_lab.errors import DaemonRunningError, HostingError
 from lmx_lab.wire.daemon import StateFile
 
@@ -76,7 +76,7 @@ class DaemonHome:
 
     def withdraw(self, daemon_id: str) -> None:
         """Remove the state file, if it is still this daemon's."""
-        state = state_file(self.folder / STATE)
+        state = find_state_file(self.folder / STATE)
         if state is not None and state.daemon_id == daemon_id:
             (self.folder / STATE).unlink(missing_ok=True)
 
@@ -140,7 +140,7 @@ def _taken(lock: int, folder: Path) -> bool:
 
 def _state_of_holder(lock: int, folder: Path) -> StateFile | None:
     """An older file that nobody removed is that of another process, even if its number is a living one's again."""
-    state = state_file(folder / STATE)
+    state = find_state_file(folder / STATE)
     return state if state is not None and os.pread(lock, 32, 0) == str(state.pid).encode() else None
 
 

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmx_lab.client.credentials import STATE, believed
+from lmx_lab.client.credentials import STATE, read_state_file
 from lmx_lab.daemon.home import read_state
 from lmx_lab.doctor.finding import Finding
 from lmx_lab.errors import UnreachableError
@@ -32,7 +32,7 @@ def examine_daemon_files(settings: Settings) -> Iterator[Finding]:
         yield Finding(topic="daemon", verdict="fine", found="none runs")
         return
     try:
-        state = believed(file)
+        state = read_state_file(file)
     except UnreachableError as exc:
         mode = _open_to_others(file)
         yield Finding(

@@ -26,8 +26,8 @@ WAIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_S", 0.005)
-    monkeypatch.setattr(event_receiver, "REFUSED_S", 0.005)
+    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.005)
+    monkeypatch.setattr(event_receiver, "MIN_REFUSAL_INTERVAL_S", 0.005)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ async def test_a_cursor_ahead_of_the_log_gets_everything_as_it_is_and_then_goes_
 async def test_a_slow_reader_gets_all_of_it_and_little_is_kept_for_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmx_lab.client.streams.ITEMS", 50)
+    monkeypatch.setattr("lmx_lab.client.streams.MAX_ITEMS", 50)
     start = latest(daemon)
     last = write_tokens(daemon, 3000)
     async with client_of(daemon) as client, client.events(after=start) as events:

@@ -51,11 +51,11 @@ FAR = 4e9
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_S", 0.005)
-    monkeypatch.setattr(turn, "ASKED_S", 0.05)
-    monkeypatch.setattr(turn, "ENDED_LOOK_S", 0.05)
+    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.005)
+    monkeypatch.setattr(turn, "RECORD_WAIT_DECIDING_S", 0.05)
+    monkeypatch.setattr(turn, "CHECK_ENDED_S", 0.05)
     # No test shall pass because somebody looks at the record now and then.
-    monkeypatch.setattr(turn, "LOOK_S", 3600.0)
+    monkeypatch.setattr(turn, "CHECK_S", 3600.0)
 
 
 class Model:
@@ -199,7 +199,7 @@ async def test_a_reader_that_takes_its_time_gets_all_of_a_turn_that_has_ended(pl
         async for event in at.session.stream("go", turn_id="t1"):
             again.append(event)
             # Longer than the silence after which the record is the end.
-            await asyncio.sleep(2 * turn.ENDED_LOOK_S)
+            await asyncio.sleep(2 * turn.CHECK_ENDED_S)
     assert [event.seq for event in again] == [event.seq for event in first]
 
 
@@ -377,7 +377,7 @@ async def test_a_policy_that_says_neither_is_an_error(place: Place) -> None:
         return None
 
     async with here(place, WRITES) as at:
-        with pytest.raises(InvalidRequestError, match="on_permission gave None"):
+        with pytest.raises(InvalidRequestError, match="on_permission returned None"):
             await at.session.run("go", turn_id="t1", on_permission=unsure)
         assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
         assert at.written == []
@@ -498,7 +498,7 @@ class Late(Slow):
             self._sockets += 1
             if self._sockets > 1:
                 await self._looked.wait()
-                await asyncio.sleep(5 * turn.ENDED_LOOK_S if self._opens else 2 * WAIT_S)
+                await asyncio.sleep(5 * turn.CHECK_ENDED_S if self._opens else 2 * WAIT_S)
         return await self._network.handle_async_request(request)
 
 
@@ -534,7 +534,7 @@ async def test_a_record_is_not_the_end_while_events_can_still_come(place: Place)
 async def test_a_connection_that_never_opens_leaves_the_end_to_the_record(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn, "MISSED_S", 0.2)
+    monkeypatch.setattr(turn, "MISSED_EVENTS_S", 0.2)
     late = Late(opens=False)
     async with here(place, says("one", thinks=["hm"]), transport=late) as at:
         first = await at.session.run("go", turn_id="t1")
@@ -544,7 +544,7 @@ async def test_a_connection_that_never_opens_leaves_the_end_to_the_record(
 
 
 async def test_without_websockets_the_record_tells_the_end(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.client.event_receiver.REFUSED_S", 0.001)
+    monkeypatch.setattr("lmx_lab.client.event_receiver.MIN_REFUSAL_INTERVAL_S", 0.001)
     async with here(place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Old()) as at:
         result = await at.session.run("go", on_permission="allow")
         assert (result.text, result.stop_reason, at.written) == ("done", "end", ["hello"])
@@ -556,7 +556,7 @@ async def test_without_websockets_the_record_tells_the_end(place: Place, monkeyp
 async def test_without_websockets_a_turn_ends_although_somebody_is_still_asked(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmx_lab.client.event_receiver.REFUSED_S", 0.001)
+    monkeypatch.setattr("lmx_lab.client.event_receiver.MIN_REFUSAL_INTERVAL_S", 0.001)
     asked = asyncio.Event()
 
     async def never(permission: PermissionRecord) -> bool:

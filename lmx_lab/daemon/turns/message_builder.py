@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lmx_lab.client.chat_chunks import CallAssembly, Piece, WholeCall
+from lmx_lab.client.chat_chunks import CompleteToolCall, Piece, ToolCallAssembler
 from lmx_lab.wire.sessions import CONTENT_CHARACTERS, TurnStats
 
 Kind = Literal["turn.token", "turn.thinking"]
@@ -29,7 +29,7 @@ class Draft:
         self._thinking: list[str] = []
         self._left = {"turn.token": CONTENT_CHARACTERS, "turn.thinking": CONTENT_CHARACTERS}
         self._waiting: list[tuple[Kind, list[str]]] = []
-        self._calls = CallAssembly()
+        self._calls = ToolCallAssembler()
 
     def add(self, piece: Piece, now_s: float) -> bool:
         """Whether there is text for the log now.
@@ -78,7 +78,7 @@ class Draft:
         return "".join(self._thinking)
 
     @property
-    def calls(self) -> tuple[WholeCall, ...]:
+    def calls(self) -> tuple[CompleteToolCall, ...]:
         return self._calls.calls()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from lmx_lab.client.chat_chunks import WholeCall
+from lmx_lab.client.chat_chunks import CompleteToolCall
 from lmx_lab.daemon.turns.turn import Call
 from lmx_lab.wire.identifiers import new_id
 
@@ -13,7 +13,7 @@ PLAIN_ID = re.compile(r"[!-~]{1,64}")
 NAME_CHARACTERS = 200
 
 
-def named_apart(calls: Iterable[WholeCall], taken: set[str]) -> tuple[Call, ...]:
+def named_apart(calls: Iterable[CompleteToolCall], taken: set[str]) -> tuple[Call, ...]:
     """The calls, each under an id of its own, which is taken then: the model's where it is there, short and new."""
     named = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""What a user of the clients may write, all of it with types that are known."""
+"""A program that uses the clients, which mypy accepts."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""What must not pass; each line that is wrong says so."""
+"""A program with type errors, each marked in its line."""
 
 from bodies import asked
 
