@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any, Self
 
 from benchmarks.bench import BenchError
-from lmx_lab.bench import http_stream
+from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
 
 DONE = "[DONE]"
 
 
-class Exchange(http_stream.Exchange):
+class SentRequest(TimedRequest):
     """A request on its own connection, as a context manager: entering sends it, leaving closes the connection.
 
     Raises:
@@ -27,7 +27,7 @@ class Exchange(http_stream.Exchange):
     """
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
-        super().__init__(http_stream.Address(url), json.dumps(body).encode())
+        super().__init__(ChatEndpoint(url), json.dumps(body).encode())
         self.sent_at = 0.0
 
     async def __aenter__(self) -> Self:
@@ -37,7 +37,7 @@ class Exchange(http_stream.Exchange):
 
     def abandon(self) -> None:
         """Close the connection immediately."""
-        self._inbox.transport.abort()
+        self._buffer.transport.abort()
 
     async def data(self) -> AsyncGenerator[tuple[float, str], None]:
         """The ``data:`` lines of an event stream with their times, or a JSON document as a single line.
@@ -114,8 +114,8 @@ async def stream(url: str, body: dict[str, Any]) -> Answer:
     Raises:
         LabError: the server returned an error, or the connection was lost.
     """
-    async with Exchange(url, body) as http_stream, aclosing(http_stream.data()) as lines:
-        answer = Answer(sent_at=http_stream.sent_at)
+    async with SentRequest(url, body) as request, aclosing(request.data()) as lines:
+        answer = Answer(sent_at=request.sent_at)
         async for line in lines:
             answer.lines.append(line)
     if not answer.pieces:
@@ -134,6 +134,6 @@ async def whole(url: str, body: dict[str, Any]) -> dict[str, Any]:
     Raises:
         LabError: as ``stream``.
     """
-    async with Exchange(url, body | {"stream": False, "stream_options": None}) as http_stream:
-        document: dict[str, Any] = json.loads("".join([data async for _, data in http_stream.data()]))
+    async with SentRequest(url, body | {"stream": False, "stream_options": None}) as request:
+        document: dict[str, Any] = json.loads("".join([data async for _, data in request.data()]))
     return document

@@ -105,17 +105,17 @@ async def _asking(transport: str, ours: LabServer, body: Body) -> AsyncIterator[
         return
     if transport == "non-streaming":
         body = {name: body[name] for name in body if not name.startswith("stream")}
-    async with client.Exchange(ours.url, body) as exchange:
-        reading = asyncio.create_task(_read(exchange))
+    async with client.SentRequest(ours.url, body) as request:
+        reading = asyncio.create_task(_read(request))
         try:
-            yield exchange.abandon
+            yield request.abandon
         finally:
             reading.cancel()
             await asyncio.wait([reading])
 
 
-async def _read(exchange: client.Exchange) -> None:
+async def _read(request: client.SentRequest) -> None:
     """Read as a client does, because a full buffer would stop the server for another reason."""
     with suppress(LabError):
-        async for _ in exchange.data():
+        async for _ in request.data():
             pass

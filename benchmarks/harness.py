@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks.bench import Bench, BenchError
 from benchmarks.processes import Worker
 from benchmarks.rows import Limit, Row
-from lmx_lab.bench import Case, ChatTarget, Sample, drive
+from lmx_lab.bench import Case, ChatTarget, RequestSample, drive
 
 FIGURE = "harness"
 STREAMS, PER_SECOND = 64, 5000
@@ -72,7 +72,7 @@ def measure_harness(*, streams: int = STREAMS, per_second: float = PER_SECOND, t
     pace_s = streams / per_second
     case = Case(prompt_tokens=16, output_tokens=tokens, concurrency=streams, requests=streams, warm_up=0)
 
-    async def driven(url: str) -> list[Sample]:
+    async def driven(url: str) -> list[RequestSample]:
         return [sample async for sample in drive(ChatTarget(url), case)]
 
     with Worker("benchmarks.paced_process", pace_s=pace_s, streams=streams) as emitting:

@@ -38,8 +38,8 @@ class Watch:
             self.breaks.add(len(self.times))
             messages = prompts.story(7000 + self._asked)
             body = prompts.chat_body(messages, max_tokens=ANSWER_TOKENS, **self._ours.extras)
-            async with client.Exchange(self._ours.url, body) as exchange:
-                async for at, line in exchange.data():
+            async with client.SentRequest(self._ours.url, body) as request:
+                async for at, line in request.data():
                     if client.has_text(line):
                         self.times.append(at)
                         self._came.set()

@@ -85,7 +85,7 @@ async def _whole(url: str, body: Body) -> AsyncGenerator[tuple[str, str], None]:
 async def _streamed(url: str, body: Body) -> AsyncGenerator[tuple[str, str], None]:
     """An end counts when the stream is closed behind it, as the format has it."""
     reason = ""
-    async with client.Exchange(url, body) as exchange, aclosing(exchange.data()) as lines:
+    async with client.SentRequest(url, body) as request, aclosing(request.data()) as lines:
         async for _, line in lines:
             if line == client.DONE:
                 yield "", reason

@@ -1,4 +1,4 @@
-"""Measure tokens per second: sweeps over cases, a row for each request, medians with intervals, stored runs.
+"""Measure tokens per second: sweeps over cases, a row for each request, medians with intervals, and stored runs.
 
 ::
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lmx_lab.bench.load_generator import drive
     from lmx_lab.bench.plots import by_concurrency, by_prompt_length
     from lmx_lab.bench.runner import run, samples
-    from lmx_lab.bench.sample import Sample, frame
+    from lmx_lab.bench.sample import RequestSample, Sample, frame
     from lmx_lab.bench.statistics import Interval, median_interval, ratio_interval, summary
     from lmx_lab.bench.storage import Recorder, load, save
     from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts
@@ -31,11 +31,11 @@ _MODULES = {
     "storage": ("Recorder", "load", "save"),
     "plots": ("by_concurrency", "by_prompt_length"),
     "runner": ("run", "samples"),
-    "sample": ("Sample", "frame"),
+    "sample": ("RequestSample", "Sample", "frame"),
     "statistics": ("Interval", "median_interval", "ratio_interval", "summary"),
     "targets": ("ChatTarget", "EngineTarget", "Target", "TargetFacts"),
 }
-_PLACES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+_EXPORTS = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Arrival",
     "Case",
@@ -45,6 +45,7 @@ __all__ = [
     "Interval",
     "Poisson",
     "Recorder",
+    "RequestSample",
     "Sample",
     "Sweep",
     "Target",
@@ -65,10 +66,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: the engine, pandas and matplotlib take seconds to import.
-    if name not in _PLACES:
+    # Imported on first use, because pandas and matplotlib take seconds to import.
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    return getattr(import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from lmx_lab.bench.case import Case, Poisson
-from lmx_lab.bench.chunks import Chunk
-from lmx_lab.bench.load_generator import FAILURE_LIMIT, CaseRun, Run, drive
+from lmx_lab.bench.load_generator import MAX_FAILURES, CaseRun, Run, drive
+from lmx_lab.bench.metrics import Chunk
 from lmx_lab.bench.prompts import prompt_hash
-from lmx_lab.bench.sample import Sample
+from lmx_lab.bench.sample import RequestSample
 from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.errors import InvalidRequestError, UnreachableError
-from tests.bench.asked import WORDS, after_calibration, collected
+from tests.bench.scripts import WORDS, after_calibration, collected
 from tests.daemon.scripted import DROP, STALL, Gate, Script, Scripted, chunk, ending, json_answer, refuses, token
 
 pytestmark = pytest.mark.anyio
@@ -29,11 +29,11 @@ def case(**changes: Any) -> Case:
     return Case(**{**CASE, **changes})
 
 
-async def driven(server: Scripted, *, silence_s: float = 60.0, **changes: Any) -> list[Sample]:
+async def driven(server: Scripted, *, silence_s: float = 60.0, **changes: Any) -> list[RequestSample]:
     return await collected(drive(ChatTarget(server.url), case(**changes), silence_s=silence_s))
 
 
-def codes(samples: list[Sample]) -> list[str | None]:
+def codes(samples: list[RequestSample]) -> list[str | None]:
     return [sample.error.partition(":")[0] if sample.error else None for sample in samples]
 
 
@@ -94,7 +94,7 @@ async def test_an_unreachable_target_has_samples_and_gets_no_more_requests_after
     samples = await collected(drive(ChatTarget(f"http://127.0.0.1:{port}"), case(requests=8, warm_up=1)))
     assert codes(samples) == ["unreachable"] * 9
     skipped = Counter("not sent" in (sample.error or "") for sample in samples)
-    assert skipped == {False: FAILURE_LIMIT, True: 9 - FAILURE_LIMIT}
+    assert skipped == {False: MAX_FAILURES, True: 9 - MAX_FAILURES}
     assert all(sample.ttft_ms is None and sample.output_tokens == 0 for sample in samples)
 
 

@@ -15,14 +15,14 @@ import pytest
 from lmx_lab.bench import load, runner
 from lmx_lab.bench.case import Case, Poisson, Sweep
 from lmx_lab.bench.runner import RunProgress, progress_text, run, samples
-from lmx_lab.bench.sample import COLUMNS, Sample
+from lmx_lab.bench.sample import COLUMNS, RequestSample
 from lmx_lab.bench.statistics import median_interval
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
-from tests.bench.asked import WORDS, after_calibration, collected
 from tests.bench.rows import sample
+from tests.bench.scripts import WORDS, after_calibration, collected
 from tests.daemon.scripted import STALL, Scripted, token
 from tests.flows.conftest import serving
 
@@ -120,7 +120,7 @@ def test_a_line_of_progress_contains_the_error() -> None:
 
 
 def test_a_full_disk_stops_the_writing_but_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(recorder: Recorder, taken: Sample) -> None:
+    def full(recorder: Recorder, taken: RequestSample) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Recorder, "add", full)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.bench import frame, median_interval, ratio_interval, summary
-from lmx_lab.bench.statistics import CHUNK_NUMBERS, NOTHING, Interval, busy_s, student, token_counts_differ
+from lmx_lab.bench.statistics import NOTHING, NUMBERS_PER_CHUNK, Interval, busy_s, student, token_counts_differ
 from lmx_lab.errors import InvalidRequestError
 from tests.bench.rows import run_of, sample
 
@@ -155,7 +155,7 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 
 
 def test_many_values_are_drawn_in_chunks() -> None:
-    values = np.random.default_rng(5).normal(1, 0.2, CHUNK_NUMBERS // 100)
+    values = np.random.default_rng(5).normal(1, 0.2, NUMBERS_PER_CHUNK // 100)
     interval = median_interval(values, draws=250)
     assert interval.low < 1 < interval.high
     assert interval.high - interval.low < 0.02

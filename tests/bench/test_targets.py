@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from lmx_lab.bench.case import Case
-from lmx_lab.bench.chunks import Chunk
 from lmx_lab.bench.load_generator import drive
-from lmx_lab.bench.sample import Sample
+from lmx_lab.bench.metrics import Chunk
+from lmx_lab.bench.sample import RequestSample
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
 from lmx_lab.engine import Engine
 from lmx_lab.errors import (
@@ -29,7 +29,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.bench.asked import WORDS, collected
+from tests.bench.scripts import WORDS, collected
 from tests.daemon.scripted import STALL, Scripted, chunk, ending, event, json_answer, token
 from tests.flows.conftest import serving, wait_until_idle
 
@@ -55,7 +55,7 @@ async def asked(target: Target, **changes: Any) -> list[Chunk]:
         return [chunk async for chunk in chunks]
 
 
-def ratio(samples: list[Sample], ours: str, theirs: str) -> float:
+def ratio(samples: list[RequestSample], ours: str, theirs: str) -> float:
     return float(statistics.median(getattr(sample, ours) / getattr(sample, theirs) for sample in samples))
 
 
@@ -231,7 +231,7 @@ async def test_a_lab_is_asked_for_full_length_and_deterministic_answers() -> Non
 
 
 async def test_a_stream_that_stays_open_after_the_finish_reason_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.bench.targets.END_S", 0.05)
+    monkeypatch.setattr("lmx_lab.bench.targets.MAX_OPEN_S", 0.05)
     with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as server:
         chunks = await asked(ChatTarget(server.url))
         await server.until(lambda: server.left == 1)
@@ -244,7 +244,7 @@ async def test_a_stream_without_done_is_complete_after_the_finish_reason() -> No
 
 
 async def test_a_stream_that_ends_without_a_finish_reason_is_an_error() -> None:
-    with Scripted([token("a")]) as server, pytest.raises(ConnectionLostError, match="before the answer's end"):
+    with Scripted([token("a")]) as server, pytest.raises(ConnectionLostError, match="before the answer was complete"):
         await asked(ChatTarget(server.url))
 
 
@@ -283,7 +283,7 @@ def test_an_invalid_target_is_refused() -> None:
 
 def test_for_a_lab_the_error_names_its_bench_method(lab: Lab) -> None:
     itself: Any = lab
-    with pytest.raises(InvalidRequestError, match=r"its own bench\(\.\.\.\)"):
+    with pytest.raises(InvalidRequestError, match=r"call its method bench\(\)"):
         as_target(itself)
 
 

@@ -17,8 +17,8 @@ from lmx_lab.bench import load
 from lmx_lab.bench.sample import COLUMNS, frame
 from lmx_lab.cli import bench_tables
 from lmx_lab.cli.entry import run
-from tests.bench.asked import WORDS, after_calibration
 from tests.bench.rows import run_of, sample
+from tests.bench.scripts import WORDS, after_calibration
 from tests.command_line import Running, run_command
 from tests.daemon.scripted import STALL, Scripted, refuses, token
 from tests.flows.conftest import serving, wait_until

@@ -1,4 +1,4 @@
-"""The load generator measures a server with a known rate correctly and is not the bottleneck."""
+"""Tests that the load generator measures a server with a known rate correctly, and is not the bottleneck."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def is_right(found: Harness) -> bool:
 
 
 def test_64_streams_with_5000_tokens_per_second_are_measured_correctly_with_less_than_a_core() -> None:
-    """Alone on two cores the rates are within 0.5 %, and a quarter of a core is used, which ``make bench`` shows. Where
-    other programs take the cores it is tried again: a harness that cannot do it never will.
+    """On two idle cores, the rates are within 0.5 %, and a quarter of a core is used, as ``make bench`` shows.
+
+    Other programs may use the cores, so several attempts are made. A harness that is too slow would fail in all of
+    them.
     """
     for _ in range(TRIES):
         found = measure_harness()
