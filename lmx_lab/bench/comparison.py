@@ -10,21 +10,18 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from lmx_lab.bench.intervals import LEVEL, Interval, median_interval, ratio_interval
 from lmx_lab.bench.statistics import (
     CASE,
     CLIENT_METRICS,
-    LEVEL,
     MEASURED,
     TOTAL,
-    Interval,
     Samples,
     by_repeat,
     counts_pieces,
     measured_rows,
     median,
-    median_interval,
     numbers,
-    ratio_interval,
     repeats,
     successful,
     token_counts_differ,

@@ -215,8 +215,7 @@ class TimedRequest:
             ) from exc
         except ValueError as exc:
             raise WrongServerError(
-                f"the response of {self._endpoint.url} is not valid ({exc!s:.200}), unlike {CHAT_SERVER.kind}; "
-                f"{CHECK}"
+                f"the response of {self._endpoint.url} is not valid ({exc!s:.200}), unlike {CHAT_SERVER.kind}; {CHECK}"
             ) from exc
 
     async def _read_document(self, head: _ResponseHead, start: bytes) -> TimedEvent:

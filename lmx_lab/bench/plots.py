@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.bench.statistics import CASE, LEVEL, MEASURED, METRICS, TOTAL, Samples, summary
+from lmx_lab.bench.intervals import LEVEL
+from lmx_lab.bench.statistics import CASE, MEASURED, METRICS, TOTAL, Samples, summary
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 

@@ -1,4 +1,4 @@
-"""The command ``lmx-lab bench``: output and exit status."""
+"""Tests of ``lmx-lab bench``: output and exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from lmx_lab.bench import load
 from lmx_lab.bench.sample import COLUMNS, frame
 from lmx_lab.cli import bench_tables
-from lmx_lab.cli.entry import run
+from lmx_lab.cli.app import run
 from tests.bench.rows import run_of, sample
 from tests.bench.scripts import WORDS, after_calibration
 from tests.command_line import Running, run_command
@@ -33,12 +33,12 @@ def server() -> Iterator[Scripted]:
 
 
 def bench(*arguments: str) -> int:
-    """Run the command in this process, which avoids imports; return its exit status."""
+    """Run the command in this process, where nothing has to be imported again; return its exit status."""
     return run(["bench", *arguments])
 
 
 def figures(output: str) -> list[list[str]]:
-    """The cells of the lines with medians."""
+    """Return the cells of the lines with medians."""
     return [line.split() for line in output.splitlines() if re.match(r" *\d+ +\d+ ", line)]
 
 
@@ -124,7 +124,7 @@ def test_the_other_server_does_not_get_the_key_of_the_first(
         assert other.bodies[0]["model"] == "another"
     said = capsys.readouterr().out
     assert " compared with " in said
-    assert "each, tok/s" in said
+    assert "decode, tok/s" in said
 
 
 def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(
@@ -265,7 +265,7 @@ def test_totals_of_answers_with_different_lengths_are_not_compared(
     long, short = (run_of([1.0] * 9, per_repeat=3, target=str(tokens), tokens=tokens) for tokens in (8, 5))
     bench_tables.print_tables(table(*long, *short))
     said = capsys.readouterr()
-    assert re.search(r"together, tok/s +8 +5 +- +-", said.out)
+    assert re.search(r"total, tok/s +8 +5 +- +-", said.out)
     assert "answers of a have 8 tokens, of b 5" in said.err
 
 

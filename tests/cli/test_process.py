@@ -1,11 +1,14 @@
-"""SIGINT and SIGTERM end ``lmx-lab serve`` and ``lmx-lab daemon`` in a few seconds, whatever they are doing."""
+"""Tests of signals, which end ``lmx-lab serve`` and ``lmx-lab daemon`` in a few seconds, and of freed memory."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import platform
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +18,8 @@ import pytest
 
 from tests.command_process import WAIT_S, Serving, serving
 
-pytestmark = pytest.mark.slow
-
 END_S = 20.0
-"""5 s are promised; this machine may be busy."""
+"""The documentation promises 5 s, but this machine may be busy."""
 LATE = "did not end in time"
 PROGRAM = "\ndel sys.argv[1]\nfrom lmx_lab.cli import main\nmain()\n"
 HANG = """
@@ -60,13 +61,13 @@ LONG = CHAT | {"max_tokens": 1_500, "stream": True}
 
 @contextlib.contextmanager
 def hanging(home: Path, code: str, *arguments: str) -> Iterator[Serving]:
-    """``lmx-lab serve`` in which something hangs."""
+    """Run ``lmx-lab serve`` with code that lets something hang."""
     with serving(home, "--port", "0", *arguments, before=[sys.executable, "-c", f"{HANG}{code}{PROGRAM}"]) as server:
         yield server
 
 
 class Asked:
-    """A request whose answer is not read until it is asked for."""
+    """A request whose response is read only on demand."""
 
     def __init__(self, port: int, method: str, path: str, body: object = None) -> None:
         data = b"" if body is None else json.dumps(body).encode()
@@ -108,7 +109,7 @@ def ask() -> Iterator[type[Asked]]:
 
 
 def ended(server: Serving, number: int) -> tuple[int, str]:
-    """Its exit status after the signal, and what it has said on stderr."""
+    """Send a signal; return the exit status and the text on standard error."""
     server.process.send_signal(number)
     return finished(server)
 
@@ -118,6 +119,7 @@ def finished(server: Serving) -> tuple[int, str]:
     return server.process.wait(END_S), server.process.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_path: Path, ask: type[Asked]) -> None:
     (tmp_path / "models" / "m").mkdir(parents=True)
     (tmp_path / "models" / "m" / "config.json").write_text("{}")
@@ -136,6 +138,7 @@ def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_
         assert b"was given up" in load.rest()
 
 
+@pytest.mark.slow
 def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: type[Asked]) -> None:
     with hanging(tiny_home, MLX_HANGS) as server:
         load = ask(server.port, "POST", "/admin/models/load", {"model": "tiny"})
@@ -145,6 +148,7 @@ def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: t
         assert b"was given up" in load.rest()
 
 
+@pytest.mark.slow
 def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
     tiny_home: Path, tiny_gguf: Path, tmp_path: Path, *, ask: type[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +167,8 @@ def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
         assert psutil.wait_procs(children, timeout=END_S)[1] == []
 
 
-def test_clients_that_read_and_one_that_never_does_and_an_unload_that_waits(tiny_home: Path, ask: type[Asked]) -> None:
+@pytest.mark.slow
+def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(tiny_home: Path, ask: type[Asked]) -> None:
     with serving(tiny_home, "--port", "0", "--model", "tiny", "--slots", "2") as server:
         port = server.port
         reader, other = ask(port, "POST", "/v1/chat/completions", LONG), ask(port, "POST", "/v1/chat/completions", LONG)
@@ -174,7 +179,7 @@ def test_clients_that_read_and_one_that_never_does_and_an_unload_that_waits(tiny
         refused.until(b"being unloaded")
         server.process.send_signal(signal.SIGTERM)
         rest = reader.rest()
-        # The model may come to its end in time.
+        # The model may finish in time.
         assert b"data: [DONE]" in rest or b'data: {"error"' in rest
         status, said = finished(server)
         assert (status, "Traceback" in said) == (0, False)
@@ -182,6 +187,7 @@ def test_clients_that_read_and_one_that_never_does_and_an_unload_that_waits(tiny
         del other, unload
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path, ask: type[Asked]) -> None:
     with hanging(tiny_home, STEP_HANGS, "--model", "tiny") as server:
         ask(server.port, "POST", "/v1/chat/completions", LONG)
@@ -189,3 +195,48 @@ def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path,
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping")
         assert ended(server, signal.SIGINT) == (-signal.SIGINT, "")
+
+
+# --- freed memory
+
+MAPPED_BLOCKS = """
+import ctypes, sys
+from lmx_lab.cli.process import return_freed_memory
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Mallinfo2
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+return_freed_memory()
+libc.free(libc.malloc(20 * 2**20))
+before = libc.mallinfo2().hblks
+libc.malloc(int(sys.argv[1]))
+print(libc.mallinfo2().hblks - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these thresholds")
+@pytest.mark.parametrize(
+    ("environ", "size", "mapped"),
+    [
+        ({}, 2**21, 1),
+        ({}, 2**19, 0),
+        ({"MALLOC_MMAP_THRESHOLD_": str(2**22)}, 2**21, 0),
+        ({"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={2**22}"}, 2**21, 0),
+        # Setting the other threshold fixes this one at glibc's default of 128 KiB.
+        ({"MALLOC_TRIM_THRESHOLD_": str(2**22)}, 2**19, 1),
+        ({"GLIBC_TUNABLES": f"glibc.malloc.trim_threshold={2**22}"}, 2**19, 1),
+    ],
+    ids=str,
+)
+def test_large_blocks_are_returned_to_the_system_unless_the_environment_sets_a_threshold(
+    environ: dict[str, str], size: int, mapped: int
+) -> None:
+    command = [sys.executable, "-c", MAPPED_BLOCKS, str(size)]
+    unset = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(command, env=unset | environ, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{mapped}\n", "")
