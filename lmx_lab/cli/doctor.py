@@ -43,7 +43,7 @@ def doctor(
     """Check this machine: report what works, what does not, what that means, and the command that fixes it."""
     # Shown on a terminal only.
     with err.status("checking this machine …"):
-        findings: list[Finding] = load("lmx_lab.doctor:examine")(Settings.read(), measure=measure)
+        findings: list[Finding] = load("lmx_lab.doctor:run_checks")(Settings.read(), measure=measure)
     broken = sum(finding.verdict == "bad" for finding in findings)
     if as_json:
         document = {"findings": [asdict(finding) for finding in findings], "broken": broken}
