@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 app = typer.Typer()
 DRAIN_S = 1.0
 """Time for which turns may continue after a signal. The complete shutdown has to end within ``STOP_S``."""
+SIGNAL_CHECK_S = 1.0
+"""Interval between waits for the end. A signal just before a wait does not interrupt it, and is handled after it."""
 
 
 @app.command(
@@ -160,7 +162,8 @@ def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_
             )
     if stopping.is_set():
         running.begin_stop()
-    running.wait()
+    while not running.wait(SIGNAL_CHECK_S):
+        pass
 
 
 def _add_servers(running: Daemon, servers: list[McpServerConfig]) -> None:

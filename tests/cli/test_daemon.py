@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from lmx_lab.cli import daemon
-from tests.command_line import Running, run_command
+from lmx_lab.daemon.daemon import Daemon
+from tests.command_line import WAIT_S, Running, run_command
 from tests.command_process import status
 
 MCP = {"mcpServers": {"none": {"command": "/no/such/program", "args": ["a b"], "env": {"KEY": "hidden-value"}}}}
@@ -43,6 +46,26 @@ def test_servers_of_a_file_are_added_only_after_a_yes(
         stop_when_ready(terminal)
 
     assert run_command(tmp_path, *arguments, terminal=True, meanwhile=answer).status == 0
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_stops_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that arrives just before a wait is handled only when the main thread runs again."""
+    waits = threading.Semaphore(0)
+    wait = Daemon.wait
+
+    def counted_wait(running: Daemon, timeout_s: float | None = None) -> bool:
+        waits.release()
+        return wait(running, timeout_s)
+
+    def stop(running: Running) -> None:
+        for _ in range(2):
+            assert waits.acquire(timeout=WAIT_S), "the main thread does not wake up"
+        _thread.interrupt_main(signal.SIGTERM)
+
+    monkeypatch.setattr(Daemon, "wait", counted_wait)
+    assert run_command(tmp_path, "daemon", "--port", "0", meanwhile=stop).status == 0
 
 
 def test_ctrl_c_at_the_confirmation_starts_nothing(
