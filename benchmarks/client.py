@@ -23,7 +23,7 @@ class SentRequest(TimedRequest):
     """A request on its own connection, as a context manager: entering sends it, leaving closes the connection.
 
     Raises:
-        LabError: the server cannot be reached.
+        LabError: The server cannot be reached.
     """
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
@@ -35,15 +35,15 @@ class SentRequest(TimedRequest):
         self.sent_at = self.send()
         return self
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Close the connection immediately."""
         self._buffer.transport.abort()
 
     async def data(self) -> AsyncGenerator[tuple[float, str], None]:
-        """The ``data:`` lines of an event stream with their times, or a JSON document as a single line.
+        """Yield the ``data:`` lines of an event stream with their times, or a JSON document as a single line.
 
         Raises:
-            LabError: the server returned an error, or the connection was lost.
+            LabError: The server returned an error, or the connection was lost.
         """
         async with aclosing(self.events()) as events:
             async for event in events:
@@ -112,7 +112,7 @@ async def stream(url: str, body: dict[str, Any]) -> Answer:
     """Send a request and read the streamed answer to its end.
 
     Raises:
-        LabError: the server returned an error, or the connection was lost.
+        LabError: The server returned an error, or the connection was lost.
     """
     async with SentRequest(url, body) as request, aclosing(request.data()) as lines:
         answer = Answer(sent_at=request.sent_at)
@@ -124,7 +124,7 @@ async def stream(url: str, body: dict[str, Any]) -> Answer:
 
 
 async def streams(url: str, bodies: list[dict[str, Any]]) -> list[Answer]:
-    """Send several requests at the same time."""
+    """Send several requests at the same time, and read the streamed answers."""
     return list(await asyncio.gather(*(stream(url, body) for body in bodies)))
 
 
@@ -132,7 +132,7 @@ async def whole(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """Send a request without streaming and return the JSON document.
 
     Raises:
-        LabError: as ``stream``.
+        LabError: See ``stream``.
     """
     async with SentRequest(url, body | {"stream": False, "stream_options": None}) as request:
         document: dict[str, Any] = json.loads("".join([data async for _, data in request.data()]))

@@ -1,4 +1,4 @@
-"""The effect of the prefix cache: time to the first token of turn 2 after a long turn 1."""
+"""Measure the effect of the prefix cache: the time to the first token of turn 2, after a long turn 1."""
 
 from __future__ import annotations
 
