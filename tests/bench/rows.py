@@ -12,7 +12,7 @@ DAY = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 def sample(*, at_s: float = 0.0, **fields: Any) -> RequestSample:
     stamp = (DAY + timedelta(seconds=at_s)).isoformat(timespec="microseconds")
-    wanted: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "target": "lab",
         "case": "p16-o8-c1-cold",
         "prompt_tokens_wanted": 16,
@@ -24,7 +24,7 @@ def sample(*, at_s: float = 0.0, **fields: Any) -> RequestSample:
         "repeat": 0,
         "request": 0,
     }
-    return RequestSample(started_at=stamp, **wanted | fields)
+    return RequestSample(started_at=stamp, **defaults | fields)
 
 
 def run_of(

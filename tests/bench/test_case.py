@@ -31,7 +31,7 @@ def test_an_invalid_number_is_reported_with_its_bounds(name: str, wrong: Any) ->
     with pytest.raises(InvalidRequestError) as caught:
         Case(**SIZES | {name: wrong})
     assert caught.value.param == name
-    assert all(said in caught.value.message for said in (name, repr(wrong), f"{low:,}", f"{high:,}"))
+    assert all(text in caught.value.message for text in (name, repr(wrong), f"{low:,}", f"{high:,}"))
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), 1e9, "2", True, None])

@@ -174,7 +174,7 @@ def test_a_side_without_samples_has_no_case() -> None:
 
 
 def test_a_side_with_failed_requests_only_has_no_ratio() -> None:
-    down = [sample(request=at, error="unreachable: nobody listens", e2e_ms=1.0) for at in range(12)]
+    down = [sample(request=at, error="unreachable: no server", e2e_ms=1.0) for at in range(12)]
     table = compare(side(1.0), down)
     assert table["ratio"].isna().all()
     assert set(table["better"]) == {"-"}

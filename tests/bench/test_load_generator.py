@@ -65,14 +65,16 @@ async def test_cold_prompts_begin_differently_in_all_runs() -> None:
     with Scripted(WORDS) as server:
         for _ in range(2):
             await driven(server, prompt_tokens=40, warm_up=1)
-        asked = [body["messages"][0]["content"] for body in server.bodies if body["max_tokens"] > 1]
-    assert len(asked) == 8
-    assert len({" ".join(text.split()[:4]) for text in asked}) == 8
+        texts = [body["messages"][0]["content"] for body in server.bodies if body["max_tokens"] > 1]
+    assert len(texts) == 8
+    assert len({" ".join(text.split()[:4]) for text in texts}) == 8
 
 
 @pytest.mark.parametrize("tokens_per_word", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("wanted", [60, 300])
-async def test_prompts_have_the_requested_length_as_counted_by_the_target(tokens_per_word: float, wanted: int) -> None:
+@pytest.mark.parametrize("prompt_tokens", [60, 300])
+async def test_prompts_have_the_requested_length_as_counted_by_the_target(
+    tokens_per_word: float, prompt_tokens: int
+) -> None:
     """The server counts 30 tokens for the template, and a token for each comma and full stop."""
 
     def counting(body: dict[str, Any]) -> Script:
@@ -81,11 +83,11 @@ async def test_prompts_have_the_requested_length_as_counted_by_the_target(tokens
         return [token("a"), *ending("length", usage=(count, body["max_tokens"]))]
 
     # With and without a list of models.
-    models = ("scripted",) if wanted == 60 else json_answer({"error": "no cache"}, status=500)
+    models = ("scripted",) if prompt_tokens == 60 else json_answer({"error": "no cache"}, status=500)
     with Scripted(counting, models=models) as server:
-        samples = await driven(server, prompt_tokens=wanted, warm_up=1)
+        samples = await driven(server, prompt_tokens=prompt_tokens, warm_up=1)
     found = [sample.prompt_tokens for sample in samples if not sample.warm_up]
-    assert all(count is not None and abs(count - wanted) <= 0.03 * wanted for count in found), found
+    assert all(count is not None and abs(count - prompt_tokens) <= 0.03 * prompt_tokens for count in found), found
 
 
 async def test_an_unreachable_target_has_samples_and_gets_no_more_requests_after_some() -> None:
@@ -108,11 +110,11 @@ async def test_only_consecutive_connection_failures_end_a_case() -> None:
 class Flickering(ChatTarget):
     """Accepts every third connection."""
 
-    asked = 0
+    requests = 0
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
-        self.asked += body["max_tokens"] > 1
-        if self.asked % 3:
+        self.requests += body["max_tokens"] > 1
+        if self.requests % 3:
             raise UnreachableError("nothing answers")
         async for piece in super().ask(body):
             yield piece
@@ -243,8 +245,8 @@ async def test_repeats_have_different_arrivals() -> None:
 
     with Scripted(WORDS) as server:
         for repeat in (0, 0, 1):
-            asked = case(arrival=Noted(per_second=500))
-            await collected(drive(ChatTarget(server.url), asked, repeat=repeat))
+            noted = case(arrival=Noted(per_second=500))
+            await collected(drive(ChatTarget(server.url), noted, repeat=repeat))
     assert drawn[0] == drawn[1] != drawn[2]
 
 

@@ -89,14 +89,14 @@ def test_an_unreachable_target_does_not_prevent_measuring_another() -> None:
 
 
 def test_progress_is_reported_on_the_callers_thread_up_to_the_total() -> None:
-    told: list[tuple[int, int, threading.Thread]] = []
+    reported: list[tuple[int, int, threading.Thread]] = []
 
     def watch(progress: RunProgress) -> None:
-        told.append((progress.done, progress.total, threading.current_thread()))
+        reported.append((progress.done, progress.total, threading.current_thread()))
 
     with Scripted(WORDS) as server:
         run(server.url, CASE, progress=watch)
-    assert told == [(done, 5, threading.current_thread()) for done in range(1, 6)]
+    assert reported == [(done, 5, threading.current_thread()) for done in range(1, 6)]
 
 
 def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
@@ -108,10 +108,10 @@ def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
         # rich treats the output as a terminal.
         monkeypatch.setenv("FORCE_COLOR", "1")
         run(server.url, CASE)
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         run(server.url, CASE, progress=False)
         assert capsys.readouterr().err == ""
-    assert "5/5" in said
+    assert "5/5" in output
 
 
 def test_a_line_of_progress_contains_the_error() -> None:

@@ -124,7 +124,7 @@ def test_cold_and_warm_are_two_cases() -> None:
 
 
 def test_a_case_with_failed_requests_only_is_a_row_without_metrics() -> None:
-    rows = [sample(request=at, error="unreachable: nobody listens", e2e_ms=1.0) for at in range(3)]
+    rows = [sample(request=at, error="unreachable: no server", e2e_ms=1.0) for at in range(3)]
     line = summary(rows).iloc[0]
     assert (line["requests"], line["errors"]) == (3, 3)
     assert line[["ttft_ms", "total_tok_s", "output_tokens", "peak_memory_gb"]].isna().all()

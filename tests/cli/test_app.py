@@ -48,15 +48,15 @@ def test_a_failure_and_an_invalid_command_line_have_different_exit_statuses(
     capsys: pytest.CaptureFixture[str], arguments: list[str], status: int
 ) -> None:
     assert run(arguments) == status
-    said = capsys.readouterr().err
-    assert bool(said) == (status != 0)
-    assert "Traceback" not in said
-    assert "secret" not in said
+    output = capsys.readouterr().err
+    assert bool(output) == (status != 0)
+    assert "Traceback" not in output
+    assert "secret" not in output
 
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(
-    ("arguments", "said", "help_of"),
+    ("arguments", "message", "help_of"),
     [
         (["sreve"], "no such command 'sreve'. Did you mean 'serve'?", ""),
         (["--nope"], "no such option: --nope.", ""),
@@ -72,18 +72,18 @@ def test_a_failure_and_an_invalid_command_line_have_different_exit_statuses(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_an_invalid_command_line_is_one_line_with_the_next_step(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str, help_of: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, help_of: str
 ) -> None:
     assert run(arguments) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)
-    assert shown.err.startswith(f"invalid-request: {said} See ")
+    assert shown.err.startswith(f"invalid-request: {message} See ")
     assert shown.err.endswith(f"{help_of} --help\n")
 
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["serve", "--memory-limit", "-1"], "--memory-limit is -1; give GB"),
         (["serve", "--prefix-cache", "nan"], "--prefix-cache is nan; give GB"),
@@ -95,10 +95,10 @@ def test_an_invalid_command_line_is_one_line_with_the_next_step(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_an_invalid_value_is_named_as_it_was_given(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert run(arguments) == 2
-    assert capsys.readouterr().err.startswith(f"invalid-request: {said}")
+    assert capsys.readouterr().err.startswith(f"invalid-request: {message}")
 
 
 def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,8 +128,8 @@ def test_a_file_is_refused_as_folder_with_models(home: Path, capsys: pytest.Capt
 
 def test_an_invalid_upstream_is_refused_before_anything_starts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["daemon", "--upstream", "junk"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("invalid-request: upstream: 'junk' has neither http:// nor a port")
+    output = capsys.readouterr().err
+    assert output.startswith("invalid-request: upstream: 'junk' has neither http:// nor a port")
     assert not (home / "daemon").exists()
 
 
@@ -139,8 +139,8 @@ def test_an_unused_token_of_the_environment_is_reported(
 ) -> None:
     monkeypatch.setenv("LMX_LAB_DAEMON_TOKEN", "t")
     assert run(["events"]) == 1
-    told, failed = capsys.readouterr().err.splitlines()
-    assert told.startswith("LMX_LAB_DAEMON_TOKEN is not used")
+    note, failed = capsys.readouterr().err.splitlines()
+    assert note.startswith("LMX_LAB_DAEMON_TOKEN is not used")
     assert failed.startswith("unreachable: no daemon of this user is running")
 
 
@@ -307,16 +307,16 @@ def test_the_help_of_a_command_has_valid_examples_and_exit_statuses(tmp_path: Pa
 
 def test_the_help_has_examples_without_markup(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "pip install 'lmx-lab[lab]'" in said
-    assert "lmx-lab bench --model smollm2-135m" in [line.strip() for line in said.splitlines()]
+    output = capsys.readouterr().out
+    assert "pip install 'lmx-lab[lab]'" in output
+    assert "lmx-lab bench --model smollm2-135m" in [line.strip() for line in output.splitlines()]
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_the_help_shows_options_as_they_are_typed(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """A switch takes no value, and an option that can be repeated takes one value at a time."""
     assert run([name, "-h"] if name else ["-h"]) == 0
-    said = capsys.readouterr().out
-    assert "--help" in said
-    assert "<bool>" not in said
-    assert "list[" not in said.partition("Options")[2]
+    output = capsys.readouterr().out
+    assert "--help" in output
+    assert "<bool>" not in output
+    assert "list[" not in output.partition("Options")[2]

@@ -44,7 +44,7 @@ def test_the_next_chat_continues_the_session_unless_a_new_one_is_requested(
 ) -> None:
     for arguments in (["one"], ["two"], ["three", "--new"], ["four", "--session", "mine"]):
         assert run_command(tmp_path, "chat", *arguments).status == 0
-    histories = [[said["content"] for said in body["messages"]] for body in upstream.bodies]
+    histories = [[message["content"] for message in body["messages"]] for body in upstream.bodies]
     assert histories == [["one"], ["one", "Hello there.", "two"], ["three"], ["four"]]
 
 
@@ -97,8 +97,8 @@ def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path, daemon: 
 
 @pytest.mark.usefixtures("hello")
 def test_the_question_can_be_given_on_standard_input(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
-    asked = run_command(tmp_path, "chat", stdin="from a pipe")
-    assert (asked.status, asked.stdout) == (0, "Hello there.\n")
+    ended = run_command(tmp_path, "chat", stdin="from a pipe")
+    assert (ended.status, ended.stdout) == (0, "Hello there.\n")
     assert upstream.bodies[0]["messages"][0]["content"] == "from a pipe"
 
 
@@ -123,8 +123,8 @@ def test_an_address_needs_its_token(tmp_path: Path, daemon: Daemon) -> None:
     assert done.status == 2
     assert "LMX_LAB_DAEMON_TOKEN" in done.stderr
     given = {"LMX_LAB_DAEMON_TOKEN": daemon.token}
-    asked = run_command(tmp_path, "chat", "hello", "--url", daemon.url, environ=given)
-    assert (asked.status, asked.stdout) == (0, "Hello there.\n"), asked.stderr
+    ended = run_command(tmp_path, "chat", "hello", "--url", daemon.url, environ=given)
+    assert (ended.status, ended.stdout) == (0, "Hello there.\n"), ended.stderr
 
 
 def test_a_failed_turn_prints_its_code(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:

@@ -58,8 +58,12 @@ def completed_in_bash(home: Path, line: str) -> list[str]:
 def completed(home: Path, line: str) -> list[str]:
     """The same, with the request of the completion script for bash."""
     words = line.split(" ")
-    asked = {"_LMX_LAB_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
-    ended = run_command(home, environ=asked)
+    completion = {
+        "_LMX_LAB_COMPLETE": "complete_bash",
+        "COMP_WORDS": "\n".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    ended = run_command(home, environ=completion)
     assert (ended.status, ended.stderr) == (0, "")
     return ended.stdout.split()
 

@@ -127,10 +127,10 @@ def test_a_signal_during_the_start_stops_the_daemon_properly(tmp_path: Path, mon
 
 
 def test_servers_are_added_once(tmp_path: Path, arguments: list[str]) -> None:
-    for said in ("added none", "none exists already"):
+    for line in ("added none", "none exists already"):
         ended = run_command(tmp_path, *arguments, "--yes", meanwhile=stop_when_ready)
         assert (ended.status, ended.stderr) == (0, "")
-        assert said in ended.stdout
+        assert line in ended.stdout
         assert "hidden-value" not in ended.stdout
 
 

@@ -66,7 +66,7 @@ def hanging(home: Path, code: str, *arguments: str) -> Iterator[Serving]:
         yield server
 
 
-class Asked:
+class Request:
     """A request whose response is read only on demand."""
 
     def __init__(self, port: int, method: str, path: str, body: object = None) -> None:
@@ -95,32 +95,32 @@ class Asked:
 
 
 @pytest.fixture
-def ask() -> Iterator[type[Asked]]:
-    asked: list[Asked] = []
+def ask() -> Iterator[type[Request]]:
+    requests: list[Request] = []
 
-    class Kept(Asked):
+    class KeptRequest(Request):
         def __init__(self, *args: object, **options: object) -> None:
             super().__init__(*args, **options)  # type: ignore[arg-type]
-            asked.append(self)
+            requests.append(self)
 
-    yield Kept
-    for each in asked:
+    yield KeptRequest
+    for each in requests:
         each.close()
 
 
-def ended(server: Serving, number: int) -> tuple[int, str]:
+def stop(server: Serving, number: int) -> tuple[int, str]:
     """Send a signal; return the exit status and the text on standard error."""
     server.process.send_signal(number)
-    return finished(server)
+    return wait(server)
 
 
-def finished(server: Serving) -> tuple[int, str]:
+def wait(server: Serving) -> tuple[int, str]:
     assert server.process.stderr is not None
     return server.process.wait(END_S), server.process.stderr.read()
 
 
 @pytest.mark.slow
-def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_path: Path, ask: type[Asked]) -> None:
+def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_path: Path, ask: type[Request]) -> None:
     (tmp_path / "models" / "m").mkdir(parents=True)
     (tmp_path / "models" / "m" / "config.json").write_text("{}")
     with hanging(tmp_path, NOTHING_ANSWERS) as server:
@@ -133,42 +133,44 @@ def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_
         server.wait_for("hangs: scan")
         server.wait_for("hangs: download")
         ask(port, "POST", "/v1/chat/completions", CHAT).until(b"no-model-loaded")
-        status, said = ended(server, signal.SIGTERM)
-        assert (status, "Traceback" in said) == (0, False)
+        status, stderr = stop(server, signal.SIGTERM)
+        assert (status, "Traceback" in stderr) == (0, False)
         assert b"was given up" in load.rest()
 
 
 @pytest.mark.slow
-def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: type[Asked]) -> None:
+def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: type[Request]) -> None:
     with hanging(tiny_home, MLX_HANGS) as server:
         load = ask(server.port, "POST", "/admin/models/load", {"model": "tiny"})
         server.wait_for("hangs: load")
-        status, said = ended(server, signal.SIGTERM)
-        assert (status, LATE in said, "Traceback" in said) == (0, True, False)
+        status, stderr = stop(server, signal.SIGTERM)
+        assert (status, LATE in stderr, "Traceback" in stderr) == (0, True, False)
         assert b"was given up" in load.rest()
 
 
 @pytest.mark.slow
 def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
-    tiny_home: Path, tiny_gguf: Path, tmp_path: Path, *, ask: type[Asked], monkeypatch: pytest.MonkeyPatch
+    tiny_home: Path, tiny_gguf: Path, tmp_path: Path, *, ask: type[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    still = tmp_path / "still.py"
-    still.write_text(STILL)
-    monkeypatch.setenv("STILL", str(still))
+    script = tmp_path / "script.py"
+    script.write_text(STILL)
+    monkeypatch.setenv("STILL", str(script))
     with hanging(tiny_home, GGUF_HANGS) as server:
         load = ask(server.port, "POST", "/admin/models/load", {"model": str(tiny_gguf)})
-        begun = Path(f"{still}.begun")
+        begun = Path(f"{script}.begun")
         while not begun.exists():
             assert server.process.poll() is None
         children = psutil.Process(server.process.pid).children(recursive=True)
-        status, said = ended(server, signal.SIGINT)
-        assert (status, "Traceback" in said) == (0, False)
+        status, stderr = stop(server, signal.SIGINT)
+        assert (status, "Traceback" in stderr) == (0, False)
         assert b"given up" in load.rest()
         assert psutil.wait_procs(children, timeout=END_S)[1] == []
 
 
 @pytest.mark.slow
-def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(tiny_home: Path, ask: type[Asked]) -> None:
+def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(
+    tiny_home: Path, ask: type[Request]
+) -> None:
     with serving(tiny_home, "--port", "0", "--model", "tiny", "--slots", "2") as server:
         port = server.port
         reader, other = ask(port, "POST", "/v1/chat/completions", LONG), ask(port, "POST", "/v1/chat/completions", LONG)
@@ -181,20 +183,20 @@ def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(tiny
         rest = reader.rest()
         # The model may finish in time.
         assert b"data: [DONE]" in rest or b'data: {"error"' in rest
-        status, said = finished(server)
-        assert (status, "Traceback" in said) == (0, False)
+        status, stderr = wait(server)
+        assert (status, "Traceback" in stderr) == (0, False)
         assert b"no-model-loaded" in waits.rest()
         del other, unload
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path, ask: type[Asked]) -> None:
+def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path, ask: type[Request]) -> None:
     with hanging(tiny_home, STEP_HANGS, "--model", "tiny") as server:
         ask(server.port, "POST", "/v1/chat/completions", LONG)
         server.wait_for("hangs: prefill")
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping")
-        assert ended(server, signal.SIGINT) == (-signal.SIGINT, "")
+        assert stop(server, signal.SIGINT) == (-signal.SIGINT, "")
 
 
 # --- freed memory

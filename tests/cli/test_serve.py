@@ -37,12 +37,12 @@ def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home: Pat
         body = chat("smollm2-135m", "Count to a hundred.", stream=True)
         with request(server.port, "POST", CHAT, body) as response:
             assert response.readline().startswith(b"data:")
-            code, said = server.end(signal.SIGTERM)
+            code, stderr = server.end(signal.SIGTERM)
             rest = response.read()
     # The model may finish within the grace time.
     assert rest.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in rest
     assert code == 0
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
 
 
 def test_sigterm_during_a_load_ends_with_zero(starter_home: Path) -> None:

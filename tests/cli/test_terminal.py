@@ -28,8 +28,8 @@ def test_control_characters_are_escaped(text: str, safe: str) -> None:
 
 
 def test_an_event_as_json_is_ascii_and_can_be_parsed() -> None:
-    said = {"text": "\x9b2J é \u202e", "nothing": None}
-    event = Envelope(event="new.kind", seq=1, at="2026-11-21T10:00:00.123Z", stream_id="stm", data=said)
+    data = {"text": "\x9b2J é \u202e", "nothing": None}
+    event = Envelope(event="new.kind", seq=1, at="2026-11-21T10:00:00.123Z", stream_id="stm", data=data)
     assert as_line_of_json(event).isascii()
     assert Envelope.model_validate_json(as_line_of_json(event)) == event
 

@@ -159,7 +159,7 @@ async def test_errors_of_all_servers_have_a_class(answer: Refusal, error: type[e
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("data", "error"),
     [
         ({"error": {"code": "oom-unloaded", "message": "m"}}, errors.OutOfMemoryError),
         ({"error": {"code": 500, "message": "Context size has been exceeded."}}, errors.ContextLengthError),
@@ -169,9 +169,9 @@ async def test_errors_of_all_servers_have_a_class(answer: Refusal, error: type[e
     ],
 )
 async def test_an_error_in_the_stream_is_raised_after_the_pieces_before_it(
-    said: Any, error: type[errors.LabError]
+    data: Any, error: type[errors.LabError]
 ) -> None:
-    with Scripted([token("a"), event(said)]) as upstream:
+    with Scripted([token("a"), event(data)]) as upstream:
         async with ChatFormatClient(upstream.url) as client, aclosing(client.stream(BODY)) as found:
             assert (await anext(found)).text == "a"
             with pytest.raises(error) as caught:

@@ -123,12 +123,12 @@ async def test_an_empty_list_of_tools_differs_from_none(client: AsyncDaemonClien
 
 
 async def test_sessions_are_listed_in_pages(client: AsyncDaemonClient) -> None:
-    made = {(await client.session(title=f"paged {number}")).session_id for number in range(3)}
+    created = {(await client.session(title=f"paged {number}")).session_id for number in range(3)}
     first = await client.sessions(limit=2, q="paged")
     second = await client.sessions(limit=2, q="paged", cursor=first.next_cursor)
-    assert {record.session_id for record in first.sessions + second.sessions} == made
+    assert {record.session_id for record in first.sessions + second.sessions} == created
     assert (len(first.sessions), second.next_cursor) == (2, None)
-    await client.change_session(made.pop(), ChangeSession(archived=True))
+    await client.change_session(created.pop(), ChangeSession(archived=True))
     assert len((await client.sessions(archived=True, q="paged")).sessions) == 1
 
 

@@ -107,10 +107,10 @@ def test_a_turn_is_streamed(session: Session) -> None:
 @pytest.mark.parametrize("way", ["run", "stream"])
 @pytest.mark.parametrize(("verdict", "status"), [(True, "ok"), ("deny", "denied")])
 def test_permissions_are_decided_in_the_callers_thread(session: Session, way: str, verdict: bool, status: str) -> None:
-    asked: list[tuple[str, int]] = []
+    requests: list[tuple[str, int]] = []
 
     def decide(permission: PermissionRecord) -> bool:
-        asked.append((permission.tool, threading.get_ident()))
+        requests.append((permission.tool, threading.get_ident()))
         return verdict
 
     if way == "run":
@@ -120,7 +120,7 @@ def test_permissions_are_decided_in_the_callers_thread(session: Session, way: st
             event.data.status for event in session.stream("call", on_permission=decide) if event.event == "tool.end"
         ]
         assert ends == [status]
-    assert asked == [("add", threading.get_ident())]
+    assert requests == [("add", threading.get_ident())]
 
 
 def test_a_policy_can_be_one_decision_for_all(session: Session) -> None:
@@ -273,11 +273,11 @@ def test_the_cursor_is_that_of_the_last_event_that_was_read(client: DaemonClient
 def test_another_thread_can_read_the_states_of_the_connection(client: DaemonClient) -> None:
     states: list[str] = []
     with client.events(types=["turn.started"]) as events:
-        told = threading.Thread(target=lambda: states.extend(state.state for state in events.states()))
-        told.start()
+        thread = threading.Thread(target=lambda: states.extend(state.state for state in events.states()))
+        thread.start()
         events.opened()
         wait_until(lambda: "live" in states)
-    told.join()
+    thread.join()
     assert states[-1] == "closed"
 
 
@@ -303,7 +303,7 @@ def test_a_closed_subscription_does_not_connect(client: DaemonClient) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_does_not_affect_its_parents_streams(daemon: Daemon) -> None:
-    said = run_script(f"""
+    output = run_script(f"""
 import os
 from lmx_lab.client.blocking import stream
 from lmx_lab.client.blocking.daemon import DaemonClient
@@ -320,7 +320,7 @@ client.session()
 assert next(events).seq > first
 print("more")
 """)
-    assert said == "more\n"
+    assert output == "more\n"
 
 
 # --- calls that would wait for themselves

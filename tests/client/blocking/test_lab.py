@@ -79,8 +79,8 @@ def test_blocking_methods_return_what_the_async_ones_return(lab: Lab, client: La
 def test_texts_are_embedded_and_documents_are_ranked(starter_home: Path, minilm: ModelEntry) -> None:
     with serving(starter_home, minilm.id) as lab, LabClient(lab.url) as client:
         assert as_array(client.embed(EmbeddingsBody(model="default", input=["a", "b"]))).shape == (2, 384)
-        asked = RerankBody(model="default", query="sea", documents=["Bread.", "Sea water."])
-        assert client.rerank(asked).results[0].index == 1
+        body = RerankBody(model="default", query="sea", documents=["Bread.", "Sea water."])
+        assert client.rerank(body).results[0].index == 1
 
 
 def test_the_servers_errors_are_raised(lab: Lab, client: LabClient) -> None:

@@ -113,9 +113,9 @@ from lmx_lab.errors import LabError
 names = lambda: [thread.name for thread in threading.enumerate() if thread.name == {THREAD!r}]
 client, other = it.LabClient("127.0.0.1:9"), it.LabClient("127.0.0.1:9")
 assert names() == []
-for asked in (client, other):
+for each in (client, other):
     try:
-        asked.version()
+        each.version()
     except LabError:
         pass
 assert names() == [{THREAD!r}]
@@ -142,7 +142,7 @@ def run_script(script: str) -> str:
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="there is no fork here")
 def test_a_forked_child_needs_clients_of_its_own() -> None:
     with answering(ALIVE) as server:
-        said = run_script(f"""
+        output = run_script(f"""
 import os, sys
 from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.errors import HostingError
@@ -161,7 +161,7 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 print(client.version())
 """)
-    assert said == "0\n"
+    assert output == "0\n"
 
 
 def test_a_closed_client_refuses_calls() -> None:
