@@ -185,12 +185,8 @@ class _PumpingClient(DaemonClient):
     """Of the daemon before a lab in this process."""
 
     def __init__(self, daemon: Daemon) -> None:
-        self._upstream_url = daemon.upstream_url
         super().__init__(daemon.url, token=daemon.token)
-
-    def _begin(self, client: AsyncDaemonClient) -> None:
-        self._client = client
-        self._portal = _PumpingPortal(client, self._upstream_url)
+        self._portal = _PumpingPortal(self._client, daemon.upstream_url)
 
 
 class LabEvents(EventSource):
