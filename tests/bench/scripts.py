@@ -21,5 +21,5 @@ def after_calibration(*scripts: Script) -> Callable[[dict[str, Any]], Script]:
     return script
 
 
-async def collected(samples: AsyncIterable[RequestSample]) -> list[RequestSample]:
+async def collect(samples: AsyncIterable[RequestSample]) -> list[RequestSample]:
     return [sample async for sample in samples]

@@ -22,7 +22,7 @@ from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
 from tests.bench.rows import sample
-from tests.bench.scripts import WORDS, after_calibration, collected
+from tests.bench.scripts import WORDS, after_calibration, collect
 from tests.daemon.scripted import STALL, Scripted, token
 from tests.flows.conftest import serving
 
@@ -217,7 +217,7 @@ async def _inside_a_loop(url: str) -> int:
 async def test_it_also_blocks_while_an_event_loop_runs() -> None:
     with Scripted(WORDS) as server:
         assert await _inside_a_loop(server.url) == 5
-        assert len(await collected(samples(server.url, CASE))) == 5
+        assert len(await collect(samples(server.url, CASE))) == 5
 
 
 @pytest.mark.parametrize(

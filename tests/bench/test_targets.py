@@ -29,7 +29,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.bench.scripts import WORDS, collected
+from tests.bench.scripts import WORDS, collect
 from tests.daemon.scripted import STALL, Scripted, chunk, ending, event, json_answer, token
 from tests.flows.conftest import serving, wait_until_idle
 
@@ -116,7 +116,7 @@ async def test_metrics_agree_with_the_engines_reports_within_two_percent(target:
 
 
 async def test_the_engine_reports_values_that_http_does_not(lab: Lab) -> None:
-    samples = await collected(drive(EngineTarget(lab.engine), Case(prompt_tokens=64, output_tokens=64, requests=5)))
+    samples = await collect(drive(EngineTarget(lab.engine), Case(prompt_tokens=64, output_tokens=64, requests=5)))
     for sample in samples:
         assert sample.ttft_ms is not None
         assert sample.server_ttft_ms is not None
@@ -160,7 +160,7 @@ async def test_without_a_model_a_target_raises(tiny_home: Path) -> None:
     async with Engine(Settings(home=tiny_home)) as engine:
         with pytest.raises(NotLoadedError):
             await EngineTarget(engine).describe()
-        samples = await collected(drive(EngineTarget(engine), Case(prompt_tokens=8, output_tokens=4, requests=1)))
+        samples = await collect(drive(EngineTarget(engine), Case(prompt_tokens=8, output_tokens=4, requests=1)))
     assert {(sample.error or "").partition(":")[0] for sample in samples} == {"no-model-loaded"}
     with serving(tiny_home, None) as empty, pytest.raises(NotLoadedError):
         await ChatTarget(empty.url).describe()

@@ -376,7 +376,7 @@ async def test_another_server_after_a_lost_connection_does_not_get_the_token(tmp
     assert [TOKEN in request for request in server.requests] == [False, True, False]
 
 
-def shown(error: Exception) -> str:
+def traceback_with_variables(error: Exception) -> str:
     """The traceback with the values of all variables, except those of the test."""
     assert error.__traceback__ is not None
     frames = error.__traceback__.tb_next
@@ -393,7 +393,7 @@ async def test_a_wrong_token_is_reported_without_showing_it(
         with pytest.raises(errors.UnauthorizedError, match="discover") as caught:
             await client.state()
         assert "sesame" not in f"{client!r} {client} {vars(client)}"
-    assert "sesame" not in shown(caught.value) + caplog.text
+    assert "sesame" not in traceback_with_variables(caught.value) + caplog.text
 
 
 async def test_the_token_is_in_no_traceback_and_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -405,7 +405,7 @@ async def test_the_token_is_in_no_traceback_and_no_log(tmp_path: Path, caplog: p
             for request in (client.fork_session("s", ForkSession()), client.state()):
                 with pytest.raises(errors.UnreachableError) as caught:
                     await request
-                text += shown(caught.value)
+                text += traceback_with_variables(caught.value)
     assert sum(TOKEN in request for request in server.requests) == 2
     assert "self = <" in text, "the traceback has values"
     assert TOKEN not in text + caplog.text

@@ -79,7 +79,7 @@ async def test_a_cursor_in_a_file_continues_where_the_last_process_stopped(daemo
 
 async def test_heartbeats_advance_the_cursor_of_a_reader_with_a_narrow_filter(daemon: Daemon) -> None:
     store = MemoryCursor()
-    async with client_of(daemon) as client, client.events(after=0, session_ids="nobody", cursor=store) as events:
+    async with client_of(daemon) as client, client.events(after=0, session_ids="missing", cursor=store) as events:
         reading = asyncio.ensure_future(anext(events))
         last = write_tokens(daemon, 5, "b")
         async with asyncio.timeout(WAIT_S):

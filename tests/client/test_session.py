@@ -38,7 +38,7 @@ from lmx_lab.errors import (
     UnreachableError,
 )
 from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides
-from tests.daemon.running_daemon import UPSTREAM as NOBODY
+from tests.daemon.running_daemon import UPSTREAM as UNREACHABLE
 from tests.daemon.running_daemon import serving
 from tests.daemon.scripted import STALL, Gate, Made, Scripted, Scripts, calls, refuses, says, thought, token
 from tests.daemon.tcp_proxy import Proxy, Through
@@ -97,7 +97,7 @@ class Place:
 
 
 @contextmanager
-def made(home: Path, **limits: Any) -> Iterator[Place]:
+def running_daemon(home: Path, **limits: Any) -> Iterator[Place]:
     model = Model()
     with Scripted(model) as upstream, serving(home, Limits(**limits), upstream=upstream.url) as daemon:
         yield Place(model, daemon)
@@ -105,7 +105,7 @@ def made(home: Path, **limits: Any) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with made(tmp_path_factory.mktemp("home")) as place:
+    with running_daemon(tmp_path_factory.mktemp("home")) as place:
         yield place
 
 
@@ -230,7 +230,7 @@ async def test_the_error_of_a_turn_has_its_own_class_and_names_the_turn(place: P
 
 
 async def test_a_turn_that_is_not_accepted_raises_the_daemons_error(tmp_path: Path) -> None:
-    with made(tmp_path, queued_turns_per_session=1) as place:
+    with running_daemon(tmp_path, queued_turns_per_session=1) as place:
         await check_refusals(place)
 
 
@@ -262,7 +262,7 @@ async def test_a_wrong_token_and_a_missing_daemon_fail_immediately(place: Place)
         with pytest.raises(UnauthorizedError) as caught:
             await AsyncSession(client, "s").run("go")
         assert "wrong" not in str(caught.value)
-    async with AsyncDaemonClient(NOBODY, token=None) as client, asyncio.timeout(WAIT_S):
+    async with AsyncDaemonClient(UNREACHABLE, token=None) as client, asyncio.timeout(WAIT_S):
         with pytest.raises(UnreachableError, match="lmx-lab daemon"):
             await AsyncSession(client, "s").run("go")
 
@@ -388,10 +388,10 @@ async def test_an_exception_of_a_policy_is_not_mistaken_for_a_timeout_of_the_dae
     place: Place, kind: type[BaseException]
 ) -> None:
     async def ask(permission: PermissionRecord) -> bool:
-        raise kind("nobody said anything")
+        raise kind("the callback failed")
 
     async with here(place, WRITES) as at:
-        with pytest.raises(kind, match="nobody said anything"):
+        with pytest.raises(kind, match="the callback failed"):
             await at.session.run("go", turn_id="t1", on_permission=ask)
         assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
         assert at.written == []
