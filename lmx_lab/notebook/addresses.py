@@ -47,7 +47,7 @@ class Addresses:
     def proxy_path(self) -> str | None:
         """The path for pages of this process's Jupyter server, if jupyter-server-proxy is installed in it."""
         jupyter = find_notebook_server()
-        return urls.proxy_path(self.port, os.environ, above=jupyter.url if jupyter else None)
+        return urls.proxy_path(self.port, os.environ, recorded_url=jupyter.url if jupyter else None)
 
     @property
     def browser_step(self) -> str | None:
@@ -95,7 +95,10 @@ class Addresses:
         except ValueError as error:
             raise InvalidRequestError(str(error), param=urls.OVERRIDE) from error
         machine = [socket.gethostname(), *lan_addresses()]
-        return [*urls.notebook_origins(os.environ, above=jupyter_url, machine=machine), *([proxy] if proxy else [])]
+        return [
+            *urls.notebook_origins(os.environ, recorded_url=jupyter_url, machine_names=machine),
+            *([proxy] if proxy else []),
+        ]
 
     def _own_names(self) -> list[str]:
         if not self._uses_all_interfaces:

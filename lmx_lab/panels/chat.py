@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import traitlets
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend
-from lmx_lab.client.bodies import shaped
+from lmx_lab.client.request_bodies import build_body
 from lmx_lab.errors import HostingError, LabError, QueueFullError
 from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
 from lmx_lab.panels.text import preformatted
@@ -156,7 +156,7 @@ class ChatPanel(Panel):
         if not self.serves:
             raise HostingError(f"the server is {self.shown('server')['state']}; run the launch cell again")
         question = TranscriptMessage(id=self._next_id(), role="user", text=text)
-        request = shaped(
+        request = build_body(
             ChatRequest,
             model=ANY_MODEL,
             messages=messages((*self._messages, question), sampling["system"], unanswered=question),

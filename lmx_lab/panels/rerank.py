@@ -16,7 +16,7 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.client.bodies import shaped
+from lmx_lab.client.request_bodies import build_body
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
 from lmx_lab.panels.text import LEFT, clip, escape_unsafe, replace_surrogates, table_row
@@ -131,7 +131,7 @@ class RerankPanel(Panel):
         top_n = integer_field(fields, "top_n", low=1, high=INPUT_LIMIT, default=None)
         if self._task is not None:
             raise ModelBusyError("this panel is ranking documents already; cancel that, or wait for its result")
-        body = shaped(RerankBody, model=ANY_MODEL, query=query, documents=documents, top_n=top_n, truncate=True)
+        body = build_body(RerankBody, model=ANY_MODEL, query=query, documents=documents, top_n=top_n, truncate=True)
         kept = text if isinstance(text, str) and len(text) <= KEPT_CHARACTERS else ""
         self.show(
             busy=True,
