@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, AnswerShape
 from lmx_lab.engine.text.splitter import TextSplitter
+from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
 
 THOUGHTS = ("<think>", "</think>")

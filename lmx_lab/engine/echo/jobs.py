@@ -21,7 +21,7 @@ from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.scheduler import Scheduler, Verdict
 from lmx_lab.engine.stream import Item, Mailbox, Outbox
-from lmx_lab.engine.text.answer_shape import AnswerShape
+from lmx_lab.engine.text.channels import AnswerShape
 from lmx_lab.engine.text.splitter import Piece, TextSplitter
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError
 from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, PromptScores, TokenLogprob

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.requests import GenerationRequest
-from lmx_lab.engine.text.answer_shape import AnswerShape
+from lmx_lab.engine.text.channels import AnswerShape
 from lmx_lab.engine.text.splitter import Piece, TextSplitter
 from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, TokenLogprob, ToolCallDelta
 

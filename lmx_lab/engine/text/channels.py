@@ -6,13 +6,68 @@ always the end of it, so ``passed`` is a number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape
-from lmx_lab.engine.text.stop_strings import StopStrings, overlap
-from lmx_lab.engine.text.tool_calls import CallReader, Numbering, reader
+from lmx_lab.engine.text.tool_calls import CallFormat, CallReader, Numbering, reader
 from lmx_lab.values.generation import ToolCallDelta
+
+CONTENT, REASONING, TOOL = "normal", "reasoning", "tool"
+"""States of mlx-lm's ``TextStateMachine``. Text in any other state, such as a header, is not shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerShape:
+    initial: str = CONTENT
+    """The state in which the answer begins: the prompt may have opened the thoughts."""
+    transitions: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    """From each state, the markers that end it and the states after them; the markers are not shown."""
+    thoughts_first: bool = False
+    """Thoughts begin where no content has come before; later their marker is a text like any other."""
+    calls: CallFormat | None = None
+    literals: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens by id, as text, without those that end an answer. They are text where they are in a marker, or
+    inside a call in the model's own format; elsewhere they show nothing."""
+
+
+class StopStrings:
+    """Cuts a stream of text at the first stop string, holding back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    @property
+    def held(self) -> int:
+        """Characters that wait for what follows."""
+        return len(self._held)
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """The text that is free to go, and whether a stop string was met (which is not part of the text)."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            # The one that is complete first, as if the text had come letter by letter.
+            self._held = ""
+            return text[: min(found)[1]], True
+        hold = max(overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold], False
+
+    def finish(self) -> str:
+        """What was held back and turned out to be ordinary text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[len(text) - size :]):
+            return size
+    return 0
 
 
 @dataclass(slots=True)

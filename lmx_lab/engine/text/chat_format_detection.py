@@ -14,7 +14,8 @@ from lmx_lab.engine.grammar.build import Marker, Thoughts, grammar
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, ToolUse
 from lmx_lab.engine.templates.renderer import TemplateLimitError, rendered
 from lmx_lab.engine.templates.tool_prompt import END, START, template_tools, written_out
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, AnswerShape
+from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.errors import InvalidRequestError
 
 Thinking = Literal["open", "possible", "closed"]

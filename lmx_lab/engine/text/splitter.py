@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from lmx_lab.engine.text.answer_shape import REASONING, TOOL, AnswerShape
-from lmx_lab.engine.text.channels import Channels, Parts
-from lmx_lab.engine.text.stop_strings import StopStrings
+from lmx_lab.engine.text.channels import REASONING, TOOL, AnswerShape, Channels, Parts, StopStrings
 from lmx_lab.values.generation import ToolCallDelta
 
 REPLACEMENT = "\ufffd"

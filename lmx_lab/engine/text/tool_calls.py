@@ -10,9 +10,10 @@ import json
 import re
 import secrets
 import string
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lmx_lab.engine.text.answer_shape import CallFormat, ParseCalls
 from lmx_lab.values.generation import ToolCallDelta
 
 # Mistral's chat template refuses ids of any other length or alphabet.
@@ -21,6 +22,19 @@ ID_ALPHABET = string.ascii_letters + string.digits
 JSON_SPACE = " \t\n\r"
 IN_STRING = re.compile(r'["\\]')
 IN_NESTING = re.compile(r'["{}\[\]]')
+ParseCalls = Callable[[str], Any]
+"""The text between the markers to one call or a list of them: ``{"name", "arguments"}``, perhaps with an ``id``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFormat:
+    start: str
+    """The marker before a call, or before several."""
+    end: str
+    """The marker after; empty if the calls go on to the end of the answer (Mistral)."""
+    parse: ParseCalls | None = None
+    """The model's own format; it may raise anything. None: a grammar makes each text between the markers be
+    ``{"name": ..., "arguments": {...}}``, in this order, so that it can be handed on while it comes."""
 
 
 class Numbering:

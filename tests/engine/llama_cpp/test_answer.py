@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.engine import GenerationRequest, TextPrompt
 from lmx_lab.engine.llama_cpp.answer import Answer
 from lmx_lab.engine.llama_cpp.request import Route
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, AnswerShape
+from lmx_lab.engine.text.channels import CONTENT, REASONING, AnswerShape
 from lmx_lab.values.generation import Delta, PromptProgress, TokenLogprob, merged_calls
 
 REQUEST = GenerationRequest(prompt=TextPrompt(text="a"))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
-from lmx_lab.engine.text.channels import Channels, Parts, TrailingSpace
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, AnswerShape, Channels, Parts, TrailingSpace
+from lmx_lab.engine.text.tool_calls import CallFormat
 from tests.engine.answers import Tokens, answer, merge, places
 
 TRANSITIONS = {

@@ -16,7 +16,7 @@ from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextProm
 from lmx_lab.engine.grammar.compile import Grammars, words_of
 from lmx_lab.engine.grammar.trials import Trials
 from lmx_lab.engine.templates.tool_prompt import template_tools, written_out
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING
+from lmx_lab.engine.text.channels import CONTENT, REASONING
 from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, Thinking, dialect_of
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
 from transformers import AutoTokenizer
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, AnswerShape, StopStrings
 from lmx_lab.engine.text.splitter import Decode, Detokenizer, Piece, TextSplitter
-from lmx_lab.engine.text.stop_strings import StopStrings
+from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
 from lmx_lab.values.models import ModelEntry
 from tests.engine.answers import Tokens, answer, places, shape_of

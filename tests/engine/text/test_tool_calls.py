@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, AnswerShape
+from lmx_lab.engine.text.channels import CONTENT, REASONING, AnswerShape
 from lmx_lab.engine.text.tool_calls import EnforcedCall, Numbering, ParsedCalls
 from tests.engine.answers import Answer, Tokens, answer, merge, shape_of
 
