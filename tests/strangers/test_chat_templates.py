@@ -21,7 +21,7 @@ from lmx_lab.engine.llama_cpp import model, prepare
 from lmx_lab.engine.llama_cpp.process import SCRIPT
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.templates import renderer
-from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateProcess, TemplateRefusalError, rendered
+from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox, render_chat
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.notebook import Lab
 from lmx_lab.values.models import ModelEntry
@@ -63,14 +63,14 @@ FORBIDDEN = {
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[TemplateProcess]:
-    process = TemplateProcess(LIMIT_S)
+def process() -> Iterator[TemplateSandbox]:
+    process = TemplateSandbox(LIMIT_S)
     yield process
-    process.end()
+    process.stop()
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_template_ends_at_a_limit_and_the_next_one_is_rendered(process: TemplateProcess, what: str) -> None:
+def test_a_hostile_template_ends_at_a_limit_and_the_next_one_is_rendered(process: TemplateSandbox, what: str) -> None:
     before = psutil.Process().memory_info().rss
     with pytest.raises((TemplateLimitError, TemplateRefusalError)) as caught:
         process.render(HOSTILE[what], {})
@@ -80,7 +80,7 @@ def test_a_hostile_template_ends_at_a_limit_and_the_next_one_is_rendered(process
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_the_sandbox_says_no(process: TemplateProcess, what: str) -> None:
+def test_the_sandbox_says_no(process: TemplateSandbox, what: str) -> None:
     try:
         shown = process.render(FORBIDDEN[what], {"messages": []})
     except TemplateRefusalError:
@@ -88,7 +88,7 @@ def test_the_sandbox_says_no(process: TemplateProcess, what: str) -> None:
     assert shown in ("", "None")
 
 
-def test_the_limit_is_named(process: TemplateProcess) -> None:
+def test_the_limit_is_named(process: TemplateSandbox) -> None:
     for template, words in (
         (ENDLESS, "0.5 s"),
         (HOSTILE["a long text"], "1024 MB"),
@@ -99,22 +99,22 @@ def test_the_limit_is_named(process: TemplateProcess) -> None:
 
 
 def test_the_process_gets_no_key_of_ours_and_ends_with_us(
-    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+    process: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMX_LAB_API_KEY", "secret-of-the-environment")
-    process.end()
+    process.stop()
     others = psutil.Process().children()
     process.render("", {})
     (child,) = set(psutil.Process().children()) - set(others)
     assert "secret-of-the-environment" not in str(child.environ()) + str(child.cmdline())
-    process.end()
+    process.stop()
     assert not child.is_running()
 
 
-def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) -> None:
+def test_a_process_that_was_killed_is_started_again(process: TemplateSandbox) -> None:
     process.render("", {})
     for child in psutil.Process().children():
-        if "templates/sandbox.py" in " ".join(child.cmdline()):
+        if "templates/worker.py" in " ".join(child.cmdline()):
             child.kill()
             child.wait()
     assert process.render("{{ 1 + 1 }}", {}) == "2"
@@ -167,7 +167,7 @@ def test_what_is_rendered_is_what_transformers_renders(tokenizer: Any, name: str
     options: dict[str, Any] = {"tools": [WEATHER] if turns > 2 else None, "add_generation_prompt": True, "own": "x"}
     shown = [
         outcome(partial(tokenizer.apply_chat_template, CONVERSATION[:turns], tokenize=False, **options)),
-        outcome(partial(rendered, tokenizer, CONVERSATION[:turns], **options)),
+        outcome(partial(render_chat, tokenizer, CONVERSATION[:turns], **options)),
     ]
     assert shown[0] == shown[1]
 
@@ -206,11 +206,11 @@ def hostile_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) 
 @pytest.fixture(scope="module")
 def hostile_lab(hostile_home: Path) -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patched:
-        process = TemplateProcess(LIMIT_S)
-        patched.setattr(renderer, "shared", lambda: process)
+        process = TemplateSandbox(LIMIT_S)
+        patched.setattr(renderer, "default_sandbox", lambda: process)
         with serving(hostile_home, "sometimes", slots=4) as lab:
             yield lab
-        process.end()
+        process.stop()
 
 
 def test_a_template_that_never_ends_is_refused_when_the_model_is_loaded(hostile_lab: Lab) -> None:
@@ -246,7 +246,7 @@ def test_while_a_template_loops_others_are_answered(hostile_lab: Lab) -> None:
         assert http.post("/v1/chat/completions", json=chat).status_code == 200
 
 
-def test_rendering_costs_next_to_nothing(process: TemplateProcess) -> None:
+def test_rendering_costs_next_to_nothing(process: TemplateSandbox) -> None:
     """A wide limit: what it costs is measured elsewhere, here only that no process is started for each."""
     variables = {"messages": CONVERSATION, "tools": None, "add_generation_prompt": True}
     process.render(THINKER_TEMPLATE, variables)
@@ -264,12 +264,12 @@ def test_rendering_costs_next_to_nothing(process: TemplateProcess) -> None:
 @pytest.fixture(scope="module")
 def gguf_lab(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Iterator[tuple[Lab, Path]]:
     with pytest.MonkeyPatch.context() as patched:
-        process = TemplateProcess(LIMIT_S)
-        patched.setattr(model, "shared", lambda: process)
+        process = TemplateSandbox(LIMIT_S)
+        patched.setattr(model, "default_sandbox", lambda: process)
         patched.setattr(prepare, "TEMPLATE_S", 2 * LIMIT_S)
         with serving(tmp_path_factory.mktemp("home"), None) as lab:
             yield lab, with_template(tiny_gguf, SOMETIMES, tmp_path_factory.mktemp("gguf"))
-        process.end()
+        process.stop()
 
 
 def test_a_gguf_file_whose_template_never_ends_is_refused_before_llama_cpp_sees_it(

@@ -158,7 +158,7 @@ def test_no_process_of_ours_has_a_key_in_its_arguments_or_its_environment(on_lla
     own = psutil.Process(on_llama_cpp.process.pid)
     children = own.children(recursive=True)
     names = {"/".join(Path(part).parts[-2:]) for child in children for part in child.cmdline() if part.endswith(".py")}
-    assert names >= {"llama_cpp/worker.py", "templates/sandbox.py", "grammar/sandbox.py"}
+    assert names >= {"llama_cpp/worker.py", "templates/worker.py", "grammar/worker.py"}
     told = [f"{child.cmdline()} {child.environ()}" for child in children] + [str(own.cmdline())]
     assert [secret for secret in SECRETS.values() if found(secret, *told)] == []
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lmx_lab.engine.encoders.recipe import ChatForm
-from lmx_lab.engine.templates.renderer import TemplateLimitError, rendered
+from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
 
 
@@ -80,7 +80,7 @@ class ChatPairs:
         if self._form.system:
             messages.insert(0, self._message("system", self._form.system))
         try:
-            return rendered(self._tokenizer, messages, **self._form.options)
+            return render_chat(self._tokenizer, messages, **self._form.options)
         except TemplateLimitError as exc:
             raise InvalidRequestError(f"the chat template of {self._model} {exc}, its limit", param="query") from exc
         # A template is a program that comes with the model: it may raise anything.

@@ -13,13 +13,13 @@ from typing import Any
 
 from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.grammar.build import Marker
-from lmx_lab.engine.grammar.sandbox import Words
+from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.chat_format import ALL_MARKERS, dialect_of
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import Plan, plan
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
-from lmx_lab.engine.llama_cpp.words import words_of
-from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, shared
+from lmx_lab.engine.llama_cpp.words import read_token_table
+from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.text.chat_format_detection import Dialect
 from lmx_lab.engine.validation import AMPLE_CHARACTERS
 from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
@@ -78,18 +78,18 @@ class Hosted:
     """Why it takes no more requests."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of an encoder: one slice of texts at a time."""
-    words: Words | None = None
+    words: TokenTable | None = None
     """Of grammars; read when the first is asked for."""
 
     @property
     def context_length(self) -> int:
         return self.plan.context_length
 
-    async def read_words(self) -> Words:
+    async def read_words(self) -> TokenTable:
         """Its vocabulary, for grammars."""
         if self.words is None:
             read = functools.partial(read_header, self.entry.path, arrays=True)
-            self.words = await asyncio.to_thread(lambda: words_of(read()))
+            self.words = await asyncio.to_thread(lambda: read_token_table(read()))
         return self.words
 
     async def tokenized(self, text: str, *, most: int, parse_special: bool) -> list[int]:
@@ -152,7 +152,7 @@ def _try_out(template: str, entry: ModelEntry) -> None:
     for given in TRIALS:
         with contextlib.suppress(TemplateRefusalError):
             try:
-                shared().render(template, {"add_generation_prompt": True, **given})
+                default_sandbox().render(template, {"add_generation_prompt": True, **given})
             except TemplateLimitError as exc:
                 raise UnusableModelError(
                     f"{entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lmx_lab.engine.grammar.trials import Trials
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.llama_cpp.answer import Answer
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.grammar import Forms
@@ -94,14 +94,14 @@ class Intake:
     """Belongs to the engine's loop; grammars are tried on a thread."""
 
     def __init__(self) -> None:
-        self._trials = Trials()
+        self._trials = GrammarSandbox()
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-gguf-grammars")
         self._forms: tuple[Hosted, Forms] | None = None
         self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
 
     def stop(self) -> None:
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        self._trials.end()
+        self._trials.close()
         for task in self._rendering:
             task.cancel()
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
-from lmx_lab.engine.grammar.compile import Grammars, words_of
-from lmx_lab.engine.grammar.sandbox import Words
+from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
+from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.kv_cache import Traits, measure
 from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.mlx.weights_dtype import fit_weights
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from lmx_lab.engine.templates.renderer import TemplateLimitError, rendered
+from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, Dialect, Thinking, dialect_of
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.validation import AMPLE_CHARACTERS, check_characters, check_messages
@@ -43,7 +43,7 @@ class PromptTokenizer:
         self._model = model
         self._context_length = context_length
         self.dialect = dialect
-        self.grammars: Grammars | None = None
+        self.grammars: GrammarCompiler | None = None
         """Of the thread that compiles; made when the first is asked for."""
 
     def rendered(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
@@ -62,7 +62,9 @@ class PromptTokenizer:
         try:
             given = self.dialect.template_input(request, prompt)
             messages = given.pop("messages")
-            return rendered(self._tokenizer, messages, add_generation_prompt=True, **given, **prompt.template_options)
+            return render_chat(
+                self._tokenizer, messages, add_generation_prompt=True, **given, **prompt.template_options
+            )
         except TemplateLimitError as exc:
             raise InvalidRequestError(
                 f"the chat template of {self._model} {exc}, its limit; send less, or take another model",
@@ -104,9 +106,9 @@ class PromptTokenizer:
             raise InvalidRequestError("the prompt is empty: no token came out of it", param=param)
         return EncodedPrompt(tokens, thinking)
 
-    def words(self, width: int) -> Words:
+    def words(self, width: int) -> TokenTable:
         """The vocabulary, for grammars."""
-        return words_of(self._tokenizer, width=width, markers=self.dialect.marker_tokens)
+        return read_token_table(self._tokenizer, width=width, markers=self.dialect.marker_tokens)
 
     def _check_beginning(self, text: str, param: str) -> None:
         # Others wait while a prompt becomes tokens: eight megabytes of text would take 13 s (measured).

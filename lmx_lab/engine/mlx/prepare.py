@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.grammar.compile import Grammars
+from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
-from lmx_lab.engine.grammar.trials import Trials
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.request import Generation
 from lmx_lab.engine.mlx.thread import EngineThread
@@ -37,7 +37,7 @@ class Intake:
         self._templates: ThreadPoolExecutor | None = None
         self._prompts: ThreadPoolExecutor | None = None
         self._compiling: ThreadPoolExecutor | None = None
-        self._trials = Trials()
+        self._trials = GrammarSandbox()
         self._to_compile = 0
         self._counting = threading.Lock()
         self._tokenizing = 0
@@ -52,7 +52,7 @@ class Intake:
         self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
         if self._compiling is None:
             self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
-            self._trials = Trials(lambda: self._to_compile > 1)
+            self._trials = GrammarSandbox(lambda: self._to_compile > 1)
 
     def stop(self) -> None:
         executors = (self._templates, self._prompts, self._compiling)
@@ -61,7 +61,7 @@ class Intake:
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
         # What is being compiled ends with it.
-        self._trials.end()
+        self._trials.close()
 
     async def generations(self, request: GenerationRequest, choices: int) -> list[Generation]:
         """What the engine thread needs for so many answers to one request.
@@ -124,7 +124,7 @@ class Intake:
         def compiled() -> list[LLMatcher]:
             if prompts.grammars is None:
                 assert words is not None
-                prompts.grammars = Grammars(words, self._trials)
+                prompts.grammars = GrammarCompiler(words, self._trials)
             return prompts.grammars.matchers(grammar, count, tools)
 
         with self._counting:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from lmx_lab.engine.grammar.build import Marker, Thoughts, grammar
+from lmx_lab.engine.grammar.build import Marker, ReasoningSection, build_grammar
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, ToolUse
-from lmx_lab.engine.templates.renderer import TemplateLimitError, rendered
-from lmx_lab.engine.templates.tool_prompt import END, START, template_tools, written_out
+from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
+from lmx_lab.engine.templates.tool_prompt import END, START, template_tools, write_tools_as_text
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, AnswerShape
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.errors import InvalidRequestError
@@ -153,7 +153,7 @@ class Dialect:
             given["enable_thinking"] = True
         unlike = self.own_calls is not None and request.answer_format is not None and prompt.tools is not None
         if unlike or not self.takes_tools:
-            return {**given, "messages": written_out(prompt.messages, prompt.tools, system=self.takes_system)}
+            return {**given, "messages": write_tools_as_text(prompt.messages, prompt.tools, system=self.takes_system)}
         if prompt.tools is not None:
             given["tools"] = template_tools(prompt.tools)
         return {**given, "messages": [self.shown(message) for message in prompt.messages]}
@@ -169,9 +169,9 @@ class Dialect:
         thoughts = None
         if self.thoughts is not None and thinking != "closed" and isinstance(request.prompt, ChatPrompt):
             start, end = (self.markers.get(marker, (marker,)) for marker in self.thoughts)
-            thoughts = Thoughts(start=start, end=end, open=thinking == "open")
+            thoughts = ReasoningSection(start=start, end=end, open=thinking == "open")
         try:
-            found = grammar(request.answer_format, tools, thoughts, markers=self.markers)
+            found = build_grammar(request.answer_format, tools, thoughts, markers=self.markers)
         except RecursionError as exc:
             # From a notebook: what comes over HTTP is not nested so deeply.
             raise InvalidRequestError("a schema is nested too deeply to be read; flatten it") from exc
@@ -244,7 +244,7 @@ def _thoughts(tokenizer: Any) -> tuple[str, str] | None:
 
 def _takes_system(tokenizer: Any) -> bool:
     def shown(*messages: dict[str, str]) -> str:
-        return rendered(tokenizer, messages, add_generation_prompt=True)
+        return render_chat(tokenizer, messages, add_generation_prompt=True)
 
     user = {"role": "user", "content": "?"}
     try:

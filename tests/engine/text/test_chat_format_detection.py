@@ -13,9 +13,9 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextPrompt, Tool, ToolUse
-from lmx_lab.engine.grammar.compile import Grammars, words_of
-from lmx_lab.engine.grammar.trials import Trials
-from lmx_lab.engine.templates.tool_prompt import template_tools, written_out
+from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.templates.tool_prompt import template_tools, write_tools_as_text
 from lmx_lab.engine.text.channels import CONTENT, REASONING
 from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, Thinking, dialect_of
 from lmx_lab.errors import InvalidRequestError
@@ -218,7 +218,7 @@ def test_tools_are_the_templates_affair_unless_a_format_needs_the_generic_way(fa
         given = dialect.template_input(request, prompt)
         unlike = family == "coder" and request.answer_format is not None and prompt.tools is not None
         if family == "plain" or unlike:
-            assert given["messages"] == written_out(prompt.messages, prompt.tools, system=family != "plain")
+            assert given["messages"] == write_tools_as_text(prompt.messages, prompt.tools, system=family != "plain")
             assert "tools" not in given
         else:
             assert given["messages"] == [USER]
@@ -260,11 +260,11 @@ def allowed(use: str, formatted: bool) -> set[str]:
 
 @pytest.fixture(scope="module")
 def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str], bool]]:
-    trials = Trials()
+    trials = GrammarSandbox()
     # With and without a model's own tokens for thoughts and calls.
     compilers = {
-        family: Grammars(
-            words_of(known.tokenizer, width=len(known.tokenizer), markers=known.dialect.marker_tokens), trials
+        family: GrammarCompiler(
+            read_token_table(known.tokenizer, width=len(known.tokenizer), markers=known.dialect.marker_tokens), trials
         )
         for family, known in families.items()
         if family in ("hermes", "coder", "mistral")
@@ -278,7 +278,7 @@ def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str],
         )
 
     yield accepts
-    trials.end()
+    trials.close()
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, case)))
