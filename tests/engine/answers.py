@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, AnswerShape
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
@@ -73,9 +73,9 @@ def merge(deltas: Iterable[ToolCallDelta]) -> tuple[list[tuple[str, str]], list[
     return calls, ids
 
 
-def answer(tokens: Tokens, shape: AnswerShape, stops: Sequence[str] = ()) -> Answer:
+def answer(tokens: Tokens, shape: ChannelFormat, stops: Sequence[str] = ()) -> Answer:
     """All the tokens, each its own entry, through a splitter."""
-    shape = AnswerShape(
+    shape = ChannelFormat(
         initial=shape.initial, transitions=shape.transitions, calls=shape.calls, literals=tokens.literals
     )
     splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, shape)
@@ -87,7 +87,7 @@ def answer(tokens: Tokens, shape: AnswerShape, stops: Sequence[str] = ()) -> Ans
     else:
         pieces.append(splitter.finish())
     calls, ids = merge(delta for piece in pieces for delta in piece.calls)
-    assert splitter.called == bool(calls)
+    assert splitter.has_called == bool(calls)
     return Answer(
         text="".join(piece.text for piece in pieces),
         reasoning="".join(piece.reasoning for piece in pieces),
@@ -99,19 +99,19 @@ def answer(tokens: Tokens, shape: AnswerShape, stops: Sequence[str] = ()) -> Ans
     )
 
 
-def shape_of(calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True) -> AnswerShape:
+def shape_of(calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True) -> ChannelFormat:
     """As the engine makes it for one of mlx-lm's tool parsers."""
     transitions: dict[str, list[tuple[str, str]]] = {CONTENT: []}
     if thinks:
         transitions[CONTENT].append((THOUGHTS[0], REASONING))
         transitions[REASONING] = [(THOUGHTS[1], CONTENT)]
     if calls is None:
-        return AnswerShape(initial=initial, transitions=transitions)
+        return ChannelFormat(initial=initial, transitions=transitions)
     for state in list(transitions):
         transitions[state].append((calls.tool_call_start, TOOL))
     transitions[TOOL] = [(calls.tool_call_end, CONTENT)] if calls.tool_call_end else []
     parse = (lambda text: calls.parse_tool_call(text, None)) if parsed else None
-    return AnswerShape(
+    return ChannelFormat(
         initial=initial,
         transitions=transitions,
         calls=CallFormat(start=calls.tool_call_start, end=calls.tool_call_end, parse=parse),

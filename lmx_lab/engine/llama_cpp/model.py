@@ -14,13 +14,13 @@ from typing import Any
 from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.grammar.build import Marker
 from lmx_lab.engine.grammar.worker import TokenTable
-from lmx_lab.engine.llama_cpp.chat_format import ALL_MARKERS, dialect_of
+from lmx_lab.engine.llama_cpp.chat_format import ALL_MARKERS, detect_chat_format
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import Plan, plan
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.engine.llama_cpp.words import read_token_table
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
-from lmx_lab.engine.text.chat_format_detection import Dialect
+from lmx_lab.engine.text.chat_format_detection import ChatFormat
 from lmx_lab.engine.validation import AMPLE_CHARACTERS
 from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
@@ -65,7 +65,7 @@ class Hosted:
     process: LlamaProcess
     connection: LlamaConnection
     vocabulary_size: int
-    dialect: Dialect = field(default_factory=Dialect)
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
     templated: bool = False
     """It has a chat template."""
     dimensions: int | None = None
@@ -228,7 +228,7 @@ async def _described(
         hosted.templated = header.text("tokenizer.chat_template") is not None
         props = await connection.get("/props")
         markers = {name: marker for name in ALL_MARKERS if (marker := await _marker(connection, name)) is not None}
-        hosted.dialect = dialect_of(props["chat_template"], props["chat_template_caps"], markers)
+        hosted.chat_format = detect_chat_format(props["chat_template"], props["chat_template_caps"], markers)
     else:
         hosted.dimensions = int(model["meta"]["n_embd"])
         if entry.kind == "rerank" and (form := header.text("tokenizer.chat_template.rerank")) is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from lmx_lab.engine.grammar.worker import TokenTable
-from lmx_lab.engine.text.vocabulary import byte_level, replaced
+from lmx_lab.engine.text.vocabulary import decode_byte_level, replace_text
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.tokenizer import CONTROL, eos_ids, read_vocabulary
@@ -40,7 +40,11 @@ def read_token_table(header: GgufHeader) -> TokenTable:
     ends = sorted(eos_ids(vocabulary))
     if not ends:
         raise InvalidRequestError("this model has no token that ends an answer, so no form can be enforced")
-    spells = byte_level if header.text("tokenizer.ggml.model") == "gpt2" else partial(replaced, [(SPACE, " ")], True)
+    spells = (
+        decode_byte_level
+        if header.text("tokenizer.ggml.model") == "gpt2"
+        else partial(replace_text, [(SPACE, " ")], True)
+    )
     control = {at for at, kind in enumerate(vocabulary.types) if kind == CONTROL} | set(ends)
     tokens = [name.encode() if at in control else spells(name) for at, name in enumerate(vocabulary.tokens)]
     return TokenTable(tokens, sorted(control), ends)

@@ -93,7 +93,7 @@ class Intake:
                 arrived_at=arrived_at,
                 timeout_s=request.timeout_s or self._settings.request_timeout_s,
                 choice=choice,
-                shape=prompts.dialect.shape(request, prompt.thinking),
+                shape=prompts.chat_format.channel_format(request, prompt.thinking),
                 constraint=_constraint(request, prompt, matcher, model),
             )
             for choice, matcher in enumerate(matchers)
@@ -114,7 +114,7 @@ class Intake:
         self, request: GenerationRequest, prompts: PromptTokenizer, prompt: EncodedPrompt, *, width: int, count: int
     ) -> list[LLMatcher] | list[None]:
         """A grammar's state for each answer, if there is a grammar."""
-        grammar = prompts.dialect.grammar(request, prompt.thinking)
+        grammar = prompts.chat_format.grammar(request, prompt.thinking)
         if grammar is None:
             return [None] * count
         loop = asyncio.get_running_loop()
@@ -158,12 +158,16 @@ class Intake:
 def _constraint(
     request: GenerationRequest, prompt: EncodedPrompt, matcher: LLMatcher | None, model: LoadedModel
 ) -> Constraint | None:
-    budget, dialect = None, model.prompts.dialect
-    if request.thinking_budget is not None and dialect.thoughts is not None and prompt.thinking != "closed":
+    budget, chat_format = None, model.prompts.chat_format
+    if (
+        request.thinking_budget is not None
+        and chat_format.reasoning_markers is not None
+        and prompt.thinking != "closed"
+    ):
         budget = ThinkingBudget(
             request.thinking_budget,
-            markers=dialect.thoughts,
-            end=dialect.end_of_thoughts,
+            markers=chat_format.reasoning_markers,
+            end=chat_format.reasoning_end,
             open=prompt.thinking == "open",
             bytes_of=model.vocabulary.bytes_of,
         )

@@ -11,19 +11,19 @@ import pytest
 from lmx_lab.engine import GenerationRequest, TextPrompt
 from lmx_lab.engine.llama_cpp.answer import Answer
 from lmx_lab.engine.llama_cpp.request import Route
-from lmx_lab.engine.text.channels import CONTENT, REASONING, AnswerShape
+from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
 from lmx_lab.values.generation import Delta, PromptProgress, TokenLogprob, merged_calls
 
 REQUEST = GenerationRequest(prompt=TextPrompt(text="a"))
-THOUGHTS = AnswerShape(
+THOUGHTS = ChannelFormat(
     initial=REASONING,
     transitions={REASONING: [("</think>", CONTENT)], CONTENT: [("<think>", REASONING)]},
-    thoughts_first=True,
+    reasoning_first=True,
 )
 
 
 def answer(
-    *, request: GenerationRequest = REQUEST, route: Route = "/completion", shape: AnswerShape | None = None
+    *, request: GenerationRequest = REQUEST, route: Route = "/completion", shape: ChannelFormat | None = None
 ) -> Answer:
     made = Answer(request, route, shape, model="m", prompt_tokens=10, arrived_at=100.0)
     made.begin(101.0)

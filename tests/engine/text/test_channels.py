@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, AnswerShape, Channels, Parts, TrailingSpace
+from lmx_lab.engine.text.channels import (
+    CONTENT,
+    REASONING,
+    TOOL,
+    ChannelFormat,
+    ChannelOutput,
+    ChannelParser,
+    TrailingWhitespace,
+)
 from lmx_lab.engine.text.tool_calls import CallFormat
 from tests.engine.answers import Tokens, answer, merge, places
 
@@ -54,8 +62,8 @@ def parse(text: str) -> dict[str, Any]:
 CALLS = CallFormat(start="<t>", end="</t>", parse=parse)
 
 
-def shape(initial: str = CONTENT, calls: CallFormat | None = CALLS) -> AnswerShape:
-    return AnswerShape(initial=initial, transitions=TRANSITIONS, calls=calls)
+def shape(initial: str = CONTENT, calls: CallFormat | None = CALLS) -> ChannelFormat:
+    return ChannelFormat(initial=initial, transitions=TRANSITIONS, calls=calls)
 
 
 @dataclass
@@ -67,8 +75,8 @@ class Divided:
     """Where a stop string cuts, in the raw text."""
 
 
-def streamed(shape: AnswerShape, pieces: Sequence[str], stops: Sequence[str] = ()) -> Divided:
-    channels, parts, last = Channels(shape, stops), list[Parts](), 0
+def streamed(shape: ChannelFormat, pieces: Sequence[str], stops: Sequence[str] = ()) -> Divided:
+    channels, parts, last = ChannelParser(shape, stops), list[ChannelOutput](), 0
     raw = sum(map(len, pieces))
     for piece in pieces:
         parts.append(channels.feed(piece))
@@ -178,7 +186,7 @@ def test_entries_are_those_of_the_tokens_that_begin_before_the_cut(
 
 @given(TEXTS)
 def test_without_calls_no_whitespace_waits(raw: str) -> None:
-    channels, out = Channels(AnswerShape(transitions={CONTENT: [("<r>", REASONING)]}), ()), ""
+    channels, out = ChannelParser(ChannelFormat(transitions={CONTENT: [("<r>", REASONING)]}), ()), ""
     raw = raw.replace("<", "")
     for character in raw:
         out += "".join(channels.feed(character).content)
@@ -191,7 +199,7 @@ def test_without_calls_no_whitespace_waits(raw: str) -> None:
 def test_where_no_call_can_be_read_all_is_content(raw: str, sizes: list[int]) -> None:
     transitions = {CONTENT: [("<t>", TOOL)], TOOL: [("</t>", CONTENT)]}
     for calls in (CallFormat(start="<t>", end="</t>", parse=json.loads), CallFormat(start="<t>", end="</t>")):
-        found = streamed(AnswerShape(transitions=transitions, calls=calls), pieces_of(raw, sizes))
+        found = streamed(ChannelFormat(transitions=transitions, calls=calls), pieces_of(raw, sizes))
         assert found == Divided(content=raw)
 
 
@@ -200,7 +208,7 @@ def test_thoughts_and_content_are_the_text_without_the_markers_between(raw: str,
     transitions = {CONTENT: [("<r>", REASONING)], REASONING: [("</r>", CONTENT)]}
     # No space, so none is dropped.
     raw = "".join(raw.split())
-    found = streamed(AnswerShape(transitions=transitions), pieces_of(raw, sizes))
+    found = streamed(ChannelFormat(transitions=transitions), pieces_of(raw, sizes))
     content, _, rest = raw.partition("<r>")
     reasoning = ""
     while rest:
@@ -213,7 +221,7 @@ def test_thoughts_and_content_are_the_text_without_the_markers_between(raw: str,
 # By hand
 
 
-def fed(channels: Channels, *texts: str) -> list[tuple[str, str, int]]:
+def fed(channels: ChannelParser, *texts: str) -> list[tuple[str, str, int]]:
     given = []
     for text in texts:
         parts = channels.feed(text)
@@ -222,7 +230,7 @@ def fed(channels: Channels, *texts: str) -> list[tuple[str, str, int]]:
 
 
 def test_what_is_held_back_and_for_how_long() -> None:
-    channels = Channels(shape(REASONING), ["END"])
+    channels = ChannelParser(shape(REASONING), ["END"])
     assert fed(channels, " \n", "so ", "it", " is <", "/r", ">\n", "\nA E", "N", "x\n", " y") == [
         ("", "", 2),
         ("", "so", 4),
@@ -236,18 +244,18 @@ def test_what_is_held_back_and_for_how_long() -> None:
         ("\n y", "", 25),
     ]
     assert channels.state == CONTENT
-    assert channels.finish() == Parts(content=[""], reasoning=[""])
+    assert channels.finish() == ChannelOutput(content=[""], reasoning=[""])
 
 
 def test_a_call_is_passed_with_its_end_marker_and_the_space_after_it_with_the_next() -> None:
-    channels = Channels(shape(), ["xyz"])
+    channels = ChannelParser(shape(), ["xyz"])
     texts = ["ok x", " ", "<t", ">", "f", "</t>", "\n", "<t>g</t>", " ", "!"]
     assert [passed for _, _, passed in fed(channels, *texts)] == [3, 3, 3, 3, 3, 13, 13, 22, 22, 24]
-    assert channels.called
+    assert channels.has_called
 
 
 def test_a_run_of_half_markers_is_not_held_back_for_ever() -> None:
-    channels = Channels(shape(), ())
+    channels = ChannelParser(shape(), ())
     given = "".join(text for text, _, _ in fed(channels, *"<" * 1000))
     assert 990 <= len(given) <= 1000
     assert fed(channels, "r>x")[0][0] == "<" * (999 - len(given))
@@ -255,12 +263,12 @@ def test_a_run_of_half_markers_is_not_held_back_for_ever() -> None:
 
 
 def test_a_call_without_a_format_to_read_it_is_dropped() -> None:
-    found = streamed(AnswerShape(transitions=TRANSITIONS), list("a <t>f</t> b"))
+    found = streamed(ChannelFormat(transitions=TRANSITIONS), list("a <t>f</t> b"))
     assert (found.content, found.calls) == ("a  b", [])
 
 
 def test_a_marker_may_lead_to_a_state_without_an_end() -> None:
-    channels = Channels(AnswerShape(transitions={CONTENT: [("<x>", "elsewhere")]}), ())
+    channels = ChannelParser(ChannelFormat(transitions={CONTENT: [("<x>", "elsewhere")]}), ())
     assert fed(channels, "a<x>b") == [("a", "", 5)]
 
 
@@ -269,14 +277,14 @@ def test_a_marker_between_space_and_a_call_keeps_the_space() -> None:
 
 
 def test_a_marker_inside_the_thoughts_is_passed_with_the_space_before_it() -> None:
-    channels = Channels(AnswerShape(initial=REASONING, transitions={REASONING: [("<x>", REASONING)]}), ())
+    channels = ChannelParser(ChannelFormat(initial=REASONING, transitions={REASONING: [("<x>", REASONING)]}), ())
     assert fed(channels, "a ", "<x>", "b") == [("", "a", 1), ("", " ", 5), ("", "b", 6)]
 
 
 def test_of_two_markers_that_begin_alike_the_shorter_is_met() -> None:
     transitions = {CONTENT: [("<think>!", TOOL), ("<think>", REASONING), ("", TOOL)]}
     for pieces in (["a<think>!b"], list("a<think>!b")):
-        assert streamed(AnswerShape(transitions=transitions), pieces) == Divided("a", "!b")
+        assert streamed(ChannelFormat(transitions=transitions), pieces) == Divided("a", "!b")
 
 
 def test_content_behind_a_call_keeps_its_space_though_thoughts_came_before() -> None:
@@ -285,7 +293,7 @@ def test_content_behind_a_call_keeps_its_space_though_thoughts_came_before() -> 
 
 def test_a_marker_may_end_one_call_and_begin_the_next() -> None:
     transitions = {CONTENT: [("<t>", TOOL)], TOOL: [("<n>", TOOL)]}
-    found = streamed(AnswerShape(transitions=transitions, calls=CALLS), ["<t>f<n>!"])
+    found = streamed(ChannelFormat(transitions=transitions, calls=CALLS), ["<t>f<n>!"])
     assert found == Divided("!", calls=[("f", '{"of": "f"}')])
 
 
@@ -304,7 +312,7 @@ def test_a_stop_string_counts_in_content_only(raw: str) -> None:
 
 def test_whitespace_is_held_in_linear_work() -> None:
     def seconds(count: int) -> float:
-        space = TrailingSpace()
+        space = TrailingWhitespace()
         begun = time.thread_time()
         for _ in range(count):
             space.feed(" ")
@@ -320,7 +328,7 @@ def test_whitespace_is_held_in_linear_work() -> None:
 @pytest.mark.parametrize("opened", ["", "<r>", "<t>"])
 def test_work_grows_with_the_length_of_an_answer_only(opened: str, text: str) -> None:
     def seconds(count: int) -> float:
-        channels = Channels(shape(), ["xxxy"])
+        channels = ChannelParser(shape(), ["xxxy"])
         channels.feed(opened)
         begun = time.thread_time()
         for _ in range(count):

@@ -17,7 +17,7 @@ from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.templates.tool_prompt import template_tools, write_tools_as_text
 from lmx_lab.engine.text.channels import CONTENT, REASONING
-from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, Thinking, dialect_of
+from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, ReasoningState, detect_chat_format
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry
 from tests.engine.mlx.families import (
@@ -49,7 +49,7 @@ def families(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> M
         tokenizer = tokenizer_utils.load(folder)
         for end in family.eos:
             tokenizer.add_eos_token(end)
-        known[name] = Known(tokenizer, dialect_of(tokenizer))
+        known[name] = Known(tokenizer, detect_chat_format(tokenizer))
     return known
 
 
@@ -69,13 +69,17 @@ def families(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> M
     ],
 )
 def test_what_a_tokenizer_tells(families: Mapping[str, Known], family: str, told: tuple[Any, ...]) -> None:
-    dialect = families[family].dialect
+    chat_format = families[family].chat_format
     thoughts, takes_tools, start, headed, takes_system = told
-    assert (dialect.thoughts, dialect.takes_tools, dialect.headed) == (thoughts, takes_tools, headed)
-    assert (dialect.own_calls and dialect.own_calls.start) == start
-    assert dialect.takes_system is takes_system
-    assert families[family].tokens(thoughts[1] if thoughts else "") == list(dialect.end_of_thoughts)
-    assert not set(dialect.literals) & set(families[family].tokenizer.eos_token_ids)
+    assert (chat_format.reasoning_markers, chat_format.supports_tools, chat_format.has_headers) == (
+        thoughts,
+        takes_tools,
+        headed,
+    )
+    assert (chat_format.own_calls and chat_format.own_calls.start) == start
+    assert chat_format.supports_system is takes_system
+    assert families[family].tokens(thoughts[1] if thoughts else "") == list(chat_format.reasoning_end)
+    assert not set(chat_format.literals) & set(families[family].tokenizer.eos_token_ids)
 
 
 @pytest.mark.parametrize(
@@ -88,21 +92,21 @@ def test_what_a_tokenizer_tells(families: Mapping[str, Known], family: str, told
     ],
 )
 def test_the_end_of_the_prompt_tells_of_the_thoughts(
-    families: Mapping[str, Known], options: dict[str, Any], thinking: Thinking
+    families: Mapping[str, Known], options: dict[str, Any], thinking: ReasoningState
 ) -> None:
     known = families["hermes"]
-    assert known.dialect.thinking(rendered(known, asked(options=options))) == thinking
-    assert families["mistral"].dialect.thinking("<think>") == "closed"
+    assert known.chat_format.reasoning_state(rendered(known, asked(options=options))) == thinking
+    assert families["mistral"].chat_format.reasoning_state("<think>") == "closed"
 
 
 def test_thoughts_that_no_token_marks_are_found_in_the_template(tmp_path: Path, smollm2: ModelEntry) -> None:
     write_tokenizer(tmp_path, smollm2.path, Family(HERMES))
     tokenizer = tokenizer_utils.load(tmp_path)
     assert not tokenizer.has_thinking
-    known = Known(tokenizer, dialect_of(tokenizer))
-    assert known.dialect.thoughts == ("<think>", "</think>")
-    assert len(known.dialect.end_of_thoughts) > 1
-    assert known.dialect.markers["<think>"] == ("<think>",)
+    known = Known(tokenizer, detect_chat_format(tokenizer))
+    assert known.chat_format.reasoning_markers == ("<think>", "</think>")
+    assert len(known.chat_format.reasoning_end) > 1
+    assert known.chat_format.markers["<think>"] == ("<think>",)
     # mlx-lm would tell the template not to think.
     assert rendered(known, asked()).endswith("assistant\n")
     assert rendered(known, asked(options={"enable_thinking": False})).endswith("</think>\n\n")
@@ -138,7 +142,7 @@ RECORDED = {
 @pytest.mark.parametrize("family", RECORDED)
 def test_a_recorded_answer_is_divided(families: Mapping[str, Known], family: str, whole: bool) -> None:
     known = families[family]
-    thinking = known.dialect.thinking(rendered(known, asked(TOOLS)))
+    thinking = known.chat_format.reasoning_state(rendered(known, asked(TOOLS)))
     text, reasoning, calls = divided(known, RECORDED[family], asked(TOOLS), thinking, whole=whole)
     assert (text, reasoning) == ("Look.", "" if family in ("mistral", "plain") else "Hm.")
     # Its calls have no types; where the tool's schema has none either, a value is text.
@@ -213,9 +217,9 @@ def test_a_history_goes_through_every_template(
 
 def test_tools_are_the_templates_affair_unless_a_format_needs_the_generic_way(families: Mapping[str, Known]) -> None:
     for family, request in product(("hermes", "coder", "plain"), (asked(TOOLS), asked(TOOLS, JSON), asked(None, JSON))):
-        dialect, prompt = families[family].dialect, request.prompt
+        chat_format, prompt = families[family].chat_format, request.prompt
         assert isinstance(prompt, ChatPrompt)
-        given = dialect.template_input(request, prompt)
+        given = chat_format.template_input(request, prompt)
         unlike = family == "coder" and request.answer_format is not None and prompt.tools is not None
         if family == "plain" or unlike:
             assert given["messages"] == write_tools_as_text(prompt.messages, prompt.tools, system=family != "plain")
@@ -229,9 +233,9 @@ def test_the_template_is_told_to_think_unless_the_caller_says_so(families: Mappi
     for options, expected in (({}, True), ({"enable_thinking": False}, None), ({"thinking": False}, None)):
         request = asked(options=options)
         assert isinstance(request.prompt, ChatPrompt)
-        given = families["seed"].dialect.template_input(request, request.prompt)
+        given = families["seed"].chat_format.template_input(request, request.prompt)
         assert given.get("enable_thinking") is expected
-        assert "enable_thinking" not in families["mistral"].dialect.template_input(request, request.prompt)
+        assert "enable_thinking" not in families["mistral"].chat_format.template_input(request, request.prompt)
 
 
 # What is enforced and what is parsed
@@ -264,7 +268,8 @@ def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str],
     # With and without a model's own tokens for thoughts and calls.
     compilers = {
         family: GrammarCompiler(
-            read_token_table(known.tokenizer, width=len(known.tokenizer), markers=known.dialect.marker_tokens), trials
+            read_token_table(known.tokenizer, width=len(known.tokenizer), markers=known.chat_format.marker_tokens),
+            trials,
         )
         for family, known in families.items()
         if family in ("hermes", "coder", "mistral")
@@ -285,21 +290,23 @@ def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str],
 def test_what_is_enforced_and_what_is_parsed(
     families: Mapping[str, Known],
     accepts: Callable[[str, str, str], bool],
-    case: tuple[str, str, bool, Thinking],
+    case: tuple[str, str, bool, ReasoningState],
 ) -> None:
     family, use, formatted, thinking = case
     named = "mistral" if family == "none" else family
-    dialect = families[named].dialect if family != "none" else replace(families[named].dialect, own_calls=None)
+    chat_format = (
+        families[named].chat_format if family != "none" else replace(families[named].chat_format, own_calls=None)
+    )
     request = asked(USES[use], JSON if formatted else None)
     own = family == "coder" and use == "auto" and not formatted
 
-    calls = dialect.calls_in(request)
+    calls = chat_format.call_format(request)
     assert (calls is None) is (use == "none")
     assert calls is None or (calls.parse is not None) is own
     assert own or calls in (None, GENERIC)
 
-    shape = dialect.shape(request, thinking)
-    thinks = dialect.thoughts is not None and thinking != "closed"
+    shape = chat_format.channel_format(request, thinking)
+    thinks = chat_format.reasoning_markers is not None and thinking != "closed"
     assert (shape is None) is (not thinks and use == "none")
     if shape is not None:
         content = BETWEEN if use in ("forced", "named") else CONTENT
@@ -307,11 +314,11 @@ def test_what_is_enforced_and_what_is_parsed(
         assert (REASONING in shape.transitions) is thinks
         assert shape.calls == calls or own
 
-    grammar = dialect.grammar(request, thinking)
+    grammar = chat_format.grammar(request, thinking)
     assert (grammar is None) is (own or (use == "none" and not formatted))
     if grammar is None:
         return
-    prefixes = THOUGHT[thinking] if dialect.thoughts is not None else ("",)
+    prefixes = THOUGHT[thinking] if chat_format.reasoning_markers is not None else ("",)
     expected = {prefix + TEXTS[name] for prefix in prefixes for name in allowed(use, formatted)}
     tried = {prefix + text for prefix in ("", "Hm.</think>\n\n", "<think>Hm.</think>\n\n") for text in TEXTS.values()}
     accepted = {text for text in tried if accepts(named, grammar, text)}
@@ -325,15 +332,15 @@ def test_what_is_enforced_and_what_is_parsed(
 def test_plain_prompts_have_no_shape(families: Mapping[str, Known]) -> None:
     request = GenerationRequest(prompt=TextPrompt(text="<think>"), answer_format=JSON)
     for known in families.values():
-        assert known.dialect.shape(request, "closed") is None
-        assert known.dialect.calls_in(request) is None
-    assert families["hermes"].dialect.grammar(request, "closed") is not None
+        assert known.chat_format.channel_format(request, "closed") is None
+        assert known.chat_format.call_format(request) is None
+    assert families["hermes"].chat_format.grammar(request, "closed") is not None
 
 
 def test_a_call_is_enforced_from_a_special_token_on(
     families: Mapping[str, Known], accepts: Callable[[str, str, str], bool]
 ) -> None:
-    grammar = families["hermes"].dialect.grammar(asked(TOOLS), "closed")
+    grammar = families["hermes"].chat_format.grammar(asked(TOOLS), "closed")
     assert grammar is not None
     assert accepts("hermes", grammar, f"Look: {CALL}\nAnd {OTHER} so")
     assert not accepts("hermes", grammar, "Look: <tool_call>weather</tool_call>")
@@ -349,18 +356,18 @@ def test_a_call_is_enforced_from_a_special_token_on(
     ],
 )
 def test_nothing_is_enforced_around_headers(families: Mapping[str, Known], changes: dict[str, Any], param: str) -> None:
-    dialect = families["harmony"].dialect
+    chat_format = families["harmony"].chat_format
     with pytest.raises(InvalidRequestError, match="headers") as refused:
-        dialect.grammar(asked(**changes), "closed")
+        chat_format.grammar(asked(**changes), "closed")
     assert refused.value.param == param
-    assert dialect.grammar(asked(TOOLS), "closed") is None
-    assert dialect.grammar(asked(), "closed") is None
+    assert chat_format.grammar(asked(TOOLS), "closed") is None
+    assert chat_format.grammar(asked(), "closed") is None
 
 
 @pytest.mark.parametrize("changes", [{"answer_format": JSON}, {"tools": TOOLS}, {"tools": USES["forced"]}])
 def test_an_answer_without_an_end_has_no_form(families: Mapping[str, Known], changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        families["hermes"].dialect.grammar(asked(**changes, ignore_eos=True), "closed")
+        families["hermes"].chat_format.grammar(asked(**changes, ignore_eos=True), "closed")
     assert refused.value.param == "ignore_eos"
     # Calls in the model's own format are parsed, not enforced.
-    assert families["coder"].dialect.grammar(asked(TOOLS, ignore_eos=True), "closed") is None
+    assert families["coder"].chat_format.grammar(asked(TOOLS, ignore_eos=True), "closed") is None

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
 from transformers import AutoTokenizer
 
-from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, AnswerShape, StopStrings
-from lmx_lab.engine.text.splitter import Decode, Detokenizer, Piece, TextSplitter
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat, StopStrings
+from lmx_lab.engine.text.splitter import Decode, Detokenizer, SplitText, TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
 from lmx_lab.values.models import ModelEntry
@@ -193,7 +193,7 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return text, False
 
 
-def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[Piece[int]]:
+def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[SplitText[int]]:
     """Every token is its own entry."""
     pieces = []
     for token in tokens:
@@ -327,8 +327,8 @@ def test_bytes_that_turn_out_to_be_one_character_go_together() -> None:
 
 def test_without_entries_pieces_have_none() -> None:
     splitter: TextSplitter[object] = TextSplitter(decode_bytes, ())
-    assert [splitter.add(token) for token in b"ab"] == [Piece("a", False), Piece("b", False)]
-    assert splitter.finish() == Piece("", False)
+    assert [splitter.add(token) for token in b"ab"] == [SplitText("a", False), SplitText("b", False)]
+    assert splitter.finish() == SplitText("", False)
 
 
 # With a shape
@@ -340,7 +340,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é€😀"}}\n</tool_call
 def test_an_empty_shape_changes_nothing(data: bytes, sizes: list[int], stops: list[str]) -> None:
     tokenizer = chunks(data, sizes)
     tokens = range(len(tokenizer.chunks))
-    plain, shaped = (run(TextSplitter(tokenizer.decode, stops, shape), tokens) for shape in (None, AnswerShape()))
+    plain, shaped = (run(TextSplitter(tokenizer.decode, stops, shape), tokens) for shape in (None, ChannelFormat()))
     assert plain == shaped
 
 
@@ -349,7 +349,7 @@ def test_a_literal_behind_half_a_character_leaves_all_else_whole(before: str, af
     half = len(before.encode()) + 1
     tokenizer = Tokens(f"{before}€[X]{after}", {*cuts, half}, ["[X]"])
     tokens = [token for token, start in enumerate(tokenizer.edges[:-1]) if start != half]
-    shape = AnswerShape(transitions={CONTENT: [("a[X]b", REASONING)]}, literals=tokenizer.literals)
+    shape = ChannelFormat(transitions={CONTENT: [("a[X]b", REASONING)]}, literals=tokenizer.literals)
     pieces = run(TextSplitter(tokenizer.decode, (), shape), tokens)
     (literal,) = tokenizer.literals
     torn = b"".join(tokenizer.chunks[token] for token in tokens if token < literal)
@@ -359,7 +359,7 @@ def test_a_literal_behind_half_a_character_leaves_all_else_whole(before: str, af
 
 def test_a_space_behind_a_literal_is_kept_as_behind_other_text() -> None:
     tokenizer = Chunks([b" a", b" b"])
-    shape = AnswerShape(transitions={CONTENT: [("[X]", CONTENT), ("[Y]z", CONTENT)]}, literals={2: "[X]", 3: "[Y]"})
+    shape = ChannelFormat(transitions={CONTENT: [("[X]", CONTENT), ("[Y]z", CONTENT)]}, literals={2: "[X]", 3: "[Y]"})
     splitter: TextSplitter[int] = TextSplitter(tokenizer.decode_with_leading_space, (), shape)
     pieces = [splitter.add(token) for token in [0, 1, 2, 1, 3, 1, 0]]
     assert [piece.text for piece in pieces] == ["a", " b", "", " b", "", "[Y] b", " a"]
@@ -374,7 +374,7 @@ def test_a_special_token_is_text_in_markers_and_in_calls_and_nothing_elsewhere()
         seen.append(text)
         return {"name": text, "arguments": {}}
 
-    shape = AnswerShape(
+    shape = ChannelFormat(
         transitions={CONTENT: [("<s>", TOOL)], TOOL: [("</s>", CONTENT)]},
         calls=CallFormat(start="<s>", end="</s>", parse=parse),
         literals=literals,

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder
 
-from lmx_lab.engine.text.channels import CONTENT, REASONING, AnswerShape
-from lmx_lab.engine.text.tool_calls import EnforcedCall, Numbering, ParsedCalls
+from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
+from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader
 from tests.engine.answers import Answer, Tokens, answer, merge, shape_of
 
 QWEN_CODER_CALL = (
@@ -68,7 +68,7 @@ class Case:
     ids: list[str] | None = None
 
     @property
-    def shape(self) -> AnswerShape:
+    def shape(self) -> ChannelFormat:
         return shape_of(self.parser, initial=self.initial)
 
 
@@ -232,7 +232,7 @@ def test_special_tokens_without_a_part_in_the_format_show_nothing() -> None:
 
 def test_ids_have_nine_letters_and_digits() -> None:
     for _ in range(50):
-        id_ = Numbering().begin("f").id
+        id_ = CallNumbering().begin("f").id
         assert id_ is not None
         assert len(id_) == 9
         assert id_.isascii()
@@ -240,7 +240,7 @@ def test_ids_have_nine_letters_and_digits() -> None:
 
 
 def test_a_models_own_id_is_kept_once() -> None:
-    numbering = Numbering()
+    numbering = CallNumbering()
     deltas = [numbering.begin("f", "{}", id_) for id_ in ("one", "one", "", None, "two")]
     ids = [delta.id for delta in deltas]
     assert (ids[0], ids[4]) == ("one", "two")
@@ -290,7 +290,7 @@ def endless() -> Any:
     ],
 )
 def test_whatever_a_parser_does_the_text_is_handed_back(parse: Callable[[str], Any]) -> None:
-    calls = ParsedCalls(parse, "<t>", Numbering())
+    calls = ParsedCallReader(parse, "<t>", CallNumbering())
     assert calls.feed("so") == calls.feed("me") == calls.close("</t>") == []
     assert not calls.accepted
     assert (calls.raw, calls.held) == ("<t>some</t>", 11)
@@ -298,7 +298,7 @@ def test_whatever_a_parser_does_the_text_is_handed_back(parse: Callable[[str], A
 
 @pytest.mark.parametrize("id_", [7, "", "\ud800"])
 def test_an_id_that_is_no_text_is_replaced(id_: Any) -> None:
-    calls = ParsedCalls(lambda _: {"name": "f", "arguments": {}, "id": id_}, "", Numbering())
+    calls = ParsedCallReader(lambda _: {"name": "f", "arguments": {}, "id": id_}, "", CallNumbering())
     (delta,) = calls.close("")
     assert delta.id != id_
     assert len(delta.id or "") == 9
@@ -331,7 +331,7 @@ def enforced(draw: st.DrawFn) -> tuple[str, str, str]:
 @given(enforced(), st.lists(st.integers(1, 6), min_size=1))
 def test_an_enforced_call_is_handed_on_as_written(call: tuple[str, str, str], sizes: list[int]) -> None:
     text, name, arguments = call
-    calls, at, deltas = EnforcedCall("<t>", Numbering()), 0, []
+    calls, at, deltas = EnforcedCallReader("<t>", CallNumbering()), 0, []
     for size in sizes * len(text):
         deltas += calls.feed(text[at : at + size])
         at += size
@@ -350,7 +350,7 @@ def test_enforced_calls_in_an_answer(one: tuple[str, str, str], two: tuple[str, 
 
 
 def test_an_enforced_call_is_handed_on_at_once() -> None:
-    calls = EnforcedCall("<t>", Numbering())
+    calls = EnforcedCallReader("<t>", CallNumbering())
     fed = ['\n{"na', 'me": "f', 'g"', ', "arguments"', ": {", '"x": "}\\', '"', '{"', "}", "} "]
     given = [[(delta.name, delta.arguments) for delta in calls.feed(text)] for text in fed]
     name, rest = [("fg", "")], [[(None, piece)] for piece in ["{", '"x": "}\\', '"', '{"', "}"]]
@@ -390,7 +390,7 @@ def test_an_enforced_argument_may_quote_the_markers() -> None:
 @pytest.mark.parametrize("parsed", [False, True])
 def test_the_work_grows_with_the_length_of_a_call_only(text: str, parsed: bool) -> None:
     def seconds(count: int) -> float:
-        calls = ParsedCalls(json.loads, "", Numbering()) if parsed else EnforcedCall("", Numbering())
+        calls = ParsedCallReader(json.loads, "", CallNumbering()) if parsed else EnforcedCallReader("", CallNumbering())
         begun = time.thread_time()
         calls.feed(text)
         for _ in range(count):
