@@ -20,8 +20,7 @@ from lmx_lab.engine.encoders.layers import (
     join_heads,
     split_heads,
 )
-from lmx_lab.engine.encoders.network import Config
-from lmx_lab.engine.encoders.padding import PaddedBatch
+from lmx_lab.engine.encoders.network import ModelConfig, PaddedBatch
 from lmx_lab.engine.encoders.tensors import Tensors, joined
 from lmx_lab.errors import UnusableModelError
 
@@ -37,7 +36,7 @@ def rename(name: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class BertLayer:
     heads: int
     qkv: Linear
     out: Linear
@@ -48,7 +47,7 @@ class Layer:
     norm: Norm
 
     @classmethod
-    def take(cls, tensors: Tensors, config: Config, name: str) -> Layer:
+    def take(cls, tensors: Tensors, config: ModelConfig, name: str) -> BertLayer:
         size, inner = config.size("hidden_size"), config.size("intermediate_size")
         eps = config.number("layer_norm_eps", 1e-12)
         attention = f"{name}.attention"
@@ -64,8 +63,8 @@ class Layer:
             norm=tensors.norm(f"{name}.output.LayerNorm", size, eps),
         )
 
-    def steps(self, x: mx.array, real: mx.array | None) -> Steps:
-        attended = join_heads((yield from attend(*split_heads(self.qkv(x), self.heads), real)))
+    def steps(self, x: mx.array, mask: mx.array | None) -> Steps:
+        attended = join_heads((yield from attend(*split_heads(self.qkv(x), self.heads), mask)))
         x = self.attention_norm(x + self.out(attended))
         return self.norm(x + self.down(self.act(self.up(x))))
 
@@ -80,14 +79,14 @@ class Bert:
     kinds: mx.array
     """Embeddings of the segments."""
     norm: Norm
-    layers: tuple[Layer, ...]
+    layers: tuple[BertLayer, ...]
     inner_size: int
     padding_id: int | None
     """Of a RoBERTa: this token has no position of its own."""
     padding_place: mx.array | None
 
     @classmethod
-    def take(cls, tensors: Tensors, config: Config) -> Bert:
+    def take(cls, tensors: Tensors, config: ModelConfig) -> Bert:
         """
         Raises:
             UnusableModelError: as of ``Tensors``, or the configuration asks for what is not known here.
@@ -107,7 +106,7 @@ class Bert:
             kinds=tensors.take("embeddings.token_type_embeddings.weight", config.size("type_vocab_size", 2), size),
             norm=tensors.norm("embeddings.LayerNorm", size, config.number("layer_norm_eps", 1e-12)),
             layers=tuple(
-                Layer.take(tensors, config, f"encoder.layer.{at}") for at in range(config.size("num_hidden_layers"))
+                BertLayer.take(tensors, config, f"encoder.layer.{at}") for at in range(config.size("num_hidden_layers"))
             ),
             inner_size=config.size("intermediate_size"),
             padding_id=padding,
@@ -130,26 +129,26 @@ class Bert:
     def segments(self) -> int:
         return int(self.kinds.shape[0])
 
-    def passes(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
+    def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
         x = self._embed(batch)
         for layer in self.layers:
-            x = yield from layer.steps(x, batch.real)
+            x = yield from layer.steps(x, batch.mask)
             yield x
         return x
 
     def _embed(self, batch: PaddedBatch) -> mx.array:
         length = batch.ids.shape[1]
         x = self.words[mx.array(batch.ids)] + self._placed(batch)
-        if (batch.second_at < batch.lengths).any():
-            second = np.arange(length) >= batch.second_at[:, None]
+        if (batch.second_start < batch.lengths).any():
+            second = np.arange(length) >= batch.second_start[:, None]
             return self.norm(x + self.kinds[mx.array(second.astype(np.int32))])
         return self.norm(x + self.kinds[0])
 
     def _placed(self, batch: PaddedBatch) -> mx.array:
         length = batch.ids.shape[1]
-        real = np.arange(length) < batch.lengths[:, None]
+        mask = np.arange(length) < batch.lengths[:, None]
         counted = batch.ids != self.padding_id
-        if self.padding_place is None or counted[real].all():
+        if self.padding_place is None or counted[mask].all():
             return self.places[:length]
         # A text may contain the padding token: it gets the padding's position, and no number.
         numbers = mx.array(np.maximum(np.cumsum(counted, axis=1) - 1, 0))
@@ -172,14 +171,14 @@ class FirstTokenHead:
     @classmethod
     def take(cls, tensors: Tensors, size: int, *, roberta: bool) -> FirstTokenHead:
         dense, out = ("classifier.dense", "classifier.out_proj") if roberta else ("pooler.dense", "classifier")
-        one_label(tensors.rows(f"{out}.weight"))
+        require_one_label(tensors.rows(f"{out}.weight"))
         return cls(tensors.linear(dense, size, size), tensors.linear(out, size, 1))
 
     def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
         return self.out(mx.tanh(self.dense(hidden[:, 0]))).squeeze(-1)
 
 
-def one_label(labels: int) -> None:
+def require_one_label(labels: int) -> None:
     """
     Raises:
         UnusableModelError: a classifier of several classes.

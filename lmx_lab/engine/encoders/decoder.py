@@ -13,11 +13,10 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
-from lmx_lab.engine.encoders.bert import one_label
-from lmx_lab.engine.encoders.layers import SCORES_BYTES, Steps, finished, on_cpu
-from lmx_lab.engine.encoders.network import Config
-from lmx_lab.engine.encoders.padding import PaddedBatch
-from lmx_lab.engine.encoders.recipe import LogitTokens
+from lmx_lab.engine.encoders.bert import require_one_label
+from lmx_lab.engine.encoders.layers import SCORES_BYTES, Steps, on_cpu, run_to_end
+from lmx_lab.engine.encoders.network import ModelConfig, PaddedBatch
+from lmx_lab.engine.encoders.sentence_transformers import LogitTokens
 from lmx_lab.engine.encoders.tensors import require_finite
 from lmx_lab.engine.mlx.weights_dtype import DTYPES, fit_weights
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
@@ -40,7 +39,7 @@ class Decoder:
     itemsize: int
     positions: int | None = None
 
-    def passes(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
+    def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
         x = self.inner.embed_tokens(mx.array(batch.ids))
         chunk = self._chunk(*batch.ids.shape)
         for layer in self.inner.layers:
@@ -83,7 +82,7 @@ class LastTokenHead:
         return batch.last(hidden).astype(mx.float32) @ self.weight
 
 
-def read_decoder(folder: Path, config: Config, *, limit_bytes: int, dtype: str) -> Decoder:
+def read_decoder(folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str) -> Decoder:
     """A decoder for its hidden states; a head that writes text is not read.
 
     Raises:
@@ -94,19 +93,21 @@ def read_decoder(folder: Path, config: Config, *, limit_bytes: int, dtype: str) 
     return _network(model)
 
 
-def read_classifier(folder: Path, config: Config, *, limit_bytes: int, dtype: str) -> tuple[Decoder, LastTokenHead]:
+def read_classifier(
+    folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str
+) -> tuple[Decoder, LastTokenHead]:
     """A decoder with a ``score`` layer of one label. Raises as ``read_decoder`` does."""
     model, score = _read(folder, config, limit_bytes=limit_bytes, dtype=dtype, head=False)
     if score is None:
         raise UnusableModelError("the tensor score.weight is missing")
-    one_label(int(score.shape[0]))
+    require_one_label(int(score.shape[0]))
     weight = score[0].astype(mx.float32)
     require_finite("score.weight", weight)
     return _network(model), LastTokenHead(weight)
 
 
 def read_logit_reranker(
-    folder: Path, config: Config, tokens: LogitTokens, *, limit_bytes: int, dtype: str
+    folder: Path, config: ModelConfig, tokens: LogitTokens, *, limit_bytes: int, dtype: str
 ) -> tuple[Decoder, LastTokenHead]:
     """A decoder and the two tokens whose logits are its score. Raises as ``read_decoder`` does."""
     model, _ = _read(folder, config, limit_bytes=limit_bytes, dtype=dtype, head=True)
@@ -139,7 +140,9 @@ def _logit_rows(model: Any, ids: list[int]) -> mx.array:
     return mx.array(rows, mx.float32)
 
 
-def _read(folder: Path, config: Config, *, limit_bytes: int, dtype: str, head: bool) -> tuple[Any, mx.array | None]:
+def _read(
+    folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str, head: bool
+) -> tuple[Any, mx.array | None]:
     """mlx-lm's model with its weights in memory, and the weight of a ``score`` layer."""
     if config.values.get("is_causal") is False or config.flag("use_bidirectional_attention"):
         raise UnusableModelError("its tokens look ahead (config.json); only causal decoders are known here")
@@ -206,7 +209,7 @@ def _try_layers(model: Any) -> None:
     x = model.model.embed_tokens(mx.array(TRIAL))
     try:
         for layer in model.model.layers:
-            x = finished(_through(layer, x, x.shape[1]))
+            x = run_to_end(_through(layer, x, x.shape[1]))
         found = model.model.norm(x).astype(mx.float32)
     except (TypeError, AttributeError) as exc:
         raise UnusableModelError(f"its layers in mlx-lm cannot be run one by one: {exc}") from exc

@@ -113,7 +113,7 @@ Steps = Generator[mx.array, None, mx.array]
 """A computation in steps: each is yielded, not yet computed, and the last one is returned."""
 
 
-def finished(steps: Steps) -> mx.array:
+def run_to_end(steps: Steps) -> mx.array:
     """What comes of it, for those who need not do anything in between."""
     try:
         while True:
@@ -137,13 +137,13 @@ def join_heads(x: mx.array) -> mx.array:
 
 
 def attend(
-    queries: mx.array, keys: mx.array, values: mx.array, real: mx.array | None, window: int | None = None
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, window: int | None = None
 ) -> Steps:
     """Attention of all tokens to all, or to those that are at most ``window`` away. A step is a block of bounded size.
 
     Args:
         queries: (rows, heads, length, head size), like keys and values.
-        real: (rows, length), False for padding; None if there is none.
+        mask: (rows, length), False for padding; None if there is none.
     """
     rows, heads, length, size = queries.shape
     block = block_length(rows, heads, length, window)
@@ -156,7 +156,7 @@ def attend(
             keys[:, :, low:high],
             values[:, :, low:high],
             scale=size**-0.5,
-            mask=_mask(real, window, (start, stop), (low, high)),
+            mask=_mask(mask, window, (start, stop), (low, high)),
         )
         blocks.append(part)
         if block < length:
@@ -175,10 +175,10 @@ def block_length(rows: int, heads: int, length: int, window: int | None) -> int:
 
 
 def _mask(
-    real: mx.array | None, window: int | None, queries: tuple[int, int], keys: tuple[int, int]
+    mask: mx.array | None, window: int | None, queries: tuple[int, int], keys: tuple[int, int]
 ) -> mx.array | None:
     """Which keys a query sees, to be broadcast to (rows, heads, queries, keys); None: all of them."""
-    mask = None if real is None else real[:, None, None, keys[0] : keys[1]]
+    mask = None if mask is None else mask[:, None, None, keys[0] : keys[1]]
     if window is None or (queries[1] - keys[0] - 1 <= window and keys[1] - queries[0] - 1 <= window):
         return mask
     distance = mx.abs(mx.arange(*queries)[:, None] - mx.arange(*keys)[None])

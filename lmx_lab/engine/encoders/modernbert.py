@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from lmx_lab.engine.encoders.bert import one_label
+from lmx_lab.engine.encoders.bert import require_one_label
 from lmx_lab.engine.encoders.layers import (
     ACTIVATIONS,
     Linear,
@@ -21,10 +21,9 @@ from lmx_lab.engine.encoders.layers import (
     join_heads,
     split_heads,
 )
-from lmx_lab.engine.encoders.network import Config
-from lmx_lab.engine.encoders.padding import PaddedBatch
+from lmx_lab.engine.encoders.network import ModelConfig, PaddedBatch
 from lmx_lab.engine.encoders.pooling import pool
-from lmx_lab.engine.encoders.recipe import PoolingMode
+from lmx_lab.engine.encoders.sentence_transformers import PoolingMode
 from lmx_lab.engine.encoders.tensors import Tensors
 from lmx_lab.errors import UnusableModelError
 
@@ -39,7 +38,7 @@ def rename(name: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class ModernBertLayer:
     heads: int
     window: int | None
     """Tokens to either side that a token looks at; None for all."""
@@ -54,7 +53,7 @@ class Layer:
     down: Linear
 
     @classmethod
-    def take(cls, tensors: Tensors, config: Config, at: int) -> Layer:
+    def take(cls, tensors: Tensors, config: ModelConfig, at: int) -> ModernBertLayer:
         name, size, inner = f"layers.{at}", config.size("hidden_size"), config.size("intermediate_size")
         kind = _kind(config, at)
         eps, norm_bias = config.number("norm_eps", 1e-5), config.flag("norm_bias")
@@ -73,11 +72,11 @@ class Layer:
             down=tensors.linear(f"{name}.mlp.Wo", inner, size, bias=mlp),
         )
 
-    def steps(self, x: mx.array, real: mx.array | None) -> Steps:
+    def steps(self, x: mx.array, mask: mx.array | None) -> Steps:
         normed = x if self.attention_norm is None else self.attention_norm(x)
         queries, keys, values = split_heads(self.qkv(normed), self.heads)
         queries, keys = self._turned(queries), self._turned(keys)
-        attended = yield from attend(queries, keys, values, real, self.window)
+        attended = yield from attend(queries, keys, values, mask, self.window)
         x = x + self.out(join_heads(attended))
         inputs, gates = mx.split(self.up(self.norm(x)), 2, axis=-1)
         return x + self.down(self.act(inputs) * gates)
@@ -86,7 +85,7 @@ class Layer:
         return mx.fast.rope(x, x.shape[-1], traditional=False, base=self.theta, scale=1.0, offset=0)
 
 
-def _kind(config: Config, at: int) -> str:
+def _kind(config: ModelConfig, at: int) -> str:
     kinds = config.values.get("layer_types")
     if kinds is None:
         return LOCAL if at % config.size("global_attn_every_n_layers", 3) else GLOBAL
@@ -95,7 +94,7 @@ def _kind(config: Config, at: int) -> str:
     return str(kinds[at])
 
 
-def _theta(config: Config, kind: str) -> float:
+def _theta(config: ModelConfig, kind: str) -> float:
     """The base of the rotary positions. transformers 5 nests it under the kind of layer."""
     key, default = THETA[kind]
     if config.values.get("rope_scaling"):
@@ -108,7 +107,7 @@ def _theta(config: Config, kind: str) -> float:
                 f"config.json wants rotary positions of type {found['rope_type']!r}; not known here"
             )
         if "rope_theta" in found:
-            return Config(found).number("rope_theta", default)
+            return ModelConfig(found).number("rope_theta", default)
     return config.number(key, default) if config.values.get(key) is not None else default
 
 
@@ -118,13 +117,13 @@ class ModernBert:
 
     words: mx.array
     norm: Norm
-    layers: tuple[Layer, ...]
+    layers: tuple[ModernBertLayer, ...]
     final_norm: Norm
     inner_size: int
     positions: int
 
     @classmethod
-    def take(cls, tensors: Tensors, config: Config) -> ModernBert:
+    def take(cls, tensors: Tensors, config: ModelConfig) -> ModernBert:
         """
         Raises:
             UnusableModelError: as of ``Tensors``, or the configuration asks for what is not known here.
@@ -135,7 +134,7 @@ class ModernBert:
         return cls(
             words=tensors.take("embeddings.tok_embeddings.weight", config.size("vocab_size"), size),
             norm=tensors.norm("embeddings.norm", size, eps, bias=norm_bias),
-            layers=tuple(Layer.take(tensors, config, at) for at in range(config.size("num_hidden_layers"))),
+            layers=tuple(ModernBertLayer.take(tensors, config, at) for at in range(config.size("num_hidden_layers"))),
             final_norm=tensors.norm("final_norm", size, eps, bias=norm_bias),
             inner_size=config.size("intermediate_size"),
             positions=config.size("max_position_embeddings", 8192),
@@ -149,10 +148,10 @@ class ModernBert:
     def vocabulary_size(self) -> int:
         return int(self.words.shape[0])
 
-    def passes(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
+    def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
         x = self.norm(self.words[mx.array(batch.ids)])
         for layer in self.layers:
-            x = yield from layer.steps(x, batch.real)
+            x = yield from layer.steps(x, batch.mask)
             yield x
         return self.final_norm(x)
 
@@ -174,11 +173,11 @@ class ModernBertHead:
     out: Linear
 
     @classmethod
-    def take(cls, tensors: Tensors, config: Config) -> ModernBertHead:
+    def take(cls, tensors: Tensors, config: ModelConfig) -> ModernBertHead:
         mode = config.values.get("classifier_pooling", "cls")
         if mode not in {"cls", "mean"}:
             raise UnusableModelError(f"config.json wants the classifier_pooling {mode!r}; known are cls and mean")
-        one_label(tensors.rows("classifier.weight"))
+        require_one_label(tensors.rows("classifier.weight"))
         size, norm_bias = config.size("hidden_size"), config.flag("norm_bias")
         return cls(
             mode=mode,

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, Protocol
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
-from lmx_lab.engine.encoders.padding import PaddedBatch
+from lmx_lab.engine.encoders.tokenizer import TextTokens
 from lmx_lab.errors import UnusableModelError
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """Rows of token ids, padded on the right to the longest."""
+
+    ids: NDArray[np.int32]
+    """(rows, length)"""
+    lengths: NDArray[np.int32]
+    """(rows,), without padding."""
+    skipped_tokens: NDArray[np.int32]
+    """(rows,), leading tokens that are left out of pooling."""
+    second_start: NDArray[np.int32]
+    """(rows,), where the second segment begins; the row's length where there is none."""
+    mask: mx.array | None
+    """(rows, length), False for padding; None if there is no padding."""
+
+    @classmethod
+    def of(cls, texts: Sequence[TextTokens]) -> Self:
+        lengths = np.array([len(text.tokens) for text in texts], np.int32)
+        ids = np.zeros((len(texts), int(lengths.max())), np.int32)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text.tokens)] = text.tokens
+        starts = [len(text.tokens) if text.second_start is None else text.second_start for text in texts]
+        padded = bool((lengths < ids.shape[1]).any())
+        return cls(
+            ids=ids,
+            lengths=lengths,
+            skipped_tokens=np.array([text.skipped_tokens for text in texts], np.int32),
+            second_start=np.array(starts, np.int32),
+            mask=mx.array(np.arange(ids.shape[1]) < lengths[:, None]) if padded else None,
+        )
+
+    def last(self, hidden: mx.array) -> mx.array:
+        """(rows, size): of (rows, length, size) what stands at each row's last token."""
+        return hidden[mx.arange(len(self.lengths)), mx.array(self.lengths - 1)]
 
 
 class Network(Protocol):
@@ -23,7 +62,7 @@ class Network(Protocol):
         """Tokens of one text at most; None if nothing limits them."""
         ...
 
-    def passes(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
+    def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
         """Yield the hidden state (rows, length, size) after each layer, not yet computed; return the last one."""
         ...
 
@@ -38,7 +77,7 @@ class Head(Protocol):
         ...
 
 
-class Config:
+class ModelConfig:
     """A ``config.json``, its values checked when they are read."""
 
     def __init__(self, values: dict[str, Any]) -> None:

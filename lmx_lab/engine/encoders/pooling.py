@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from lmx_lab.engine.encoders.layers import TORCH_ACTIVATIONS, Norm, activation
-from lmx_lab.engine.encoders.padding import PaddedBatch
-from lmx_lab.engine.encoders.recipe import Dense, LayerNorm, Normalize, Pooling, PoolingMode, Step
+from lmx_lab.engine.encoders.network import PaddedBatch
+from lmx_lab.engine.encoders.sentence_transformers import Dense, LayerNorm, Normalize, Pooling, PoolingMode, Step
 from lmx_lab.engine.encoders.tensors import Tensors
 
 SMALLEST_LENGTH = 1e-12
@@ -37,14 +37,14 @@ class PooledHead:
 
 
 def pool(hidden: mx.array, batch: PaddedBatch, mode: PoolingMode) -> mx.array:
-    """(rows, size) of (rows, length, size); padding and skipped tokens count for nothing."""
+    """(rows, size) of (rows, length, size); padding and skipped_tokens tokens count for nothing."""
     match mode:
         case "cls":
-            return hidden[mx.arange(len(batch.skipped)), mx.array(batch.skipped)]
+            return hidden[mx.arange(len(batch.skipped_tokens)), mx.array(batch.skipped_tokens)]
         case "lasttoken":
             return batch.last(hidden)
     place = np.arange(hidden.shape[1])
-    counted = (place < batch.lengths[:, None]) & (place >= batch.skipped[:, None])
+    counted = (place < batch.lengths[:, None]) & (place >= batch.skipped_tokens[:, None])
     if mode == "max":
         return mx.where(mx.array(counted)[..., None], hidden, -mx.inf).max(axis=1)
     weights = counted * (place + 1) if mode == "weightedmean" else counted

@@ -255,4 +255,4 @@ def load(listed: ModelEntry, **settings: Any) -> LoadedEncoder:
 def embed(model: LoadedEncoder, *inputs: str | tuple[int, ...], **options: Any) -> Vectors:
     """Vectors of texts, computed in one batch."""
     options = {"input_type": None, "truncate": False} | options
-    return run(model.passes(model.texts.texts(inputs, **options)))
+    return run(model.forward(model.texts.texts(inputs, **options)))

@@ -179,16 +179,16 @@ def test_neighbours_make_no_difference(request: pytest.FixtureRequest, kind: str
 def test_a_batch_can_be_computed_layer_by_layer_and_given_up(bert: Load) -> None:
     model = bert()
     batch = [TextTokens((2, 5, 3)), TextTokens((2, 3))]
-    passes = model.passes(batch)
+    passes = model.forward(batch)
     first = next(passes)
     mx.eval(first)
     assert first.shape == (2, 3, 32)
     passes.close()
-    assert len(list(model.passes(batch))) == 2
+    assert len(list(model.forward(batch))) == 2
     del first, passes
     gc.collect()
     before = memory.used_bytes()
-    left = model.passes(batch)
+    left = model.forward(batch)
     mx.eval(next(left))
     left.close()
     del left

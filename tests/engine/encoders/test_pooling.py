@@ -20,7 +20,7 @@ TOKENS = ((2, 5, 7, 9, 3), (2, 6, 3))
 
 def hidden(model: LoadedEncoder, tokens: tuple[int, ...]) -> Vectors:
     """(length, size) of one text: the last array that the generator yields."""
-    states = [np.array(state) for state in model.passes([TextTokens(tokens)])]
+    states = [np.array(state) for state in model.forward([TextTokens(tokens)])]
     return np.asarray(states[-1][0])
 
 
@@ -86,10 +86,10 @@ def test_a_prompt_can_be_left_out_of_pooling(bert: Load) -> None:
     model = bert(pooling_files("mean_tokens", normalize=False, include_prompt=False) | prompts)
     tokens = model.texts.texts(["the cat"], input_type="query", truncate=False)
     plain = model.texts.texts(["the cat"], input_type=None, truncate=False)
-    assert tokens[0].skipped == len(tokens[0].tokens) - len(plain[0].tokens) + 1
-    states = hidden(model, tokens[0].tokens)[tokens[0].skipped :]
+    assert tokens[0].skipped_tokens == len(tokens[0].tokens) - len(plain[0].tokens) + 1
+    states = hidden(model, tokens[0].tokens)[tokens[0].skipped_tokens :]
     other = model.texts.texts(["a big dog sits on the mat"], input_type="query", truncate=False)
-    np.testing.assert_allclose(run(model.passes(tokens + other))[0], states.mean(0), atol=1e-5)
+    np.testing.assert_allclose(run(model.forward(tokens + other))[0], states.mean(0), atol=1e-5)
 
 
 @pytest.mark.parametrize(("activation", "act"), [("Tanh", np.tanh), ("Identity", lambda x: x)])

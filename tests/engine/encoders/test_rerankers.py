@@ -63,9 +63,9 @@ def test_a_cross_encoder_gives_one_score_for_each_document(bert: Load) -> None:
     model = bert(labels=1)
     assert (model.method, model.dimensions) == ("cross-encoder", None)
     pairs = model.texts.pairs("where is paris", ["the capital of france", "a cat", ""], truncate=False)
-    together = run(model.passes(pairs))
+    together = run(model.forward(pairs))
     assert together.shape == (3,)
-    alone = np.concatenate([run(model.passes([pair])) for pair in pairs])
+    alone = np.concatenate([run(model.forward([pair])) for pair in pairs])
     np.testing.assert_allclose(together, alone, atol=1e-5)
 
 
@@ -87,9 +87,9 @@ def test_a_score_may_come_from_pooling_and_modules(tmp_path: Path, bert: Load) -
     }
     model = bert(files)
     [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
-    first = np.array(list(model.passes([pair]))[-1][0, 0])
+    first = np.array(list(model.forward([pair]))[-1][0, 0])
     normed = (first - first.mean()) / np.sqrt(first.var() + 1e-5) * norm["norm.weight"] + 1
-    np.testing.assert_allclose(run(model.passes([pair])), dense["linear.weight"] @ normed + 1, atol=1e-4)
+    np.testing.assert_allclose(run(model.forward([pair])), dense["linear.weight"] @ normed + 1, atol=1e-4)
     with pytest.raises(UnusableModelError, match="leave 32 numbers; a reranker has one"):
         bert(files | {"modules.json": modules("Pooling", "LayerNorm")})
 
@@ -98,7 +98,7 @@ def test_segments_make_a_difference(bert: Load) -> None:
     model = bert(labels=1)
     [pair] = model.texts.pairs("the cat", ["a dog"], truncate=False)
     without = type(pair)(pair.tokens)
-    assert abs(run(model.passes([pair])) - run(model.passes([without])))[0] > 1e-3
+    assert abs(run(model.forward([pair])) - run(model.forward([without])))[0] > 1e-3
 
 
 def test_a_decoder_is_asked_through_its_chat_template(logit_reranker: LoadedEncoder) -> None:
@@ -176,7 +176,7 @@ def test_a_qwen3_classifier_ranks_by_its_one_label(qwen3: Load) -> None:
     assert model.method == "decoder"
     pairs = model.texts.pairs("cat", ["dog", "a very big bird"], truncate=False)
     assert pairs[0].tokens == (2, 7, 3, 8, 3)
-    assert run(model.passes(pairs)).shape == (2,)
+    assert run(model.forward(pairs)).shape == (2,)
     carded = qwen3({"README.md": QWEN_CARD}, change={"score.weight": weight}, tokenizer=limits, **config)
     assert carded.texts.pairs("cat", ["dog"], truncate=False)[0].tokens == qwen_prompt("cat", "dog")
 

@@ -137,7 +137,7 @@ def test_pairs_have_two_segments(bert: Load) -> None:
     model = bert(labels=1)
     [pair] = model.texts.pairs("the cat", ["a dog"], truncate=False)
     assert pair.tokens == (2, 5, 7, 3, 6, 8, 3)
-    assert pair.second_at == 4
+    assert pair.second_start == 4
 
 
 def test_a_default_prompt_goes_before_the_query_of_a_pair(bert: Load) -> None:

@@ -106,7 +106,7 @@ def test_rows_come_back_in_the_order_of_the_texts() -> None:
 def test_equal_texts_are_computed_once() -> None:
     work, encoder = encoding(), Watched()
     asked = EncodeJob(
-        texts=[TextTokens((1, 2)), TextTokens((5,)), TextTokens((1, 2)), TextTokens((1, 2), second_at=1)],
+        texts=[TextTokens((1, 2)), TextTokens((5,)), TextTokens((1, 2)), TextTokens((1, 2), second_start=1)],
         encoder=cast(Any, weakref.ref(encoder)),
         model_id="watched",
         arrived_at=time.perf_counter(),

@@ -76,7 +76,7 @@ class LogitTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts:
+class EncodingPrompts:
     """Texts that go before a text to embed, by the names that the model's files give them."""
 
     by_name: dict[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatForm:
+class ChatTemplateInput:
     """The model's chat template makes the text: a query and a document are messages with roles of that name."""
 
     system: str = ""
@@ -101,26 +101,26 @@ class ChatForm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class SentenceTransformersConfig:
     pooling: Pooling | None
     """None where the files do not say."""
     steps: tuple[Step, ...]
     logit_tokens: LogitTokens | None
     listed: bool
     """Whether there is a list of modules at all."""
-    prompts: Prompts
+    prompts: EncodingPrompts
     lower_case: bool
     """Texts are lower-cased before anything else."""
     max_tokens: int | None
     """Of one text, special tokens included; None where the files leave it to the tokenizer."""
-    chat: ChatForm | None
+    chat: ChatTemplateInput | None
     """None where the files do not ask for it."""
     plain: bool
     """The files ask for texts and pairs as they are."""
     activation: Activation
 
 
-def read_recipe(folder: Path) -> Recipe:
+def read_sentence_transformers(folder: Path) -> SentenceTransformersConfig:
     """The modules, prompts and options in a model's folder.
 
     Raises:
@@ -141,7 +141,7 @@ def read_recipe(folder: Path) -> Recipe:
             case _ if name not in IDLE_MODULES:
                 steps.append(_step(name, path))
     prompts = _prompts(settings)
-    return Recipe(
+    return SentenceTransformersConfig(
         pooling=pooling,
         steps=tuple(steps),
         logit_tokens=logit_tokens,
@@ -229,21 +229,21 @@ def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _prompts(settings: dict[str, Any]) -> Prompts:
+def _prompts(settings: dict[str, Any]) -> EncodingPrompts:
     table = settings.get("prompts")
     by_name = {name: text for name, text in table.items() if isinstance(text, str)} if isinstance(table, dict) else {}
     default = settings.get("default_prompt_name")
-    return Prompts(by_name=by_name, default=default if isinstance(default, str) else None)
+    return EncodingPrompts(by_name=by_name, default=default if isinstance(default, str) else None)
 
 
-def _chat(transformer: dict[str, Any], system: str) -> ChatForm | None:
+def _chat(transformer: dict[str, Any], system: str) -> ChatTemplateInput | None:
     kinds = transformer.get("modality_config")
     if not isinstance(kinds, dict) or not isinstance(kinds.get("message"), dict):
         return None
     processing = transformer.get("processing_kwargs")
     options = processing.get("chat_template") if isinstance(processing, dict) else None
     options = {key: value for key, value in (options or {}).items() if key != "restore_suffix"}
-    return ChatForm(system=system, structured=kinds["message"].get("format") == "structured", options=options)
+    return ChatTemplateInput(system=system, structured=kinds["message"].get("format") == "structured", options=options)
 
 
 def _activation(settings: dict[str, Any], config: dict[str, Any]) -> Activation:

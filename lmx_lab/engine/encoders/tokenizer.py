@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as Normalizers
 
-from lmx_lab.engine.encoders.prompts import Frame, PairForm
-from lmx_lab.engine.encoders.recipe import Prompts
+from lmx_lab.engine.encoders.sentence_transformers import ChatTemplateInput, EncodingPrompts
+from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
 from lmx_lab.values.encoding import InputType
 
@@ -20,14 +21,96 @@ AMPLE_CHARACTERS = 10
 """More than a token shows of ordinary text."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairText:
+    """What stands around every document of one query."""
+
+    before: str
+    after: str
+    strip: bool = False
+    """The document goes in without the white space at its ends."""
+
+
+class PairFormat(Protocol):
+    def frame(self, query: str) -> PairText: ...
+
+
+class QwenPairFormat:
+    """The prompt that Qwen3-Reranker was trained with, as its model card documents it."""
+
+    def frame(self, query: str) -> PairText:
+        judge = (
+            "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+            'Note that the answer can only be "yes" or "no".'
+        )
+        instruct = "Given a web search query, retrieve relevant passages that answer the query"
+        return PairText(
+            before=f"<|im_start|>system\n{judge}<|im_end|>\n<|im_start|>user\n"
+            f"<Instruct>: {instruct}\n<Query>: {query}\n<Document>: ",
+            after="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        )
+
+
+class ChatPairFormat:
+    """The model's chat template, rendered once for each query."""
+
+    def __init__(self, tokenizer: Any, form: ChatTemplateInput, model: str) -> None:
+        """Tries the template out.
+
+        Raises:
+            UnusableModelError: the template fails, or does not show both the query and the document.
+        """
+        self._tokenizer = tokenizer
+        self._form = form
+        self._model = model
+        try:
+            frame = self.frame(probe := uuid.uuid4().hex)
+        except InvalidRequestError as exc:
+            raise UnusableModelError(exc.message) from exc
+        if probe not in frame.before + frame.after:
+            raise UnusableModelError("its chat template does not show a message with the role query")
+
+    def frame(self, query: str) -> PairText:
+        """
+        Raises:
+            InvalidRequestError: the template refuses this query.
+        """
+        mark = uuid.uuid4().hex
+        # White space around the mark shows whether the template strips documents.
+        document = f"\n {mark} \n"
+        text = self._render(query, document)
+        strip = document not in text
+        before, found, after = text.partition(mark if strip else document)
+        if not found:
+            raise InvalidRequestError(f"the chat template of {self._model} does not show the document", param="query")
+        return PairText(before=before, after=after, strip=strip)
+
+    def _render(self, query: str, document: str) -> str:
+        messages = [self._message("query", query), self._message("document", document)]
+        if self._form.system:
+            messages.insert(0, self._message("system", self._form.system))
+        try:
+            return render_chat(self._tokenizer, messages, **self._form.options)
+        except TemplateLimitError as exc:
+            raise InvalidRequestError(f"the chat template of {self._model} {exc}, its limit", param="query") from exc
+        # A template is a program that comes with the model: it may raise anything.
+        except Exception as exc:
+            raise InvalidRequestError(
+                f"the chat template of {self._model} refuses the roles query and document: {exc}", param="query"
+            ) from exc
+
+    def _message(self, role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": "text", "text": text}] if self._form.structured else text}
+
+
 @dataclass(frozen=True)
 class TextTokens:
     """One text, or a query with a document, ready to compute."""
 
     tokens: tuple[int, ...]
-    second_at: int | None = None
+    second_start: int | None = None
     """Where the second segment begins, for pairs of models that tell segments apart."""
-    skipped: int = 0
+    skipped_tokens: int = 0
     """Leading tokens that are left out of pooling: a prompt, if the model's files say so."""
 
 
@@ -41,9 +124,9 @@ class TextRules:
     segments: bool = False
     """Pairs have two segments."""
     include_prompt: bool = True
-    prompts: Prompts = field(default_factory=Prompts)
+    prompts: EncodingPrompts = field(default_factory=EncodingPrompts)
     lower_case: bool = False
-    pairs: PairForm | None = None
+    pairs: PairFormat | None = None
     """The text that a decoder reads about a pair; None joins pairs as the tokenizer does."""
 
 
@@ -93,13 +176,14 @@ class TextTokenizer:
         """
         places = [param if first is None else f"{param}.{first + at}" for at in range(len(inputs))]
         prompt = self._rules.prompts.of(input_type)
-        skipped = 0 if self._rules.include_prompt else self._prompt_tokens(prompt)
+        skipped_tokens = 0 if self._rules.include_prompt else self._prompt_tokens(prompt)
         texts = {at: prompt + text for at, text in enumerate(inputs) if isinstance(text, str)}
         for at, text in texts.items():
             _check_characters(text, places[at])
         encoded = self._encode(list(texts.values()), [places[at] for at in texts], truncate=truncate)
         found = {
-            at: TextTokens(ids, skipped=min(skipped, len(ids) - 1)) for at, ids in zip(texts, encoded, strict=True)
+            at: TextTokens(ids, skipped_tokens=min(skipped_tokens, len(ids) - 1))
+            for at, ids in zip(texts, encoded, strict=True)
         }
         for at, tokens in enumerate(inputs):
             if not isinstance(tokens, str):
@@ -136,11 +220,11 @@ class TextTokenizer:
 
     def _pair(self, encoding: Any) -> TextTokens:
         kinds = encoding.type_ids
-        second_at = kinds.index(1) if self._rules.segments and 1 in kinds else None
-        return TextTokens(tuple(encoding.ids), second_at=second_at)
+        second_start = kinds.index(1) if self._rules.segments and 1 in kinds else None
+        return TextTokens(tuple(encoding.ids), second_start=second_start)
 
     def _framed(
-        self, form: PairForm, query: str, documents: Sequence[str], places: list[str], *, truncate: bool
+        self, form: PairFormat, query: str, documents: Sequence[str], places: list[str], *, truncate: bool
     ) -> list[TextTokens]:
         frame = form.frame(query)
         self._check_room(len(self._backend.encode(frame.before + frame.after, add_special_tokens=False).ids))
@@ -156,7 +240,7 @@ class TextTokenizer:
                 found[at] = self._fitting(frame, parts[at][len(frame.before) : len(parts[at]) - len(frame.after)])
         return [TextTokens(tuple(ids)) for ids in found]
 
-    def _fitting(self, frame: Frame, document: str) -> list[int]:
+    def _fitting(self, frame: PairText, document: str) -> list[int]:
         """As much of the document as there is room for, joined again each time, since tokens reach over the seams."""
         context = self._rules.context_length
         while True:
