@@ -1,6 +1,6 @@
-"""What the sentence-transformers files beside a model say about the way from its last layer to a vector or a score.
+"""Read the sentence-transformers files of a model: how its hidden states become a vector or a score.
 
-``modules.json`` lists modules; the first is the transformer itself, those of the others have a folder each with its
+``modules.json`` lists the modules. The first is the transformer itself; each of the others has a folder with a
 ``config.json``. The keys are those of sentence-transformers 2 to 6.
 """
 
@@ -28,48 +28,54 @@ OLD_POOLING_KEYS: dict[str, PoolingMode] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""In the order in which several are joined to one vector."""
+"""In the order in which the vectors of several modes are concatenated."""
 ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 PROMPT_NAMES: dict[InputType, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
-IDLE_MODULES = frozenset({"Dropout"})
+IGNORED_MODULES = frozenset({"Dropout"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pooling:
-    """From the hidden states of a text's tokens to one vector; the vectors of several modes are joined."""
+    """Pools the hidden states of a text's tokens to one vector; the vectors of several modes are concatenated."""
 
     modes: tuple[PoolingMode, ...]
     include_prompt: bool = True
+    """Whether tokens of the prompt are pooled too."""
 
 
 @dataclass(frozen=True)
 class Normalize:
-    """To length 1."""
+    """Scales the vector to length 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """A linear layer and an activation on the pooled vector; the weights are in the folder."""
+    """Applies a linear layer and an activation to the vector."""
 
     folder: Path
+    """Folder with the weights."""
     inputs: int
     outputs: int
     bias: bool
     activation: str
-    """The last part of PyTorch's class name: ``Tanh``, ``Identity`` …"""
+    """Last part of PyTorch's class name, such as ``Tanh``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm:
+    """Normalizes the vector by a layer norm."""
+
     folder: Path
+    """Folder with the weights."""
 
 
-Step = Normalize | Dense | LayerNorm
+Module = Normalize | Dense | LayerNorm
+"""A module after the pooling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTokens:
-    """A reranker's score is the logit of one token, less that of another."""
+    """The tokens whose logits make the score of a reranker: the logit of ``true``, minus that of ``false`` if given."""
 
     true: int
     false: int | None
@@ -77,12 +83,14 @@ class LogitTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingPrompts:
-    """Texts that go before a text to embed, by the names that the model's files give them."""
+    """Prompts that are put before texts, by their names in the model's files."""
 
     by_name: dict[str, str] = field(default_factory=dict)
     default: str | None = None
+    """Name of the prompt that is used if no input type is given."""
 
-    def of(self, input_type: InputType | None) -> str:
+    def prompt_for(self, input_type: InputType | None) -> str:
+        """Return the prompt of an input type, or the default one; empty if the model has none."""
         names = PROMPT_NAMES[input_type] if input_type is not None else ()
         named = next((name for name in names if name in self.by_name), self.default)
         return self.by_name.get(named, "") if named is not None else ""
@@ -90,68 +98,72 @@ class EncodingPrompts:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplateInput:
-    """The model's chat template makes the text: a query and a document are messages with roles of that name."""
+    """How query and document are passed to the model's chat template: as messages with roles of these names."""
 
     system: str = ""
-    """A message before them; empty for none."""
+    """Text of a system message before them; empty for none."""
     structured: bool = False
-    """Contents are lists of typed parts, not strings."""
+    """Whether contents are lists of typed parts instead of strings."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What the files want to be passed to the template."""
+    """Variables of the template that the files define."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceTransformersConfig:
+    """The contents of a model's sentence-transformers files."""
+
     pooling: Pooling | None
-    """None where the files do not say."""
-    steps: tuple[Step, ...]
+    """None if the files do not define it."""
+    modules: tuple[Module, ...]
+    """The modules after the pooling."""
     logit_tokens: LogitTokens | None
-    listed: bool
-    """Whether there is a list of modules at all."""
+    has_modules: bool
+    """Whether the files define any modules."""
     prompts: EncodingPrompts
     lower_case: bool
-    """Texts are lower-cased before anything else."""
+    """Whether texts are lower-cased before anything else."""
     max_tokens: int | None
-    """Of one text, special tokens included; None where the files leave it to the tokenizer."""
+    """Largest number of tokens of one text, including special ones; None if the tokenizer defines it."""
     chat: ChatTemplateInput | None
-    """None where the files do not ask for it."""
+    """Set if the files require the chat template."""
     plain: bool
-    """The files ask for texts and pairs as they are."""
+    """Whether the files require texts and pairs without a chat template."""
     activation: Activation
+    """The activation of a reranker's score."""
 
 
 def read_sentence_transformers(folder: Path) -> SentenceTransformersConfig:
-    """The modules, prompts and options in a model's folder.
+    """Read the modules, prompts and options in a model's folder.
 
     Raises:
-        UnusableModelError: a module, a pooling or an activation that is not known here, by its name, or a damaged file.
+        UnusableModelError: a file is damaged, or names a module, a pooling or an activation that is not supported.
     """
     settings = _optional(folder / "config_sentence_transformers.json")
     transformer = _optional(folder / "sentence_bert_config.json")
-    modules = _modules(folder)
+    listed = _list_modules(folder)
     pooling: Pooling | None = None
     logit_tokens: LogitTokens | None = None
-    steps: list[Step] = []
-    for name, path in modules:
+    modules: list[Module] = []
+    for name, path in listed:
         match name:
             case "Pooling":
-                pooling = _pooling(path / "config.json")
+                pooling = _read_pooling(path / "config.json")
             case "LogitScore":
-                logit_tokens = _logit_tokens(path / "config.json")
-            case _ if name not in IDLE_MODULES:
-                steps.append(_step(name, path))
-    prompts = _prompts(settings)
+                logit_tokens = _read_logit_tokens(path / "config.json")
+            case _ if name not in IGNORED_MODULES:
+                modules.append(_read_module(name, path))
+    prompts = _read_prompts(settings)
     return SentenceTransformersConfig(
         pooling=pooling,
-        steps=tuple(steps),
+        modules=tuple(modules),
         logit_tokens=logit_tokens,
-        listed=bool(modules),
+        has_modules=bool(listed),
         prompts=prompts,
         lower_case=transformer.get("do_lower_case") is True,
-        max_tokens=_count(transformer.get("max_seq_length")),
-        chat=_chat(transformer, prompts.of(None)),
+        max_tokens=_positive(transformer.get("max_seq_length")),
+        chat=_read_chat(transformer, prompts.prompt_for(None)),
         plain="message" not in transformer.get("modality_config", ["message"]),
-        activation=_activation(settings, read_json(folder / "config.json")),
+        activation=_find_activation(settings, read_json(folder / "config.json")),
     )
 
 
@@ -159,8 +171,8 @@ def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Class and folder of each module behind the transformer."""
+def _list_modules(folder: Path) -> list[tuple[str, Path]]:
+    """Return class and folder of each module after the transformer."""
     path = folder / "modules.json"
     if not path.exists():
         return [(found.name.split("_", 1)[1], found) for found in sorted(folder.glob("[1-9]_*/")) if found.is_dir()]
@@ -168,17 +180,17 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         listed = json.loads(read_regular(path))
         modules = [(str(module["type"]), str(module["path"])) for module in listed]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as exc:
-        raise UnusableModelError(f"{path} is no list of modules with a type and a path: {exc!r}") from exc
+        raise UnusableModelError(f"{path} is not a list of modules with a type and a path: {exc!r}") from exc
     for kind, name in modules:
         if not kind.startswith("sentence_transformers."):
-            raise UnusableModelError(f"{path} needs code of its own ({kind}), which is never run")
+            raise UnusableModelError(f"{path} requires custom code ({kind}), which is never run")
         if Path(name).name != name or (kind.endswith(".Transformer") and name):
-            raise UnusableModelError(f"{path} keeps {kind} in {name!r}; modules must lie in folders beside it")
+            raise UnusableModelError(f"{path} has {kind} in {name!r}; modules must be in folders beside it")
     found = [(kind.rsplit(".", 1)[1], folder / name) for kind, name in modules]
     return [(kind, path) for kind, path in found if kind != "Transformer"]
 
 
-def _pooling(path: Path) -> Pooling:
+def _read_pooling(path: Path) -> Pooling:
     config = read_json(path)
     named = config.get("pooling_mode")
     if named is None:
@@ -186,11 +198,13 @@ def _pooling(path: Path) -> Pooling:
     else:
         modes = [named] if isinstance(named, str) else list(named)
     if unknown := [mode for mode in modes if mode not in MODES]:
-        raise UnusableModelError(f"{path} wants the pooling {unknown[0]!r}; known are {', '.join(MODES)}")
+        raise UnusableModelError(
+            f"{path}: the pooling {unknown[0]!r} is not supported; supported are {', '.join(MODES)}"
+        )
     return Pooling(modes=tuple(modes), include_prompt=config.get("include_prompt") is not False)
 
 
-def _step(name: str, folder: Path) -> Step:
+def _read_module(name: str, folder: Path) -> Module:
     match name:
         case "Normalize":
             return Normalize()
@@ -201,7 +215,7 @@ def _step(name: str, folder: Path) -> Step:
             if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != (
                 "sentence_embedding"
             ):
-                raise UnusableModelError(f"{folder} is a dense module of a kind that is not known here")
+                raise UnusableModelError(f"{folder} is a dense module with options that are not supported")
             return Dense(
                 folder=folder,
                 inputs=_size(config, "in_features", folder),
@@ -209,10 +223,10 @@ def _step(name: str, folder: Path) -> Step:
                 bias=config.get("bias") is not False,
                 activation=str(config.get("activation_function", "Tanh")).rsplit(".", 1)[-1],
             )
-    raise UnusableModelError(f"modules.json names the module {name}, which is not known here")
+    raise UnusableModelError(f"modules.json contains the module {name}, which is not supported")
 
 
-def _logit_tokens(path: Path) -> LogitTokens:
+def _read_logit_tokens(path: Path) -> LogitTokens:
     config = read_json(path)
     false = None if config.get("false_token_id") is None else _size(config, "false_token_id", path)
     return LogitTokens(true=_size(config, "true_token_id", path), false=false)
@@ -221,22 +235,22 @@ def _logit_tokens(path: Path) -> LogitTokens:
 def _size(config: dict[str, Any], key: str, where: Path) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UnusableModelError(f"{where} gives {key} as {value!r}; it must be a number from 0 up")
+        raise UnusableModelError(f"{where}: {key} is {value!r}; it must be an integer of at least 0")
     return value
 
 
-def _count(value: object) -> int | None:
+def _positive(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _prompts(settings: dict[str, Any]) -> EncodingPrompts:
+def _read_prompts(settings: dict[str, Any]) -> EncodingPrompts:
     table = settings.get("prompts")
     by_name = {name: text for name, text in table.items() if isinstance(text, str)} if isinstance(table, dict) else {}
     default = settings.get("default_prompt_name")
     return EncodingPrompts(by_name=by_name, default=default if isinstance(default, str) else None)
 
 
-def _chat(transformer: dict[str, Any], system: str) -> ChatTemplateInput | None:
+def _read_chat(transformer: dict[str, Any], system: str) -> ChatTemplateInput | None:
     kinds = transformer.get("modality_config")
     if not isinstance(kinds, dict) or not isinstance(kinds.get("message"), dict):
         return None
@@ -246,8 +260,8 @@ def _chat(transformer: dict[str, Any], system: str) -> ChatTemplateInput | None:
     return ChatTemplateInput(system=system, structured=kinds["message"].get("format") == "structured", options=options)
 
 
-def _activation(settings: dict[str, Any], config: dict[str, Any]) -> Activation:
-    """Of a reranker's score. Three generations of files keep its name in three places."""
+def _find_activation(settings: dict[str, Any], config: dict[str, Any]) -> Activation:
+    """Return the activation of a reranker's score. Three generations of files contain it in three places."""
     inner = config.get("sentence_transformers")
     named = (
         settings.get("activation_fn")
@@ -257,5 +271,7 @@ def _activation(settings: dict[str, Any], config: dict[str, Any]) -> Activation:
     )
     found = ACTIVATIONS.get(str(named).rsplit(".", 1)[-1])
     if found is None or not str(named).startswith("torch.nn."):
-        raise UnusableModelError(f"its files name the activation {named}; known are Sigmoid and Identity of torch.nn")
+        raise UnusableModelError(
+            f"its files name the activation {named}; supported are Sigmoid and Identity of torch.nn"
+        )
     return found

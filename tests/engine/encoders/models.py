@@ -1,4 +1,4 @@
-"""Tiny encoders, embedders and rerankers of random weights, written by hand: milliseconds a batch, always the same."""
+"""Write tiny encoders, embedders and rerankers with random weights: deterministic, and milliseconds per batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY_POSITIONS = 64
 
 
 def entry(folder: Path) -> ModelEntry:
-    """The folder as the catalog would list it."""
+    """Return the entry of a model folder, as the catalog would."""
     return ModelEntry(**vars(read_folder(folder)), id=folder.name, path=folder, source="path")
 
 
@@ -239,11 +239,11 @@ def write_tiny_qwen3_reranker(folder: Path, *, seed: int = 0, **config: Any) -> 
     return write_tiny_qwen3(folder, logit_score_files(), seed=seed, **config)
 
 
-def run(passes: Generator[Any, None, Vectors]) -> Vectors:
+def run(layers: Generator[Any, None, Vectors]) -> Vectors:
     """A generator's return value, layer by layer."""
     while True:
         try:
-            next(passes)
+            next(layers)
         except StopIteration as end:
             return end.value
 

@@ -32,7 +32,7 @@ class Watched:
         self.fails: Exception | None = None
         self.fails_to_activate = False
 
-    def passes(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
+    def forward(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
         self.batches.append([text.tokens[0] for text in batch])
         self.lengths = [len(text.tokens) for text in batch]
         try:

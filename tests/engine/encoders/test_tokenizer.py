@@ -1,4 +1,4 @@
-"""Texts and pairs to token ids: prompts, limits, and what is refused."""
+"""Texts and pairs become token ids: prompts, limits and errors."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def words(count: int) -> str:
     return " ".join(["cat"] * count)
 
 
-def test_special_tokens_stand_around_a_text(bert: Load) -> None:
+def test_a_text_gets_special_tokens_on_both_sides(bert: Load) -> None:
     assert tokens(bert(), "", "cat") == [(2, 3), (2, 7, 3)]
 
 
-def test_every_text_has_a_vector_also_an_empty_one(bert: Load) -> None:
+def test_every_text_has_a_vector_even_an_empty_one(bert: Load) -> None:
     assert embed(bert(), "", "東京 🦊 naïve", "\x00\t\n").shape == (3, 32)
 
 
-def test_token_ids_are_taken_as_they_are(bert: Load) -> None:
+def test_token_ids_are_used_unchanged(bert: Load) -> None:
     assert tokens(bert(), (7, 8), "cat", (5,)) == [(7, 8), (2, 7, 3), (5,)]
 
 
@@ -48,7 +48,7 @@ def test_token_ids_are_taken_as_they_are(bert: Load) -> None:
         ({}, "query", ""),
     ],
 )
-def test_the_models_own_prompts_go_before_a_text(
+def test_prompts_of_the_model_are_put_before_texts(
     bert: Load, settings: dict[str, Any], input_type: Any, front: str
 ) -> None:
     plain = bert()
@@ -56,23 +56,23 @@ def test_the_models_own_prompts_go_before_a_text(
     assert tokens(model, "cat", input_type=input_type) == tokens(plain, f"{front}cat")
 
 
-def test_texts_are_lower_cased_where_the_files_say_so(bert: Load, qwen3: Load) -> None:
+def test_texts_are_lower_cased_if_the_files_require_it(bert: Load, qwen3: Load) -> None:
     files = pooling_files("mean_tokens")
     model = bert(files | {"sentence_bert_config.json": {"do_lower_case": True}})
     assert tokens(model, "CAT") == tokens(model, "cat")
 
 
-def test_a_long_text_is_refused_with_both_numbers(bert: Load) -> None:
+def test_a_text_over_the_limit_is_refused_with_its_length_and_the_limit(bert: Load) -> None:
     model = bert(pooling_files("mean_tokens") | {"sentence_bert_config.json": {"max_seq_length": 10}})
     assert model.context_length == 10
     assert len(tokens(model, words(8))[0]) == 10
     with pytest.raises(ContextLengthError) as caught:
         tokens(model, "cat", words(9))
-    assert caught.value.message == ("input.1 has 11 tokens and tiny-bert takes 10; shorten it or send truncate: true")
+    assert caught.value.message == ("input.1 has 11 tokens, and the limit of tiny-bert is 10; shorten it or send truncate: true")
     assert caught.value.param == "input.1"
 
 
-def test_places_are_counted_from_the_first_or_not_at_all(bert: Load) -> None:
+def test_errors_name_the_index_of_the_input_in_the_request(bert: Load) -> None:
     model = bert()
     with pytest.raises(ContextLengthError, match=r"^documents\.513 has 102 tokens"):
         tokens(model, "cat", words(100), param="documents", first=512)
@@ -80,19 +80,19 @@ def test_places_are_counted_from_the_first_or_not_at_all(bert: Load) -> None:
         tokens(model, words(100), param="query", first=None)
 
 
-def test_a_long_text_is_cut_if_asked_and_keeps_its_last_special_token(bert: Load) -> None:
+def test_truncation_keeps_the_last_special_token(bert: Load) -> None:
     model = bert()
     assert tokens(model, words(100), "cat", tuple([7] * 100), truncate=True) == [
         (2, *[7] * 62, 3),
         (2, 7, 3),
         tuple([7] * 64),
     ]
-    # Nothing stays behind.
+    # Truncation is off again for the next text.
     with pytest.raises(ContextLengthError):
         tokens(model, words(100))
 
 
-def test_a_megabyte_is_seen_to_be_too_long_at_once(bert: Load) -> None:
+def test_a_text_of_a_megabyte_is_refused_without_tokenizing_all_of_it(bert: Load) -> None:
     model, text = bert(), words(250_000)
 
     def beginning() -> None:
@@ -108,7 +108,7 @@ def test_a_megabyte_is_seen_to_be_too_long_at_once(bert: Load) -> None:
     assert min(seconds(beginning) for _ in range(3)) < seconds(lambda: model.texts._backend.encode(text)) / 4
 
 
-def test_a_text_of_many_characters_and_few_tokens_is_read_whole(bert: Load) -> None:
+def test_a_text_of_many_characters_and_few_tokens_is_used_whole(bert: Load) -> None:
     text = " " * 1000 + "cat"
     assert tokens(bert(), text) == [(2, 7, 3)]
 
@@ -117,17 +117,17 @@ def test_a_text_of_many_characters_and_few_tokens_is_read_whole(bert: Load) -> N
     ("wrong", "message"),
     [
         ("a \ud800", r"input\.1 has the lone surrogate '\\ud800'"),
-        ((5, 99999), r"input\.1 has the token id 99999; tiny-bert knows 0 to 226"),
+        ((5, 99999), r"input\.1 has the token id 99999; the ids of tiny-bert are 0 to 226"),
         ((-1,), r"input\.1 has the token id -1"),
         ((), r"input\.1 is empty"),
     ],
 )
-def test_what_is_no_text_is_refused_by_its_place(bert: Load, wrong: Any, message: str) -> None:
+def test_an_invalid_input_is_refused_by_its_index(bert: Load, wrong: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         tokens(bert(), "cat", wrong)
 
 
-def test_a_text_without_any_token_is_refused(qwen3: Load) -> None:
+def test_a_text_without_tokens_is_refused(qwen3: Load) -> None:
     model = qwen3(tokenizer={"tokenizer": tiny_tokenizer(frame=False)})
     with pytest.raises(InvalidRequestError, match=r"input\.0 is empty"):
         tokens(model, "")
@@ -140,32 +140,32 @@ def test_pairs_have_two_segments(bert: Load) -> None:
     assert pair.second_start == 4
 
 
-def test_a_default_prompt_goes_before_the_query_of_a_pair(bert: Load) -> None:
+def test_the_default_prompt_is_put_before_the_query_of_a_pair(bert: Load) -> None:
     settings = PROMPTS | {"default_prompt_name": "query"}
     model = bert({"config_sentence_transformers.json": settings}, labels=1)
     [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
     assert pair.tokens == (2, *tokens(model, "query: cat", input_type="document")[0][-3:-1], 3, 8, 3)
 
 
-def test_only_the_document_of_a_pair_is_cut(bert: Load) -> None:
+def test_only_the_document_of_a_pair_is_truncated(bert: Load) -> None:
     model = bert(labels=1)
     query = tuple(tokens(model, "where is paris")[0][1:-1])
     [pair, short] = model.texts.pairs("where is paris", [words(500), "cat"], truncate=True)
     assert pair.tokens == (2, *query, 3, *[7] * (64 - len(query) - 3), 3)
     assert short.tokens == (2, *query, 3, 7, 3)
-    with pytest.raises(ContextLengthError, match=r"documents\.1 has 106 tokens and tiny-bert takes 64"):
+    with pytest.raises(ContextLengthError, match=r"documents\.1 has 106 tokens, and the limit of tiny-bert is 64"):
         model.texts.pairs("where is paris", ["cat", words(100)], truncate=False)
 
 
 @pytest.mark.parametrize("length", [62, 200_000])
-def test_a_query_that_leaves_no_room_is_refused(bert: Load, logit_reranker: LoadedEncoder, length: int) -> None:
+def test_a_query_that_leaves_no_room_for_documents_is_refused(bert: Load, logit_reranker: LoadedEncoder, length: int) -> None:
     for model in (bert(labels=1), logit_reranker):
         with pytest.raises(ContextLengthError, match=r"^query has ") as caught:
             model.texts.pairs(words(length), ["cat"], truncate=True)
         assert caught.value.param == "query"
 
 
-def test_lone_surrogates_of_pairs_are_refused(bert: Load) -> None:
+def test_lone_surrogates_in_pairs_are_refused(bert: Load) -> None:
     model = bert(labels=1)
     with pytest.raises(InvalidRequestError, match=r"^query has the lone"):
         model.texts.pairs("\ud800", ["cat"], truncate=False)
