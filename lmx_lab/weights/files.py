@@ -7,16 +7,22 @@ with ``check_files``.
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import os
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, TypeVar
 
 from lmx_lab.errors import UnusableModelError
 
+T = TypeVar("T")
 MIB = 2**20
 LIMITS = (
     # The largest known: 25 MB for 200,000 tensors.
@@ -89,6 +95,23 @@ def read_regular(path: Path) -> bytes:
     return data
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UnusableModelError: the file is not there, too large, or holds no JSON object.
+    """
+    try:
+        value = json.loads(read_regular(path))
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise UnusableModelError(f"{path.parent} holds no model: there is no {path.name}") from exc
+    except (OSError, ValueError, RecursionError) as exc:
+        raise UnusableModelError(f"{path} cannot be read as JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise UnusableModelError(f"{path} holds no JSON object")
+    return value
+
+
 def check_files(folder: Path) -> None:
     """Check that all files of a model's folder and its subfolders that a load can read are regular and within limits.
 
@@ -146,3 +169,27 @@ def _too_large(path: Path, size: int, limit: int) -> UnusableModelError:
     return UnusableModelError(
         f"{path} has {size} bytes; files of this name may have {limit}: fetch the model again", param="model"
     )
+
+
+# Threads
+
+
+def start_in_thread(work: Callable[[], T], *, name: str) -> Future[T]:
+    """Begin the work on a daemon thread of its own. The future cannot be cancelled."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as exc:
+            future.set_exception(exc)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+async def in_thread(work: Callable[[], T], *, name: str = "lmx-lab-disk") -> T:
+    """The result of blocking work. Unlike ``asyncio.to_thread`` it takes no thread of the shared pool, for which the
+    process would wait when it ends; cancelling leaves the thread alone."""
+    return await asyncio.wrap_future(start_in_thread(work, name=name))

@@ -13,9 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from lmx_lab.errors import DownloadError, StorageFullError
 from lmx_lab.settings import without_secrets
-from lmx_lab.weights.progress import Progress, ProgressCallback
 from lmx_lab.weights.starters import Starter
-from lmx_lab.weights.store import folder_bytes, free_in_words
+from lmx_lab.weights.store import Progress, ProgressCallback, folder_bytes, free_in_words
 
 POLL_S = 0.2
 STALL_LIMIT_S = 300.0

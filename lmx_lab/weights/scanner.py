@@ -11,11 +11,11 @@ from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.scan import Place, read_entry
+from lmx_lab.weights.scan import ModelLocation, read_entry
 
 SCAN_S = 4.0
 """How long a caller waits for a scan. A first one reads the headers of all GGUF files, 0.2 s each (measured)."""
-Root = tuple[Path, Iterable[Place]]
+Root = tuple[Path, Iterable[ModelLocation]]
 """A folder that is scanned, and the places in it; they are found while they are iterated."""
 
 

@@ -7,9 +7,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock
 
@@ -17,6 +19,24 @@ from lmx_lab.errors import StorageFullError
 
 TEMP_NAME, LOCKS_NAME = ".tmp", ".locks"
 FULL = (errno.ENOSPC, errno.EDQUOT)
+Stage = Literal["download", "verify", "convert", "store"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A fetch has come so far. ``done_bytes`` starts again at 0 with each stage."""
+
+    stage: Stage
+    done_bytes: int
+    total_bytes: int | None
+    """``None`` where the total is not known beforehand."""
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def ignore_progress(progress: Progress) -> None:
+    """The callback of a caller who does not watch."""
 
 
 def file_name(model_id: str) -> str:

@@ -39,7 +39,7 @@ DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ModelLocation:
     """Where a fault is injected, at which call, and what is asked for, so that it comes by."""
 
     at: tuple[Any, str]
@@ -51,18 +51,20 @@ class Place:
 
 
 PLACES = {
-    "tokenizing": Place(at=(PromptTokenizer, "encode"), call=1, alone=True),
-    "prefill": Place(at=(llama.Model, "__call__"), call=1),
-    "decoding": Place(at=(llama.Model, "__call__"), call=9),
-    "sampling": Place(at=(Cut, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
-    "grammar mask": Place(at=(Constraint, "mask"), call=5, asked={"response_format": DIGITS}),
-    "detokenizing": Place(at=(AnswerText, "decode"), call=31, alone=True),
-    "log-probabilities": Place(at=(batch, "answer_token"), call=15, alone=True, asked={"logprobs": True}),
+    "tokenizing": ModelLocation(at=(PromptTokenizer, "encode"), call=1, alone=True),
+    "prefill": ModelLocation(at=(llama.Model, "__call__"), call=1),
+    "decoding": ModelLocation(at=(llama.Model, "__call__"), call=9),
+    "sampling": ModelLocation(at=(Cut, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
+    "grammar mask": ModelLocation(at=(Constraint, "mask"), call=5, asked={"response_format": DIGITS}),
+    "detokenizing": ModelLocation(at=(AnswerText, "decode"), call=31, alone=True),
+    "log-probabilities": ModelLocation(at=(batch, "answer_token"), call=15, alone=True, asked={"logprobs": True}),
 }
 GGUF_PLACES = {
-    "tokenizing": Place(at=(Hosted, "tokenized"), call=1, alone=True),
-    "reading": Place(at=(Answer, "take"), call=5, alone=True),
-    "llama.cpp": Place(at=(Jobs, "_follow"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")),
+    "tokenizing": ModelLocation(at=(Hosted, "tokenized"), call=1, alone=True),
+    "reading": ModelLocation(at=(Answer, "take"), call=5, alone=True),
+    "llama.cpp": ModelLocation(
+        at=(Jobs, "_follow"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")
+    ),
 }
 
 
@@ -94,7 +96,7 @@ def test_a_fault_beside_llama_cpp_does_too(
     check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], WAYS[way])
 
 
-def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: Place, way: Way) -> None:
+def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: ModelLocation, way: Way) -> None:
     asked = {"model": "default", "max_tokens": 24, **place.asked}
     good = way(lab, chat_body(**asked))
     assert good.text

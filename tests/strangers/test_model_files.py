@@ -27,8 +27,8 @@ from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub.download import download
 from lmx_lab.weights.package_index import _take_members
-from lmx_lab.weights.progress import Progress, ignore_progress
 from lmx_lab.weights.starters import Starter
+from lmx_lab.weights.store import Progress, ignore_progress
 from tests.faults.hub import Hub
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama

@@ -15,7 +15,7 @@ from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, ModelEntry
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.folder import read_folder
+from lmx_lab.weights.scan import read_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MakeModel = Callable[..., Path]

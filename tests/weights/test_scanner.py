@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.scan import Place, folder_places
+from lmx_lab.weights.scan import ModelLocation, folder_locations
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from tests.tiny import write_tiny_llama
 
@@ -34,10 +34,10 @@ class Disk:
         self.scans += 1
         yield self.folder, self._places()
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[ModelLocation]:
         if self.failure is not None:
             raise self.failure
-        for place in folder_places(self.folder, "folder"):
+        for place in folder_locations(self.folder, "folder"):
             yield place
             self.asked.release()
             self.answers.wait(WAIT_S)

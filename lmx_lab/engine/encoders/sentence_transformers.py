@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.encoding import InputType
-from lmx_lab.weights.files import read_regular
-from lmx_lab.weights.folder import read_json
+from lmx_lab.weights.files import read_json, read_regular
 
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 Activation = Literal["sigmoid", "identity"]

@@ -25,10 +25,10 @@ from lmx_lab.engine.validation import AMPLE_CHARACTERS
 from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import overwritten, require_unchanged, stamped
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.model import read_gguf
-from lmx_lab.weights.threads import in_thread
 
 SPINS = "3000"
 """See ``_environ``."""

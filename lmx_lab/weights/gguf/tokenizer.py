@@ -21,7 +21,7 @@ LLAMA3_SPLIT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
+class GgufVocabulary:
     """What ``tokenizer.ggml.*`` says."""
 
     tokens: list[str]
@@ -45,7 +45,7 @@ class Vocabulary:
         return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
 
 
-def read_vocabulary(header: GgufHeader) -> Vocabulary:
+def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
     """The vocabulary of a header that was read with its arrays.
 
     Raises:
@@ -58,7 +58,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
         raise UnusableModelError(f"{header.path} has no usable vocabulary: {len(tokens)} tokens, {len(types)} types")
     pre = header.text(f"{key}pre") or "default"
     is_spm = header.text(f"{key}model") == "llama"
-    return Vocabulary(
+    return GgufVocabulary(
         tokens=tokens,
         types=types,
         merges=[str(merge) for merge in header.items(f"{key}merges")],
@@ -76,7 +76,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     )
 
 
-def build_tokenizer(vocabulary: Vocabulary, model: str | None) -> Tokenizer:
+def build_tokenizer(vocabulary: GgufVocabulary, model: str | None) -> Tokenizer:
     """A tokenizer for a vocabulary of kind ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
 
     Raises:
@@ -97,7 +97,7 @@ def build_tokenizer(vocabulary: Vocabulary, model: str | None) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(vocabulary: Vocabulary, context_length: int | None) -> dict[str, Any]:
+def tokenizer_config(vocabulary: GgufVocabulary, context_length: int | None) -> dict[str, Any]:
     """``tokenizer_config.json``."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -113,7 +113,7 @@ def tokenizer_config(vocabulary: Vocabulary, context_length: int | None) -> dict
     return {key: value for key, value in config.items() if value is not None}
 
 
-def eos_ids(vocabulary: Vocabulary) -> list[int]:
+def eos_ids(vocabulary: GgufVocabulary) -> list[int]:
     """Every token that ends a turn: the declared ones, and those of the chat template that are known to."""
     template = vocabulary.chat_template or ""
     control = set(vocabulary.of_type(CONTROL))
@@ -122,7 +122,7 @@ def eos_ids(vocabulary: Vocabulary) -> list[int]:
     return list(dict.fromkeys([*(index for index in declared if index is not None), *ends]))
 
 
-def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+def _byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
     if vocabulary.pre not in SPLITS:
         raise UnusableModelError(
             f"this vocabulary splits words the {vocabulary.pre!r:.40} way; known here: {', '.join(SPLITS)}"
@@ -137,7 +137,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     if len(vocabulary.scores) != len(vocabulary.tokens):
         raise UnusableModelError("the vocabulary has no score for each token")
     if len(vocabulary.of_type(BYTE)) != 256:
@@ -152,7 +152,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores best: so every split of a token is a merge of its rank."""
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     by_score = sorted(range(len(ids)), key=lambda index: -vocabulary.scores[index])
@@ -165,7 +165,7 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     ]
 
 
-def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+def _bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     try:
         return Tokenizer(models.BPE(vocab=ids, merges=merges, **options))
@@ -195,4 +195,4 @@ SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "smollm": _digits_split,
     **dict.fromkeys(LLAMA3_NAMES, _llama3_split),
 }
-BUILDERS: dict[str, Callable[[Vocabulary], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
+BUILDERS: dict[str, Callable[[GgufVocabulary], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}

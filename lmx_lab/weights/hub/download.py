@@ -24,10 +24,8 @@ from huggingface_hub.utils.tqdm import tqdm
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.weights.gguf.names import chosen, default, grouped, labelled
 from lmx_lab.weights.hub.cache import repo_folder
-from lmx_lab.weights.hub.unverified import FOR_PEOPLE, is_unverified, note
-from lmx_lab.weights.hub.verify import Announced, require_announced
-from lmx_lab.weights.progress import Progress, ProgressCallback
-from lmx_lab.weights.store import FULL, folder_bytes, free_in_words, require_disk
+from lmx_lab.weights.hub.verify import FOR_PEOPLE, Announced, is_unverified, note, require_announced
+from lmx_lab.weights.store import FULL, Progress, ProgressCallback, folder_bytes, free_in_words, require_disk
 
 # Weights, JSON and vocabularies: nothing that could hold code (.py, pickles in .bin or .pt).
 WANTED = (

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.folder import read_folder
+from lmx_lab.weights.scan import read_folder
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 

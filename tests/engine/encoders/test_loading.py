@@ -38,7 +38,10 @@ def damaged(number: float) -> dict[str, Any]:
         (damaged(float("nan")), f"{WEIGHT} contains NaN"),
         (damaged(float("inf")), f"{WEIGHT} contains NaN or infinite"),
         ({WEIGHT: None}, f"{WEIGHT} is missing"),
-        ({WEIGHT: np.zeros((32, 47), np.float32)}, rf"{WEIGHT} has the shape \(32, 47\); config.json requires \(32, 48\)"),
+        (
+            {WEIGHT: np.zeros((32, 47), np.float32)},
+            rf"{WEIGHT} has the shape \(32, 47\); config.json requires \(32, 48\)",
+        ),
         ({WEIGHT: np.zeros((32, 48), np.int32)}, f"{WEIGHT} contains .*int32"),
         ({"encoder.layer.2.output.dense.weight": np.zeros((2, 2), np.float32)}, "first encoder.layer.2.output"),
     ],

@@ -68,7 +68,9 @@ def test_a_text_over_the_limit_is_refused_with_its_length_and_the_limit(bert: Lo
     assert len(tokens(model, words(8))[0]) == 10
     with pytest.raises(ContextLengthError) as caught:
         tokens(model, "cat", words(9))
-    assert caught.value.message == ("input.1 has 11 tokens, and the limit of tiny-bert is 10; shorten it or send truncate: true")
+    assert caught.value.message == (
+        "input.1 has 11 tokens, and the limit of tiny-bert is 10; shorten it or send truncate: true"
+    )
     assert caught.value.param == "input.1"
 
 
@@ -158,7 +160,9 @@ def test_only_the_document_of_a_pair_is_truncated(bert: Load) -> None:
 
 
 @pytest.mark.parametrize("length", [62, 200_000])
-def test_a_query_that_leaves_no_room_for_documents_is_refused(bert: Load, logit_reranker: LoadedEncoder, length: int) -> None:
+def test_a_query_that_leaves_no_room_for_documents_is_refused(
+    bert: Load, logit_reranker: LoadedEncoder, length: int
+) -> None:
     for model in (bert(labels=1), logit_reranker):
         with pytest.raises(ContextLengthError, match=r"^query has ") as caught:
             model.texts.pairs(words(length), ["cat"], truncate=True)

@@ -13,7 +13,7 @@ import pytest
 from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
-from lmx_lab.weights.hub.unverified import forget, note
+from lmx_lab.weights.hub.verify import forget, note
 from tests.faults.hub import Hub, failing, hub_with
 
 

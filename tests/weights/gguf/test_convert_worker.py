@@ -185,7 +185,7 @@ def test_a_disk_that_fills_up_under_the_converter_is_told_apart(
     """A limit on the size of files stands for the full disk: MLX reports both in the same words."""
     source = tmp_path / "tiny.gguf"
     source.write_bytes(tiny_llama())
-    command = f"ulimit -f 100; {sys.executable} -m lmx_lab.weights.gguf.mlx_import {source} {tmp_path}"
+    command = f"ulimit -f 100; {sys.executable} -m lmx_lab.weights.gguf.convert_worker {source} {tmp_path}"
     process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     answer = json.loads(process.stdout)
     assert (process.returncode, answer["full"]) == (1, True)

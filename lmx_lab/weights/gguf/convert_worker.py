@@ -1,4 +1,4 @@
-"""Convert a llama-family GGUF file into an MLX folder: ``python -m lmx_lab.weights.gguf.mlx_import SOURCE FOLDER``.
+"""Convert a llama-family GGUF file into an MLX folder: ``python -m lmx_lab.weights.gguf.convert_worker SOURCE FOLDER``.
 
 A process of its own: MLX lives on the engine thread of the server and nowhere else, and a hostile file can at worst
 end this process. The last line of standard output is ``{"ok": true}`` or ``{"error": "...", "full": false}``, where

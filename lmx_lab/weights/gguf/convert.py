@@ -16,10 +16,10 @@ from lmx_lab.settings import without_secrets
 from lmx_lab.weights.files import open_regular
 from lmx_lab.weights.store import free_in_words
 
-PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+PACKAGE_PARENT = Path(__file__).resolve().parents[3]
 
 
-def import_gguf(source: Path, folder: Path) -> None:
+def convert_gguf(source: Path, folder: Path) -> None:
     """Convert ``source`` into an existing, empty folder that MLX can load.
 
     Raises:
@@ -29,7 +29,14 @@ def import_gguf(source: Path, folder: Path) -> None:
     # The package may be on the path only because of the caller's current folder.
     search = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), os.environ.get("PYTHONPATH"))))
     process = subprocess.run(
-        [sys.executable, "-P", "-m", "lmx_lab.weights.gguf.mlx_import", str(source.absolute()), str(folder.absolute())],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "lmx_lab.weights.gguf.convert_worker",
+            str(source.absolute()),
+            str(folder.absolute()),
+        ],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
@@ -46,7 +53,7 @@ def import_gguf(source: Path, folder: Path) -> None:
     raise UnusableModelError(str(answer.get("error") or _death(source, process)))
 
 
-def import_id(path: Path) -> str:
+def converted_id(path: Path) -> str:
     """The id under which a GGUF file is stored: its name and a little of its content's hash, so it is imported once."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
