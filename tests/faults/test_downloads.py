@@ -22,7 +22,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
-from lmx_lab.weights.hub.verify import NOTE, note
+from lmx_lab.weights.hub.verify import MARKER, mark_unverified
 from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
 from tests.flows.conftest import wait_until
 from tests.weights.conftest import LLAMA, safetensors_bytes
@@ -262,7 +262,7 @@ def comparing(server: Hub, home: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def notes(cache: Path) -> list[Path]:
-    return list(cache.rglob(f"{NOTE}*"))
+    return list(cache.rglob(f"{MARKER}*"))
 
 
 def test_a_wrong_file_of_a_killed_download_is_not_listed_or_loaded_and_the_next_one_replaces_it(
@@ -324,9 +324,9 @@ def test_no_link_leads_around_the_comparison_and_files_for_people_do_not_matter(
     for_people = [entry.path / name for name in ("README.md", "LICENSE", "LICENSE-CODE")]
     for file in for_people:
         file.write_text("For people.")
-    note(for_people)
+    mark_unverified(for_people)
     assert catalog.scan() == [entry]
-    note([entry.path / "config.json"])
+    mark_unverified([entry.path / "config.json"])
     for path in (entry.path, link, entry.path / "sub" / ".."):
         with pytest.raises(LabError):
             catalog.resolve(str(path))

@@ -68,7 +68,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
     "a socket": _socket,
     "a folder": Path.mkdir,
     "a character device behind a link": lambda path: path.symlink_to("/dev/zero"),
-    "may have": _large,
+    "the limit for files": _large,
 }
 """What makes each, by what is said of it."""
 
@@ -124,7 +124,7 @@ def test_what_is_no_regular_file_or_too_large_is_refused_without_being_read(
     assert [entry.id for entry in catalog.scan()] == ["good"]
 
 
-@pytest.mark.parametrize("said", [said for said in SPECIAL if said != "may have"])
+@pytest.mark.parametrize("said", [said for said in SPECIAL if said != "the limit for files"])
 def test_a_gguf_file_and_a_reference_of_the_hub_cache_are_no_exception(
     catalog: Catalog, models: Path, *, tmp_path: Path, said: str
 ) -> None:
@@ -165,7 +165,7 @@ def test_a_file_that_grows_while_it_is_read_is_cut_at_its_limit(
 ) -> None:
     path = put(tmp_path, "modules.json", lambda path: path.write_bytes(bytes(2 * MIB)) and None)
     monkeypatch.setattr("lmx_lab.weights.files._check", lambda path, known: None)
-    with pytest.raises(UnusableModelError, match=f"files of this name may have {MIB}"):
+    with pytest.raises(UnusableModelError, match=f"the limit for files of this name is {MIB}"):
         read_regular(path)
 
 

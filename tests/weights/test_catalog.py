@@ -178,12 +178,12 @@ def spoil(folder: Path, how: str) -> None:
 
 DAMAGES = {
     "no config": "no config.json", "config no JSON": "JSON", "config deeply nested": "JSON", "config a list": "JSON",
-    "no model_type": "model_type", "own code": "code of its own", "only own code": "code of its own",
-    "no tokenizer": "tokenizer", "no weights": "safetensors", "empty weights": "cut short",
-    "cut in the data": "cut short", "cut in the header": "cut short", "longer than said": "longer",
-    "huge header": "no safetensors", "header no object": "no JSON object", "header malformed": "malformed",
-    "missing shard": "lacks 2 of 3", "missing shard, no index": "lacks 1 of 2", "index elsewhere": "malformed",
-    "index malformed": "malformed",
+    "no model_type": "model_type", "own code": "custom code", "only own code": "custom code",
+    "no tokenizer": "tokenizer", "no weights": "safetensors", "empty weights": "truncated",
+    "cut in the data": "truncated", "cut in the header": "truncated", "longer than said": "too long",
+    "huge header": "not a safetensors", "header no object": "not a JSON object", "header malformed": "invalid",
+    "missing shard": "lacks 2 of 3", "missing shard, no index": "lacks 1 of 2", "index elsewhere": "invalid",
+    "index malformed": "invalid",
 }  # fmt: skip
 
 

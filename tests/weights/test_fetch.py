@@ -21,7 +21,7 @@ from lmx_lab.errors import DownloadError, LabError, StorageFullError, UnusableMo
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.starters import STARTERS, Starter
-from lmx_lab.weights.store import exclusive
+from lmx_lab.weights.store import lock_model
 
 MakeStarter = Callable[..., Starter]
 
@@ -141,7 +141,7 @@ def test_a_table_cannot_name_files_outside_the_folder(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, target: str
 ) -> None:
     make_starter(members={"tiny/config.json": target})
-    with pytest.raises(DownloadError, match="no name"):
+    with pytest.raises(DownloadError, match="not a valid name"):
         catalog.fetch("tiny")
     assert leftovers(tmp_path / "home") == []
 
@@ -254,7 +254,7 @@ def test_who_waits_for_another_thread_finds_the_model_there(
     seen: list[Progress] = []
     ids: list[str] = []
     waiting = threading.Thread(target=lambda: ids.append(catalog.fetch("tiny", seen.append).id))
-    with exclusive(tmp_path / "home/models", "tiny"):
+    with lock_model(tmp_path / "home/models", "tiny"):
         waiting.start()
         make_model(tmp_path / "home/models/tiny")
     waiting.join()

@@ -26,7 +26,7 @@ from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
-from lmx_lab.weights.fingerprint import overwritten, require_unchanged, stamped
+from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged, with_marks
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.model import read_gguf
 
@@ -107,7 +107,7 @@ class Hosted:
     def look(self) -> None:
         """Measure its memory. End it if somebody has written to its file: it would compute with what that is now."""
         self.memory_bytes = self.process.memory_bytes or self.memory_bytes
-        if overwritten(self.entry):
+        if is_overwritten(self.entry):
             self.process.condemn()
 
     def death(self) -> EngineDeadError:
@@ -123,7 +123,7 @@ async def host(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> Ho
     Raises:
         UnusableModelError, OutOfMemoryError: with llama.cpp's reason.
     """
-    entry = await in_thread(functools.partial(stamped, entry))
+    entry = await in_thread(functools.partial(with_marks, entry))
     header = await in_thread(functools.partial(read_gguf, entry.path))
     if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
         await asyncio.to_thread(_try_out, template, entry)

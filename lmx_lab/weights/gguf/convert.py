@@ -1,4 +1,4 @@
-"""Import a GGUF file into a folder, in a process of its own (see ``gguf_import``)."""
+"""Convert a GGUF file to MLX's format in a separate process (``convert_worker``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.errors import StorageFullError, UnusableModelError
+from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import without_secrets
 from lmx_lab.weights.files import open_regular
-from lmx_lab.weights.store import free_in_words
+from lmx_lab.weights.store import full_disk_error
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[3]
 
@@ -23,10 +23,10 @@ def convert_gguf(source: Path, folder: Path) -> None:
     """Convert ``source`` into an existing, empty folder that MLX can load.
 
     Raises:
-        UnusableModelError: it is nothing that can be imported, with the reason; or the converter died of it.
+        UnusableModelError: the file cannot be converted; the message says why.
         StorageFullError: the disk filled up.
     """
-    # The package may be on the path only because of the caller's current folder.
+    # The package may be importable only because of the caller's current folder.
     search = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), os.environ.get("PYTHONPATH"))))
     process = subprocess.run(
         [
@@ -46,15 +46,12 @@ def convert_gguf(source: Path, folder: Path) -> None:
     if process.returncode == 0 and answer.get("ok") is True:
         return
     if answer.get("full") is True:
-        raise StorageFullError(
-            f"the disk filled up while {source.name} was imported: {free_in_words(folder)}; nothing of it was kept. "
-            "Free some"
-        )
-    raise UnusableModelError(str(answer.get("error") or _death(source, process)))
+        raise full_disk_error(f"{source.name} was converted", folder)
+    raise UnusableModelError(str(answer.get("error") or _crash_message(source, process)))
 
 
 def converted_id(path: Path) -> str:
-    """The id under which a GGUF file is stored: its name and a little of its content's hash, so it is imported once."""
+    """Return the id of the converted model: the file's name and a part of its hash, so it is converted only once."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-")[:80] or "model"
@@ -69,7 +66,8 @@ def _last_line(output: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _death(source: Path, process: subprocess.CompletedProcess[bytes]) -> str:
+def _crash_message(source: Path, process: subprocess.CompletedProcess[bytes]) -> str:
     last = process.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    cause = "probably for lack of memory" if process.returncode == -9 else " ".join(last)[:300]
-    return f"{source} cannot be imported: the converter ended with {process.returncode}, {cause or 'silently'}"
+    cause = "probably because memory ran out" if process.returncode == -9 else " ".join(last)[:300]
+    cause = cause or "without a message"
+    return f"{source} cannot be converted: the converter ended with exit code {process.returncode}, {cause}"

@@ -1,8 +1,8 @@
-"""Convert a llama-family GGUF file into an MLX folder: ``python -m lmx_lab.weights.gguf.convert_worker SOURCE FOLDER``.
+"""Convert a llama GGUF file to a model folder for MLX: ``python -m lmx_lab.weights.gguf.convert_worker SOURCE FOLDER``.
 
-A process of its own: MLX lives on the engine thread of the server and nowhere else, and a hostile file can at worst
-end this process. The last line of standard output is ``{"ok": true}`` or ``{"error": "...", "full": false}``, where
-``full`` says that the disk was.
+It runs in a separate process, because in the server only the engine thread may use MLX, and because a malicious file
+can only crash this process. The last line of standard output is ``{"ok": true}`` or
+``{"error": "...", "full": false}``; ``full`` is true if the disk was full.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lmx_lab.weights.gguf.tokenizer import build_tokenizer, eos_ids, read_vocabu
 def convert(source: Path, folder: Path) -> None:
     """Write ``config.json``, ``model.safetensors`` and the tokenizer's files into an existing folder.
 
-    Every tensor keeps its bits, the float32 norms too: they make MLX compute in float32, where its CPU kernels, in
-    float16, lose the answers of a small model. MLX must not be in use elsewhere in this process.
+    The bits of all tensors are kept. Norms stay in float32, which makes MLX compute in float32; in float16, its CPU
+    kernels give wrong answers for small models. MLX must not be in use elsewhere in this process.
 
     Raises:
-        UnusableModelError: the file is damaged, or nothing that can be imported without quantizing anew.
+        UnusableModelError: the file is damaged, or cannot be converted without quantizing it again.
         OSError: the folder cannot be written.
     """
     header = read_header(source, arrays=True)
@@ -59,7 +59,7 @@ def _load(source: Path) -> dict[str, mx.array]:
     except (RuntimeError, ValueError) as exc:
         raise UnusableModelError(f"{source} cannot be read by MLX: {exc}") from exc
     if not isinstance(arrays, dict):
-        raise UnusableModelError(f"{source} is read by MLX as {type(arrays).__name__}, not as named tensors")
+        raise UnusableModelError(f"{source} was read by MLX as {type(arrays).__name__} instead of named tensors")
     return arrays
 
 
@@ -69,7 +69,7 @@ def _rope_scaling(header: GgufHeader, factors: mx.array | None) -> dict[str, Any
     theta = header.number("llama.rope.freq_base") or 10_000.0
     scaling = llama3_scaling(cast("list[float]", factors.tolist()), head_dim(header), theta)
     if scaling is None:
-        raise UnusableModelError(f"{header.path} scales positions in a way that cannot be imported ({ROPE_FACTORS})")
+        raise UnusableModelError(f"{header.path} scales positions in a way that cannot be converted ({ROPE_FACTORS})")
     return scaling
 
 
@@ -77,12 +77,12 @@ def _mlx_weights(header: GgufHeader, arrays: dict[str, mx.array]) -> dict[str, m
     weights: dict[str, mx.array] = {}
     for tensor in header.tensors:
         if tensor.name != ROPE_FACTORS:
-            weights.update(_renamed(tensor, arrays))
+            weights.update(_rename(tensor, arrays))
     return weights
 
 
-def _renamed(tensor: GgufTensor, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """One tensor under MLX's names; a quantized one comes as weight, scales and biases."""
+def _rename(tensor: GgufTensor, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return a tensor under MLX's names; a quantized one as weight, scales and biases."""
     name = str(mlx_name(tensor.name))
     bits = QUANTIZED_BITS.get(tensor.type)
     shape = tuple(reversed(tensor.shape))
@@ -100,7 +100,7 @@ def _expect(arrays: dict[str, mx.array], name: str, shape: tuple[int, ...]) -> m
     array = arrays.get(name)
     if array is None or array.shape != shape:
         found = array.shape if array is not None else "nothing"
-        raise UnusableModelError(f"tensor {name!r:.80} is read by MLX as {found}, not as {shape}")
+        raise UnusableModelError(f"the tensor {name!r:.80} was read by MLX as {found} instead of {shape}")
     return array
 
 
@@ -109,24 +109,24 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _is_full_disk(exc: Exception) -> bool:
-    """MLX and tokenizers raise errors of no kind with the system's message, or MLX's own, in them."""
+    """Whether an error is caused by a full disk. MLX and tokenizers raise generic errors with a message about it."""
     known = isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)
     return known or any(phrase in str(exc) for phrase in ("[write] Unable", "No space left", "quota exceeded"))
 
 
 def main(source: str, folder: str) -> int:
-    """Run ``convert`` and print one line of JSON about it."""
+    """Run ``convert`` and print the result as one line of JSON."""
     answer: dict[str, object] = {"ok": True}
     try:
         convert(Path(source), Path(folder))
     except UnusableModelError as exc:
         answer = {"error": exc.message, "full": False}
-    # Whatever it is, this process ends with it, and its last word is for the caller.
+    # The process ends after any exception, and the caller reads the reason from its output.
     except Exception as exc:
-        answer = {"error": f"{source} cannot be imported: {exc!r}", "full": _is_full_disk(exc)}
+        answer = {"error": f"{source} cannot be converted: {exc!r}", "full": _is_full_disk(exc)}
     finally:
         mx.synchronize()
-        # Streams are per thread; the process aborts at exit if they outlive it.
+        # Streams belong to a thread; if they outlive it, the process aborts at exit.
         mx.clear_streams()
     print(json.dumps(answer))
     return 0 if "ok" in answer else 1

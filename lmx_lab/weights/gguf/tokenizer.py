@@ -22,7 +22,7 @@ LLAMA3_SPLIT = (
 
 @dataclass(frozen=True, kw_only=True)
 class GgufVocabulary:
-    """What ``tokenizer.ggml.*`` says."""
+    """The vocabulary of a GGUF file, from its metadata ``tokenizer.ggml.*``."""
 
     tokens: list[str]
     types: list[int]
@@ -39,17 +39,19 @@ class GgufVocabulary:
     chat_template: str | None
 
     def of_type(self, *types: int) -> list[str]:
+        """Return the tokens of these types."""
         return [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in types]
 
     def token(self, index: int | None) -> str | None:
+        """Return a token by its id; None if there is none."""
         return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
 
 
 def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
-    """The vocabulary of a header that was read with its arrays.
+    """Read the vocabulary from a header that was read with its arrays.
 
     Raises:
-        UnusableModelError: it is empty, has a token twice, or its parts do not fit each other.
+        UnusableModelError: it is empty, contains a token twice, or its parts are inconsistent.
     """
     key = "tokenizer.ggml."
     tokens = [str(token) for token in header.items(f"{key}tokens")]
@@ -69,7 +71,7 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
         unknown=header.integer(f"{key}unknown_token_id"),
         pad=header.integer(f"{key}padding_token_id"),
         eot=header.integer(f"{key}eot_token_id"),
-        # What llama.cpp assumes where the file is silent.
+        # The defaults of llama.cpp.
         add_bos=header.flag(f"{key}add_bos_token", default=is_spm or pre in LLAMA3_NAMES),
         add_space_prefix=header.flag(f"{key}add_space_prefix", default=is_spm),
         chat_template=header.text("tokenizer.chat_template"),
@@ -77,13 +79,15 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
 
 
 def build_tokenizer(vocabulary: GgufVocabulary, model: str | None) -> Tokenizer:
-    """A tokenizer for a vocabulary of kind ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
+    """Build a tokenizer for a vocabulary of kind ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
 
     Raises:
-        UnusableModelError: another kind, an unknown way to split words, or a vocabulary that fits neither.
+        UnusableModelError: the kind or the pre-tokenizer is not supported, or the vocabulary is inconsistent.
     """
     if model not in BUILDERS:
-        raise UnusableModelError(f"a vocabulary of kind {model} cannot be imported; {', '.join(BUILDERS)} can")
+        raise UnusableModelError(
+            f"a vocabulary of kind {model} cannot be converted; supported are {', '.join(BUILDERS)}"
+        )
     tokenizer = BUILDERS[model](vocabulary)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in vocabulary.of_type(CONTROL)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in vocabulary.of_type(USER_DEFINED)])
@@ -98,7 +102,7 @@ def build_tokenizer(vocabulary: GgufVocabulary, model: str | None) -> Tokenizer:
 
 
 def tokenizer_config(vocabulary: GgufVocabulary, context_length: int | None) -> dict[str, Any]:
-    """``tokenizer_config.json``."""
+    """Return the content of ``tokenizer_config.json``."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": vocabulary.token(vocabulary.bos),
@@ -114,7 +118,7 @@ def tokenizer_config(vocabulary: GgufVocabulary, context_length: int | None) -> 
 
 
 def eos_ids(vocabulary: GgufVocabulary) -> list[int]:
-    """Every token that ends a turn: the declared ones, and those of the chat template that are known to."""
+    """Return all tokens that end a turn: the declared ones, and known ones that the chat template contains."""
     template = vocabulary.chat_template or ""
     control = set(vocabulary.of_type(CONTROL))
     ends = [vocabulary.tokens.index(token) for token in TURN_ENDS if token in template and token in control]
@@ -125,12 +129,13 @@ def eos_ids(vocabulary: GgufVocabulary) -> list[int]:
 def _byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
     if vocabulary.pre not in SPLITS:
         raise UnusableModelError(
-            f"this vocabulary splits words the {vocabulary.pre!r:.40} way; known here: {', '.join(SPLITS)}"
+            f"the pre-tokenizer {vocabulary.pre!r:.40} of this vocabulary is not supported; supported are "
+            f"{', '.join(SPLITS)}"
         )
     parts = [merge.partition(" ") for merge in vocabulary.merges]
     merges = [(left, right) for left, _, right in parts]
     if not merges or not all(left and right for left, right in merges):
-        raise UnusableModelError("the vocabulary has no usable merges")
+        raise UnusableModelError("the vocabulary has no valid merges")
     tokenizer = _bpe(vocabulary, merges, ignore_merges=vocabulary.pre in LLAMA3_NAMES)
     tokenizer.pre_tokenizer = SPLITS[vocabulary.pre]()
     tokenizer.decoder = decoders.ByteLevel()
@@ -139,9 +144,9 @@ def _byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
 
 def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     if len(vocabulary.scores) != len(vocabulary.tokens):
-        raise UnusableModelError("the vocabulary has no score for each token")
+        raise UnusableModelError("the vocabulary does not have a score for each token")
     if len(vocabulary.of_type(BYTE)) != 256:
-        raise UnusableModelError("the vocabulary has no token for each byte")
+        raise UnusableModelError("the vocabulary does not have a token for each byte")
     unknown = vocabulary.token(vocabulary.unknown if vocabulary.unknown is not None else 0)
     tokenizer = _bpe(vocabulary, _merges_by_score(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prepend = [normalizers.Prepend("▁")] if vocabulary.add_space_prefix else []
@@ -153,7 +158,11 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best: so every split of a token is a merge of its rank."""
+    """Return merges that have the same effect as SentencePiece's scores.
+
+    SentencePiece joins the neighbours whose union has the best score. Every split of a token is therefore a merge, in
+    the order of the scores.
+    """
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     by_score = sorted(range(len(ids)), key=lambda index: -vocabulary.scores[index])
     tokens = (vocabulary.tokens[index] for index in by_score if vocabulary.types[index] == 1)
@@ -186,7 +195,7 @@ def _llama3_split() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-# The longest piece that SentencePiece trains has 16 characters; this bounds hostile vocabularies.
+# The longest pieces that SentencePiece trains have 16 characters; this limits malicious vocabularies.
 MAX_TOKEN_CHARACTERS = 256
 LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {

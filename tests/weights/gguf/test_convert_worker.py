@@ -221,5 +221,5 @@ def test_a_split_file_is_not_converted_and_its_message_says_what_to_do(
     catalog: Catalog, write_split: Callable[..., list[Path]], tmp_path: Path
 ) -> None:
     first, *_ = write_split(tmp_path / "tiny")
-    with pytest.raises(UnusableModelError, match=r"split into parts.*Load it as it is"):
+    with pytest.raises(UnusableModelError, match=r"split into parts.*Load it without conversion"):
         catalog.convert(str(first))

@@ -136,10 +136,10 @@ def test_missing_parts_are_named_whichever_part_is_asked_for(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({2: {"split.count": 4}}, r"-00002-of-00003\.gguf is named as part 2 of 3, and is part 2 of 4"),
-        ({2: {"split.no": 2}}, r"-00002-of-00003\.gguf is named as part 2 of 3, and is part 3 of 3"),
-        ({1: {"split.count": "x"}}, r"-00001-of-00003\.gguf is named as part 1 of 3, and is no part"),
-        ({1: {"split.tensors.count": 7}}, "not of one model: 6 tensors in all 3, 7 expected"),
+        ({2: {"split.count": 4}}, r"-00002-of-00003\.gguf is part 2 of 3 by its name, and part 2 of 4"),
+        ({2: {"split.no": 2}}, r"-00002-of-00003\.gguf is part 2 of 3 by its name, and part 3 of 3"),
+        ({1: {"split.count": "x"}}, r"-00001-of-00003\.gguf is part 1 of 3 by its name, and not a part"),
+        ({1: {"split.tensors.count": 7}}, "do not belong to one model: 3 parts contain 6 tensors, 7 different ones"),
     ],
 )
 def test_parts_of_different_files_are_told(
@@ -154,14 +154,14 @@ def test_a_part_that_has_the_tensors_of_another_is_told(tmp_path: Path, write_sp
     first, second, _ = write_split(tmp_path / "tiny")
     tensors = {f"blk.{at}.attn_norm.weight": random_tensor("F32", 256) for at in (0, 1)}
     second.write_bytes(gguf({"split.no": 1, "split.count": 3}, tensors))
-    with pytest.raises(UnusableModelError, match="not of one model"):
+    with pytest.raises(UnusableModelError, match="do not belong to one model"):
         read_gguf(first)
 
 
 def test_a_part_that_is_cut_short_is_named(tmp_path: Path, write_split: WriteSplit) -> None:
     first, second, _ = write_split(tmp_path / "tiny")
     second.write_bytes(second.read_bytes()[:-32])
-    with pytest.raises(UnusableModelError, match=r"tiny-00002-of-00003\.gguf is cut short.*fetch it again"):
+    with pytest.raises(UnusableModelError, match=r"tiny-00002-of-00003\.gguf is truncated.*fetch it again"):
         read_gguf(first)
 
 
@@ -175,10 +175,10 @@ def test_a_part_under_a_name_of_its_own_is_told(tmp_path: Path, write_split: Wri
     ("data", "reason"),
     [
         (b"", "is empty; fetch it again"),
-        (b"GGU", "no GGUF file.*Fetch it again"),
-        (b"PK\3\4" + bytes(99), "no GGUF file.*name another file"),
-        (b"<html>404</html>", "no GGUF file"),
-        (b"GGUF" + bytes(3), "no GGUF file"),
+        (b"GGU", "not a GGUF file.*Fetch it again"),
+        (b"PK\3\4" + bytes(99), "not a GGUF file.*use another file"),
+        (b"<html>404</html>", "not a GGUF file"),
+        (b"GGUF" + bytes(3), "not a GGUF file"),
         (b"GGUF\0\0\0\3" + bytes(16), "version 50331648"),
     ],
 )
@@ -194,7 +194,7 @@ def test_foreign_files_are_refused_with_the_next_step(
 def test_a_folder_with_the_name_of_a_file_is_told(catalog: Catalog, tmp_path: Path) -> None:
     (tmp_path / "extra/x.gguf").mkdir(parents=True)
     assert catalog.scan() == []
-    with pytest.raises(UnusableModelError, match=r"x\.gguf holds no model: there is no config\.json"):
+    with pytest.raises(UnusableModelError, match=r"x\.gguf contains no model: there is no config\.json"):
         catalog.resolve(str(tmp_path / "extra/x.gguf"))
 
 
@@ -230,7 +230,7 @@ def test_several_gguf_models_of_a_folder_are_called_by_their_files(
         put(tmp_path / path, tiny_llama())
     ids = [entry.id for entry in catalog.scan()]
     assert ids == ["both/a.gguf", "both/b.gguf", "org/name/a.gguf", "org/name/b.GGUF"]
-    with pytest.raises(UnusableModelError, match=r"both holds 2 models in GGUF; name one of them: a\.gguf, b\.gguf"):
+    with pytest.raises(UnusableModelError, match=r"both contains 2 GGUF models; name one of them: a\.gguf, b\.gguf"):
         catalog.resolve(str(tmp_path / "extra/both"))
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lmx_lab.weights.gguf.names import chosen, default, grouped, is_companion, labelled, parts_of, quantization_of
+from lmx_lab.weights.gguf.names import (
+    default_label,
+    find_label,
+    group_files,
+    is_companion,
+    label_models,
+    parts_of,
+    quantization_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_other_names_are_of_files_for_themselves(name: str) -> None:
 )
 def test_what_lies_beside_a_model_is_told_from_models(name: str, companion: bool) -> None:
     assert is_companion(name) == companion
-    assert len(grouped([name, "README.md"])) == (not companion)
+    assert len(group_files([name, "README.md"])) == (not companion)
 
 
 def test_models_are_called_by_quantization_and_where_two_have_the_same_by_their_names() -> None:
@@ -74,16 +82,16 @@ def test_models_are_called_by_quantization_and_where_two_have_the_same_by_their_
         "7b-Q8_0-00002-of-00002.gguf",
         "x.gguf",
     ]
-    models = labelled(grouped(names))
+    models = label_models(group_files(names))
     assert set(models) == {"7b-Q4_K_M", "13b-q4_k_m", "Q8_0", "x"}
     assert models["Q8_0"].names == tuple(names[2:4])
 
 
 def test_a_choice_is_a_quantization_or_a_name_in_upper_or_lower_case() -> None:
-    models = labelled(grouped(["Q4_K_M/M-Q4_K_M.gguf", "M-UD-Q2_K_XL.gguf"]))
-    assert {chosen(models, choice) for choice in ("q4_k_m", "m-q4_k_m.gguf", "Q4_K_M/M-Q4_K_M")} == {"Q4_K_M"}
-    assert chosen(models, "ud-q2_k_xl") == "UD-Q2_K_XL"
-    assert chosen(models, "Q4") is None
+    models = label_models(group_files(["Q4_K_M/M-Q4_K_M.gguf", "M-UD-Q2_K_XL.gguf"]))
+    assert {find_label(models, choice) for choice in ("q4_k_m", "m-q4_k_m.gguf", "Q4_K_M/M-Q4_K_M")} == {"Q4_K_M"}
+    assert find_label(models, "ud-q2_k_xl") == "UD-Q2_K_XL"
+    assert find_label(models, "Q4") is None
 
 
 @pytest.mark.parametrize(
@@ -99,4 +107,4 @@ def test_a_choice_is_a_quantization_or_a_name_in_upper_or_lower_case() -> None:
 )
 def test_without_a_choice_the_preferred_one_is_taken_and_then_the_smallest(names: list[str], expected: str) -> None:
     sizes = {name: (4 if "F32" in name else 2) * (10 if "70b" in name else 1) for name in names}
-    assert default(labelled(grouped(names)), sizes) == expected
+    assert default_label(label_models(group_files(names)), sizes) == expected

@@ -13,7 +13,7 @@ import pytest
 from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
-from lmx_lab.weights.hub.verify import forget, note
+from lmx_lab.weights.hub.verify import mark_unverified, mark_verified
 from tests.faults.hub import Hub, failing, hub_with
 
 
@@ -176,7 +176,9 @@ def test_the_repository_means_its_only_quantization_here_and_with_two_one_has_to
 
 @pytest.mark.parametrize("choice", ["Q5_K_M", "mmproj-F16", "Q6_K", "Q2_K", "../Tiny-Q3_K"])
 def test_a_quantization_that_is_not_there_names_those_that_are(catalog: Catalog, ggufs: Hub, choice: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"it has Q8_0, Q4_K_M\. .*lmx-lab pull org/tiny:Q4_K_M") as raised:
+    with pytest.raises(
+        ModelNotFoundError, match=r"available are: Q8_0, Q4_K_M\. .*lmx-lab pull org/tiny:Q4_K_M"
+    ) as raised:
         catalog.fetch(f"org/tiny:{choice}")
     assert choice in raised.value.message
     assert ggufs.sent == []
@@ -196,7 +198,7 @@ def test_a_repository_with_safetensors_too_means_those_unless_a_quantization_is_
 
 
 def test_a_repository_without_gguf_says_so_to_who_names_a_quantization(catalog: Catalog, server: Hub) -> None:
-    with pytest.raises(UnusableModelError, match=r"org/tiny has no model in \.gguf, only .*\.safetensors"):
+    with pytest.raises(UnusableModelError, match=r"org/tiny has no \.gguf model, only .*\.safetensors"):
         catalog.fetch("org/tiny:Q4_K_M")
     assert server.sent == []
 
@@ -266,10 +268,10 @@ def test_an_older_quantization_answers_until_a_newer_one_is_compared(
     newer = repo / "snapshots" / ("f" * 40) / "Tiny-Q4_K_M.gguf"
     newer.parent.mkdir()
     newer.write_bytes(ggufs.files["Tiny-Q4_K_M.gguf"])
-    note([newer])
+    mark_unverified([newer])
     (repo / "refs/main").write_text(newer.parent.name)
     assert catalog.scan() == [older] == [catalog.resolve("org/tiny:Q4_K_M")]
-    forget(newer)
+    mark_verified(newer)
     assert [entry.path for entry in catalog.scan()] == [newer]
 
 
