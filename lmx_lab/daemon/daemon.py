@@ -23,7 +23,7 @@ from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.errors import HostingError, InvalidRequestError
 from lmx_lab.http.guard import LivePolicy
-from lmx_lab.http.uvicorn_server import Host, bind
+from lmx_lab.http.uvicorn_server import RunningServer, bind
 from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.wire.identifiers import new_id
@@ -82,7 +82,7 @@ class Daemon:
         self._logfile = LogFile(self.folder, token=self.token)
         self._thread = LoopThread("lmx-lab-daemon")
         self._life = Life(self._plan, on_end=self._close)
-        self._host: Host | None = None
+        self._host: RunningServer | None = None
         self._gate = threading.Lock()
         self._ended = threading.Event()
         self._pid = 0
@@ -139,7 +139,7 @@ class Daemon:
         return self._served.port
 
     @property
-    def _served(self) -> Host:
+    def _served(self) -> RunningServer:
         if self._host is None:
             raise HostingError("this daemon was not started; call start() first")
         return self._host
@@ -190,7 +190,7 @@ class Daemon:
             self._pid = os.getpid()
             _RUNNING.add(self)
 
-    def _rise(self) -> Host:
+    def _rise(self) -> RunningServer:
         sock = bind(self.settings.daemon_host, self.settings.daemon_port, explicit=self._explicit_port)
         try:
             port = sock.getsockname()[1]

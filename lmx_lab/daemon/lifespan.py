@@ -28,7 +28,7 @@ from lmx_lab.daemon.turns.runner import Turns
 from lmx_lab.errors import HostingError, LabError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.middleware import VERSION
-from lmx_lab.http.uvicorn_server import Host, serve
+from lmx_lab.http.uvicorn_server import RunningServer, serve
 from lmx_lab.settings import Settings
 from lmx_lab.wire.daemon import StateFile
 from lmx_lab.wire.events import DaemonStarted, DaemonStopping
@@ -87,7 +87,7 @@ class Life:
             raise HostingError("this daemon was not started; call start() first")
         return self._services
 
-    async def rise(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> Host:
+    async def rise(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> RunningServer:
         """Build everything; returns once requests are accepted and the state file says where.
 
         Raises:
@@ -99,7 +99,7 @@ class Life:
             await self._end_parts()
             raise
 
-    async def _rise(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> Host:
+    async def _rise(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> RunningServer:
         plan = self._plan
         services = self._services = await self._build()
         asgi, _ = create_daemon_app(services, policy=policy, max_body_bytes=plan.settings.max_body_bytes)

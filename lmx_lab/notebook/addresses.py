@@ -66,7 +66,7 @@ class Addresses:
             hosts=[*own, *map(urls.host_of, fronts), *self.settings.allowed_hosts],
             origins=[*fronts, *self.settings.cors_origins],
             webviews=urls.is_vscode(os.environ),
-            passes_on=above.owns if above else None,
+            is_trusted_proxy=above.owns if above else None,
             key=self.settings.api_key,
         )
 

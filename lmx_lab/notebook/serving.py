@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from lmx_lab.engine import Engine
 from lmx_lab.errors import EngineError, HostingError
 from lmx_lab.http.guard import GuardPolicy
-from lmx_lab.http.uvicorn_server import GRACE_S, Host, bind, serve
+from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.notebook.loop_lag import LoopLag
 from lmx_lab.notebook.modes import LoopChoice, choose_loop
@@ -58,7 +58,7 @@ class Serving:
         )
         self._thread: LoopThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._host: Host | None = None
+        self._host: RunningServer | None = None
         self._stopped = False
         self._daemon: LabDaemon | None = None
         self._daemon_tools: PythonTools | None = None
@@ -82,7 +82,7 @@ class Serving:
                 self._host = await self._hand_over(serving)
 
     @contextlib.contextmanager
-    def _starting(self, sock: socket.socket | None) -> Iterator[Coroutine[Any, Any, Host]]:
+    def _starting(self, sock: socket.socket | None) -> Iterator[Coroutine[Any, Any, RunningServer]]:
         """Everything before the server and, if that or the server fails, the way back."""
         sock = sock or bind(self.settings.host, self.settings.port, explicit=self.explicit_port)
         self._addresses = Addresses(settings=self.settings, port=sock.getsockname()[1])
@@ -101,7 +101,7 @@ class Serving:
             self._close()
             raise
 
-    async def _serve(self, sock: socket.socket) -> Host:
+    async def _serve(self, sock: socket.socket) -> RunningServer:
         host = await serve(self._server.asgi, sock, ws_max_bytes=self.settings.max_body_bytes)
         self.lag.start()
         return host

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lmx_lab.http.uvicorn_server import Host, bind, serve
+from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
 
 WAIT_S = 20.0
 SHORT_S = 0.2
@@ -44,7 +44,7 @@ class Line:
 
 
 @asynccontextmanager
-async def running(app: App) -> AsyncIterator[Host]:
+async def running(app: App) -> AsyncIterator[RunningServer]:
     host = await serve(app, bind("127.0.0.1", 0, explicit=True))
     try:
         yield host
@@ -53,7 +53,7 @@ async def running(app: App) -> AsyncIterator[Host]:
 
 
 @asynccontextmanager
-async def connected(host: Host) -> AsyncIterator[Line]:
+async def connected(host: RunningServer) -> AsyncIterator[Line]:
     line = Line(*await asyncio.open_connection("127.0.0.1", host.port))
     try:
         yield line

@@ -6,17 +6,24 @@ import asyncio
 import contextlib
 import gc
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pydantic_core
 import pytest
+from fastapi import APIRouter, FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.errors import BodyTooLargeError, InvalidRequestError
+from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, QueueFullError
 from lmx_lab.http import bodies
-from lmx_lab.http.bodies import SMALL_BODY_BYTES, Turns, read_json
+from lmx_lab.http.bodies import SMALL_BODY_BYTES, BodyMemory, LargeBodyQueue, StrictRoute, read_json
+from lmx_lab.http.guard import local_policy
+from lmx_lab.http.middleware import wrap_app
+from lmx_lab.http.uvicorn_server import RunningServer
 from lmx_lab.wire.limits import CONTAINER_LIMIT, ITEM_LIMIT, MEMBERS_LIMIT, Structure
+from tests.http.serving import Line, connected, running, until
 
 pytestmark = pytest.mark.anyio
 LARGE = b" " * SMALL_BODY_BYTES
@@ -62,24 +69,24 @@ async def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(
     monkeypatch.setattr(pydantic_core, "from_json", None)
     for text in (body, body.decode()):
         with pytest.raises(BodyTooLargeError, match=f"{limit:,}"):
-            await read_json(text, Turns())
+            await read_json(text, LargeBodyQueue())
 
 
 async def test_what_is_in_texts_is_not_counted() -> None:
     text = '[{":"' * ITEM_LIMIT
-    assert await read_json(json.dumps({"a": text}), Turns()) == {"a": text}
+    assert await read_json(json.dumps({"a": text}), LargeBodyQueue()) == {"a": text}
 
 
 async def test_a_body_within_the_limits_is_read() -> None:
     ids = [12345] * ITEM_LIMIT
-    assert await read_json(json.dumps(ids).encode(), Turns()) == ids
+    assert await read_json(json.dumps(ids).encode(), LargeBodyQueue()) == ids
 
 
 @pytest.mark.parametrize(
     ("body", "match"),
     [
         (b"[" + b"1," * SMALL_BODY_BYTES, "not valid JSON"),
-        (b"[" + b"1," * SMALL_BODY_BYTES + b"1e400]", "beyond"),
+        (b"[" + b"1," * SMALL_BODY_BYTES + b"1e400]", "exceeds"),
         (b"[" * 65 + b"1," * SMALL_BODY_BYTES + b"1" + b"]" * 65, "deeper than 64"),
         (b'{"a":"\\ud800"}' + LARGE, "lone surrogate"),
         (b"\xef\xbb\xbf1" + LARGE, "byte order mark"),
@@ -89,7 +96,7 @@ async def test_a_body_within_the_limits_is_read() -> None:
 )
 async def test_what_is_wrong_with_a_large_body_is_said_as_of_a_small_one(body: bytes, match: str) -> None:
     with pytest.raises(InvalidRequestError, match=match):
-        await read_json(body, Turns())
+        await read_json(body, LargeBodyQueue())
 
 
 async def test_the_loop_runs_between_the_pieces_of_a_large_body() -> None:
@@ -102,15 +109,15 @@ async def test_the_loop_runs_between_the_pieces_of_a_large_body() -> None:
             await asyncio.sleep(0)
 
     other = asyncio.create_task(count())
-    await read_json(json.dumps([12345] * 5 * SMALL_BODY_BYTES), Turns())
+    await read_json(json.dumps([12345] * 5 * SMALL_BODY_BYTES), LargeBodyQueue())
     other.cancel()
     # Once a piece of the text, and of the list in it.
     assert steps > 5 * 7 + 5 * SMALL_BODY_BYTES // bodies.WALK_ITEMS
 
 
 async def test_large_bodies_take_their_steps_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "TURN_S", 0)
-    turns, now, steps = Turns(), 0, []
+    monkeypatch.setattr(bodies, "PAUSE_S", 0)
+    turns, now, steps = LargeBodyQueue(), 0, []
 
     async def clock() -> None:
         nonlocal now
@@ -138,7 +145,7 @@ def test_64_levels_are_read_and_65_are_not(before: bytes, after: bytes) -> None:
 
 @pytest.mark.parametrize("text", [b"1e400", b"[1, -1e999]", b'{"a": [{"b": 1e309}]}'])
 def test_a_number_that_would_be_read_as_infinity_is_refused(text: bytes) -> None:
-    with pytest.raises(InvalidRequestError, match="beyond"):
+    with pytest.raises(InvalidRequestError, match="exceeds"):
         bodies.parse_json(text)
 
 
@@ -152,3 +159,101 @@ def test_the_collector_of_garbage_is_left_as_it_was(enabled: bool) -> None:
             assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+LARGE_BYTES = SMALL_BODY_BYTES + 30_000
+LIMIT_BYTES = 8 * LARGE_BYTES
+
+
+def application(max_body_bytes: int = LIMIT_BYTES) -> FastAPI:
+    api, router = FastAPI(), APIRouter(route_class=StrictRoute)
+
+    @router.post("/size")
+    async def size(text: list[str]) -> int:
+        return len(text[0])
+
+    api.include_router(router)
+    api.state.max_body_bytes = max_body_bytes
+    return api
+
+
+@asynccontextmanager
+async def serving(memory_bytes: int) -> AsyncIterator[tuple[RunningServer, BodyMemory]]:
+    api = application()
+    ports: list[int] = []
+    app = wrap_app(api, lambda: local_policy(ports[0]))
+    memory = api.state.body_memory = BodyMemory(memory_bytes)
+    async with running(app) as host:
+        ports.append(host.port)
+        yield host, memory
+
+
+def body_of(size: int) -> bytes:
+    return json.dumps(["x" * (size - 4)]).encode()
+
+
+def begin(line: Line, host: RunningServer, body: bytes, part: int | None = None) -> None:
+    names = f"host: 127.0.0.1:{host.port}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    line.send(f"POST /size HTTP/1.1\r\n{names}\r\n\r\n".encode() + body[:part])
+
+
+async def status(line: Line, host: RunningServer, body: bytes) -> tuple[int, Any, bytes]:
+    begin(line, host, body)
+    head, _, said = (await line.answer()).partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(said), head.lower()
+
+
+async def test_large_bodies_share_their_room_and_small_ones_need_none() -> None:
+    async with (
+        serving(memory_bytes=50_000) as (host, memory),
+        connected(host) as slow,
+        connected(host) as second,
+        connected(host) as third,
+    ):
+        body = body_of(LARGE_BYTES)
+        begin(slow, host, body, part=LARGE_BYTES - 1)
+        await until(lambda: memory.used_bytes == LARGE_BYTES - 1 - SMALL_BODY_BYTES)
+
+        code, said, head = await status(second, host, body)
+        assert (code, said["error"]["code"], said["error"]["retryable"]) == (429, "queue-full", True)
+        assert b"retry-after: 2" in head
+        assert (await status(second, host, body_of(SMALL_BODY_BYTES)))[:2] == (200, SMALL_BODY_BYTES - 4)
+        # What no wait would help with is said first.
+        assert (await status(third, host, body_of(LIMIT_BYTES + 1)))[0] == 413
+        assert memory.used_bytes == LARGE_BYTES - 1 - SMALL_BODY_BYTES
+
+        slow.send(body[-1:])
+        assert (await slow.answer()).endswith(str(LARGE_BYTES - 4).encode())
+        assert memory.used_bytes == 0
+        assert (await status(second, host, body))[0] == 200
+
+
+async def test_who_leaves_in_the_middle_gives_the_room_back() -> None:
+    async with serving(memory_bytes=50_000) as (host, memory):
+        async with connected(host) as slow:
+            begin(slow, host, body_of(LARGE_BYTES), part=LARGE_BYTES - 1)
+            await until(lambda: memory.used_bytes > 0)
+        await until(lambda: memory.used_bytes == 0)
+
+
+@pytest.mark.parametrize("content", [b"[1", b'{"a": 1}'])
+async def test_a_body_that_is_refused_gives_the_room_back(content: bytes) -> None:
+    async with serving(memory_bytes=50_000) as (host, memory), connected(host) as line:
+        assert (await status(line, host, content + b" " * LARGE_BYTES))[0] == 400
+        assert memory.used_bytes == 0
+
+
+async def test_what_is_not_too_large_always_has_room_alone() -> None:
+    for limit, size in ((LIMIT_BYTES, bodies.MEMORY_BYTES), (2 * bodies.MEMORY_BYTES, 2 * bodies.MEMORY_BYTES)):
+        api = application(limit)
+        wrap_app(api, lambda: local_policy(1))
+        assert api.state.body_memory.size_bytes == size
+
+
+async def test_a_body_that_finds_no_room_keeps_what_it_has_until_it_is_let_go() -> None:
+    memory = BodyMemory(10)
+    held = memory.resize(0, SMALL_BODY_BYTES + 4)
+    with pytest.raises(QueueFullError):
+        memory.resize(held, SMALL_BODY_BYTES + 11)
+    assert memory.used_bytes == 4
+    assert memory.resize(held, 0) == memory.used_bytes == 0

@@ -10,7 +10,7 @@ from websockets.exceptions import InvalidStatus
 
 from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
 from lmx_lab.http.guard import (
-    PASSED,
+    PASSED_POLICY,
     REFRESH_S,
     Guard,
     GuardPolicy,
@@ -254,7 +254,7 @@ HERE = ("127.0.0.1", 8400)
 
 
 def behind(*peers):
-    return local_policy(8400, hosts=["mybox"], passes_on=lambda peer, here: peer in peers and here == HERE)
+    return local_policy(8400, hosts=["mybox"], is_trusted_proxy=lambda peer, here: peer in peers and here == HERE)
 
 
 def from_peer(port, host="hub.example", **more):
@@ -288,7 +288,7 @@ def test_who_passes_requests_on_must_name_one_host_all_the_same(host):
 
 def test_who_passes_requests_on_is_looked_for_only_when_nothing_else_lets_pass():
     asked = []
-    policy = local_policy(8400, hosts=["mybox"], passes_on=lambda *ends: asked.append(ends))
+    policy = local_policy(8400, hosts=["mybox"], is_trusted_proxy=lambda *ends: asked.append(ends))
     check(from_peer(5000, "localhost:8400"), policy)
     check(from_peer(5000, "mybox:1"), policy)
     assert asked == []
@@ -298,10 +298,10 @@ EVERYWHERE = local_policy(8400, hosts=["mybox:8400", "192.168.1.5:8400", "127.0.
 
 
 def local(client, policy=EVERYWHERE, host="localhost:8400", **more):
-    """Whether a request that passes has this machine's rights."""
+    """Whether a request that is_allowed has this machine's rights."""
     request = {**scope(host, **more), "client": (client, 5000), "server": HERE}
     check(request, policy)
-    return is_local({**request, PASSED: policy})
+    return is_local({**request, PASSED_POLICY: policy})
 
 
 @pytest.mark.parametrize("client", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
@@ -319,7 +319,7 @@ def test_under_another_name_or_port_a_caller_on_loopback_is_not_local(host):
 def test_a_caller_elsewhere_is_never_local(client):
     assert not local(client)
     assert not local(client, replace(EVERYWHERE, key="s3cret"), authorization="Bearer s3cret")
-    assert not local(client, replace(EVERYWHERE, passes_on=lambda peer, here: True))
+    assert not local(client, replace(EVERYWHERE, is_trusted_proxy=lambda peer, here: True))
 
 
 @pytest.mark.parametrize("name", ["x_forwarded_for", "x_forwarded_host", "forwarded", "x_real_ip", "via"])
@@ -346,12 +346,12 @@ def test_the_notebooks_own_jupyter_server_makes_its_callers_local():
     """Also over a socket for both protocols, which shows IPv4 addresses in another form; it is asked once."""
     asked = []
 
-    def passes_on(peer, here):
+    def is_trusted_proxy(peer, here):
         asked.append((peer, here))
         return (peer, here) == (("127.0.0.1", 5000), HERE)
 
-    policy = local_policy(8400, passes_on=passes_on)
-    ends = {"client": ("::ffff:127.0.0.1", 5000), "server": ("::ffff:127.0.0.1", 8400), PASSED: policy}
+    policy = local_policy(8400, is_trusted_proxy=is_trusted_proxy)
+    ends = {"client": ("::ffff:127.0.0.1", 5000), "server": ("::ffff:127.0.0.1", 8400), PASSED_POLICY: policy}
     request = {**scope("hub.example", x_forwarded_for="10.0.0.1"), **ends}
     check(request, policy)
     assert is_local(request)

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import httpx2
 import pytest
-from websockets.frames import Frame, Opcode
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import CloseCode, Frame, Opcode
 
+from lmx_lab.client.errors import error_in
+from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.http import protocol
-from lmx_lab.http.uvicorn_server import bind, serve
+from lmx_lab.http.error_bodies import status_for
+from lmx_lab.http.protocol import WebSocketProtocol
+from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
+from lmx_lab.wire.errors import ErrorBody
+from tests.conftest import ROOT
+from tests.http.serving import GET, READ_LATER_S, SHORT_S, WAIT_S, app, connected, gone, running, until
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(
@@ -29,11 +45,11 @@ from lmx_lab.http.uvicorn_server import bind, serve
     ],
 )
 def test_only_another_machine_can_vanish(host: str, elsewhere: bool) -> None:
-    assert protocol.is_elsewhere(host) is elsewhere
+    assert protocol.is_remote(host) is elsewhere
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[socket.socket]:
+def socket_pair() -> Iterator[socket.socket]:
     """The accepted end of a connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
@@ -42,15 +58,15 @@ def connected() -> Iterator[socket.socket]:
 
 
 def test_a_connection_of_this_machine_stays_as_it_is() -> None:
-    with connected() as sock:
-        protocol.notice_vanishing(sock)
+    with socket_pair() as sock:
+        protocol.enable_keepalive(sock)
         assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 def test_a_connection_from_elsewhere_is_cut_within_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "is_elsewhere", lambda host: True)
-    with connected() as sock:
-        protocol.notice_vanishing(sock)
+    monkeypatch.setattr(protocol, "is_remote", lambda host: True)
+    with socket_pair() as sock:
+        protocol.enable_keepalive(sock)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
         names = (idle, "TCP_KEEPINTVL", "TCP_KEEPCNT")
@@ -61,9 +77,8 @@ def test_a_connection_from_elsewhere_is_cut_within_30_s(monkeypatch: pytest.Monk
             assert 5000 <= sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 15_000
 
 
-@pytest.mark.anyio
 async def test_a_server_watches_over_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "is_elsewhere", lambda host: True)
+    monkeypatch.setattr(protocol, "is_remote", lambda host: True)
     host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
     reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
     writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -75,7 +90,6 @@ async def test_a_server_watches_over_its_connections(monkeypatch: pytest.MonkeyP
     await host.stop()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("header", "status"),
     [
@@ -97,7 +111,6 @@ async def test_a_handshake_that_is_none_is_answered_and_ended(header: str, statu
     assert b"x-content-type-options: nosniff\r\n" in answer
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("request_line", "headers"),
     [
@@ -110,7 +123,6 @@ async def test_what_is_no_handshake_is_an_ordinary_request(request_line: str, he
     assert answer.startswith(b"HTTP/1.1 204 ")
 
 
-@pytest.mark.anyio
 async def test_head_with_a_broken_body_is_refused_without_one(caplog: pytest.LogCaptureFixture) -> None:
     head = "HEAD / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     answer = await _answered(f"{head}x\r\n")
@@ -144,16 +156,16 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_a_connection_that_has_ended_already_is_no_error() -> None:
-    with connected() as sock:
+    with socket_pair() as sock:
         sock.close()
-        protocol.notice_vanishing(sock)
+        protocol.enable_keepalive(sock)
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
 def test_texts_are_framed_as_the_protocol_has_it(size: int) -> None:
     texts = ["x" * size, "é"]
     expected = b"".join(Frame(Opcode.TEXT, text.encode()).serialize(mask=False) for text in texts)
-    assert protocol.text_frames(texts) == expected
+    assert protocol.encode_text_frames(texts) == expected
 
 
 REQUEST = b"GET /other HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -195,7 +207,6 @@ async def _opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamW
         await host.stop()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("sent", "answer"),
     [
@@ -209,7 +220,6 @@ async def test_what_costs_the_parser_much_for_few_bytes_is_refused(sent: bytes, 
         assert answer in await reader.read()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("sent", [b"\x01\x81\0\0\0\0a" + FRAGMENT * 20_000, PING * 20_000])
 async def test_a_flood_of_short_frames_ends_the_socket(sent: bytes) -> None:
     async with _opened() as (reader, writer):
@@ -219,7 +229,6 @@ async def test_a_flood_of_short_frames_ends_the_socket(sent: bytes) -> None:
         assert (1008).to_bytes(2) in await reader.read()
 
 
-@pytest.mark.anyio
 async def test_long_chunks_and_fragments_are_received_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n"
     async with _opened() as (reader, writer):
@@ -237,7 +246,6 @@ async def test_long_chunks_and_fragments_are_received_whole(monkeypatch: pytest.
             assert size in await reader.readuntil(b" characters")
 
 
-@pytest.mark.anyio
 async def test_the_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "FRAMES_PER_S", 10**9)
     pieces: list[int] = []
@@ -255,3 +263,327 @@ async def test_the_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pyt
         assert b"40002" in await reader.readuntil(b" characters")
     assert sum(pieces) > 40_000 * len(FRAGMENT)
     assert max(pieces) <= protocol.PIECE_BYTES
+
+
+HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+CHUNKED_READ = b"POST /read HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines of a moment, and no body that is fast enough without its end."""
+    monkeypatch.setattr(protocol, "HEAD_S", SHORT_S)
+    monkeypatch.setattr(protocol, "BODY_S", SHORT_S)
+    monkeypatch.setattr(protocol, "BODY_BYTES", 10**9)
+    monkeypatch.setattr(protocol, "LATE_S", SHORT_S / 4)
+    gone.clear()
+
+
+def check_told(answer: bytes) -> str:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"\r\nx-content-type-options: nosniff\r\n" in head
+    assert b"connection: close" in head.lower()
+    error = ErrorBody.model_validate_json(body).error
+    assert (error.code, error.type, error.retryable) == (InvalidRequestError.code, "invalid_request_error", False)
+    return error.message
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("drip", [b"", b"y"])
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_head_that_does_not_end_is_told_so(kept: bool, drip: bytes) -> None:
+    async with running(app) as host, connected(host) as line:
+        if kept:
+            line.send(GET)
+            assert (await line.answer()).endswith(b"0")
+        line.send(b"GET /read HTTP/1.1\r\nx: ")
+        assert "head" in check_told(await line.rest(drip))
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("drip", [b"", b"y"])
+@pytest.mark.parametrize("begin", [HEAD % (b"/read", 10**6) + b"y", CHUNKED_READ + b"ffff\r\ny"])
+async def test_a_body_that_does_not_end_is_told_so_and_the_application_too(begin: bytes, drip: bytes) -> None:
+    async with running(app) as host, connected(host) as line:
+        line.send(begin)
+        assert "body" in check_told(await line.rest(drip))
+        await until(lambda: gone == ["/read"])
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_body_that_fills_the_buffer_for_an_instant_is_not_excused_by_that() -> None:
+    async with running(app) as host, connected(host) as line:
+        line.send(HEAD % (b"/read", 10**9))
+        assert "body" in check_told(await line.rest(b"y" * 70_000))
+
+
+@pytest.mark.usefixtures("short")
+async def test_to_head_goes_no_body_when_its_own_does_not_end() -> None:
+    async with running(app) as host, connected(host) as line:
+        line.send(b"HEAD" + (HEAD % (b"/read", 9)).removeprefix(b"POST"))
+        answer = await line.rest()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.usefixtures("short")
+async def test_the_rest_of_a_refused_body_is_not_read_for_ever() -> None:
+    async with running(app) as host, connected(host) as line:
+        line.send(HEAD % (b"/refuse", 10**6))
+        assert (await line.answer()).startswith(b"HTTP/1.1 403 ")
+        assert await line.rest(b"y") == b""
+
+
+def idle_for(host: RunningServer, after_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host._server.config, "timeout_keep_alive", after_s)
+
+
+async def test_who_says_nothing_is_let_go_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(app) as host:
+        idle_for(host, SHORT_S, monkeypatch)
+        async with connected(host) as line:
+            assert await line.rest() == b""
+
+
+async def test_who_says_nothing_after_the_rest_of_a_refused_body_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(app) as host:
+        idle_for(host, SHORT_S, monkeypatch)
+        async with connected(host) as line:
+            line.send(HEAD % (b"/refuse", 2) + b"y")
+            assert (await line.answer()).endswith(b"no")
+            line.send(b"y")
+            assert await line.rest() == b""
+
+
+async def test_a_slow_sender_that_goes_on_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "BODY_S", 0.6)
+    monkeypatch.setattr(protocol, "BODY_BYTES", 3)
+    monkeypatch.setattr(protocol, "LATE_S", 0.05)
+    async with running(app) as host, connected(host) as line:
+        line.send(HEAD % (b"/read", 15))
+        for _ in range(15):
+            await asyncio.sleep(0.1)
+            line.send(b"y")
+        assert (await line.answer()).endswith(b"\r\n15")
+
+
+async def test_a_server_that_was_busy_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", SHORT_S)
+    monkeypatch.setattr(protocol, "LATE_S", SHORT_S / 5)
+    async with running(app) as host, connected(host) as line:
+        line.send(GET[:9])
+        await until(lambda: bool(host._server.server_state.connections))
+        (connection,) = host._server.server_state.connections
+        assert isinstance(connection, protocol.HttpProtocol)
+        await until(lambda: bool(connection.conn.trailing_data[0]))
+        time.sleep(3 * SHORT_S)  # noqa: ASYNC251 (that is the case)
+        # What comes in the next moment counts, too.
+        await asyncio.sleep(SHORT_S / 10)
+        line.send(GET[9:])
+        assert (await line.answer()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_body_that_is_not_read_yet_may_wait() -> None:
+    body = b"y" * 400_000
+    async with running(app) as host, connected(host) as line:
+        line.send(HEAD % (b"/read-later", len(body)) + body)
+        assert (await line.answer()).endswith(b"\r\n400000")
+
+
+@pytest.mark.usefixtures("short")
+async def test_when_a_body_is_read_at_last_it_has_its_whole_time() -> None:
+    body = b"y" * 400_000
+    async with running(app) as host, connected(host) as line:
+        line.send(HEAD % (b"/read-later", len(body)) + body[:100_000])
+        await asyncio.sleep(READ_LATER_S + 0.75 * SHORT_S)
+        line.send(body[100_000:])
+        assert (await line.answer()).endswith(b"\r\n400000")
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_body_that_is_not_asked_for_yet_may_wait() -> None:
+    async with running(app) as host, connected(host) as line:
+        line.send((HEAD % (b"/read-later", 3)).replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
+        assert (await line.answer()).startswith(b"HTTP/1.1 100 ")
+        line.send(b"yyy")
+        assert (await line.answer()).endswith(b"\r\n3")
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("size", [0, 5])
+async def test_an_answer_may_take_any_time(size: int) -> None:
+    """Also to one that announces a body and never sends it."""
+    async with running(app) as host, connected(host) as line:
+        line.send(HEAD % (b"/stream", size))
+        async with asyncio.timeout(20):
+            answer = await line.reader.readuntil(b"\r\n0\r\n\r\n")
+    assert answer.count(b"1\r\nx\r\n") == 6
+
+
+@pytest.mark.usefixtures("short")
+async def test_an_answer_may_begin_at_any_time() -> None:
+    async with running(app) as host, connected(host) as line:
+        line.send(HEAD % (b"/read-later", 0))
+        assert (await line.answer()).endswith(b"\r\n0")
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_websocket_may_be_silent_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(app) as host:
+        idle_for(host, SHORT_S, monkeypatch)
+        async with connect(f"ws://127.0.0.1:{host.port}/", proxy=None) as socket:
+            await asyncio.sleep(3 * SHORT_S)
+
+            async def slowly() -> Any:
+                for piece in "abc":
+                    yield piece
+                    await asyncio.sleep(SHORT_S)
+
+            await socket.send(slowly())
+            assert await socket.recv() == "abc"
+
+
+FULL = status_for(QueueFullError)
+
+
+async def test_a_connection_too_many_is_told_so_whatever_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)
+    async with running(app) as host, httpx2.AsyncClient(base_url=host.url, trust_env=False, timeout=WAIT_S) as http:
+        async with connect(host.url.replace("http", "ws"), proxy=None) as socket_, connected(host) as line:
+            await until(lambda: len(host._server.server_state.connections) == 2)
+            answer = await http.get("/read")
+            assert answer.status_code == FULL
+            ErrorBody.model_validate_json(answer.content)
+            error = error_in(answer.content, retry_after=answer.headers["retry-after"])
+            assert isinstance(error, QueueFullError)
+            assert error.retry_after_s == protocol.FULL_RETRY_S
+            assert "2 connections" in error.message
+            with pytest.raises(InvalidStatus) as refused:
+                await connect(host.url.replace("http", "ws"), proxy=None)
+            assert refused.value.response.status_code == FULL
+            # Those that are there go on.
+            await socket_.send("hello")
+            assert await socket_.recv() == "hello"
+            line.send(GET)
+            assert (await line.answer()).startswith(b"HTTP/1.1 200 ")
+        await until(lambda: not host._server.server_state.connections)
+        assert (await http.get("/read")).status_code == 200
+
+
+async def test_large_messages_share_their_room_and_small_ones_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "UNFINISHED_BYTES", 50_000)
+    size = protocol.SMALL_BYTES + 40_000
+    go_on = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[str]:
+        yield "x" * size
+        await go_on.wait()
+        yield "end"
+
+    async with running(app) as host:
+        url = host.url.replace("http", "ws")
+        async with (
+            connect(url, proxy=None) as first,
+            connect(url, proxy=None) as second,
+            connect(url, proxy=None) as third,
+        ):
+            sending = [asyncio.create_task(first.send(slowly()))]
+            await until(lambda: held_by(host) >= size)
+            sending.append(asyncio.create_task(second.send(slowly())))
+            with pytest.raises(ConnectionClosed) as refused:
+                await second.recv()
+            assert refused.value.rcvd is not None
+            assert refused.value.rcvd.code == CloseCode.TRY_AGAIN_LATER
+            await third.send("hello")
+            assert await third.recv() == "hello"
+            go_on.set()
+            assert await first.recv() == "x" * size + "end"
+            assert held_by(host) == 0
+            await asyncio.gather(*sending, return_exceptions=True)
+
+
+def held_by(host: RunningServer) -> int:
+    sockets = [each for each in host._server.server_state.connections if isinstance(each, WebSocketProtocol)]
+    return sum(each.held_bytes for each in sockets)
+
+
+@pytest.mark.parametrize(
+    ("limit", "descriptor", "reserved"),
+    [(1024, 895, False), (1024, 896, True), (256, 191, False), (256, 192, True), (-1, 10**6, False)],
+)
+def test_the_last_descriptors_are_for_the_process_itself(
+    limit: int, descriptor: int, reserved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    assert protocol.is_reserved(descriptor) is reserved
+
+
+async def test_many_may_wait_for_a_loop_that_is_busy() -> None:
+    async with running(app) as host:
+        with contextlib.ExitStack() as crowd:
+            # The loop does not run meanwhile; where the queue is full, a connection is not made.
+            address = ("127.0.0.1", host.port)
+            waiting = [crowd.enter_context(socket.create_connection(address, WAIT_S)) for _ in range(100)]
+            for each in waiting:
+                each.sendall(GET)
+            answers = await asyncio.gather(*(asyncio.to_thread(each.recv, 12) for each in waiting))
+        assert set(answers) == {b"HTTP/1.1 200"}
+
+
+DESCRIPTORS = 256
+CROWD = 300
+SERVER = f"""
+import asyncio, logging, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from lmx_lab.http.uvicorn_server import bind, serve
+from tests.http.serving import lifespan, respond
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        await lifespan(receive, send)
+    else:
+        with open(__import__("os").devnull, "rb"):
+            await respond(send, b"opened")
+
+async def main():
+    sock = bind("127.0.0.1", 0, explicit=True)
+    print(sock.getsockname()[1], flush=True)
+    sys.stdin.readline()
+    host = await serve(app, sock)
+    await asyncio.to_thread(sys.stdin.readline)
+    await host.stop()
+
+logging.basicConfig()
+asyncio.run(main())
+"""
+
+
+def test_a_crowd_that_has_waited_leaves_the_process_its_last_descriptors() -> None:
+    """It is accepted in one go, before any of it can be counted; asyncio would log thousands of errors."""
+    command = [sys.executable, "-c", SERVER]
+    piped = subprocess.PIPE
+    with (
+        subprocess.Popen(command, text=True, cwd=ROOT, stdin=piped, stdout=piped, stderr=piped) as process,
+        contextlib.ExitStack() as crowd,
+    ):
+        crowd.callback(process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        first = crowd.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+        rest = [crowd.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S)) for _ in range(CROWD)]
+        process.stdin.write("serve\n")
+        process.stdin.flush()
+        # Who is refused was there after all who are not.
+        told = rest[-1].recv(4096)
+        first.sendall(GET)
+        answer = b""
+        while not answer.endswith(b"opened") and (piece := first.recv(4096)):
+            answer += piece
+        _, said = process.communicate("stop\n", timeout=WAIT_S)
+    assert told.startswith(b"HTTP/1.1 %d " % FULL)
+    assert answer.endswith(b"opened")
+    assert said == ""
+    assert process.returncode == 0

@@ -129,7 +129,7 @@ def test_port_zero_takes_a_free_one():
 
 @pytest.mark.parametrize("second", ["127.0.0.1", "0.0.0.0"])
 def test_a_taken_explicit_port_is_an_error_that_names_port_and_remedy(second, monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "ANSWER_S", 0.05)
+    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as sock:
         port = sock.getsockname()[1]
         with pytest.raises(PortTakenError, match=rf"port {port} .* another program; use port 0"):
@@ -145,7 +145,7 @@ def test_a_taken_preferred_port_gives_the_next_free_one():
 
 def test_when_all_ports_tried_are_taken_the_error_names_them(monkeypatch):
     monkeypatch.setattr(uvicorn_server, "PORTS_TRIED", 0)
-    monkeypatch.setattr(uvicorn_server, "ANSWER_S", 0.05)
+    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as sock, pytest.raises(PortTakenError, match="port 0"):
         bind("127.0.0.1", sock.getsockname()[1], explicit=False)
 
@@ -169,13 +169,13 @@ def test_a_forbidden_port_is_a_hosting_error(monkeypatch):
 
 
 def test_a_silent_holder_does_not_hold_up_the_error(monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "ANSWER_S", 0.05)
+    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as sock, pytest.raises(PortTakenError, match="another program"):
         bind("127.0.0.1", sock.getsockname()[1], explicit=True)
 
 
 def test_a_lab_that_answers_late_is_named_as_holder(monkeypatch):
-    monkeypatch.setattr(uvicorn_server, "ANSWER_S", WAIT_S)
+    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", WAIT_S)
 
     def answer(listener):
         client, _ = listener.accept()
@@ -195,8 +195,8 @@ def test_a_lab_that_answers_late_is_named_as_holder(monkeypatch):
 def test_the_probe_sees_whether_somebody_listens():
     with bind("127.0.0.1", 0, explicit=True) as sock:
         port = sock.getsockname()[1]
-        assert uvicorn_server._answers("0.0.0.0", port)
-    assert not uvicorn_server._answers("0.0.0.0", port)
+        assert uvicorn_server._is_accepting("0.0.0.0", port)
+    assert not uvicorn_server._is_accepting("0.0.0.0", port)
 
 
 SERVER = """
@@ -214,7 +214,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(("name", "holder"), [("lmx-lab", "another LMX Lab server"), ("other", "another program")])
 def test_a_lab_of_another_process_is_named_as_holder(name, holder, monkeypatch):
     monkeypatch.setattr(uvicorn_server, "PROBE_S", WAIT_S)
-    monkeypatch.setattr(uvicorn_server, "ANSWER_S", WAIT_S)
+    monkeypatch.setattr(uvicorn_server, "RESPONSE_S", WAIT_S)
     command = [sys.executable, "-c", SERVER, name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         port = int(process.stdout.readline())

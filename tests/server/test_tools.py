@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from lmx_lab.engine import ChatPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.error_bodies import invalid
+from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.generation import ToolCallDelta, merged_calls
 from lmx_lab.wire import tools
@@ -36,7 +36,7 @@ def refusal(**changes: Any) -> InvalidRequestError:
     try:
         generation_request(chat(**changes))
     except ValidationError as exc:
-        return invalid(exc)
+        return validation_error(exc)
     except InvalidRequestError as exc:
         return exc
     pytest.fail("nothing was refused")

@@ -12,7 +12,7 @@ from lmx_lab.daemon import sessions
 from lmx_lab.daemon.storage.store import Reading, Row, Transaction
 from lmx_lab.daemon.turns.turn import Call, Ending
 from lmx_lab.errors import TurnNotFoundError
-from lmx_lab.http.error_bodies import detail
+from lmx_lab.http.error_bodies import error_detail
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (
     MessageDone,
@@ -134,7 +134,7 @@ def end(tx: Transaction, key: TurnKey, ending: Ending, *, text: str, stats: Turn
 
 def failure(ending: Ending) -> ErrorDetail:
     assert ending.error is not None
-    return detail(ending.error, None)
+    return error_detail(ending.error, None)
 
 
 def answer(key: TurnKey, *, message_id: str, text: str, thinking: str, **fields: Any) -> SessionMessage:
