@@ -56,7 +56,7 @@ def test_each_format_arrives_in_the_engines_terms(given: Any, kind: Any, text: s
 @pytest.mark.parametrize(
     ("given", "param", "said"),
     [
-        ("json", "response_format", ["has to be an object", "json_schema", "'json'"]),
+        ("json", "response_format", ["must be an object", "json_schema", "'json'"]),
         ({}, "response_format.type", ["required"]),
         ({"type": "xml"}, "response_format.type", ["'xml'", "text, json_object, json_schema, regex, grammar"]),
         ({"type": ["text"]}, "response_format.type", ["json_schema"]),
