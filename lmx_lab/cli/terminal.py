@@ -6,7 +6,7 @@ import contextlib
 import sys
 import termios
 
-from lmx_lab.sanitize import shown
+from lmx_lab.sanitize import escape_text as shown
 
 __all__ = ["asked", "can_be_asked", "forget_typed", "line", "shown"]
 

@@ -24,7 +24,7 @@ from lmx_lab.errors import HostingError, PortTakenError
 from lmx_lab.http.guard import ASGIApp, Message, Receive, Scope, Send
 from lmx_lab.http.protocol import HttpProtocol, WebSocketProtocol
 from lmx_lab.portal import loops_serving, note_serving
-from lmx_lab.sanitize import RecentLines
+from lmx_lab.sanitize import RecentLinesHandler
 
 BACKLOG = 2048
 """Number of connections that may wait while the loop is busy, for instance with a long cell in a kernel. The system may
@@ -142,7 +142,7 @@ def _remove_keys(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.INFO
 
 
-_LOGS = RecentLines(LOG_RECORDS)
+_LOGS = RecentLinesHandler(LOG_RECORDS)
 
 
 def recent_logs() -> list[str]:

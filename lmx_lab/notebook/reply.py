@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar
 
-from lmx_lab.values.generation import GenerationReport, ToolCallDelta, merged_calls
+from lmx_lab.values.generation import GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.admin import ModelRecord, ModelRecords
 from lmx_lab.wire.generation import Timings, Usage
 
@@ -81,7 +81,7 @@ class ToolCall:
 def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
     """The calls whose pieces these are, in the order in which they began."""
     return tuple(
-        ToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments) for call in merged_calls(pieces)
+        ToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments) for call in merge_tool_calls(pieces)
     )
 
 

@@ -14,7 +14,7 @@ from lmx_lab.engine import ChatPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.server.translate import generation_request
-from lmx_lab.values.generation import ToolCallDelta, merged_calls
+from lmx_lab.values.generation import ToolCallDelta, merge_tool_calls
 from lmx_lab.wire import tools
 from tests.server.test_translate import chat
 
@@ -142,7 +142,11 @@ LARGE = {"description": "x" * 140_000}
         ({"tool_choice": "any", "tools": [function()]}, "tool_choice", ["'required'", "'any'"]),
         ({"tool_choice": 5, "tools": [function()]}, "tool_choice", ["'required'", '{"type": "function"']),
         ({"tool_choice": {"type": "function"}, "tools": [function()]}, "tool_choice.function", ["required"]),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", ["allowed_tools", "send only the allowed tools"]),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.type",
+            ["allowed_tools", "send only the allowed tools"],
+        ),
         ({"tool_choice": "required", "tools": [function()], "ignore_eos": True}, "tool_choice", ["ignore_eos"]),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", ["boolean"]),
         ({"functions": [{"name": "f"}]}, "functions", ["tools"]),
@@ -333,8 +337,8 @@ def test_pieces_may_be_merged_in_any_two_parts(pieces: list[tuple[int, str]], cu
         for at, (index, text) in enumerate(pieces)
         for first in [index not in [other for other, _ in pieces[:at]]]
     ]
-    whole = merged_calls(deltas)
-    assert merged_calls([*merged_calls(deltas[:cut]), *merged_calls(deltas[cut:])]) == whole
+    whole = merge_tool_calls(deltas)
+    assert merge_tool_calls([*merge_tool_calls(deltas[:cut]), *merge_tool_calls(deltas[cut:])]) == whole
     for merged in whole:
         assert merged.arguments == "".join(text for index, text in pieces if index == merged.index)
         assert (merged.id, merged.name) == (f"c{merged.index}", "f")

@@ -26,7 +26,6 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import LabError
 from lmx_lab.http.uvicorn_server import recent_logs
 from lmx_lab.notebook import Lab
-from lmx_lab.sanitize import LogFormatter, shown
 from lmx_lab.settings import SECRETS as VARIABLES
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
@@ -222,24 +221,6 @@ def test_an_mcp_server_is_given_what_its_configuration_says_and_no_token(daemon:
 
 
 # Terminals and logs
-
-
-def test_what_strangers_write_is_one_line_of_a_log_without_controls() -> None:
-    handler = logging.Handler()
-    handler.setFormatter(LogFormatter("%(levelname)s %(message)s"))
-    forged = f"GET /{ESCAPES}\n2026-01-01 ERROR forged"
-    record = logging.LogRecord("lmx_lab", logging.INFO, "", 0, "%s", (forged,), None)
-    line = handler.format(record)
-    assert "\n" not in line
-    assert line == shown(line)
-    assert "\\x1b[31mred" in line
-    try:
-        raise ValueError(ESCAPES)
-    except ValueError:
-        record = logging.LogRecord("lmx_lab", logging.ERROR, "", 0, "bug", (), sys.exc_info())
-    told = handler.format(record)
-    assert told.count("\n") >= 3, "a traceback keeps its lines"
-    assert not set(told) & CONTROLS
 
 
 def test_what_model_files_and_servers_say_does_nothing_to_a_terminal(
