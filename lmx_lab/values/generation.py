@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """A token and its log-probability: after penalties and logit bias, before temperature and top-p, top-k and min-p."""
+    """A token and its log-probability: after penalties and logit bias, before temperature, top-p, top-k and min-p."""
 
     token: int
     text: str
