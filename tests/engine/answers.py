@@ -1,4 +1,4 @@
-"""Answers as a model gives them, cut into any tokens, and what a splitter makes of them."""
+"""Divide answers into arbitrary tokens and run them through a text splitter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THOUGHTS = ("<think>", "</think>")
 
 
 class Tokens:
-    """The text as tokens that end at these bytes; each special token is one of its own, which decoding skips."""
+    """A text as tokens that end at the given bytes. Each special token is a token of its own, which decoding skips."""
 
     def __init__(self, text: str, cuts: Iterable[int], specials: Collection[str] = ()) -> None:
         data, self.special_at = text.encode(), set[int]()
@@ -45,7 +45,7 @@ class Answer:
     text: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
-    """Name and arguments."""
+    """Name and arguments of each call."""
     stopped: bool = False
     entries: list[int] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Answer:
 
 
 def merge(deltas: Iterable[ToolCallDelta]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Calls and ids, of pieces that come in order: a call's first has its id and name, the others arguments."""
+    """Return the calls, as names and arguments, and their ids. Only the first delta of a call has id and name."""
     calls: list[tuple[str, str]] = []
     ids: list[str] = []
     for delta in deltas:
@@ -73,12 +73,15 @@ def merge(deltas: Iterable[ToolCallDelta]) -> tuple[list[tuple[str, str]], list[
     return calls, ids
 
 
-def answer(tokens: Tokens, shape: ChannelFormat, stops: Sequence[str] = ()) -> Answer:
-    """All the tokens, each its own entry, through a splitter."""
-    shape = ChannelFormat(
-        initial=shape.initial, transitions=shape.transitions, calls=shape.calls, literals=tokens.literals
+def answer(tokens: Tokens, channel_format: ChannelFormat, stops: Sequence[str] = ()) -> Answer:
+    """Feed all tokens, each as its own entry, to a splitter and return the whole answer."""
+    channel_format = ChannelFormat(
+        initial=channel_format.initial,
+        transitions=channel_format.transitions,
+        calls=channel_format.calls,
+        literals=tokens.literals,
     )
-    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, shape)
+    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, channel_format)
     pieces = []
     for token in range(len(tokens.chunks)):
         pieces.append(splitter.add(token, token))
@@ -99,8 +102,10 @@ def answer(tokens: Tokens, shape: ChannelFormat, stops: Sequence[str] = ()) -> A
     )
 
 
-def shape_of(calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True) -> ChannelFormat:
-    """As the engine makes it for one of mlx-lm's tool parsers."""
+def channel_format_of(
+    calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True
+) -> ChannelFormat:
+    """Return the channel format that an engine creates for one of mlx-lm's tool parsers."""
     transitions: dict[str, list[tuple[str, str]]] = {CONTENT: []}
     if thinks:
         transitions[CONTENT].append((THOUGHTS[0], REASONING))
@@ -119,7 +124,7 @@ def shape_of(calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, 
 
 
 def places(chunks: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Where each token's text begins and ends, in characters; a part of a character counts as the whole."""
+    """Return the range of characters of each token. A part of a character counts as the whole character."""
     data, edges = b"".join(chunks), [0]
     for chunk in chunks:
         edges.append(edges[-1] + len(chunk))
