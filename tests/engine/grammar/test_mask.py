@@ -73,24 +73,24 @@ def test_ids_without_a_token_are_never_allowed(tokenizer: Any, sandbox: GrammarS
     assert mask is not None
     assert mask[:WIDTH].sum() > WIDTH // 2
     assert not mask[WIDTH:].any()
-    # Special tokens are no text; the one that ends the answer may come.
+    # Special tokens have no text. The one that ends the answer is allowed.
     assert not mask[3]
     assert mask[2]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_the_sampler_draws_the_likeliest_that_is_allowed(
+def test_the_sampler_draws_the_most_likely_allowed_token(
     compiler: GrammarCompiler, tokenizer: Any, normalize: bool
 ) -> None:
     (matcher,) = compiler.matchers(grammar_for(AnswerFormat(kind="regex", text="(yes|no)")), 1)
     logits = mx.random.normal((1, WIDTH), key=mx.random.key(3))
     seen: list[mx.array] = []
 
-    def likeliest(logprobs: mx.array) -> mx.array:
+    def most_likely(logprobs: mx.array) -> mx.array:
         seen.append(logprobs)
         return mx.argmax(logprobs, axis=-1)
 
-    sampler = ConstrainedSampler(Constraint(matcher, None), likeliest, normalize=normalize)
+    sampler = ConstrainedSampler(Constraint(matcher, None), most_likely, normalize=normalize)
     text = ""
     while text not in ("yes", "no"):
         token = int(sampler(logits).item())
@@ -127,11 +127,11 @@ def forced(budget: ThinkingBudget, *tokens: int) -> list[int | None]:
     return seen
 
 
-def test_reasoning_ends_after_the_budget() -> None:
+def test_reasoning_is_ended_when_the_budget_is_used_up() -> None:
     assert forced(budget(2, open=True), 10, 10, END, 10, 10) == [None, None, END, None, None, None]
 
 
-def test_a_budget_of_zero_ends_reasoning_at_once() -> None:
+def test_a_budget_of_zero_ends_reasoning_immediately() -> None:
     assert forced(budget(0, open=True), END, 10) == [END, None, None]
     assert forced(budget(0, open=False), START, END, 10) == [None, END, None, None]
 

@@ -1,4 +1,4 @@
-"""The generic way to tell a model of tools, and the history in it."""
+"""Tests of tools and call histories written as text, for templates without tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def described(content: str) -> list[Any]:
     return [json.loads(line) for line in content.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()]
 
 
-def test_tools_are_in_a_system_message_of_their_own() -> None:
+def test_tools_are_written_into_a_new_system_message() -> None:
     first, *rest = write_tools_as_text([USER], TOOLS)
     assert rest == [USER]
     assert first["role"] == "system"
@@ -39,7 +39,7 @@ def test_tools_are_in_a_system_message_of_their_own() -> None:
     assert '<tool_call>\n{"name": ' in first["content"]
 
 
-def test_tools_follow_what_the_system_message_says() -> None:
+def test_tools_are_appended_to_the_system_message() -> None:
     first, *rest = write_tools_as_text([SYSTEM, USER], TOOLS)
     assert rest == [USER]
     assert first["content"].startswith("Be brief.\n\n# Tools")
@@ -49,22 +49,22 @@ def test_tools_follow_what_the_system_message_says() -> None:
     assert SYSTEM["content"] == "Be brief."
 
 
-def test_where_the_system_has_no_place_the_first_user_message_tells_of_the_tools() -> None:
+def test_tools_are_written_into_the_first_user_message_if_there_is_no_system_role() -> None:
     (only,) = write_tools_as_text([USER], TOOLS, system=False)
     assert only["role"] == "user"
     assert described(only["content"]) == template_tools(TOOLS)
     assert only["content"].endswith("\n\nIs it raining in Zürich?")
-    # A conversation that has a system message is the caller's affair: the template refuses it anyway.
+    # A conversation with a system message is unchanged: the template rejects it in any case.
     assert write_tools_as_text([SYSTEM, USER], TOOLS, system=False) == write_tools_as_text([SYSTEM, USER], TOOLS)
 
 
-def test_without_a_description_none_is_told() -> None:
+def test_a_tool_without_a_description_has_no_description_key() -> None:
     weather, add = (tool["function"] for tool in template_tools(TOOLS))
     assert weather["description"] == WEATHER.description
     assert add == {"name": "add", "parameters": {"type": "object"}}
 
 
-def test_calls_and_results_are_text() -> None:
+def test_calls_and_results_are_written_as_text() -> None:
     history = [USER, calls(("weather", {"city": "Zürich 🏔", "n": [1, None]})), result('{"rain": "ja, ständig"}')]
     user, call, answer = write_tools_as_text(history, None)
     assert user == USER
@@ -78,7 +78,7 @@ def test_calls_and_results_are_text() -> None:
     }
 
 
-def test_what_was_said_before_the_calls_stays_before_them() -> None:
+def test_the_content_of_a_message_is_written_before_its_calls() -> None:
     (said,) = write_tools_as_text([calls(("add", {"a": 1}), ("weather", {}), content="Let me see.")], None)
     assert said["content"] == (
         'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
@@ -86,7 +86,7 @@ def test_what_was_said_before_the_calls_stays_before_them() -> None:
     )
 
 
-def test_results_of_one_answer_are_one_message() -> None:
+def test_the_results_of_the_calls_of_one_message_are_one_message() -> None:
     history = [calls(("add", {}), ("weather", {})), result("1"), result("2", 1), calls(("add", {})), result("3"), USER]
     written = write_tools_as_text(history, None)
     assert [message["role"] for message in written] == ["assistant", "user", "assistant", "user", "user"]
@@ -95,24 +95,24 @@ def test_results_of_one_answer_are_one_message() -> None:
     assert written[4] == USER
 
 
-def test_a_history_with_calls_needs_no_tools() -> None:
+def test_a_history_with_calls_is_written_without_tools_too() -> None:
     written = write_tools_as_text([SYSTEM, USER, calls(("add", {})), result("1")], None)
     assert written[0] == SYSTEM
     assert not any("tool_calls" in message or message["role"] == "tool" for message in written)
     assert "# Tools" not in str(written)
 
 
-def test_thoughts_and_names_stay_as_they_are() -> None:
+def test_reasoning_and_names_are_unchanged() -> None:
     thought = {**calls(("add", {})), "reasoning_content": "Hm.", "name": "Ada"}
     (written,) = write_tools_as_text([thought], None)
     assert (written["reasoning_content"], written["name"]) == ("Hm.", "Ada")
-    # An empty list of calls is none.
+    # An empty list of calls is removed.
     assert write_tools_as_text([{"role": "assistant", "content": "Hi", "tool_calls": []}], None) == [
         {"role": "assistant", "content": "Hi"}
     ]
 
 
-def test_braces_in_tools_and_messages_are_no_placeholders() -> None:
+def test_braces_in_tools_and_messages_are_not_placeholders() -> None:
     odd = ToolUse(tools=(Tool(name="odd", description="{tools} {0}", parameters={"type": "object"}),))
     first, _ = write_tools_as_text([{**SYSTEM, "content": "{tools}"}, USER], odd)
     assert first["content"].startswith("{tools}\n\n")

@@ -1,4 +1,4 @@
-"""GGUF files become folders that MLX loads, with every bit where it was."""
+"""Tests of the conversion of GGUF files to MLX folders with the same values."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def smollm(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Mode
     return Catalog(Settings(home=tmp_path_factory.mktemp("home"))).convert(str(smollm2_gguf))
 
 
-def test_the_imported_smollm2_answers_as_it_should(smollm: ModelEntry) -> None:
+def test_the_converted_smollm2_gives_the_expected_answer(smollm: ModelEntry) -> None:
     answer = subprocess.check_output([sys.executable, "-W", "ignore", "-c", ASK, str(smollm.path)], text=True)
     assert answer.strip() == "The capital of France is Paris."
 
 
-def test_the_imported_smollm2_is_described(smollm: ModelEntry, smollm2_gguf: Path) -> None:
+def test_the_converted_smollm2_has_the_right_entry(smollm: ModelEntry, smollm2_gguf: Path) -> None:
     assert (smollm.format, smollm.kind, smollm.architecture, smollm.source) == ("mlx", "chat", "llama", "store")
     assert (smollm.quantization, smollm.context_length) == ("4-bit, group 32", 8192)
     config = json.loads((smollm.path / "config.json").read_text())
@@ -73,7 +73,7 @@ def test_the_tokenizer_returns_every_text_unchanged(smollm: ModelEntry, text: st
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_the_tokenizer_splits_digits_and_keeps_special_tokens_whole(smollm: ModelEntry) -> None:
+def test_the_tokenizer_splits_digits_but_not_special_tokens(smollm: ModelEntry) -> None:
     tokenizer = Tokenizer.from_file(str(smollm.path / "tokenizer.json"))
     assert len(tokenizer.encode("2024").ids) == 4
     assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>").ids == [1, 4093, 198, 26843, 2]
@@ -113,7 +113,7 @@ def test_quantized_matrices_keep_their_values(
 
 
 def dequantize(kind: str, content: bytes) -> np.ndarray[Any, Any]:
-    """As ggml defines the blocks: a scale, for Q4_1 a minimum, then low nibbles before high ones."""
+    """Dequantize blocks as ggml defines them: a scale, for Q4_1 a minimum, then low nibbles before high ones."""
     blocks = np.frombuffer(content, np.uint8).reshape(-1, {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[kind])
     scale = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
     if kind == "Q8_0":
@@ -125,7 +125,7 @@ def dequantize(kind: str, content: bytes) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("Q6_K", "float16"), ("F32", "float32")])
-def test_an_output_of_its_own_that_is_not_quantized_is_left_so(
+def test_a_separate_output_matrix_that_is_not_quantized_stays_unquantized(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes], kind: str, dtype: str
 ) -> None:
     folder, weights = import_tiny(catalog, tmp_path, tiny_llama({"output": kind}))
@@ -134,14 +134,14 @@ def test_an_output_of_its_own_that_is_not_quantized_is_left_so(
     assert (config["tie_word_embeddings"], config["quantization"]["lm_head"]) == (False, False)
 
 
-def test_a_turn_end_of_the_template_is_an_end_beside_the_declared_one(
+def test_the_end_of_turn_token_of_the_template_is_an_end_token_too(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
     folder, _ = import_tiny(catalog, tmp_path, tiny_llama())
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [0, 258]
 
 
-def test_a_file_is_imported_once_and_found_by_its_content(
+def test_a_file_is_converted_once_and_found_by_its_content(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
     folder, _ = import_tiny(catalog, tmp_path, tiny_llama())
@@ -163,7 +163,7 @@ def test_a_file_is_imported_once_and_found_by_its_content(
         ({"tokenizer.ggml.model": "llama"}, "score"),
     ],
 )
-def test_what_only_the_conversion_sees_comes_back_as_its_reason(
+def test_errors_of_the_conversion_process_are_returned_with_their_reason(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes], metadata: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(UnusableModelError, match=reason):
@@ -171,7 +171,7 @@ def test_what_only_the_conversion_sees_comes_back_as_its_reason(
     assert catalog.scan() == []
 
 
-def test_a_disk_that_is_too_small_is_refused_before_the_import(
+def test_a_disk_without_enough_space_is_an_error_before_the_conversion(
     tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
     catalog = Catalog(Settings(home=tmp_path / "home", disk_reserve_bytes=2**60))
@@ -179,10 +179,10 @@ def test_a_disk_that_is_too_small_is_refused_before_the_import(
         import_tiny(catalog, tmp_path, tiny_llama())
 
 
-def test_a_disk_that_fills_up_under_the_converter_is_told_apart(
+def test_a_disk_that_becomes_full_during_the_conversion_is_reported_as_such(
     tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
-    """A limit on the size of files stands for the full disk: MLX reports both in the same words."""
+    """A limit on the file size simulates the full disk: MLX reports both with the same message."""
     source = tmp_path / "tiny.gguf"
     source.write_bytes(tiny_llama())
     command = f"ulimit -f 100; {sys.executable} -m lmx_lab.weights.gguf.convert_worker {source} {tmp_path}"
@@ -192,7 +192,7 @@ def test_a_disk_that_fills_up_under_the_converter_is_told_apart(
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_the_frequency_factors_of_llama_3_are_recognised(factor: float) -> None:
+def test_the_frequency_factors_of_llama_3_are_recognized(factor: float) -> None:
     factors = []
     for i in range(0, 64, 2):
         wavelength = 2 * math.pi * 500_000 ** (i / 64)
@@ -210,14 +210,14 @@ def test_the_frequency_factors_of_llama_3_are_recognised(factor: float) -> None:
     assert llama3_scaling(factors[:-1], 64, 500_000) is None
 
 
-def test_what_is_mlx_already_is_not_converted(
+def test_a_model_in_mlx_format_is_not_converted(
     catalog: Catalog, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     make_model(tmp_path / "extra/m")
     assert catalog.convert("m") == catalog.resolve("m")
 
 
-def test_a_split_file_is_not_converted_and_its_message_says_what_to_do(
+def test_a_split_file_is_not_converted_and_the_error_contains_the_next_step(
     catalog: Catalog, write_split: Callable[..., list[Path]], tmp_path: Path
 ) -> None:
     first, *_ = write_split(tmp_path / "tiny")

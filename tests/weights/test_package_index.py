@@ -1,4 +1,4 @@
-"""Starter models: fetched once, verified, whole or not at all."""
+"""Tests of downloading starter models from the package index: once, verified, completely or not at all."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Usage(NamedTuple):
 
 
 def leftovers(home: Path) -> list[str]:
-    """Everything in the store but locks and the empty folder for temporary files."""
+    """Return the files in the store except locks and the empty folder for temporary files."""
     return sorted(p.name for p in home.rglob("*") if p.name not in (".tmp", ".locks", "models") and p.suffix != ".lock")
 
 
-def test_a_starter_is_fetched_verified_stored_and_reported(
+def test_a_starter_is_downloaded_verified_and_stored_with_progress(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
 ) -> None:
     starter = make_starter()
@@ -65,7 +65,7 @@ def test_a_starter_is_fetched_verified_stored_and_reported(
     assert catalog.scan() == [entry]
 
 
-def test_a_gguf_starter_is_converted_and_the_original_not_kept(
+def test_a_gguf_starter_is_converted_and_the_original_is_deleted(
     catalog: Catalog, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
 ) -> None:
     make_starter({"tiny/model.gguf": tiny_llama()}, converts=True)
@@ -74,7 +74,7 @@ def test_a_gguf_starter_is_converted_and_the_original_not_kept(
     assert not (entry.path / "model.gguf").exists()
 
 
-def test_a_gguf_starter_that_is_not_converted_is_stored_as_it_is(
+def test_a_gguf_starter_that_is_not_converted_is_stored_unchanged(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
 ) -> None:
     starter = make_starter({"tiny/Tiny.Q4_0.gguf": tiny_llama(), "tiny/LICENSE": b"MIT"})
@@ -89,7 +89,7 @@ def test_a_gguf_starter_that_is_not_converted_is_stored_as_it_is(
     assert catalog.resolve(str(entry.path.parent)).path == catalog.resolve(str(entry.path)).path == entry.path
 
 
-def test_a_damaged_gguf_starter_is_fetched_again(
+def test_a_damaged_gguf_starter_is_downloaded_again(
     catalog: Catalog, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
 ) -> None:
     make_starter({"tiny/Tiny.Q4_0.gguf": tiny_llama()})
@@ -99,7 +99,7 @@ def test_a_damaged_gguf_starter_is_fetched_again(
     assert catalog.fetch("tiny") == entry
 
 
-def test_the_two_smollm2_are_of_one_wheel(tmp_path: Path) -> None:
+def test_both_smollm2_starters_are_in_one_wheel(tmp_path: Path) -> None:
     converted, plain = STARTERS["smollm2-135m"], STARTERS["smollm2-135m-gguf"]
     assert (converted.converts, plain.converts) == (True, False)
     assert (plain.package, plain.version, plain.sha256) == (converted.package, converted.version, converted.sha256)
@@ -107,14 +107,14 @@ def test_the_two_smollm2_are_of_one_wheel(tmp_path: Path) -> None:
     assert plain.needed_bytes < converted.needed_bytes
 
 
-def test_a_wheel_with_another_hash_is_not_used(catalog: Catalog, tmp_path: Path, make_starter: MakeStarter) -> None:
+def test_a_wheel_with_a_wrong_hash_is_rejected(catalog: Catalog, tmp_path: Path, make_starter: MakeStarter) -> None:
     make_starter(sha256="0" * 64)
     with pytest.raises(DownloadError, match="SHA-256"):
         catalog.fetch("tiny")
     assert leftovers(tmp_path / "home") == []
 
 
-def test_a_tampered_wheel_is_not_used(
+def test_a_modified_wheel_is_rejected(
     catalog: Catalog, tmp_path: Path, wheels: Path, make_starter: MakeStarter
 ) -> None:
     make_starter()
@@ -125,7 +125,9 @@ def test_a_tampered_wheel_is_not_used(
     assert leftovers(tmp_path / "home") == []
 
 
-def test_only_listed_members_leave_the_wheel(catalog: Catalog, tmp_path: Path, make_starter: MakeStarter) -> None:
+def test_only_listed_files_are_extracted_from_the_wheel(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
+) -> None:
     starter = make_starter()
     files = {name: (tmp_path / "original" / short).read_bytes() for name, short in starter.members.items()}
     evil = {"../../escape.txt": b"x", "/tmp/lmx-lab-escape.txt": b"x", "tiny/code.py": b"x"}
@@ -137,7 +139,7 @@ def test_only_listed_members_leave_the_wheel(catalog: Catalog, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("target", ["../out.json", "/tmp/out.json", "a/../../out.json", "..\\out.json"])
-def test_a_table_cannot_name_files_outside_the_folder(
+def test_files_of_a_starter_cannot_be_outside_its_folder(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, target: str
 ) -> None:
     make_starter(members={"tiny/config.json": target})
@@ -154,7 +156,7 @@ def test_a_table_cannot_name_files_outside_the_folder(
         ({"version": "2.0"}, "pip could not download"),
     ],
 )
-def test_an_index_that_has_something_else_is_a_download_error(
+def test_a_wheel_without_the_listed_files_is_a_download_error(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, fields: dict[str, object], reason: str
 ) -> None:
     make_starter(**fields)
@@ -163,7 +165,7 @@ def test_an_index_that_has_something_else_is_a_download_error(
     assert leftovers(tmp_path / "home") == []
 
 
-def test_a_starter_that_turns_out_to_be_no_model_is_not_stored(
+def test_a_starter_that_is_not_a_valid_model_is_not_stored(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
 ) -> None:
     make_starter({"tiny/config.json": b"{}"})
@@ -172,7 +174,7 @@ def test_a_starter_that_turns_out_to_be_no_model_is_not_stored(
     assert leftovers(tmp_path / "home") == []
 
 
-def test_a_small_disk_is_refused_before_the_first_byte(
+def test_a_disk_without_enough_space_is_an_error_before_the_download(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starter = make_starter()
@@ -185,7 +187,7 @@ def test_a_small_disk_is_refused_before_the_first_byte(
     assert leftovers(tmp_path / "home") == []
 
 
-def test_a_disk_that_fills_up_leaves_nothing_half(
+def test_a_disk_that_becomes_full_leaves_no_partial_files(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_starter()
@@ -201,7 +203,7 @@ def test_a_disk_that_fills_up_leaves_nothing_half(
     assert catalog.fetch("tiny").id == "tiny"
 
 
-def test_what_a_killed_fetch_left_behind_is_removed_and_a_damaged_model_replaced(
+def test_leftovers_of_a_killed_download_are_removed_and_a_damaged_model_is_replaced(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
 ) -> None:
     starter = make_starter()
@@ -213,7 +215,7 @@ def test_what_a_killed_fetch_left_behind_is_removed_and_a_damaged_model_replaced
     assert leftovers(tmp_path / "home") == sorted(["tiny", *starter.members.values()])
 
 
-def test_a_watcher_that_fails_ends_the_fetch_and_leaves_nothing(
+def test_an_error_in_the_progress_callback_ends_the_download_without_leftovers(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
 ) -> None:
     make_starter()
@@ -226,7 +228,7 @@ def test_a_watcher_that_fails_ends_the_fetch_and_leaves_nothing(
     assert leftovers(tmp_path / "home") == []
 
 
-def test_of_two_processes_one_does_the_work(tmp_path: Path, make_starter: MakeStarter) -> None:
+def test_only_one_of_two_processes_downloads(tmp_path: Path, make_starter: MakeStarter) -> None:
     starter = json.dumps(asdict(make_starter()))
     command = [sys.executable, "-c", FETCH, str(tmp_path / "home"), starter]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -247,7 +249,7 @@ def release_together(processes: Sequence[subprocess.Popen[str]]) -> list[list[ob
     return [json.loads(output) for output, _ in outputs]
 
 
-def test_who_waits_for_another_thread_finds_the_model_there(
+def test_a_thread_that_waited_for_the_download_of_another_uses_its_result(
     catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, make_model: Callable[..., Path]
 ) -> None:
     make_starter()
@@ -261,7 +263,7 @@ def test_who_waits_for_another_thread_finds_the_model_there(
     assert (ids, seen) == (["tiny"], [])
 
 
-def test_pip_missing_or_index_unreachable_is_said_with_the_next_step(
+def test_errors_for_missing_pip_and_an_unreachable_index_contain_the_next_step(
     catalog: Catalog, make_starter: MakeStarter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     make_starter()
@@ -286,7 +288,7 @@ def test_the_table_of_starters_is_complete() -> None:
         assert all(not name.endswith(".py") for name in starter.members)
 
 
-def test_settings_decide_where_the_store_is(tmp_path: Path, make_starter: MakeStarter) -> None:
+def test_the_location_of_the_store_is_a_setting(tmp_path: Path, make_starter: MakeStarter) -> None:
     make_starter()
     entry = Catalog(Settings(home=tmp_path / "other", disk_reserve_bytes=0)).fetch("tiny")
     assert entry.path == tmp_path / "other/models/tiny"
