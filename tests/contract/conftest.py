@@ -12,7 +12,7 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.contract.keeping import Contract
+from tests.contract.openapi import Contract
 from tests.engine.encoders.models import write_tiny_bert
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama

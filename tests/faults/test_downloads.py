@@ -23,7 +23,7 @@ from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.weights.hub.verify import MARKER, mark_unverified
-from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
+from tests.faults.hub_server import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
 from tests.flows.conftest import wait_until
 from tests.weights.conftest import LLAMA, safetensors_bytes
 

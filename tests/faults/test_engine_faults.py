@@ -31,8 +31,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
 from tests.engine.llama_cpp.conftest import process_of
-from tests.faults.asking import WAIT_S, WAYS, End, Way, at_once
-from tests.faults.injecting import inject
+from tests.faults.chat_requests import WAIT_S, WAYS, End, Way, at_once
+from tests.faults.fault_injection import inject
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 
 DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "^[0-9]{60}$"}}}

@@ -23,8 +23,8 @@ from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.wire.events import ToolOutput
 from tests.daemon.program import Program
-from tests.faults.asking import CHAT, WAIT_S
-from tests.faults.hub import REPO, Handler, git_id, hub_with, whole
+from tests.faults.chat_requests import CHAT, WAIT_S
+from tests.faults.hub_server import REPO, Handler, git_id, hub_with, whole
 from tests.flows.conftest import chat_body, serving
 
 NUMBERS = re.compile(r"\d+ bytes are free")

@@ -19,7 +19,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import run
 from tests.engine.llama_cpp.conftest import entry_of
-from tests.faults.asking import CHAT, WAIT_S
+from tests.faults.chat_requests import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import unknown_architecture
 

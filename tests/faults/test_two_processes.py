@@ -15,8 +15,8 @@ import pytest
 
 from lmx_lab.values.models import ModelEntry
 from tests.command_process import Serving
-from tests.faults.asking import CHAT, WAIT_S
-from tests.faults.hub import REPO, Hub, hub_with, instead
+from tests.faults.chat_requests import CHAT, WAIT_S
+from tests.faults.hub_server import REPO, Hub, hub_with, instead
 from tests.flows.conftest import chat_body
 
 pytestmark = pytest.mark.long

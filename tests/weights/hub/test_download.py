@@ -14,7 +14,7 @@ from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, 
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.weights.hub.verify import mark_unverified, mark_verified
-from tests.faults.hub import Hub, failing, hub_with
+from tests.faults.hub_server import Hub, failing, hub_with
 
 
 class Usage(NamedTuple):

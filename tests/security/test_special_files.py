@@ -21,7 +21,7 @@ from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import MIB, check_files, open_regular, read_regular
 from tests.engine.conftest import run
-from tests.faults.asking import CHAT, WAIT_S
+from tests.faults.chat_requests import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving
 from tests.tiny import write_tiny_llama
 

@@ -8,7 +8,7 @@ import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
-from tests.strangers.raw import send
+from tests.security.raw_http import send
 
 # As they stand in a request line; servers and clients would tidy some of them up.
 SPELLINGS = [

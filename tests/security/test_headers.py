@@ -8,8 +8,8 @@ import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
-from tests.strangers.conftest import FRIEND, KEY
-from tests.strangers.raw import HANDSHAKE, WAIT_S, Answer, send
+from tests.security.conftest import FRIEND, KEY
+from tests.security.raw_http import HANDSHAKE, WAIT_S, Answer, send
 
 EXPECTED = {
     "x-content-type-options": "nosniff",

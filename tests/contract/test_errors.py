@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from tests.contract.conftest import HERE
-from tests.contract.keeping import Contract
+from tests.contract.openapi import Contract
 from tests.flows.conftest import serving
 
 SOCKET = "/v1/chat/stream"

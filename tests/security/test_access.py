@@ -10,8 +10,8 @@ import pytest
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.addresses import lan_addresses
-from tests.strangers.conftest import FRIEND, KEY
-from tests.strangers.raw import HANDSHAKE, WAIT_S, post, send
+from tests.security.conftest import FRIEND, KEY
+from tests.security.raw_http import HANDSHAKE, WAIT_S, post, send
 
 # By what they are: a value, with {port} for the server's own, and whether it may pass.
 HOSTS = {

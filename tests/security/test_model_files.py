@@ -29,7 +29,7 @@ from lmx_lab.weights.hub.download import download
 from lmx_lab.weights.package_index import _take_members
 from lmx_lab.weights.starters import Starter
 from lmx_lab.weights.store import Progress, ignore_progress
-from tests.faults.hub import Hub
+from tests.faults.hub_server import Hub
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama
 

@@ -12,7 +12,7 @@ import pytest
 
 from lmx_lab.notebook import Lab
 from tests.contract.conftest import CONTEXT, HERE
-from tests.contract.keeping import EXAMPLES, Contract
+from tests.contract.openapi import EXAMPLES, Contract
 from tests.flows.conftest import serving
 from tests.gguf_files import with_context
 

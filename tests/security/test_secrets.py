@@ -31,8 +31,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from tests.command_process import Serving, serving
 from tests.flows.conftest import wait_until
-from tests.strangers.conftest import KEY
-from tests.strangers.raw import HANDSHAKE, post, send
+from tests.security.conftest import KEY
+from tests.security.raw_http import HANDSHAKE, post, send
 
 ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b1m\u202eright-to-left\u2066\u200f\r\b"
 """Colours, a window's title, a C1 control, bidirectional overrides, a return to the line's beginning."""

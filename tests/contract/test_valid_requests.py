@@ -12,7 +12,7 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.contract.conftest import HERE
-from tests.contract.keeping import Contract
+from tests.contract.openapi import Contract
 from tests.flows.conftest import serving
 
 HELLO = [{"role": "user", "content": "hello"}]
