@@ -18,7 +18,7 @@ from benchmarks.paths import ROOT
 from soak.row import Row
 from soak.served import END_S, Command, Daemon, Home, note_left
 from soak.soak import Soak
-from tests.daemon.program import TERMINAL, Follower, Program, check_log, whole_log
+from tests.daemon.daemon_process import TERMINAL, Follower, Program, check_log, whole_log
 from tests.daemon.scripted import Scripted, calls, says
 
 KILLS, QUICK_KILLS = 30, 3

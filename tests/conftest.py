@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Every model of the tests has the tokenizer or the weights of a starter model, which is read from starter_home.
         if not (NOT_FAST.isdisjoint(item.path.parts) and SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))):
             item.add_marker("slow")
-    items.sort(key=lambda item: LONGEST.get(item.path.parent.name, len(LONGEST)))
+    items.sort(key=lambda item: min(LONGEST.get(part, len(LONGEST)) for part in item.path.parts))
 
 
 @pytest.fixture(scope="session")

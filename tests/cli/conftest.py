@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from tests.daemon.face import serving
+from tests.daemon.running_daemon import serving
 from tests.daemon.scripted import Scripted, says
 
 

@@ -14,7 +14,7 @@ from lmx_lab.cli.completion import complete_model, complete_pull, complete_sessi
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
 from tests.command_line import WAIT_S, environment, run_command
-from tests.daemon.face import serving
+from tests.daemon.running_daemon import serving
 
 SCRIPT = Path(sys.executable).with_name("lmx-lab")
 

@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
 from tests.command_line import Running, run_command
-from tests.daemon.face import serving, write_tokens
+from tests.daemon.running_daemon import serving, write_tokens
 
 
 @pytest.mark.usefixtures("hello")

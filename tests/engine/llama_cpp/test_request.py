@@ -179,7 +179,7 @@ def test_a_template_says_how_thoughts_are_written() -> None:
     found = detect_chat_format(THINKS_FIRST, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)})
     assert (found.reasoning_markers, found.supports_tools, found.has_headers) == (("<think>", "</think>"), False, False)
     assert (found.markers["<think>"], found.markers["</think>"]) == ((3,), (4,))
-    assert found.thinking("assistant\n<think>\n") == "open"
+    assert found.reasoning_state("assistant\n<think>\n") == "open"
     # One marker that is no token is looked for as text.
     assert found.markers["<tool_call>"] == ("<tool_call>",)
 
