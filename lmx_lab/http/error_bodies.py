@@ -46,8 +46,8 @@ STATUS: dict[type[LabError], int] = {
     errors.OutOfMemoryError: 503,
     errors.EngineDeadError: 503,
 }
-# Sending these requests again at once cannot help. Chat clients would do so twice for every status of 500 or more, so
-# they are told not to, unless the error has a time after which it can help.
+# An immediate retry of these requests cannot succeed. Chat clients retry every status of 500 or more twice, so the
+# response tells them not to, unless the error contains a time after which a retry can succeed.
 NO_RETRY = (
     errors.NotLoadedError,
     errors.OutOfMemoryError,

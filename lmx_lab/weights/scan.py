@@ -183,7 +183,7 @@ def read_entry(location: ModelLocation) -> ModelEntry:
     """Read the entry of a model.
 
     Raises:
-        UnusableModelError: there is no model that can be loaded; the message says why.
+        UnusableModelError: there is no model that can be loaded; the message contains the reason.
     """
     try:
         facts = read_facts(location.path)
@@ -199,7 +199,7 @@ def read_facts(path: Path) -> Facts:
     """Read what a folder or a ``.gguf`` file says about its model, after all checks that are possible without loading.
 
     Raises:
-        UnusableModelError: it cannot be loaded; the message says why.
+        UnusableModelError: it cannot be loaded; the message contains the reason.
     """
     require_verified(path)
     if path.is_dir():

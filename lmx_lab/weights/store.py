@@ -71,7 +71,7 @@ def workspace(models: Path, model_id: str) -> Iterator[Path]:
     Files that a killed fetch of the same model has left are removed first.
 
     Raises:
-        StorageFullError: the disk filled up within the block.
+        StorageFullError: the disk became full within the block.
     """
     temp = models / TEMP_NAME
     temp.mkdir(parents=True, exist_ok=True)
@@ -84,14 +84,14 @@ def workspace(models: Path, model_id: str) -> Iterator[Path]:
     except OSError as exc:
         if exc.errno not in FULL:
             raise
-        raise full_disk_error(f"{model_id} was fetched", temp) from exc
+        raise full_disk_error(f"{model_id} was downloaded", temp) from exc
 
 
 def full_disk_error(action: str, folder: Path, *, needed_bytes: int | None = None) -> StorageFullError:
-    """Build the error for a disk that filled up.
+    """Build the error for a disk that became full.
 
     Args:
-        action: What was being done, as in "NAME was fetched".
+        action: What was being done, as in "NAME was downloaded".
     """
     try:
         free = f"{shutil.disk_usage(existing_parent(folder)).free} bytes are free at {folder}"
@@ -99,7 +99,7 @@ def full_disk_error(action: str, folder: Path, *, needed_bytes: int | None = Non
         free = f"{folder} cannot be read"
     needed = "" if needed_bytes is None else f"{needed_bytes} bytes are needed, "
     return StorageFullError(
-        f"the disk filled up while {action}: {needed}{free}; nothing was kept. Free some space, then try again"
+        f"the disk became full while {action}: {needed}{free}; nothing was kept. Free some space, then try again"
     )
 
 

@@ -1,4 +1,4 @@
-"""A document, and the running server that has to keep it."""
+"""Compare the responses of a running server with its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from schemathesis.core.transport import Response
 from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 EXAMPLES = int(os.environ.get("LMX_LAB_EXAMPLES", "8"))
-"""That are drawn for each operation, and chains of them, beside those that the document itself leads to: its bounds,
-what it requires, its own examples. More for a longer look."""
+"""Number of generated requests and chains of requests for each operation, in addition to those that follow from the
+document (limits, required fields, examples). Set ``LMX_LAB_EXAMPLES`` to generate more."""
 SEED = 1
 WAIT_S = 270.0 * max(1, EXAMPLES // 8)
 
 
-class Contract:
-    """
+class OpenApiContract:
+    """The OpenAPI document of a running server, and requests whose responses are compared with it.
+
     Args:
-        url: Of the document.
-        key: For every request; a server that needs none takes any.
-        config: What schemathesis checks where.
+        url: URL of the document.
+        key: The API key for every request; a server without a key accepts any.
+        config: The configuration file of schemathesis, with the checks for each operation.
     """
 
     def __init__(self, url: str, *, config: Path, key: str = "any") -> None:
@@ -37,17 +38,17 @@ class Contract:
             url, headers=self.headers, config=schemathesis.Config.from_path(config)
         )
 
-    def draw(self, *options: str, examples: int = EXAMPLES) -> str:
-        """Let schemathesis ask all that it thinks of, the same in each run; what it says.
+    def generate(self, *options: str, examples: int = EXAMPLES) -> str:
+        """Run schemathesis with a fixed seed and return its output.
 
         Raises:
-            AssertionError: an answer was not as described; with the request.
+            AssertionError: a response differs from the document; the message contains the request.
         """
         program = "from schemathesis.cli import schemathesis; schemathesis()"
         header = [f"--header={name}: {value}" for name, value in self.headers.items()]
         given = ["--no-color", "--config-file", str(self._config), "run", self.url, *header]
         drawn = ["--max-examples", str(examples), "--seed", str(SEED), "--continue-on-failure"]
-        # It leaves notes where it runs.
+        # It writes files to the working directory.
         with tempfile.TemporaryDirectory() as place:
             done = subprocess.run(
                 [sys.executable, "-c", program, *given, *drawn, *options],
@@ -60,7 +61,7 @@ class Contract:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,
@@ -70,14 +71,14 @@ class Contract:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """One request; what comes has to be as described.
+        """Send one request and check that the response matches the document.
 
         Args:
-            at: The ids in the path.
-            headers: In the place of the key.
+            at: The path parameters.
+            headers: Headers that replace the key.
 
         Raises:
-            AssertionError: it is not as described.
+            AssertionError: the response differs from the document.
         """
         parts: dict[str, Any] = {"query": dict(query or {}), "path_parameters": dict(at or {})}
         if body is not None:
@@ -86,7 +87,7 @@ class Contract:
         return case.call_and_validate(headers=self.headers if headers is None else dict(headers))
 
     def operations(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Method, path and what the document says of them."""
+        """Yield the method, the path and the definition of all operations."""
         for path, methods in self.schema.raw_schema["paths"].items():
             for method, operation in methods.items():
                 yield method.upper(), path, operation

@@ -92,7 +92,7 @@ def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_there_is_room(
         server.faults["model.safetensors"] = half_then_full
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=WAIT_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage-full")
-        assert re.search(r"\d+ bytes were to come, \d+ bytes are free", answer.json()["error"]["message"])
+        assert re.search(r"\d+ bytes are needed, \d+ bytes are free", answer.json()["error"]["message"])
         assert list(disk.folder.rglob("*.incomplete")) == []
         assert "model.safetensors" not in files_of(disk.folder)
         disk.free()

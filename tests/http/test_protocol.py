@@ -210,7 +210,7 @@ async def _opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamW
 @pytest.mark.parametrize(
     ("sent", "answer"),
     [
-        (CHUNKED + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n", b"chunks of a few bytes"),
+        (CHUNKED + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n", b"only a few bytes"),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 5000 + b"\r\n", b"more than 256 lines"),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_disk_that_becomes_full_leaves_no_partial_files(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfileobj", full)
-        with pytest.raises(StorageFullError, match="filled up"):
+        with pytest.raises(StorageFullError, match="became full"):
             catalog.fetch("tiny")
     assert leftovers(tmp_path / "home") == []
     assert catalog.fetch("tiny").id == "tiny"

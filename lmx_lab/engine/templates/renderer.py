@@ -33,7 +33,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateRefusalError(Exception):
-    """The template rejected its input, or failed; the message says why."""
+    """The template rejected its input, or failed; the message contains the reason."""
 
 
 class TemplateLimitError(Exception):

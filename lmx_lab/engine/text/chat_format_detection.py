@@ -22,7 +22,7 @@ from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.errors import InvalidRequestError
 
 ReasoningState = Literal["open", "possible", "closed"]
-"""What the end of the prompt says about the reasoning: it has begun, it may begin, or it is over."""
+"""State of the reasoning at the end of the prompt: it has begun, it may begin, or it has ended."""
 GENERIC = CallFormat(start=START, end=END)
 # The parser of models whose call format is the generic one, such as Qwen and Hermes.
 GENERIC_PARSER = "mlx_lm.tool_parsers.json_tools"

@@ -23,8 +23,8 @@ def convert_gguf(source: Path, folder: Path) -> None:
     """Convert ``source`` into an existing, empty folder that MLX can load.
 
     Raises:
-        UnusableModelError: the file cannot be converted; the message says why.
-        StorageFullError: the disk filled up.
+        UnusableModelError: the file cannot be converted; the message contains the reason.
+        StorageFullError: the disk became full.
     """
     # The package may be importable only because of the caller's current folder.
     search = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), os.environ.get("PYTHONPATH"))))

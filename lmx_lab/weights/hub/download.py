@@ -82,7 +82,7 @@ def download(
         ModelNotFoundError: the hub has no such model, or requires a login or the owner's permission; or the model
             exists in other quantizations, which the message lists.
         UnusableModelError: the repository has neither safetensors nor GGUF weights.
-        StorageFullError: the disk is too small, or it filled up.
+        StorageFullError: the disk is too small, or it became full.
         DownloadError: the hub cannot be reached or failed, or a file is not the one that it announced.
     """
     with _translate_errors(repo_id, cache):
@@ -237,7 +237,7 @@ def _translate(repo_id: str, cache: Path, needed: int, exc: Exception) -> LabErr
             f"the hub has no model {repo_id}, or only for users who are logged in (`hf auth login`)"
         )
     if isinstance(exc, OSError) and exc.errno in FULL:
-        error = full_disk_error(f"{repo_id} was fetched", cache, needed_bytes=needed)
+        error = full_disk_error(f"{repo_id} was downloaded", cache, needed_bytes=needed)
         _remove_incomplete(cache, repo_id)
         return error
     reason = next(iter(str(exc).splitlines()), "")[:300]

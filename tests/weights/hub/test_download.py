@@ -91,7 +91,7 @@ def test_a_disk_that_becomes_full_leaves_no_partial_files(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(download, "snapshot_download", full)
-    with pytest.raises(StorageFullError, match="filled up"):
+    with pytest.raises(StorageFullError, match="became full"):
         catalog.fetch("org/tiny")
     assert not half.exists()
 
