@@ -1,4 +1,4 @@
-"""Both servers as they run: the inference server with the echo engine or with a key, and a daemon."""
+"""Fixtures that run the inference server, with or without a key, and the daemon."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRIEND = "http://friend.example:3000"
 
 @pytest.fixture(scope="package")
 def open_lab(echo_home: Path) -> Iterator[Lab]:
-    """Without a key, as by default."""
+    """Run a lab without a key, as by default."""
     with serving(echo_home, "echo", slots=2) as lab:
         yield lab
 

@@ -1,4 +1,4 @@
-"""Requests as bytes: no library adds a header, mends one, or refuses to send it."""
+"""Send raw HTTP requests, because client libraries add, correct or reject headers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """Of the error, or ""."""
+        """Error code of the response; empty if it is not an error."""
         return str(json.loads(self.body)["error"]["code"]) if self.status >= 400 else ""
 
     def header(self, name: str) -> str | None:
@@ -36,24 +36,25 @@ class Answer:
 def send(
     port: int, request: str, headers: Sequence[tuple[str, str]] = (), body: bytes = b"", *, host: str | None = ""
 ) -> Answer:
-    """
+    """Send one request on a new connection, and read the response until the server closes the connection.
+
     Args:
-        request: Method and target, ``GET /path``.
-        host: The Host header; "" for the right one, None for none.
+        request: The method and target, as in ``GET /path``.
+        host: The Host header; empty for the right one, None for no header.
     """
     hosts = [] if host is None else [("Host", host or f"127.0.0.1:{port}")]
     length = [("Content-Length", str(len(body)))] if body else []
-    # A handshake has a Connection of its own; where it succeeds, its head is all that is read.
-    shaking = any(name == "Upgrade" for name, _ in headers)
+    # A WebSocket handshake has its own Connection header. If it succeeds, only the head is read.
+    is_handshake = any(name == "Upgrade" for name, _ in headers)
     lines = [f"{name}: {value}" for name, value in [*hosts, *headers, *length]] + (
-        [] if shaking else ["Connection: close"]
+        [] if is_handshake else ["Connection: close"]
     )
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as sock:
         sock.sendall("\r\n".join([f"{request} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body)
-        return _read(sock)
+        return _read_response(sock)
 
 
-def _read(sock: socket.socket) -> Answer:
+def _read_response(sock: socket.socket) -> Answer:
     data = b""
     while b"\r\n\r\n" not in data:
         piece = sock.recv(65536)
@@ -63,10 +64,10 @@ def _read(sock: socket.socket) -> Answer:
     status = int(head.split(b" ")[1])
     while status != 101 and (piece := sock.recv(65536)):
         body += piece
-    return Answer(status, head.decode("latin-1"), _whole(head.lower(), body))
+    return Answer(status, head.decode("latin-1"), _decode_body(head.lower(), body))
 
 
-def _whole(head: bytes, body: bytes) -> bytes:
+def _decode_body(head: bytes, body: bytes) -> bytes:
     if b"transfer-encoding: chunked" not in head:
         return body
     whole = b""
@@ -79,6 +80,6 @@ def _whole(head: bytes, body: bytes) -> bytes:
 def post(
     port: int, path: str, content: Any, headers: Sequence[tuple[str, str]] = (), *, host: str | None = ""
 ) -> Answer:
-    """JSON, called so."""
+    """Send JSON with the JSON content type."""
     named = [("Content-Type", "application/json"), *headers]
     return send(port, f"POST {path}", named, json.dumps(content).encode(), host=host)

@@ -1,4 +1,4 @@
-"""Host, Origin and key, in every combination, by HTTP and by WebSocket, on both servers as they run."""
+"""Tests of all combinations of Host, Origin and key, over HTTP and WebSocket, on both servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmx_lab.notebook.addresses import lan_addresses
 from tests.security.conftest import FRIEND, KEY
 from tests.security.raw_http import HANDSHAKE, WAIT_S, post, send
 
-# By what they are: a value, with {port} for the server's own, and whether it may pass.
+# For each kind: the value, with {port} for the server's port, and whether it is allowed.
 HOSTS = {
     "the address": ("127.0.0.1:{port}", True),
     "localhost": ("LocalHost:{port}", True),
@@ -41,7 +41,7 @@ KEYS = {"right": True, "wrong": False, "missing": False, "in the query": False}
 
 
 def expected(host: str, origin: str, key: bool) -> int:
-    """The first that is wrong decides."""
+    """Return the status of the first check that fails."""
     return 421 if not HOSTS[host][1] else 403 if not ORIGINS[origin][1] else 200 if key else 401
 
 
@@ -66,7 +66,7 @@ def test_every_combination_on_the_daemon(daemon: Daemon, kind: str, key: str) ->
     given = {"right": daemon.token, "wrong": daemon.token[::-1]}.get(key)
     path = "/v3/events" if kind == "websocket" else "/v3/sessions"
     path += f"?token={daemon.token}" if key == "in the query" else ""
-    # A browser's WebSocket has no headers of its own, so there alone it may be in the query.
+    # Browsers cannot set headers of WebSockets, so only there the token can be in the query.
     check_all(daemon.port, path, kind, given, fits=KEYS[key] or (kind, key) == ("websocket", "in the query"))
 
 
@@ -83,8 +83,8 @@ def check_all(port: int, path: str, kind: str, key: str | None, *, fits: bool) -
     assert not wrong
 
 
-def test_what_a_page_asks_beforehand_passes_the_same_doors(keyed_lab: Lab, daemon: Daemon) -> None:
-    """It needs no key, which a browser does not send with it; a refusal, too, an allowed page can read."""
+def test_preflight_requests_are_subject_to_the_same_checks(keyed_lab: Lab, daemon: Daemon) -> None:
+    """A preflight needs no key, since browsers send none. An allowed page can also read the error response."""
     asked = [("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")]
     wrong = []
     for port, path in ((keyed_lab.port, "/v1/chat/completions"), (daemon.port, "/v3/sessions")):
@@ -92,7 +92,7 @@ def test_what_a_page_asks_beforehand_passes_the_same_doors(keyed_lab: Lab, daemo
             more = [*headers(origin, port, None), *asked]
             answer = send(port, f"OPTIONS {path}", more, host=HOSTS[host][0].format(port=port))
             friend = origin == "an allowed page"
-            # For who is no other page the question has no answer: the route has no such method.
+            # Without an Origin of another page it is not a preflight, and the route has no method OPTIONS.
             wanted = {200: 200 if friend else 405}.get(expected(host, origin, True), expected(host, origin, True))
             allowed = answer.header("access-control-allow-origin")
             if answer.status != wanted or allowed != (FRIEND if friend else None):
@@ -101,7 +101,7 @@ def test_what_a_page_asks_beforehand_passes_the_same_doors(keyed_lab: Lab, daemo
 
 
 @pytest.mark.parametrize("host", [None, "", "two"])
-def test_a_request_has_one_host(open_lab: Lab, daemon: Daemon, host: str | None) -> None:
+def test_a_request_must_have_exactly_one_host(open_lab: Lab, daemon: Daemon, host: str | None) -> None:
     for port in (open_lab.port, daemon.port):
         doubled = [("Host", f"127.0.0.1:{port}")] if host == "two" else []
         named = {None: None, "": " ", "two": "evil.example"}[host]
@@ -114,15 +114,15 @@ SIMPLE = (
     "application/x-www-form-urlencoded",
     "multipart/form-data; boundary=x",
 )
-"""What a page may send anywhere without asking first."""
+"""Content types that a page can send to other origins without a preflight."""
 
 
 @pytest.mark.parametrize("kind", [*SIMPLE, None, "", "text/json", "application/json, text/plain"])
 @pytest.mark.parametrize("path", ["/admin/models/unload", "/admin/models/load", "/v1/chat/completions"])
-def test_what_a_page_can_post_without_asking_changes_nothing(open_lab: Lab, path: str, kind: str | None) -> None:
+def test_posts_that_need_no_preflight_change_nothing(open_lab: Lab, path: str, kind: str | None) -> None:
     named = [] if kind is None else [("Content-Type", kind)]
     body = b'{"model": "echo", "messages": [{"role": "user", "content": "x"}]}'
-    # A page whose browser tells no origin is taken for a program, and a program calls JSON by its name.
+    # A page whose browser sends no Origin is treated like a program, which must send the JSON content type.
     fetched = [("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "no-cors")]
     answer = send(open_lab.port, f"POST {path}", [*named, *fetched], body)
     assert (answer.status, b"send application/json" in answer.body) == (400, True)
@@ -131,13 +131,13 @@ def test_what_a_page_can_post_without_asking_changes_nothing(open_lab: Lab, path
     assert open_lab.engine.snapshot.model == "echo"
 
 
-def test_a_post_without_a_body_is_refused_too_where_a_page_sends_it(open_lab: Lab) -> None:
+def test_a_post_without_a_body_is_rejected_if_a_page_sends_it(open_lab: Lab) -> None:
     for origin in ("http://evil.example", "null"):
         assert send(open_lab.port, "POST /admin/models/unload", [("Origin", origin)]).status == 403
     assert open_lab.engine.snapshot.model == "echo"
 
 
-def test_a_page_that_asks_first_is_told_no(open_lab: Lab, daemon: Daemon) -> None:
+def test_a_preflight_of_another_page_is_rejected(open_lab: Lab, daemon: Daemon) -> None:
     asked = [("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "content-type")]
     for port, path in ((open_lab.port, "/admin/models/unload"), (daemon.port, "/v3/sessions")):
         for origin in ("http://evil.example", "null", f"http://rebound.evil.example:{port}"):
@@ -148,27 +148,27 @@ def test_a_page_that_asks_first_is_told_no(open_lab: Lab, daemon: Daemon) -> Non
 @pytest.mark.parametrize(
     "target", ["http://127.0.0.1:{port}/v1/models", "http://evil.example/v1/models", "//evil.example/"]
 )
-def test_an_address_in_the_request_line_goes_round_no_check(open_lab: Lab, target: str) -> None:
+def test_a_url_in_the_request_line_does_not_bypass_the_checks(open_lab: Lab, target: str) -> None:
     target = target.format(port=open_lab.port)
     assert send(open_lab.port, f"GET {target}", host="evil.example").status in (400, 421)
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-Host", "X-Forwarded-For", "Forwarded", "X-Real-IP", "X-Original-URL"])
-def test_what_a_proxy_would_add_is_not_believed(keyed_lab: Lab, name: str) -> None:
+def test_headers_that_proxies_add_are_not_trusted(keyed_lab: Lab, name: str) -> None:
     values = {"X-Forwarded-Host": f"127.0.0.1:{keyed_lab.port}", "Forwarded": "for=127.0.0.1;host=localhost"}
     added = [(name, values.get(name, "/healthz" if name == "X-Original-URL" else "127.0.0.1"))]
     assert send(keyed_lab.port, "GET /v1/models", added, host="evil.example").status == 421
     assert send(keyed_lab.port, "GET /v1/models", added).status == 401
 
 
-def test_by_default_no_other_machine_reaches_it(open_lab: Lab, daemon: Daemon) -> None:
-    # The last is an address of every Linux machine that only who listens on all interfaces has.
+def test_other_machines_cannot_connect_by_default(open_lab: Lab, daemon: Daemon) -> None:
+    # The last is an address that every Linux machine has, but only servers on all interfaces listen on it.
     for address, port in product([*lan_addresses(), "127.0.0.2"], (open_lab.port, daemon.port)):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((address, port), WAIT_S)
 
 
-def test_a_right_request_passes_after_all_of_these(open_lab: Lab) -> None:
+def test_a_valid_request_is_answered_after_all_of_these(open_lab: Lab) -> None:
     answer = post(
         open_lab.port,
         "/v1/chat/completions",

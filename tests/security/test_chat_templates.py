@@ -1,4 +1,4 @@
-"""Chat templates are programs that come with models: what one may do, and what happens beside it meanwhile."""
+"""Tests that malicious chat templates are limited and do not affect other requests."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.tiny import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 
 LIMIT_S = 0.5
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-# Each would take the machine, or this process, with it: one by time, one by memory, one inside a single operation.
-HOSTILE = {
+# Without limits, each would block or exhaust the machine: by time, by memory, or within a single operation.
+MALICIOUS = {
     "a loop": ENDLESS,
     "a recursion of macros": "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
     "a long multiplication": "{{ (7 ** 999999999) % 7 }}",
@@ -50,7 +50,7 @@ HOSTILE = {
     "a long output": "{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
     "a long message": "{{ raise_exception('x' * 99999999) }}",
 }
-# What jinja's sandbox and ours keep from a template.
+# Operations that Jinja's sandbox or ours forbids.
 FORBIDDEN = {
     "Python's inside": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "the globals of a function": "{{ raise_exception.__globals__ }}",
@@ -69,18 +69,20 @@ def process() -> Iterator[TemplateSandbox]:
     process.stop()
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_template_ends_at_a_limit_and_the_next_one_is_rendered(process: TemplateSandbox, what: str) -> None:
+@pytest.mark.parametrize("what", MALICIOUS)
+def test_a_malicious_template_is_stopped_at_a_limit_and_the_next_one_is_rendered(
+    process: TemplateSandbox, what: str
+) -> None:
     before = psutil.Process().memory_info().rss
     with pytest.raises((TemplateLimitError, TemplateRefusalError)) as caught:
-        process.render(HOSTILE[what], {})
+        process.render(MALICIOUS[what], {})
     assert len(str(caught.value)) <= 1100
     assert psutil.Process().memory_info().rss - before < 2**29
     assert process.render("{{ word }}", {"word": "hello"}) == "hello"
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_the_sandbox_says_no(process: TemplateSandbox, what: str) -> None:
+def test_forbidden_operations_are_rejected(process: TemplateSandbox, what: str) -> None:
     try:
         shown = process.render(FORBIDDEN[what], {"messages": []})
     except TemplateRefusalError:
@@ -88,17 +90,17 @@ def test_the_sandbox_says_no(process: TemplateSandbox, what: str) -> None:
     assert shown in ("", "None")
 
 
-def test_the_limit_is_named(process: TemplateSandbox) -> None:
+def test_the_error_names_the_limit(process: TemplateSandbox) -> None:
     for template, words in (
         (ENDLESS, "0.5 s"),
-        (HOSTILE["a long text"], "1024 MB"),
-        (HOSTILE["a long output"], "16777216"),
+        (MALICIOUS["a long text"], "1024 MB"),
+        (MALICIOUS["a long output"], "16777216"),
     ):
         with pytest.raises(TemplateLimitError, match=words):
             process.render(template, {})
 
 
-def test_the_process_gets_no_key_of_ours_and_ends_with_us(
+def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(
     process: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMX_LAB_API_KEY", "secret-of-the-environment")
@@ -111,7 +113,7 @@ def test_the_process_gets_no_key_of_ours_and_ends_with_us(
     assert not child.is_running()
 
 
-def test_a_process_that_was_killed_is_started_again(process: TemplateSandbox) -> None:
+def test_a_killed_process_is_started_again(process: TemplateSandbox) -> None:
     process.render("", {})
     for child in psutil.Process().children():
         if "templates/worker.py" in " ".join(child.cmdline()):
@@ -120,7 +122,7 @@ def test_a_process_that_was_killed_is_started_again(process: TemplateSandbox) ->
     assert process.render("{{ 1 + 1 }}", {}) == "2"
 
 
-# What is rendered is what transformers would render.
+# Comparison with transformers
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "<where> & ü"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": CITY}}
@@ -162,7 +164,7 @@ TEMPLATES = {"all": FEATURES, "thinker": THINKER_TEMPLATE, **{name: each.templat
 
 @pytest.mark.parametrize("turns", [2, 5])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_rendered_is_what_transformers_renders(tokenizer: Any, name: str, turns: int) -> None:
+def test_templates_are_rendered_as_by_transformers(tokenizer: Any, name: str, turns: int) -> None:
     tokenizer.chat_template = TEMPLATES[name]
     options: dict[str, Any] = {"tools": [WEATHER] if turns > 2 else None, "add_generation_prompt": True, "own": "x"}
     shown = [
@@ -173,14 +175,14 @@ def test_what_is_rendered_is_what_transformers_renders(tokenizer: Any, name: str
 
 
 def outcome(render: Callable[[], Any]) -> str:
-    """The text, or what the template says is wrong."""
+    """Return the text, or the error message of the template."""
     try:
         return str(render())
     except (TemplateRefusalError, TemplateError) as exc:
         return f"refused: {exc}"
 
 
-# A server with such a model.
+# A server with a malicious template
 
 TRIGGER = "please loop"
 SOMETIMES = (
@@ -193,8 +195,8 @@ SOMETIMES = (
 
 
 @pytest.fixture(scope="module")
-def hostile_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """``always`` never ends its template, ``sometimes`` only when it is asked to."""
+def malicious_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """Write models: the template of ``always`` never ends, the one of ``sometimes`` only for some requests."""
     home = tmp_path_factory.mktemp("hostile-home")
     for name, template in (("always", ENDLESS), ("sometimes", SOMETIMES)):
         write_tiny_llama(home / "models" / name, smollm2.path, seed=0)
@@ -204,28 +206,28 @@ def hostile_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) 
 
 
 @pytest.fixture(scope="module")
-def hostile_lab(hostile_home: Path) -> Iterator[Lab]:
+def malicious_lab(malicious_home: Path) -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patched:
         process = TemplateSandbox(LIMIT_S)
         patched.setattr(renderer, "default_sandbox", lambda: process)
-        with serving(hostile_home, "sometimes", slots=4) as lab:
+        with serving(malicious_home, "sometimes", slots=4) as lab:
             yield lab
         process.stop()
 
 
-def test_a_template_that_never_ends_is_refused_when_the_model_is_loaded(hostile_lab: Lab) -> None:
+def test_a_template_that_never_ends_is_rejected_when_the_model_is_loaded(malicious_lab: Lab) -> None:
     with pytest.raises(UnusableModelError, match=r"its chat template runs longer than 0\.5 s"):
-        hostile_lab.load("always")
-    assert hostile_lab.engine.snapshot.model == "sometimes"
+        malicious_lab.load("always")
+    assert malicious_lab.engine.snapshot.model == "sometimes"
 
 
-def test_while_a_template_loops_others_are_answered(hostile_lab: Lab) -> None:
-    with httpx2.Client(base_url=hostile_lab.url, timeout=60) as http:
+def test_other_requests_are_answered_while_a_template_loops(malicious_lab: Lab) -> None:
+    with httpx2.Client(base_url=malicious_lab.url, timeout=60) as http:
         ended: list[tuple[int, dict[str, Any]]] = []
 
         def loop() -> None:
             body = {"model": "sometimes", "messages": [{"role": "user", "content": TRIGGER}], "max_tokens": 1}
-            answer = httpx2.post(f"{hostile_lab.url}/v1/chat/completions", json=body, timeout=60)
+            answer = httpx2.post(f"{malicious_lab.url}/v1/chat/completions", json=body, timeout=60)
             ended.append((answer.status_code, answer.json()))
 
         asking = threading.Thread(target=loop)
@@ -246,8 +248,8 @@ def test_while_a_template_loops_others_are_answered(hostile_lab: Lab) -> None:
         assert http.post("/v1/chat/completions", json=chat).status_code == 200
 
 
-def test_rendering_costs_next_to_nothing(process: TemplateSandbox) -> None:
-    """A wide limit: what it costs is measured elsewhere, here only that no process is started for each."""
+def test_rendering_does_not_start_a_process_each_time(process: TemplateSandbox) -> None:
+    """The time limit is generous: it only detects that a process is started for each rendering."""
     variables = {"messages": CONVERSATION, "tools": None, "add_generation_prompt": True}
     process.render(THINKER_TEMPLATE, variables)
     before = {child.pid for child in psutil.Process(os.getpid()).children()}
@@ -258,7 +260,7 @@ def test_rendering_costs_next_to_nothing(process: TemplateSandbox) -> None:
     assert {child.pid for child in psutil.Process(os.getpid()).children()} == before
 
 
-# llama.cpp renders in the process that holds the model.
+# Templates in llama.cpp, which renders in the process that holds the model
 
 
 @pytest.fixture(scope="module")
@@ -272,16 +274,16 @@ def gguf_lab(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Itera
         process.stop()
 
 
-def test_a_gguf_file_whose_template_never_ends_is_refused_before_llama_cpp_sees_it(
+def test_a_gguf_template_that_never_ends_is_rejected_before_llama_cpp_renders_it(
     gguf_lab: tuple[Lab, Path], tiny_gguf: Path, tmp_path: Path
 ) -> None:
-    for template, words in ((ENDLESS, "runs longer than"), (HOSTILE["a long text"], "MB of memory")):
+    for template, words in ((ENDLESS, "runs longer than"), (MALICIOUS["a long text"], "MB of memory")):
         with pytest.raises(UnusableModelError, match=f"its chat template .*{words}"):
             gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
 
 
 @pytest.mark.parametrize("given", ["bos_token", "tools", "messages[1]"])
-def test_a_gguf_file_whose_template_ends_only_for_a_short_chat_is_refused_too(
+def test_a_gguf_template_that_ends_only_for_a_short_chat_is_rejected(
     gguf_lab: tuple[Lab, Path], tiny_gguf: Path, tmp_path: Path, given: str
 ) -> None:
     template = f"{{% if {given} %}}{ENDLESS}{{% endif %}}"
@@ -289,7 +291,7 @@ def test_a_gguf_file_whose_template_ends_only_for_a_short_chat_is_refused_too(
         gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
 
 
-def test_a_process_of_llama_cpp_that_takes_too_much_while_it_loads_is_ended(
+def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(
     gguf_lab: tuple[Lab, Path], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = memory.limit_bytes(None)
@@ -299,9 +301,7 @@ def test_a_process_of_llama_cpp_that_takes_too_much_while_it_loads_is_ended(
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_template_that_loops_in_llama_cpp_ends_its_process_and_nothing_else(
-    gguf_lab: tuple[Lab, Path], leaves: bool
-) -> None:
+def test_a_template_that_loops_in_llama_cpp_stops_only_its_process(gguf_lab: tuple[Lab, Path], leaves: bool) -> None:
     lab, path = gguf_lab
     lab.load(str(path))
     (child,) = [it for it in psutil.Process().children() if it.cmdline()[2:3] == [str(SCRIPT)]]

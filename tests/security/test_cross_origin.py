@@ -1,4 +1,4 @@
-"""A page of another origin in a real browser, with all that it can try, and a name that leads to this machine."""
+"""Tests with a page of another origin in a real browser, and with a DNS name of another site for this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.browser.chromium import ARGUMENTS, chromium
 from tests.flows.conftest import serving
 
 PAGE = b"<!doctype html><meta charset=utf-8><title>evil</title><iframe name=frame hidden></iframe>"
-# A DNS server of the attacker's; the browser asks it, and this is its answer.
+# The answer of the attacker's DNS server.
 REBOUND = "--host-resolver-rules=MAP *.evil.example 127.0.0.1"
-# The page's hands: what came of each try, as far as the page can see.
+# The script of the page: the result of each attempt, as far as the page can read it.
 TRIES = """async ([base, socket]) => {
     const seen = {};
     const attempt = async (name, path, options) => {
@@ -79,7 +79,7 @@ FORM = """async ([base, sandboxed]) => {
 }"""
 
 
-class Evil(BaseHTTPRequestHandler):
+class AttackerPage(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
@@ -88,12 +88,12 @@ class Evil(BaseHTTPRequestHandler):
         self.wfile.write(PAGE)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
 def evil() -> Iterator[int]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Evil) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), AttackerPage) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server.server_address[1]
@@ -103,7 +103,7 @@ def evil() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def tiny_lab(tiny_home: Path) -> Iterator[Lab]:
-    """With two models, so that a load would be noticed."""
+    """Run a lab with two models, so that a load would be detected."""
     with serving(tiny_home, "tiny", slots=2) as lab:
         yield lab
 
@@ -118,13 +118,13 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser, evil: int) -> Iterator[Page]:
     page = browser.new_page()
-    # Another site, and a trustworthy one at that: browsers let fewer pages of the open web reach this machine.
+    # Another site that the browser considers trustworthy, because browsers restrict requests of others to this machine.
     page.goto(f"http://localhost:{evil}/")
     yield page
     page.close()
 
 
-def test_another_page_reads_nothing_and_changes_nothing(page: Page, tiny_lab: Lab) -> None:
+def test_a_page_of_another_origin_reads_and_changes_nothing(page: Page, tiny_lab: Lab) -> None:
     socket = f"ws://127.0.0.1:{tiny_lab.port}/v1/chat/stream"
     seen = page.evaluate(TRIES, [tiny_lab.url, socket])
     assert {name: what for name, what in seen.items() if what != "refused"} == {"beacon": "true"}
@@ -133,7 +133,7 @@ def test_another_page_reads_nothing_and_changes_nothing(page: Page, tiny_lab: La
     assert tiny_lab.engine.snapshot.model == "tiny"
 
 
-def test_another_page_gets_nothing_of_the_daemon_even_with_its_token(page: Page, daemon: Daemon) -> None:
+def test_a_page_of_another_origin_cannot_use_the_daemon_even_with_its_token(page: Page, daemon: Daemon) -> None:
     socket = f"ws://127.0.0.1:{daemon.port}/v3/events?token={daemon.token}"
     seen = page.evaluate(TRIES, [daemon.url, socket])
     assert seen["socket"] == "refused"
@@ -141,21 +141,21 @@ def test_another_page_gets_nothing_of_the_daemon_even_with_its_token(page: Page,
 
 
 @pytest.mark.parametrize("path", ["", "docs", "v1/models"])
-def test_another_page_frames_nothing(page: Page, tiny_lab: Lab, path: str) -> None:
-    """Clicks on a page that is framed and cannot be seen would be those of its reader."""
+def test_a_page_of_another_origin_cannot_embed_pages(page: Page, tiny_lab: Lab, path: str) -> None:
+    """This prevents clickjacking with invisible frames."""
     page.evaluate(FRAMING, f"{tiny_lab.url}/{path}")
     *_, framed = page.frames
     framed.wait_for_url("chrome-error://chromewebdata/")
 
 
-def test_an_allowed_page_still_fetches(page: Page, evil: int, tiny_home: Path) -> None:
+def test_a_page_of_an_allowed_origin_can_fetch(page: Page, evil: int, tiny_home: Path) -> None:
     with serving(tiny_home, None, cors_origins=(f"http://localhost:{evil}",)) as lab:
         assert page.evaluate(FETCHING, f"{lab.url}/admin/models/unload") == 200
 
 
 @pytest.mark.parametrize("name", ["rebound.evil.example", "127.0.0.1.evil.example"])
-def test_a_rebound_name_is_refused_whatever_the_page_does(browser: Browser, tiny_lab: Lab, name: str) -> None:
-    """The page's own origin is then the server's address under the attacker's name: its requests are same-origin."""
+def test_dns_rebinding_is_rejected(browser: Browser, tiny_lab: Lab, name: str) -> None:
+    """The attacker's name resolves to the server, so the requests of the page are same-origin."""
     page = browser.new_page()
     base = f"http://{name}:{tiny_lab.port}"
     answer = page.goto(f"{base}/v1/models")

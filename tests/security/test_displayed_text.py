@@ -1,4 +1,4 @@
-"""Text of models, documents, tools and file names is text wherever it is shown: in panels, reports, reprs."""
+"""Tests that text of models, documents, tools and file names is displayed as text in panels, reports and reprs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVIL = (
     "<img src=x onerror='hit=1'><script>hit=1</script><svg onload='hit=1'></svg>\"'><a href=\"javascript:hit=1\">x</a>"
 )
 LIVE = {"img", "script", "svg", "iframe", "object", "embed", "link", "a", "form"}
-# What a widget's front end gives to render(); a string with bytes in it is one.
+# The model that a widget front end passes to render(); bytes are sent as base64 strings.
 RENDER = """async ([code, css, state, bytes]) => {
     document.head.append(Object.assign(document.createElement("style"), {textContent: css}));
     const module = await import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
@@ -48,7 +48,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def evil_lab(tmp_path_factory: pytest.TempPathFactory, smollm2: Any) -> Iterator[Lab]:
-    """A model whose folder has such a name, and whose configuration such a quantization."""
+    """Run a lab with a model that has HTML in its name and in its quantization."""
     home = tmp_path_factory.mktemp("home")
     folder = home / "models" / NAME
     write_tiny_llama(folder, smollm2.path, seed=0)
@@ -59,18 +59,19 @@ def evil_lab(tmp_path_factory: pytest.TempPathFactory, smollm2: Any) -> Iterator
 
 
 NAME = "<img src=x onerror='hit=1'>"
-"""As much of it as the name of a folder can be."""
+"""The part of the HTML that the name of a folder can contain."""
 
 
-def spoilt(value: Any) -> Any:
-    """The same with such a text behind every text in it, but where the panel's own code looks it up by name."""
+def with_html(value: Any) -> Any:
+    """Append HTML to all strings of a value, except those that the code of the panel uses as keys."""
     if isinstance(value, str):
         return value + EVIL
     if isinstance(value, dict):
         return {
-            key: each if key in ("id", "role", "state", "kind", "key") else spoilt(each) for key, each in value.items()
+            key: each if key in ("id", "role", "state", "kind", "key") else with_html(each)
+            for key, each in value.items()
         }
-    return [spoilt(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [with_html(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 TURN = {"id": "t1", "role": "assistant", "text": "", "reasoning": "hm", "stats": "1 token", "error": "no"}
@@ -85,20 +86,22 @@ FULL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PANELS)
-def test_no_panel_makes_elements_of_what_it_is_given(browser: Browser, evil_lab: Lab, name: str) -> None:
+def test_no_panel_creates_elements_from_text(browser: Browser, evil_lab: Lab, name: str) -> None:
     panel = evil_lab.panel(name)
     state = {key: value for key, value in panel.get_state().items() if not key.startswith("_") and key != "layout"}
     state |= FULL[name]
     bytes_of = [key for key, value in state.items() if isinstance(value, (bytes, memoryview))]
     sent = {
-        key: b64encode(bytes(value)).decode() if key in bytes_of else spoilt(json.loads(json.dumps(value, default=str)))
+        key: b64encode(bytes(value)).decode()
+        if key in bytes_of
+        else with_html(json.loads(json.dumps(value, default=str)))
         for key, value in state.items()
     }
     page = browser.new_page()
     scripts = code.script(*PANELS[name].SCRIPTS)
     shown = page.evaluate(RENDER, [scripts, code.styles(*PANELS[name].STYLES), sent, bytes_of])
     page.close()
-    assert "<img src=x" in shown["text"], "it is shown, as text"
+    assert "<img src=x" in shown["text"], "it is displayed as text"
     assert (shown["live"], shown["hit"]) == (0, None)
 
 
@@ -119,11 +122,11 @@ def elements(text: str) -> list[str]:
     return parser.found
 
 
-def test_reports_and_snapshots_are_text_too(evil_lab: Lab, tmp_path: Path) -> None:
+def test_reports_and_snapshots_contain_no_elements_from_text(evil_lab: Lab, tmp_path: Path) -> None:
     pages = [Path(evil_lab.report(tmp_path / "report.html")).read_text()]
     for name in PANELS:
         bundle = evil_lab.panel(name)._repr_mimebundle_()
         data = bundle[0] if isinstance(bundle, tuple) else bundle
         pages.append(str(data.get("text/html", "")))
-    assert any("&lt;img" in page for page in pages), "the model's name is in them"
+    assert any("&lt;img" in page for page in pages), "they contain the name of the model"
     assert [found for page in pages for found in elements(page)] == []

@@ -1,4 +1,4 @@
-"""Every answer tells browsers what they may do with it, also where no application was reached."""
+"""Tests that all responses have the security headers, including errors before the application is reached."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ RIGHT = ("Authorization", f"Bearer {KEY}")
         ("GET /healthz", [("Not a header", "x")], 400),
     ],
 )
-def test_of_the_inference_server(
+def test_headers_of_the_inference_server(
     keyed_lab: Lab, request_line: str, headers: list[tuple[str, str]], status: int
 ) -> None:
     check(send(keyed_lab.port, request_line, headers), status)
 
 
-def test_of_a_refused_host(keyed_lab: Lab, daemon: Daemon) -> None:
+def test_headers_of_the_error_for_a_foreign_host(keyed_lab: Lab, daemon: Daemon) -> None:
     for port in (keyed_lab.port, daemon.port):
         check(send(port, "GET /healthz", host="evil.example"), 421)
         check(send(port, "GET /v1/chat/stream", HANDSHAKE, host="evil.example"), 421)
 
 
-def test_of_a_stream(open_lab: Lab) -> None:
+def test_headers_of_a_stream(open_lab: Lab) -> None:
     with socket.create_connection(("127.0.0.1", open_lab.port), WAIT_S) as sock:
         sock.sendall(f"GET /admin/events HTTP/1.1\r\nHost: 127.0.0.1:{open_lab.port}\r\n\r\n".encode())
         data = b""
@@ -99,6 +99,6 @@ def test_of_a_stream(open_lab: Lab) -> None:
         ("GET /v3/events", HANDSHAKE, 401),
     ],
 )
-def test_of_the_daemon(daemon: Daemon, request_line: str, headers: list[tuple[str, str]], status: int) -> None:
+def test_headers_of_the_daemon(daemon: Daemon, request_line: str, headers: list[tuple[str, str]], status: int) -> None:
     told = [(name, value.format(token=daemon.token)) for name, value in headers]
     check(send(daemon.port, request_line.format(token=daemon.token), told), status)

@@ -1,4 +1,4 @@
-"""Ids in addresses and bodies: none becomes a path, whichever way it is spelled."""
+"""Tests that ids in URLs and bodies are never used as paths, in any spelling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
 from tests.security.raw_http import send
 
-# As they stand in a request line; servers and clients would tidy some of them up.
+# Sent unchanged in the request line, because client libraries normalize some of them.
 SPELLINGS = [
     *(
         "..",
@@ -42,7 +42,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_models_id_in_an_address_is_an_id(open_lab: Lab, spelling: str) -> None:
+def test_a_model_id_in_a_url_is_not_a_path(open_lab: Lab, spelling: str) -> None:
     answer = send(open_lab.port, f"GET /v1/models/{spelling}")
     assert answer.status in (400, 404), answer.body
     assert b"root:" not in answer.body
@@ -50,7 +50,7 @@ def test_a_models_id_in_an_address_is_an_id(open_lab: Lab, spelling: str) -> Non
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_sessions_id_in_an_address_is_an_id(daemon: Daemon, spelling: str) -> None:
+def test_a_session_id_in_a_url_is_not_a_path(daemon: Daemon, spelling: str) -> None:
     right = ("Authorization", f"Bearer {daemon.token}")
     before = sorted(daemon.folder.parent.rglob("*"))
     for request in (
@@ -59,7 +59,7 @@ def test_a_sessions_id_in_an_address_is_an_id(daemon: Daemon, spelling: str) -> 
         f"GET /v3/sessions/{spelling}/x",
     ):
         answer = send(daemon.port, request, [right])
-        # There is nothing to delete, and so it is deleted.
+        # Deleting is idempotent, so deleting a missing session succeeds.
         assert answer.status in (400, 404, 405, 204 if request.startswith("DELETE") else 404), (request, answer.body)
         assert b"root:" not in answer.body
         assert "injected" not in answer.head.lower()
@@ -67,7 +67,7 @@ def test_a_sessions_id_in_an_address_is_an_id(daemon: Daemon, spelling: str) -> 
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_an_id_in_a_body_is_an_id(daemon: Daemon, open_lab: Lab, name: str) -> None:
+def test_an_id_in_a_body_is_not_a_path(daemon: Daemon, open_lab: Lab, name: str) -> None:
     right = [("Authorization", f"Bearer {daemon.token}"), ("Content-Type", "application/json")]
     before = sorted(daemon.folder.parent.rglob("*"))
     made = send(daemon.port, "POST /v3/sessions", right, json.dumps({"session_id": name}).encode())

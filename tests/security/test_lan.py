@@ -1,5 +1,5 @@
-"""Another machine on the LAN: two network namespaces with a cable between them, the servers in one, a client in the
-other."""
+"""Tests with another machine on the network: two network namespaces with a virtual cable, the servers in one and a
+client in the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lmx_lab.wire.daemon import StateFile
 
 WAIT_S = 60
 SERVER, CLIENT = "10.77.0.1", "10.77.0.2"
-# One process asks all: each request is a method, a URL, JSON or null, and headers.
+# One process sends all requests: each is a method, a URL, JSON or null, and headers.
 ASKING = """
 import http.client, json, sys, urllib.parse
 answers = []
@@ -44,7 +44,7 @@ json.dump(answers, sys.stdout)
 
 @dataclass(frozen=True)
 class Machine:
-    """A namespace, which lives as long as the process that holds it."""
+    """A network namespace, which exists as long as the process that created it."""
 
     holder: subprocess.Popen[bytes]
 
@@ -74,7 +74,7 @@ def machine() -> Iterator[Machine]:
     assert holder.stdin is not None
     assert holder.stdout is not None
     try:
-        # What comes back comes from inside.
+        # Its output comes from inside the namespace.
         with contextlib.suppress(BrokenPipeError):
             holder.stdin.write(b"\n")
             holder.stdin.flush()
@@ -90,7 +90,7 @@ def machine() -> Iterator[Machine]:
 
 @pytest.fixture(scope="module")
 def lan() -> Iterator[tuple[Machine, Machine]]:
-    """The server's machine and another one."""
+    """Return the server's machine and another one, which are connected."""
     missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"there is no {missing[0]} here")
@@ -104,7 +104,7 @@ def lan() -> Iterator[tuple[Machine, Machine]]:
 
 
 class Running:
-    """A command of the lab on a machine, and what it has said so far."""
+    """A command of the lab on a machine, and its output."""
 
     def __init__(self, on: Machine, home: Path, *arguments: str) -> None:
         environment = {**os.environ, "LMX_LAB_HOME": str(home), "HF_HOME": str(home / "hub"), "COLUMNS": "200"}
@@ -131,14 +131,14 @@ class Running:
 
 @pytest.fixture(scope="module")
 def served(lan: tuple[Machine, Machine], tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Addresses on the LAN by what serves there. They start together, which takes as long as one."""
+    """Start all servers and return their URLs. They start in parallel, which takes as long as one."""
     here, _ = lan
     common = ("serve", "--host", "0.0.0.0", "--port", "0")
     on_both = ("serve", "--host", "::", "--port", "0")
     daemon_home = tmp_path_factory.mktemp("daemon-home")
     running = {
         "usual": Running(here, tiny_home, *common, "--model", "tiny"),
-        # On a socket of IPv6, which also serves IPv4.
+        # On an IPv6 socket, which also accepts IPv4.
         "admin": Running(here, tiny_home, *on_both, "--lan-admin", "--api-key", "lan-key"),
         "daemon": Running(here, daemon_home, "daemon", "--host", "0.0.0.0", "--port", "0"),
     }
@@ -154,7 +154,7 @@ def served(lan: tuple[Machine, Machine], tiny_home: Path, tmp_path_factory: pyte
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
 
-def test_another_machine_chats_and_looks_and_changes_nothing(
+def test_another_machine_can_chat_and_list_models_but_change_nothing(
     lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry
 ) -> None:
     url = served[0]["usual"]
@@ -173,11 +173,11 @@ def test_another_machine_chats_and_looks_and_changes_nothing(
 
 
 def on_loopback(url: str) -> str:
-    """The same server, for programs on its own machine."""
+    """Return the URL of the same server for programs on its own machine."""
     return url.replace(SERVER, "127.0.0.1")
 
 
-def test_its_own_machine_is_local_by_loopback_only(lan: tuple[Machine, Machine], served: Any) -> None:
+def test_callers_on_the_same_machine_are_local_only_through_loopback(lan: tuple[Machine, Machine], served: Any) -> None:
     url, load = served[0]["usual"], {"model": "tiny"}
     port = url.rpartition(":")[2]
     name = socket.gethostname()
@@ -196,10 +196,10 @@ def test_its_own_machine_is_local_by_loopback_only(lan: tuple[Machine, Machine],
     assert [status for status, _ in answers] == expected
 
 
-def test_from_loopback_the_key_makes_local_under_any_name(
+def test_callers_on_loopback_with_the_key_are_local_for_any_host(
     lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry
 ) -> None:
-    """Over IPv4 on a socket of IPv6, where the address is ``::ffff:127.0.0.1``, and over IPv6."""
+    """Over IPv4 on an IPv6 socket, where the address is ``::ffff:127.0.0.1``, and over IPv6."""
     url, by_path = served[0]["admin"], {"model": str(tiny.path)}
     port = url.rpartition(":")[2]
     right = {"Authorization": "Bearer lan-key", "Host": f"{SERVER}:{port}"}
@@ -213,10 +213,10 @@ def test_from_loopback_the_key_makes_local_under_any_name(
     assert [status for status, _ in answers] == [200, 200, 401, 404, 200]
 
 
-def test_another_machine_sees_no_path(
+def test_another_machine_receives_no_paths(
     lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry, tmp_path: Path
 ) -> None:
-    """Also where the operator has loaded a model by its path, which then is its id."""
+    """Also if the operator loaded a model by its path, which is then its id."""
     url = served[0]["usual"]
     model = tmp_path / "in a folder" / "my-tiny"
     shutil.copytree(tiny.path, model)
@@ -253,7 +253,7 @@ def test_another_machine_sees_no_path(
 
 
 @pytest.mark.parametrize(("name", "path"), [("usual", "/healthz"), ("daemon", "/v3/health")])
-def test_an_address_that_comes_or_goes_is_noticed(
+def test_added_and_removed_addresses_are_detected(
     lan: tuple[Machine, Machine], served: Any, name: str, path: str
 ) -> None:
     here, there = lan
@@ -266,7 +266,7 @@ def test_an_address_that_comes_or_goes_is_noticed(
         while there.ask(question)[0][0] != wanted:
             if time.monotonic() > deadline:
                 return False
-            # Each question is a process.
+            # Each request starts a process.
             time.sleep(0.25)
         return True
 
@@ -277,7 +277,7 @@ def test_an_address_that_comes_or_goes_is_noticed(
     assert status_becomes(421)
 
 
-def test_where_the_operator_says_so_it_loads_and_unloads_but_names_no_path(
+def test_with_lan_admin_another_machine_loads_and_unloads_but_not_by_path(
     lan: tuple[Machine, Machine], served: Any, tiny: ModelEntry
 ) -> None:
     url, key = served[0]["admin"], {"Authorization": "Bearer lan-key"}
@@ -291,7 +291,7 @@ def test_where_the_operator_says_so_it_loads_and_unloads_but_names_no_path(
     assert [status for status, _ in answers] == [401, 200, 404, 404, 200]
 
 
-def test_a_name_that_leads_to_the_lan_address_is_refused_from_there_too(
+def test_a_dns_name_of_the_lan_address_is_rejected_for_other_machines(
     lan: tuple[Machine, Machine], served: Any
 ) -> None:
     url = served[0]["usual"]
@@ -303,7 +303,7 @@ def test_a_name_that_leads_to_the_lan_address_is_refused_from_there_too(
     assert another[0] == 403
 
 
-def test_the_daemon_wants_its_token_there_too(lan: tuple[Machine, Machine], served: Any) -> None:
+def test_the_daemon_needs_its_token_from_other_machines(lan: tuple[Machine, Machine], served: Any) -> None:
     urls, token = served
     url, right = urls["daemon"], {"Authorization": f"Bearer {token}"}
     answers = lan[1].ask(

@@ -1,5 +1,5 @@
-"""Model files of strangers: nothing in them runs, none takes memory or time that it has no bytes for, none leads
-elsewhere."""
+"""Tests of malicious model files: no code in them runs, none uses memory or time beyond its size, and none refers to
+files outside its folder."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama
 
 MUCH = 2**29
-"""More memory than a refusal may take."""
+"""Upper limit of the memory that a rejection may use, in bytes."""
 
 
 class Touching:
-    """A pickle of it runs a command."""
+    """An object whose pickle runs a command."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -71,7 +71,7 @@ def changed(folder: Path, name: str, **values: Any) -> None:
 
 
 def write_code(folder: Path, marker: Path) -> None:
-    """Every way in which a folder can ask for its own code to be run, and the code."""
+    """Write code, and all settings with which a model folder can request that it is run."""
     code = (
         f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\nModel = ModelArgs = EvilTokenizer = EvilModel = Evil\n"
     )
@@ -99,7 +99,7 @@ CODE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("way", CODE)
-def test_code_beside_a_model_never_runs(
+def test_code_in_a_model_folder_never_runs(
     lab: Lab, smollm2: ModelEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     folder, marker = tmp_path / "m", tmp_path / "it-ran"
@@ -107,10 +107,10 @@ def test_code_beside_a_model_never_runs(
     write_code(folder, marker)
     changed(folder, "config.json", auto_map=AUTO, trust_remote_code=True)
     CODE[way](folder)
-    # Even for who sits in the folder.
+    # Even with the model folder as working directory.
     monkeypatch.chdir(folder)
     before = set(sys.modules)
-    # Where the files can be read without it they are; else the load is refused.
+    # Files that can be read without the code are read; otherwise the load is rejected.
     with contextlib.suppress(LabError):
         lab.load(str(folder))
     assert not marker.exists()
@@ -137,7 +137,7 @@ def test_pickles_are_never_read(lab: Lab, smollm2: ModelEntry, tmp_path: Path) -
 
 
 def tensors(**claims: Any) -> bytes:
-    """A safetensors file of 64 bytes of data that says of it what is claimed."""
+    """Return a safetensors file with 64 bytes of data and the given header."""
     header = json.dumps(claims).encode()
     return struct.pack("<Q", len(header)) + header + bytes(64)
 
@@ -161,7 +161,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("what", WEIGHTS)
-def test_weights_that_claim_what_they_have_not_are_refused_before_anything_is_allocated(
+def test_weights_with_a_false_header_are_rejected_before_memory_is_allocated(
     catalog: Catalog, models: Path, smollm2: ModelEntry, what: str
 ) -> None:
     write_tiny_llama(models / "m", smollm2.path, seed=0)
@@ -190,7 +190,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", CONFIGS)
-def test_a_configuration_of_absurd_sizes_is_refused(lab: Lab, smollm2: ModelEntry, tmp_path: Path, what: str) -> None:
+def test_a_configuration_with_absurd_sizes_is_rejected(
+    lab: Lab, smollm2: ModelEntry, tmp_path: Path, what: str
+) -> None:
     write_tiny_llama(tmp_path / "m", smollm2.path, seed=0)
     changed(tmp_path / "m", "config.json", **CONFIGS[what])
     check_refused(lambda: lab.load(str(tmp_path / "m")))
@@ -218,14 +220,14 @@ GGUFS = {
 
 
 @pytest.mark.parametrize("what", GGUFS)
-def test_a_gguf_file_of_absurd_counts_is_refused(catalog: Catalog, models: Path, what: str) -> None:
+def test_a_gguf_file_with_absurd_counts_is_rejected(catalog: Catalog, models: Path, what: str) -> None:
     models.mkdir(parents=True)
     (models / "m.gguf").write_bytes(GGUFS[what] + bytes(64))
     check_refused(lambda: catalog.resolve("m.gguf"))
     assert catalog.scan() == []
 
 
-# A starter comes out of a wheel, which is a zip.
+# Starter models in wheels, which are zip files
 
 
 def starter(wheel: Path, unpacked_bytes: int, **members: str) -> Starter:
@@ -235,7 +237,7 @@ def starter(wheel: Path, unpacked_bytes: int, **members: str) -> Starter:
     )  # fmt: skip
 
 
-def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
+def test_a_zip_bomb_is_not_extracted(tmp_path: Path) -> None:
     wheel, folder = tmp_path / "w.whl", tmp_path / "model"
     folder.mkdir()
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -246,19 +248,19 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_zip_bomb_that_lies_about_its_size_ends_where_it_said(tmp_path: Path) -> None:
+def test_a_zip_bomb_with_a_false_size_is_extracted_only_to_that_size(tmp_path: Path) -> None:
     wheel, folder = tmp_path / "w.whl", tmp_path / "model"
     folder.mkdir()
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("config.json", bytes(50_000_000))
-    # In the file's own header and in the directory at the end.
+    # In the header of the file and in the directory at the end.
     wheel.write_bytes(wheel.read_bytes().replace(struct.pack("<I", 50_000_000), struct.pack("<I", 500)))
     with pytest.raises(DownloadError):
         _extract_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 1000
 
 
-def test_a_link_in_a_wheel_becomes_no_link(tmp_path: Path) -> None:
+def test_a_link_in_a_wheel_does_not_become_a_link(tmp_path: Path) -> None:
     wheel, folder = tmp_path / "w.whl", tmp_path / "model"
     folder.mkdir()
     link = zipfile.ZipInfo("config.json")
@@ -271,7 +273,7 @@ def test_a_link_in_a_wheel_becomes_no_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../out", "/tmp/lmx-lab-out", "a/../../out", "a\\..\\..\\out", "..", ""])
-def test_names_in_a_wheel_lead_nowhere(tmp_path: Path, name: str) -> None:
+def test_names_in_a_wheel_cannot_refer_to_other_folders(tmp_path: Path, name: str) -> None:
     wheel, folder = tmp_path / "w.whl", tmp_path / "inner" / "model"
     folder.mkdir(parents=True)
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -283,7 +285,7 @@ def test_names_in_a_wheel_lead_nowhere(tmp_path: Path, name: str) -> None:
     assert not Path("/tmp/lmx-lab-out").exists()
 
 
-# Names that lead elsewhere.
+# Names that refer to other folders
 
 NAMES = [
     *("../outside", "../../outside", "..", ".", "/", "//", "a/../../outside", "./tiny/../../outside", "..\\outside"),
@@ -293,7 +295,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_from_elsewhere_finds_nothing_outside(
+def test_a_name_from_a_remote_caller_finds_nothing_outside_the_model_folders(
     catalog: Catalog, models: Path, tmp_path: Path, smollm2: ModelEntry, name: str
 ) -> None:
     write_tiny_llama(tmp_path / "outside", smollm2.path, seed=0)
@@ -302,10 +304,10 @@ def test_a_name_from_elsewhere_finds_nothing_outside(
         catalog.resolve(name.format(outside=tmp_path / "outside"), local=False)
 
 
-def test_a_link_in_the_store_is_listed_by_its_own_name_only(
+def test_a_link_in_the_store_is_listed_only_under_its_own_name(
     catalog: Catalog, models: Path, tmp_path: Path, smollm2: ModelEntry
 ) -> None:
-    """Only this user can have made it; what it leads to has no other name for others."""
+    """Only this user can have created it, and remote callers cannot use the name of its target."""
     write_tiny_llama(tmp_path / "outside", smollm2.path, seed=0)
     models.mkdir(parents=True)
     (models / "linked").symlink_to(tmp_path / "outside")
@@ -316,7 +318,7 @@ def test_a_link_in_the_store_is_listed_by_its_own_name_only(
         catalog.resolve(str(tmp_path / "outside"), local=False)
 
 
-def test_weights_are_looked_for_in_the_folder_alone(catalog: Catalog, models: Path, smollm2: ModelEntry) -> None:
+def test_weights_are_searched_only_in_the_model_folder(catalog: Catalog, models: Path, smollm2: ModelEntry) -> None:
     folder = models / "m"
     write_tiny_llama(folder, smollm2.path, seed=0)
     for name in ("../../secret.safetensors", "/etc/passwd", "a/../../b.safetensors", "..", "model.safetensors\0"):
@@ -325,7 +327,7 @@ def test_weights_are_looked_for_in_the_folder_alone(catalog: Catalog, models: Pa
             catalog.resolve("m")
 
 
-def test_names_of_parts_stay_names(catalog: Catalog, models: Path) -> None:
+def test_names_of_parts_cannot_be_paths(catalog: Catalog, models: Path) -> None:
     models.mkdir(parents=True)
     for name in ("..-00001-of-00002.gguf", "-00001-of-99999.gguf", "m-00000-of-00000.gguf", "m-00009-of-00002.gguf"):
         (models / name).write_bytes(gguf(0, 0) + bytes(64))
@@ -333,7 +335,7 @@ def test_names_of_parts_stay_names(catalog: Catalog, models: Path) -> None:
             catalog.resolve(name)
 
 
-def test_file_names_that_a_hub_makes_up_lead_nowhere(tmp_path: Path) -> None:
+def test_malicious_file_names_of_a_hub_are_rejected(tmp_path: Path) -> None:
     names = (
         "../evil.gguf",
         "a/../../evil.gguf",
@@ -359,7 +361,7 @@ def test_file_names_that_a_hub_makes_up_lead_nowhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["org/..", "../name", "org/name:../../x", "org/name:/etc/passwd", "org/name/more", "org/na me", "./."]
 )
-def test_a_name_of_the_hub_leads_to_no_folder_of_ours(
+def test_a_model_name_of_the_hub_cannot_refer_to_a_local_folder(
     catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,5 +1,5 @@
-"""Where models lie on this machine is shown to local callers only. A name that the operator allowed makes a caller on
-loopback one that is not local, as another machine is."""
+"""Tests that only local callers receive paths of models. With a host that the operator allowed, a caller on loopback is
+not local, like a caller on another machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAT = {"model": "default", "messages": [{"role": "user", "content": "hi"}], "ma
 
 @pytest.fixture(scope="module")
 def folder(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model, and one whose weights are damaged."""
+    """Return a folder with a model, and one with damaged weights."""
     folder = tmp_path_factory.mktemp("private") / "of the operator"
     for name in ("mine", "listed/damaged"):
         shutil.copytree(tiny_home / "models" / "tiny", folder / name)
@@ -36,7 +36,7 @@ def folder(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(tiny_home: Path, folder: Path) -> Iterator[Lab]:
-    """With a model that was loaded by its path."""
+    """Run a lab with a model that was loaded by its path."""
     settings: dict[str, Any] = {"model_folders": (folder / "listed",), "allowed_hosts": ("elsewhere.example",)}
     with serving(tiny_home, None, lan_admin=True, **settings) as lab:
         lab.load(folder / "mine")
@@ -45,14 +45,14 @@ def lab(tiny_home: Path, folder: Path) -> Iterator[Lab]:
 
 @contextlib.contextmanager
 def watched(lab: Lab, headers: dict[str, str]) -> Iterator[Iterator[Any]]:
-    """The events of loads and requests, after the first of any kind."""
+    """Read the events of loads and requests, after the first event of any kind."""
     with httpx2.stream("GET", f"{lab.url}/admin/events?include=models,requests", headers=headers) as answer:
         lines = (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line)
         next(lines)
         yield (line for line in lines if line["type"] in ("model", "request"))
 
 
-def test_a_failed_load_says_why_without_the_path(lab: Lab, folder: Path) -> None:
+def test_the_error_of_a_failed_load_contains_the_reason_but_no_path(lab: Lab, folder: Path) -> None:
     def load(**headers: str) -> str:
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": "damaged"}, headers=headers)
         assert answer.status_code == 400
@@ -65,13 +65,13 @@ def test_a_failed_load_says_why_without_the_path(lab: Lab, folder: Path) -> None
     assert "of the operator" not in message
 
 
-def test_others_neither_name_a_path_nor_download_even_with_lan_admin(lab: Lab, folder: Path) -> None:
+def test_remote_callers_cannot_use_paths_or_download_even_with_lan_admin(lab: Lab, folder: Path) -> None:
     for name in (str(folder / "mine"), str(folder / "listed" / "damaged"), "org/name", "smollm2-135m"):
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": name}, headers=ELSEWHERE)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model-not-found")
 
 
-def test_events_name_no_path(lab: Lab, folder: Path) -> None:
+def test_events_contain_no_paths(lab: Lab, folder: Path) -> None:
     def failed(events: Iterator[Any]) -> Any:
         return next(event for event in events if event["type"] == "model" and event["stage"] == "failed")
 
@@ -99,14 +99,14 @@ def test_events_name_no_path(lab: Lab, folder: Path) -> None:
         ("/admin/models/unload", {"model": "tiny"}),
     ],
 )
-def test_answers_and_refusals_name_no_path(lab: Lab, folder: Path, path: str, body: dict[str, Any]) -> None:
+def test_responses_and_errors_contain_no_paths(lab: Lab, folder: Path, path: str, body: dict[str, Any]) -> None:
     own = httpx2.post(f"{lab.url}{path}", json=body)
     others = httpx2.post(f"{lab.url}{path}", json=body, headers=ELSEWHERE)
     assert own.status_code == others.status_code
     assert str(folder) not in others.text
 
 
-def test_a_socket_names_no_path(lab: Lab, folder: Path) -> None:
+def test_websocket_messages_contain_no_paths(lab: Lab, folder: Path) -> None:
     way = socket.create_connection(("127.0.0.1", lab.port))
     with connect(f"ws://elsewhere.example:{lab.port}/v1/chat/stream", sock=way, proxy=None) as client:
         client.send(json.dumps({**CHAT, "model": "tiny"}))

@@ -1,5 +1,5 @@
-"""The key and the token are in no log, list of processes, notebook, widget, traceback or answer; and what strangers
-write into paths and names does nothing to a terminal."""
+"""Tests that keys and tokens are in no log, process list, notebook, widget, traceback or response, and that untrusted
+text in paths and names does not control terminals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.security.conftest import KEY
 from tests.security.raw_http import HANDSHAKE, post, send
 
 ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b1m\u202eright-to-left\u2066\u200f\r\b"
-"""Colours, a window's title, a C1 control, bidirectional overrides, a return to the line's beginning."""
+"""Colors, a window title, a C1 control, bidirectional overrides, a carriage return and a backspace."""
 CONTROLS = set("\x1b\x07\x9b\u202e\u2066\u200f\r\b")
 QUOTED = "%1b%5b31mred%1b%5d0%3btitle%07%c2%9b1m%e2%80%aeright%0a2026-01-01%20INFO%20forged%0d"
 
@@ -44,7 +44,7 @@ def found(secret: str, *texts: object) -> list[str]:
     return [str(text)[:200] for text in texts if secret in str(text)]
 
 
-class Everything(logging.Handler):
+class RecordingHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.seen: list[str] = []
@@ -55,8 +55,8 @@ class Everything(logging.Handler):
 
 @contextlib.contextmanager
 def listening(*names: str) -> Iterator[list[str]]:
-    """All that is logged, as loud as somebody may set it."""
-    handler = Everything()
+    """Yield all log records, with the loggers at level DEBUG."""
+    handler = RecordingHandler()
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).addHandler(handler)
@@ -69,7 +69,7 @@ def listening(*names: str) -> Iterator[list[str]]:
             logging.getLogger(name).setLevel(level)
 
 
-def test_the_key_of_the_server_is_in_nothing_that_it_says(keyed_lab: Lab) -> None:
+def test_the_key_is_in_no_log_or_response_of_the_server(keyed_lab: Lab) -> None:
     port, right = keyed_lab.port, ("Authorization", f"Bearer {KEY}")
     with listening("uvicorn.error", "uvicorn.access", "lmx_lab", "asyncio") as logged:
         answers = [
@@ -79,7 +79,7 @@ def test_the_key_of_the_server_is_in_nothing_that_it_says(keyed_lab: Lab) -> Non
         ]
         for path in ("/v1/chat/stream", f"/v1/chat/stream?token={KEY}", f"/v1/chat/stream?api_key={KEY}"):
             answers += [send(port, f"GET {path}", [*HANDSHAKE, *more]).body for more in ([right], [])]
-    assert logged, "what would have told it was said"
+    assert logged, "the requests were logged"
     assert found(KEY, *logged, *recent_logs(), *answers) == []
 
 
@@ -95,7 +95,7 @@ def test_the_key_is_in_no_repr_panel_or_report(keyed_lab: Lab, tmp_path: Path) -
     assert found(KEY, *texts) == []
 
 
-def test_a_client_shows_its_key_neither_in_its_repr_nor_in_its_errors(keyed_lab: Lab, daemon: Daemon) -> None:
+def test_the_key_is_in_no_repr_or_error_of_a_client(keyed_lab: Lab, daemon: Daemon) -> None:
     told: list[str] = []
     wrong = KEY[::-1]
     with LabClient(keyed_lab.url, api_key=KEY) as client, LabClient(keyed_lab.url, api_key=wrong) as refused:
@@ -125,7 +125,7 @@ SECRETS = {
 
 @contextlib.contextmanager
 def served(home: Path, model: str) -> Iterator[Serving]:
-    """A program with all the keys in its environment that it may have."""
+    """Run the server in a program that has all keys in its environment."""
     with pytest.MonkeyPatch.context() as patched:
         for name, value in SECRETS.items():
             patched.setenv(name, value)
@@ -146,7 +146,7 @@ def on_echo(tmp_path: Path) -> Iterator[Serving]:
 
 
 @pytest.mark.long
-def test_no_process_of_ours_has_a_key_in_its_arguments_or_its_environment(on_llama_cpp: Serving) -> None:
+def test_child_processes_have_no_keys_in_arguments_or_environment(on_llama_cpp: Serving) -> None:
     url, headers = f"http://127.0.0.1:{on_llama_cpp.port}", {"authorization": "Bearer key-of-the-server"}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     body = {"model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -163,7 +163,7 @@ def test_no_process_of_ours_has_a_key_in_its_arguments_or_its_environment(on_lla
 
 
 @pytest.mark.slow
-def test_what_strangers_ask_for_does_nothing_to_the_servers_terminal(on_echo: Serving) -> None:
+def test_requested_paths_do_not_control_the_terminal_of_the_server(on_echo: Serving) -> None:
     port, right = on_echo.port, ("Authorization", "Bearer key-of-the-server")
     for path in (f"/{QUOTED}", f"/v1/models/{QUOTED}", f"/v1/chat/completions/{QUOTED}", f"/docs?{QUOTED}"):
         assert send(port, f"GET {path}", [right]).status < 500
@@ -190,7 +190,7 @@ lab.stop()
 
 
 @pytest.mark.slow
-def test_what_strangers_ask_for_does_nothing_to_the_terminal_of_a_script(tmp_path: Path) -> None:
+def test_requested_paths_do_not_control_the_terminal_of_a_script(tmp_path: Path) -> None:
     said = f"{ESCAPES}\n2026-01-01 INFO forged"
     script = LAUNCHED.format(home=str(tmp_path), said=said)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
@@ -199,15 +199,15 @@ def test_what_strangers_ask_for_does_nothing_to_the_terminal_of_a_script(tmp_pat
     assert not set(done.stderr.replace("\n", "")) & CONTROLS
 
 
-def test_every_key_that_is_documented_is_known_as_one() -> None:
+def test_all_documented_keys_are_treated_as_secrets() -> None:
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
     named = set(re.findall(r"`([A-Z_]+(?:KEY|TOKEN))`", page.read_text(encoding="utf-8")))
     assert {"LMX_LAB_COMPARE_API_KEY", "HF_TOKEN"} <= named <= VARIABLES
 
 
-def test_an_mcp_server_is_given_what_its_configuration_says_and_no_token(daemon: Daemon, tmp_path: Path) -> None:
+def test_an_mcp_server_receives_its_configured_environment_but_no_token(daemon: Daemon, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    # It writes down what it was given, and ends.
+    # It writes its arguments and environment to a file and exits.
     code = f"import json, os, sys; open({str(seen)!r}, 'w').write(json.dumps([sys.argv, dict(os.environ)]))"
     config = {"name": "curious", "transport": "stdio", "command": sys.executable, "args": ["-c", code]}
     with pytest.MonkeyPatch.context() as patched:
@@ -220,10 +220,10 @@ def test_an_mcp_server_is_given_what_its_configuration_says_and_no_token(daemon:
     assert found(daemon.token, given) == found(KEY, given) == []
 
 
-# Terminals and logs
+# Terminals
 
 
-def test_what_model_files_and_servers_say_does_nothing_to_a_terminal(
+def test_text_of_model_files_and_servers_does_not_control_the_terminal(
     tmp_path: Path, echo_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = echo_home / "models" / "other"

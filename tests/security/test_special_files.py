@@ -1,4 +1,4 @@
-"""FIFOs, sockets, devices and endless files where a model's files should be: they are refused, and nothing waits."""
+"""Tests that FIFOs, sockets, devices and endless files in place of model files are rejected without blocking."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.flows.conftest import chat_body, serving
 from tests.tiny import write_tiny_llama
 
 MUCH = 2**29
-"""More memory than a refusal may take."""
+"""Upper limit of the memory that a rejection may use, in bytes."""
 AT_ONCE = 40
-"""Requests; more than a thread pool has threads."""
+"""Number of requests, more than the threads of a thread pool."""
 READ = (
     "config.json",
     "model.safetensors",
@@ -45,13 +45,13 @@ READ = (
     "2_Dense/model.safetensors",
     "additional_chat_templates/tools.jinja",
 )
-"""By the lab, by mlx-lm or by transformers."""
+"""Files that the lab, mlx-lm or transformers read."""
 
 
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         folder = os.getcwd()
-        os.chdir(path.parent)  # the path of a socket is short
+        os.chdir(path.parent)  # paths of sockets are limited to about 100 characters
         try:
             bound.bind(path.name)
         finally:
@@ -70,7 +70,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
     "a character device behind a link": lambda path: path.symlink_to("/dev/zero"),
     "the limit for files": _large,
 }
-"""What makes each, by what is said of it."""
+"""Functions that create special files, by their description in error messages."""
 
 
 def put(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
@@ -83,7 +83,7 @@ def put(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 @pytest.fixture
 def models(tmp_path: Path, smollm2: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home's models: ``good`` and ``bad``, which is good as yet."""
+    """Create models ``good`` and ``bad``, which is still valid."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("good", "bad"):
         write_tiny_llama(tmp_path / "home" / "models" / name, smollm2.path, seed=0)
@@ -102,9 +102,7 @@ def lab(models: Path) -> Iterator[Lab]:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_fifo_in_the_place_of_any_file_that_is_read_is_refused_by_name(
-    catalog: Catalog, models: Path, name: str
-) -> None:
+def test_a_fifo_in_place_of_any_file_is_rejected_by_name(catalog: Catalog, models: Path, name: str) -> None:
     put(models / "bad", name, os.mkfifo)
     with pytest.raises(UnusableModelError, match=f"{name} is a FIFO .*must be regular files"):
         catalog.resolve("bad")
@@ -113,7 +111,7 @@ def test_a_fifo_in_the_place_of_any_file_that_is_read_is_refused_by_name(
 
 @pytest.mark.parametrize("said", SPECIAL)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
-def test_what_is_no_regular_file_or_too_large_is_refused_without_being_read(
+def test_special_and_oversized_files_are_rejected_without_reading_them(
     catalog: Catalog, models: Path, *, name: str, said: str
 ) -> None:
     put(models / "bad", name, SPECIAL[said])
@@ -125,7 +123,7 @@ def test_what_is_no_regular_file_or_too_large_is_refused_without_being_read(
 
 
 @pytest.mark.parametrize("said", [said for said in SPECIAL if said != "the limit for files"])
-def test_a_gguf_file_and_a_reference_of_the_hub_cache_are_no_exception(
+def test_special_files_as_gguf_files_and_hub_references_are_rejected(
     catalog: Catalog, models: Path, *, tmp_path: Path, said: str
 ) -> None:
     path = put(models, "bad.gguf", SPECIAL[said])
@@ -137,7 +135,7 @@ def test_a_gguf_file_and_a_reference_of_the_hub_cache_are_no_exception(
     assert [entry.id for entry in catalog.scan()] == ["bad", "good", "org/name"]
 
 
-def test_links_to_regular_files_are_read_as_the_hub_cache_has_them(catalog: Catalog, models: Path) -> None:
+def test_links_to_regular_files_are_read_as_in_the_hub_cache(catalog: Catalog, models: Path) -> None:
     for path in sorted((models / "good").iterdir()):
         (models / "bad" / path.name).unlink()
         (models / "bad" / path.name).symlink_to(path)
@@ -145,7 +143,7 @@ def test_links_to_regular_files_are_read_as_the_hub_cache_has_them(catalog: Cata
     assert [entry.id for entry in catalog.scan()] == ["bad", "good"]
 
 
-def test_a_file_that_is_replaced_after_it_was_looked_at_is_not_waited_for(
+def test_a_file_that_is_replaced_by_a_fifo_after_the_check_does_not_block(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = os.stat(models / "good" / "config.json")
@@ -160,7 +158,7 @@ def test_a_file_that_is_replaced_after_it_was_looked_at_is_not_waited_for(
     assert "is a FIFO" in str(failure)
 
 
-def test_a_file_that_grows_while_it_is_read_is_cut_at_its_limit(
+def test_a_file_that_grows_while_it_is_read_is_read_only_to_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = put(tmp_path, "modules.json", lambda path: path.write_bytes(bytes(2 * MIB)) and None)
@@ -169,7 +167,7 @@ def test_a_file_that_grows_while_it_is_read_is_cut_at_its_limit(
         read_regular(path)
 
 
-def test_files_that_no_load_reads_may_be_large_but_not_special(models: Path) -> None:
+def test_files_that_are_not_read_can_be_large_but_not_special(models: Path) -> None:
     put(models / "bad", "pytorch_model.bin", _large)
     check_files(models / "bad")
     put(models / "bad", "notes", os.mkfifo)
@@ -179,10 +177,10 @@ def test_files_that_no_load_reads_may_be_large_but_not_special(models: Path) -> 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("loaded", ["mlx", "gguf"])
-async def test_the_engine_refuses_it_before_it_unloads_anything(
+async def test_the_engine_rejects_a_special_file_before_it_unloads_a_model(
     catalog: Catalog, models: Path, tiny_gguf: Path, *, loaded: str
 ) -> None:
-    """Also where it was replaced after the catalog had looked."""
+    """Also if the file was replaced after the catalog checked it."""
     good, bad = catalog.resolve("good" if loaded == "mlx" else str(tiny_gguf)), catalog.resolve("bad")
     put(models / "bad", "tokenizer.json", os.mkfifo)
     async with Engine(Settings(slots=2, threads=1)) as engine:
@@ -194,7 +192,7 @@ async def test_the_engine_refuses_it_before_it_unloads_anything(
         assert (await run(engine))[1].output_tokens == 8
 
 
-def test_a_server_lists_and_refuses_at_once_and_continues_to_serve(lab: Lab, models: Path) -> None:
+def test_a_server_with_special_files_lists_rejects_and_serves_without_delay(lab: Lab, models: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.copytree(models / "good", models / f"bad-{name}")
         put(models / f"bad-{name}", name, os.mkfifo)
