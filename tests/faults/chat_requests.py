@@ -1,4 +1,4 @@
-"""The three ways to ask for an answer, and how it ended."""
+"""Send chat requests in three ways (whole, streamed, over a WebSocket) and return how they ended."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WAIT_S = 60
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How one request ended; exactly one of ``text`` and ``error`` is there."""
+    """The end of one request; exactly one of ``text`` and ``error`` is set."""
 
     text: str | None = None
     error: dict[str, Any] | None = None
     status: int | None = None
-    """Of a whole answer."""
+    """HTTP status; None for streams and WebSockets."""
 
 
 def whole(lab: Lab, body: dict[str, Any]) -> End:
@@ -71,8 +71,8 @@ Way = Callable[[Lab, dict[str, Any]], End]
 WAYS: dict[str, Way] = {"whole": whole, "streamed": streamed, "by_socket": by_socket}
 
 
-def at_once(lab: Lab, ways: list[Way], **changes: Any) -> list[Future[End]]:
-    """Ask so many times at the same time; returns at once."""
+def send_all(lab: Lab, ways: list[Way], **changes: Any) -> list[Future[End]]:
+    """Send one request for each way at the same time, without waiting for the responses."""
     pool = ThreadPoolExecutor(len(ways))
     asked = [pool.submit(way, lab, chat_body(**changes)) for way in ways]
     pool.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""A fault at a chosen call of a function of the program: no real model fails on demand."""
+"""Inject an error at a given call of a function, because no real model fails on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 class Fault:
-    """Raises at one call of something, and lets all others pass."""
+    """Raises an exception at one call, and passes all others on."""
 
     def __init__(self, exc: BaseException, *, at_call: int) -> None:
         self._exc = exc
@@ -30,7 +30,7 @@ class Fault:
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], exc: BaseException, *, at_call: int) -> Fault:
-    """From now on; ``place`` is a module or class, and the name of what is called there."""
+    """Wrap a function; ``place`` is a module or class and the name of the function in it."""
     fault = Fault(exc, at_call=at_call)
     monkeypatch.setattr(*place, fault.around(getattr(*place)))
     return fault

@@ -1,4 +1,4 @@
-"""A hub on this machine that sends what a test wants it to send."""
+"""Simulate the Hugging Face Hub with a local server that can send wrong or incomplete files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sends = Callable[["Handler", bytes], None]
 
 
 class Hub(ThreadingHTTPServer):
-    """``files`` as the model ``org/tiny``, announced with their hashes; ``faults`` say what is sent in their place."""
+    """Serves ``files`` with their hashes as the model ``org/tiny``. ``faults`` replace responses."""
 
     daemon_threads = True
 
@@ -25,17 +25,17 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = dict(files)
         self.faults: dict[str, Sends] = {}
-        """By path: of a file, or of the API."""
-        self.asked: list[tuple[str, str]] = []
-        """Names of files that were sent, with the range that was asked for."""
+        """Responses by file name, or for "api"."""
+        self.requests: list[tuple[str, str]] = []
+        """Names of requested files, with the requested range."""
 
     @property
     def sent(self) -> list[str]:
-        """Names of files, as often as they were sent."""
-        return [name for name, _ in self.asked]
+        """Names of requested files, one for each request."""
+        return [name for name, _ in self.requests]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has left is no error of the hub."""
+        """Ignore clients that disconnected."""
 
     @property
     def url(self) -> str:
@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -68,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(json.dumps(tree).encode())
         elif name in files:
             if self.command == "GET":
-                self.server.asked.append((name, self.headers.get("Range", "")))
+                self.server.requests.append((name, self.headers.get("Range", "")))
             self.server.faults.get(name, whole)(self, files[name])
         else:
             self.reply(b'{"error": "Repository not found"}', 404, {"X-Error-Code": "RepoNotFound"})
@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def begin(self, length: int, status: int, headers: Mapping[str, str]) -> None:
-        """The head alone."""
+        """Send the head of a response."""
         self.send_response(status)
         for key, value in {"X-Repo-Commit": COMMIT, "Content-Length": str(length), **headers}.items():
             self.send_header(key, value)
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def whole(handler: Handler, data: bytes) -> None:
-    """The file, or the end of it that is asked for."""
+    """Send a file, or the requested range of it."""
     first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
     headers = {"ETag": f'"{git_id(data)}"', "Accept-Ranges": "bytes"}
     if first:
@@ -98,7 +98,7 @@ def whole(handler: Handler, data: bytes) -> None:
 
 
 def instead(body: bytes, kind: str = "application/octet-stream") -> Sends:
-    """Something else, as if it were the file."""
+    """Return a response with other content."""
     return lambda handler, _: handler.reply(body, headers={"Content-Type": kind})
 
 
@@ -106,12 +106,12 @@ def failing(handler: Handler, _: bytes) -> None:
     handler.reply(b"{}", 500)
 
 
-def redirected_for_ever(handler: Handler, _: bytes) -> None:
+def redirect_forever(handler: Handler, _: bytes) -> None:
     handler.reply(b"", 302, {"Location": handler.path})
 
 
 class HalfFirst:
-    """Half of what is asked for, and then what the test wants; with ``times`` the file is whole after so many."""
+    """Sends half of the requested bytes, calls ``then`` and disconnects. After ``times`` requests it sends all."""
 
     def __init__(self, then: Callable[[Handler], object], *, times: int = 1000) -> None:
         self._then = then
@@ -138,7 +138,7 @@ def git_id(data: bytes) -> str:
 
 
 def announced(name: str, data: bytes) -> dict[str, Any]:
-    """As the hub's API describes a file: a large one by its hash, a small one by git's name for it."""
+    """Describe a file as the API of the hub does: large files by their hash, small files by their git object id."""
     if name.endswith(".safetensors"):
         lfs = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 134}
         return {"rfilename": name, "size": len(data), "blobId": "f" * 40, "lfs": lfs}
@@ -147,7 +147,7 @@ def announced(name: str, data: bytes) -> dict[str, Any]:
 
 @contextmanager
 def hub_with(model: Path) -> Iterator[Hub]:
-    """A hub that has this model."""
+    """Run a hub with the files of a model."""
     with Hub({path.name: path.read_bytes() for path in model.iterdir()}) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

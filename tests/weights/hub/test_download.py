@@ -49,7 +49,7 @@ def test_a_model_is_downloaded_to_the_hub_cache_without_code_and_pickles(catalog
 
 def test_only_missing_files_are_downloaded_again(catalog: Catalog, server: Hub) -> None:
     entry = catalog.fetch("org/tiny")
-    server.asked.clear()
+    server.requests.clear()
     assert catalog.fetch("org/tiny") == entry
     assert server.sent == []
     (entry.path / "tokenizer.json").resolve().unlink()
@@ -154,7 +154,7 @@ def test_a_split_quantization_in_a_folder_is_downloaded_completely(catalog: Cata
 
 def test_the_preferred_quantization_is_downloaded_by_default(catalog: Catalog, ggufs: Hub) -> None:
     assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
-    ggufs.asked.clear()
+    ggufs.requests.clear()
     assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
     assert ggufs.sent == []
 
