@@ -1,4 +1,4 @@
-"""Good requests of every kind whose answers are known: asked again after each batch of others."""
+"""Repeat valid requests of every kind after each batch of cases, and compare the answers."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from soak.fuzzing.corpus import PAIR, chat
 
 GOOD_S = 30.0
 TURN_S = 25
-Ask = Callable[[], Awaitable[Any]]
+Request = Callable[[], Awaitable[Any]]
 
 
-class Known:
-    """As a context: ``learn()`` asks once, and ``check()`` asks again and compares."""
+class KnownAnswers:
+    """Valid requests with known answers. Entering the context sends them; ``check()`` repeats and compares them."""
 
     def __init__(self, server_url: str, daemon: StateFile, *, servers: frozenset[str] = frozenset()) -> None:
         """
         Args:
-            servers: Names of MCP servers that stay.
+            servers: Names of the MCP servers that ``delete_created`` keeps.
         """
         self._url = server_url
         self._servers = servers
         self._server = httpx2.AsyncClient(base_url=server_url, timeout=GOOD_S, trust_env=False)
         authorization = {"authorization": f"Bearer {daemon.token}"}
         self._daemon = httpx2.AsyncClient(base_url=daemon.url, headers=authorization, timeout=GOOD_S, trust_env=False)
-        self._asks: dict[str, Ask] = {
-            "load": self._loaded,
+        self._requests: dict[str, Request] = {
+            "load": self._load,
             "chat": self._chat,
             "completion": self._completion,
-            "embedding": self._embedding,
-            "rerank": self._ranking,
+            "embedding": self._embed,
+            "rerank": self._rerank,
             "socket": self._socket,
             "turn": self._turn,
         }
         self._expected: dict[str, Any] = {}
         self.slowest_s = 0.0
-        self.asked = 0
+        self.requests = 0
 
-    async def __aenter__(self) -> Known:
-        self._expected = {name: await ask() for name, ask in self._asks.items()}
+    async def __aenter__(self) -> KnownAnswers:
+        self._expected = {name: await request() for name, request in self._requests.items()}
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -54,50 +54,50 @@ class Known:
         await self._daemon.aclose()
 
     async def check(self) -> list[str]:
-        """A sentence for each good request that is not answered as before."""
+        """Return a sentence for each valid request that is not answered as before."""
         wrong = []
-        for name, ask in self._asks.items():
+        for name, request in self._requests.items():
             started = time.perf_counter()
-            self.asked += 1
+            self.requests += 1
             try:
-                answer = await ask()
+                answer = await request()
             except Exception as exc:
-                wrong.append(f"a good request fails ({name}): {type(exc).__name__}: {exc}")
+                wrong.append(f"a valid request fails ({name}): {type(exc).__name__}: {exc}")
                 continue
             self.slowest_s = max(self.slowest_s, time.perf_counter() - started)
             if answer != self._expected[name]:
-                wrong.append(f"a good request is answered otherwise ({name}): {answer}, and not {self._expected[name]}")
+                wrong.append(f"a valid request has another answer ({name}): {answer}, not {self._expected[name]}")
         return wrong
 
-    async def tidy(self) -> list[str]:
-        """Removes what others have made in the daemon; a sentence for what does not go."""
+    async def delete_created(self) -> list[str]:
+        """Delete the sessions and MCP servers that the cases have created; return a sentence for each failure."""
         try:
-            return await self._tidied()
+            return await self._delete_all()
         except (httpx2.HTTPError, ValueError) as exc:
-            return [f"what was made cannot be removed: {type(exc).__name__}: {exc}"]
+            return [f"created objects cannot be deleted: {type(exc).__name__}: {exc}"]
 
-    async def _tidied(self) -> list[str]:
+    async def _delete_all(self) -> list[str]:
         for archived in ("false", "true"):
             listed = await _body(self._daemon.get(f"/v3/sessions?limit=200&archived={archived}"))
             for session in listed["sessions"]:
                 (await self._daemon.delete(f"/v3/sessions/{session['session_id']}")).raise_for_status()
-        for server in await self._others():
+        for server in await self._created_servers():
             (await self._daemon.delete(f"/v3/mcp/servers/{server}")).raise_for_status()
-        left = await self._others()
-        return [f"MCP servers that were removed are still there: {left}"] if left else []
+        left = await self._created_servers()
+        return [f"deleted MCP servers still exist: {left}"] if left else []
 
-    async def _others(self) -> list[str]:
+    async def _created_servers(self) -> list[str]:
         servers = (await _body(self._daemon.get("/v3/mcp/servers")))["servers"]
         return [server["name"] for server in servers if server["name"] not in self._servers]
 
     async def reload(self) -> None:
-        """Puts another model in the place of the loaded one, and that back again."""
+        """Load another model, and then the first one again."""
         for model in ("tiny-two", "tiny"):
             await _body(self._server.post("/admin/models/load", json={"model": model}))
 
-    # What is asked
+    # Requests
 
-    async def _loaded(self) -> Any:
+    async def _load(self) -> Any:
         answer = await _body(self._server.post("/admin/models/load", json={"model": "tiny"}))
         return answer["success"], answer["model"]
 
@@ -109,11 +109,11 @@ class Known:
         body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
         return (await _body(self._server.post("/v1/completions", json=body)))["choices"]
 
-    async def _embedding(self) -> Any:
+    async def _embed(self) -> Any:
         body = {"model": "default", "input": ["a cat sits", "the dog"]}
         return (await _body(self._server.post("/v1/embeddings", json=body)))["data"]
 
-    async def _ranking(self) -> Any:
+    async def _rerank(self) -> Any:
         body = {"model": "default", "query": "a cat", "documents": PAIR}
         return (await _body(self._server.post("/v1/rerank", json=body)))["results"]
 
@@ -127,7 +127,7 @@ class Known:
         return "".join(message["token"] for message in messages[:-1]), messages[-1]["stats"]["completion_tokens"]
 
     async def _turn(self) -> Any:
-        """A turn, and what the log has of it: begun once, ended once."""
+        """Run a turn, and return its text and its events in the log."""
         made = await _body(self._daemon.post("/v3/sessions", json={"tools": []}))
         address = f"/v3/sessions/{made['session_id']}"
         body = {"content": "hello", "overrides": {"temperature": 0, "max_tokens": 12}}
@@ -139,7 +139,11 @@ class Known:
 
 
 async def _body(answer: Awaitable[httpx2.Response]) -> Any:
-    """The body of an answer that has to be good."""
+    """Return the body of an answer.
+
+    Raises:
+        ValueError: the status is an error.
+    """
     response = await answer
     if response.status_code >= 400:
         raise ValueError(f"status {response.status_code}: {response.text[:300]}")

@@ -1,4 +1,4 @@
-"""What a process holds: memory, descriptors, threads, children. And by how much that has grown."""
+"""Measure the memory, descriptors, threads and child processes of a process, and how much they have grown."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from soak.row import Row
 
 POLL_S = 0.1
 ASKED_S = 1.0
-"""Between two times that the process is asked to give back."""
+"""Time between two signals that make the process free memory."""
 STEADY_S = 2.0
-"""For so long nothing must fall before a reading counts as settled."""
+"""Time without a lower value after which a measurement counts as settled."""
 MB = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ResourceUsage:
+    """What a process uses at one moment."""
+
     rss_bytes: int
-    """Of the process alone; a child's memory is the child's."""
+    """Resident memory of the process, without its children."""
     descriptors: int
     threads: int
     processes: int
-    """Children and theirs, zombies among them."""
+    """Number of descendants, including zombies."""
 
-    def lower(self, other: Reading) -> Reading:
-        """The lower value of each."""
-        return Reading(
+    def lower(self, other: ResourceUsage) -> ResourceUsage:
+        """Return the lower of both values for each resource."""
+        return ResourceUsage(
             rss_bytes=min(self.rss_bytes, other.rss_bytes),
             descriptors=min(self.descriptors, other.descriptors),
             threads=min(self.threads, other.threads),
@@ -39,11 +41,11 @@ class Reading:
 
 
 POOL = min(32, (os.cpu_count() or 1) + 4)
-"""Threads that ``asyncio.to_thread`` makes, one by one as its calls happen to meet: when the last begins is chance."""
-GIVES_BACK = """
+"""Threads that ``asyncio.to_thread`` may create, one at a time, whenever its calls happen to overlap."""
+FREE_MEMORY_ON_SIGNAL = """
 import ctypes, gc, signal, sys
 
-def give_back(number, frame):
+def free_memory(number, frame):
     gc.collect()
     if (mx := sys.modules.get("mlx.core")) is not None:
         mx.clear_cache()
@@ -51,21 +53,20 @@ def give_back(number, frame):
     if trim is not None:
         trim(0)
 
-signal.signal(signal.SIGUSR1, give_back)
+signal.signal(signal.SIGUSR1, free_memory)
 """
-"""Runs in a process before it is watched: asked by a signal, it frees what it only keeps for use again.
+"""Python that a monitored process runs first: on SIGUSR1, it frees memory that it only keeps for reuse.
 
-MLX keeps 3 to 33 MB of freed buffers, glibc 35 to 80 MB of freed pieces, now more and now less; a leak is what stays.
+MLX keeps a varying 3 to 33 MB of freed buffers, and glibc 35 to 80 MB of freed blocks. What remains is a leak.
 """
-NOTHING = Reading(rss_bytes=0, descriptors=0, threads=0, processes=0)
+NO_EXCESS = ResourceUsage(rss_bytes=0, descriptors=0, threads=0, processes=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allowance:
-    """By how much a process may grow without it being a leak.
+    """By how much a process may grow without a leak.
 
-    Memory moves by itself: of an allocator's arenas only whole pages are given back. Threads of pools come with the
-    first burst.
+    Memory varies, because an allocator can return only whole pages. Thread pools grow with the first burst of requests.
     """
 
     rss_share: float = 0.02
@@ -74,10 +75,10 @@ class Allowance:
     threads: int = 0
     processes: int = 0
 
-    def excess(self, base: Reading, now: Reading) -> Reading:
-        """By how much ``now`` is above what ``base`` allows; zero where it is not."""
+    def excess(self, base: ResourceUsage, now: ResourceUsage) -> ResourceUsage:
+        """Return by how much ``now`` exceeds what ``base`` allows, at least zero."""
         rss = int(base.rss_bytes * (1 + self.rss_share) + self.rss_mb * MB)
-        return Reading(
+        return ResourceUsage(
             rss_bytes=max(0, now.rss_bytes - rss),
             descriptors=max(0, now.descriptors - base.descriptors - self.descriptors),
             threads=max(0, now.threads - base.threads - self.threads),
@@ -89,70 +90,70 @@ class Allowance:
         return ", ".join([f"RSS {self.rss_share:.0%} + {self.rss_mb:g} MB", *more])
 
 
-class Watch:
-    """A running process under observation: ``begin()`` after its warm-up, ``add_to(row)`` when the work is done.
+class ResourceMonitor:
+    """Monitor a running process: call ``begin()`` after its warm-up, and ``add_to(row)`` when the work is done.
 
-    The process has run ``GIVES_BACK``: without it the signal would end it.
+    The process must have run ``FREE_MEMORY_ON_SIGNAL``, because the signal would end it otherwise.
     """
 
     def __init__(self, pid: int, *, allowance: Allowance | None = None) -> None:
         self._process = psutil.Process(pid)
         self.allowance = allowance or Allowance()
-        self.base: Reading | None = None
+        self.base: ResourceUsage | None = None
         self._asked_at = 0.0
 
-    def read(self) -> Reading:
-        """What it holds at this moment.
+    def read(self) -> ResourceUsage:
+        """Return what the process uses now.
 
         Raises:
-            psutil.NoSuchProcess: it has ended.
+            psutil.NoSuchProcess: the process has ended.
         """
         with self._process.oneshot():
             if self._process.status() == psutil.STATUS_ZOMBIE:
                 raise psutil.NoSuchProcess(self._process.pid)
-            return Reading(
+            return ResourceUsage(
                 rss_bytes=int(self._process.memory_info().rss),
                 descriptors=self._process.num_fds(),
                 threads=self._process.num_threads(),
                 processes=len(self._process.children(recursive=True)),
             )
 
-    def _read_settled(self) -> Reading:
+    def _read_after_freeing(self) -> ResourceUsage:
         if time.monotonic() >= self._asked_at + ASKED_S:
             self._process.send_signal(signal.SIGUSR1)
             self._asked_at = time.monotonic()
             time.sleep(POLL_S)
         return self.read()
 
-    def begin(self, *, limit_s: float = 10.0) -> Reading:
-        """The base that later readings are held against: the lowest values, once none falls any more."""
-        lowest = self._read_settled()
+    def begin(self, *, limit_s: float = 10.0) -> ResourceUsage:
+        """Measure the lowest values until none falls any more; later measurements are compared with them."""
+        lowest = self._read_after_freeing()
         ends = steady = time.monotonic()
         ends, steady = ends + limit_s, steady + STEADY_S
         while (now := time.monotonic()) < min(ends, steady):
             time.sleep(POLL_S)
-            if (lower := lowest.lower(self._read_settled())) != lowest:
+            if (lower := lowest.lower(self._read_after_freeing())) != lowest:
                 lowest, steady = lower, now + STEADY_S
         self.base = lowest
         return lowest
 
-    def excess(self, *, limit_s: float = 20.0) -> Reading:
-        """By how much it has grown beyond its allowance since ``begin()``.
+    def excess(self, *, limit_s: float = 20.0) -> ResourceUsage:
+        """Return by how much the process has grown beyond its allowance since ``begin()``.
 
-        Sockets are closed and threads end some time after the last answer, so what is too much is read again until it
-        is not, or the limit is reached: then the lowest excess counts.
+        Sockets are closed and threads end some time after the last answer. Therefore an excess is measured again until
+        it is gone, or until the limit; then the lowest excess counts.
         """
         if self.base is None:
-            raise RuntimeError("begin() comes first")
+            raise RuntimeError("call begin() first")
         ends = time.monotonic() + limit_s
-        least = self.allowance.excess(self.base, self._read_settled())
-        while least != NOTHING and time.monotonic() < ends:
+        least = self.allowance.excess(self.base, self._read_after_freeing())
+        while least != NO_EXCESS and time.monotonic() < ends:
             time.sleep(POLL_S)
-            least = least.lower(self.allowance.excess(self.base, self._read_settled()))
+            least = least.lower(self.allowance.excess(self.base, self._read_after_freeing()))
         return least
 
     def add_to(self, row: Row, *, limit_s: float = 20.0) -> None:
-        """Adds the excess to the columns of leaks, and says in the notes from what to what memory has gone."""
+        """Add the excess to the columns of leaks, and the memory before and after to the notes."""
         try:
             excess, now = self.excess(limit_s=limit_s), self.read()
         except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""What an answer may be, whatever was asked."""
+"""Check answers against the rules that hold for every request."""
 
 from __future__ import annotations
 
@@ -12,142 +12,142 @@ from soak.fuzzing.requests import Case
 
 ENVELOPE = {"code", "message", "type", "param", "retryable", "request_id"}
 ERROR_BYTES = 16_384
-"""Of an error's body: it shows what was wrong, and does not repeat all of it."""
+"""Largest error body; an error must not repeat the whole request."""
 NOT_HTTP = b"Invalid HTTP request received."
-"""The HTTP server's own words for what it cannot read, with 400."""
+"""Body of uvicorn's answer 400 to invalid HTTP."""
 NO_UPGRADE = b"Unsupported upgrade request."
 CLOSE_CODES = frozenset({1000, 1001, 1002, 1005, 1006, 1007, 1008, 1009, 1011, 1012, 1003, *range(3000, 5000)})
 
 
-def wrong_answer(case: Case, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
-    """What is wrong with the answer to a request.
+def answer_problems(case: Case, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+    """Yield what is wrong with the answer to a request.
 
     Args:
-        refusals: Status and code of what the routes declare beside 4xx.
+        refusals: Statuses and error codes that the route declares in addition to 4xx.
     """
     if outcome.ended == "hung":
         yield f"no answer within {outcome.seconds:.0f} s"
     elif outcome.ended == "refused":
-        yield f"no connection: {outcome.remark}"
+        yield f"no connection: {outcome.detail}"
     elif outcome.ended == "broken":
-        yield f"the answer is no HTTP: {outcome.remark}"
+        yield f"the answer is not HTTP: {outcome.detail}"
     elif outcome.ended == "closed":
         if case.whole and case.end == "stay":
-            yield f"closed {'in the middle of' if outcome.status else 'without'} an answer {outcome.remark}".rstrip()
+            yield f"closed {'in the middle of' if outcome.status else 'without'} an answer {outcome.detail}".rstrip()
     else:
-        yield from _wrong_content(case.method, outcome, refusals)
+        yield from _content_problems(case.method, outcome, refusals)
 
 
-def _wrong_content(method: str, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+def _content_problems(method: str, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
     status, body = outcome.status or 0, outcome.body
     if method == "HEAD" or status in (204, 304):
         if body:
             yield f"a body with {method} and status {status}"
         return
     if status >= 400:
-        yield from _wrong_error(status, body, refusals)
+        yield from _error_problems(status, body, refusals)
         return
     kind = outcome.headers.get("content-type", "").partition(";")[0]
     if kind == "application/json":
-        yield from _wrong_json(body)
+        yield from _json_problems(body)
     elif kind == "text/event-stream":
-        yield from _wrong_stream(body, refusals)
+        yield from _stream_problems(body, refusals)
     elif kind not in ("text/html", "text/plain", "text/javascript", "text/css") or not 200 <= status < 400:
         yield f"status {status} with content type {kind!r}"
 
 
-def _wrong_error(status: int, body: bytes, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+def _error_problems(status: int, body: bytes, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
     if (status, body) in ((400, NOT_HTTP), (400, NO_UPGRADE)):
         return
     try:
         error = json.loads(body)["error"]
         code, message = error["code"], error["message"]
     except (ValueError, TypeError, KeyError):
-        yield f"status {status} without the error's envelope: {body[:300]!r}"
+        yield f"status {status} without the fields of an error: {body[:300]!r}"
         return
     if status >= 500 and (status, code) not in refusals:
         yield f"status {status}, {code}: {message[:300]}"
-    yield from _wrong_detail(error)
+    yield from _envelope_problems(error)
     if len(body) > ERROR_BYTES:
-        yield f"an error of {len(body)} bytes"
+        yield f"an error has {len(body)} bytes"
 
 
-def _wrong_detail(error: dict[str, Any]) -> Iterator[str]:
+def _envelope_problems(error: dict[str, Any]) -> Iterator[str]:
     if set(error) - {"reason"} != ENVELOPE:
-        yield f"an error with the fields {sorted(error)}"
+        yield f"an error has the fields {sorted(error)}"
     elif not isinstance(error["code"], str) or not isinstance(error["message"], str) or not error["message"]:
-        yield f"an error without words: {error}"
+        yield f"an error has no code or message: {error}"
 
 
-def _wrong_json(body: bytes) -> Iterator[str]:
-    def no_number(text: str) -> Any:
-        raise ValueError(f"{text} is no JSON")
+def _json_problems(body: bytes) -> Iterator[str]:
+    def reject_constant(text: str) -> Any:
+        raise ValueError(f"{text} is not JSON")
 
     try:
-        json.dumps(json.loads(body, parse_constant=no_number), ensure_ascii=False).encode()
+        json.dumps(json.loads(body, parse_constant=reject_constant), ensure_ascii=False).encode()
     except ValueError as exc:
-        yield f"an answer that is no JSON: {exc}"
+        yield f"an answer is not JSON: {exc}"
 
 
-def _wrong_stream(body: bytes, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+def _stream_problems(body: bytes, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
     try:
         blocks = [block for block in body.decode().split("\n\n") if block and not block.startswith(":")]
     except UnicodeDecodeError as exc:
-        yield f"a stream that is no UTF-8: {exc}"
+        yield f"a stream is not UTF-8: {exc}"
         return
     lines = [block.removeprefix("data: ") for block in blocks]
     if not body.endswith(b"\n\n") or not lines:
-        yield "a stream that ends in the middle of a line"
+        yield "a stream ends in the middle of a line"
         return
     for line in lines[:-1]:
-        yield from _wrong_json(line.encode())
+        yield from _json_problems(line.encode())
     if lines[-1] != "[DONE]":
         error = json.loads(lines[-1]).get("error") or {}
         if not any(code == error.get("code") for _, code in refusals):
-            yield f"a stream that ends with {lines[-1][:300]}"
+            yield f"a stream ends with {lines[-1][:300]}"
 
 
-def wrong_socket(case: SocketCase, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
-    """What is wrong with how a WebSocket went."""
+def socket_problems(case: SocketCase, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+    """Yield what is wrong with the course of a WebSocket."""
     if outcome.ended == "hung":
-        yield f"not over within {outcome.seconds:.0f} s; messages: {str(outcome.messages)[:300]}"
+        yield f"no end within {outcome.seconds:.0f} s; messages: {str(outcome.messages)[:300]}"
     elif outcome.ended == "refused":
-        yield f"no connection: {outcome.remark}"
+        yield f"no connection: {outcome.detail}"
     elif outcome.ended == "broken":
-        yield outcome.remark
+        yield outcome.detail
     elif outcome.status is not None and outcome.status != 101:
-        if case.right:
-            yield f"a right handshake is refused with {outcome.status}: {outcome.body[:300]!r}"
+        if case.valid:
+            yield f"a valid handshake is refused with {outcome.status}: {outcome.body[:300]!r}"
         elif not case.upgrades:
-            yield from _wrong_content("GET", outcome, refusals)
+            yield from _content_problems("GET", outcome, refusals)
         elif outcome.status < 400:
             yield f"a handshake is answered with {outcome.status}"
         elif outcome.status == 426 or outcome.headers.get("content-type", "").startswith("text/plain"):
-            # The WebSocket library's own refusal, in its words.
+            # The WebSocket library refuses the handshake itself, with its own message.
             if outcome.status >= 500:
                 yield f"status {outcome.status}: {outcome.body[:300]!r}"
         else:
-            yield from _wrong_error(outcome.status, outcome.body, refusals)
-    elif outcome.status is None and case.right:
-        yield "a right handshake gets no answer"
+            yield from _error_problems(outcome.status, outcome.body, refusals)
+    elif outcome.status is None and case.valid:
+        yield "a valid handshake gets no answer"
     elif outcome.status == 101:
-        yield from _wrong_messages(case, outcome)
+        yield from _message_problems(case, outcome)
 
 
-def _wrong_messages(case: SocketCase, outcome: Outcome) -> Iterator[str]:
+def _message_problems(case: SocketCase, outcome: Outcome) -> Iterator[str]:
     messages = outcome.messages
     errors = [message["error"] for message in messages if "error" in message]
     ends = [message for message in messages if "done" in message]
     if len(ends) > 1:
-        yield f"{len(ends)} ends in one answer"
+        yield f"one answer has {len(ends)} ends"
     for error in errors:
-        yield from _wrong_detail(error)
+        yield from _envelope_problems(error)
         if error.get("code") == "internal-error":
             yield f"an internal error: {error.get('message')}"
     if outcome.close_code == 1011 and not errors:
-        yield "closed with 1011, and no word why"
+        yield "closed with 1011 without an error message"
     if outcome.close_code is not None and outcome.close_code not in CLOSE_CODES:
         yield f"closed with the code {outcome.close_code}"
-    is_told = ends or errors or any("event" in message for message in messages)
-    if case.answered and not is_told:
-        yield f"a whole message has no answer; close code {outcome.close_code}, messages {str(messages)[:200]}"
+    is_answered = ends or errors or any("event" in message for message in messages)
+    if case.answered and not is_answered:
+        yield f"a complete message has no answer; close code {outcome.close_code}, messages {str(messages)[:200]}"

@@ -1,7 +1,8 @@
-"""``make binder``: Binder's steps in an environment of their own, then its notebooks under a Hub's prefix.
+"""Run Binder's build steps in a separate environment, then its notebooks below a JupyterHub path: ``make binder``.
 
-Everything lies under ``build/binder``. The limits of memory and CPU are told as a Hub tells them; where control groups
-of version 1 can be made, memory is really limited. Prints what each step took; ends with 1 if a notebook failed.
+All files are under ``build/binder``. The memory and CPU limits are in environment variables, as JupyterHub sets them;
+if control groups (version 1) can be created, memory is really limited. Prints the time and peak memory of each step.
+The exit status is 1 if a notebook failed.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from typing import Self
 
 import psutil
 
-from tests.package.jupyter_front import Front, NotebookError
+from tests.package.jupyter_browser import JupyterBrowser, NotebookError
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "build" / "binder"
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
-# What Binder's base image has before it reads a repository, as far as it matters here.
+# The packages of Binder's base image that matter here.
 BASE = ("jupyterhub", "jupyterlab", "notebook")
 PREFIX = "/user/someone/"
 CPUS = 2
-LOOK_S = 0.1
+POLL_S = 0.1
 START_S = 300.0
 STOP_S = 30.0
-OPENED = "notebooks/00_quickstart.ipynb"
+FIRST_NOTEBOOK = "notebooks/00_quickstart.ipynb"
 NOTEBOOKS = (
-    OPENED,
+    FIRST_NOTEBOOK,
     "notebooks/01_models.ipynb",
     "notebooks/02_metrics.ipynb",
     "notebooks/03_rerank.ipynb",
@@ -47,11 +48,11 @@ NOTEBOOKS = (
 
 
 class PeakMemory:
-    """Of a process and all its descendants, in bytes: proportional shares, so that nothing counts twice."""
+    """Measure the memory of a process and its descendants, in bytes, as proportional shares (PSS)."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
-        self._most = 0
+        self._peak = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -63,12 +64,12 @@ class PeakMemory:
         self._ended.set()
         self._thread.join()
 
-    def take(self) -> int:
-        """The highest since the last call."""
-        most, self._most = self._most, 0
-        return most
+    def take_peak(self) -> int:
+        """Return the highest value since the last call."""
+        peak_bytes, self._peak = self._peak, 0
+        return peak_bytes
 
-    def now(self) -> int:
+    def current(self) -> int:
         total = 0
         with contextlib.suppress(psutil.Error):
             for process in (self._root, *self._root.children(recursive=True)):
@@ -77,18 +78,18 @@ class PeakMemory:
         return total
 
     def _watch(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            self._most = max(self._most, self.now())
+        while not self._ended.wait(POLL_S):
+            self._peak = max(self._peak, self.current())
 
 
 @dataclass(kw_only=True)
-class Session:
-    """What stands for the image and the container that runs it."""
+class Environment:
+    """A folder in place of Binder's image, and the limits of its container."""
 
     folder: Path
     memory_bytes: int
     rows: list[tuple[str, float, int]] = field(default_factory=list)
-    """Step, seconds, peak bytes."""
+    """Name, duration in seconds and peak memory in bytes of each step."""
 
     @property
     def repository(self) -> Path:
@@ -96,28 +97,28 @@ class Session:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Nothing of the one who builds but the way to the package index."""
+        """Environment variables, which inherit only the settings of the package index."""
         kept = {name: os.environ[name] for name in os.environ if name.startswith(("PIP_", "SSL_", "LANG", "LC_"))}
         proxies = {name: os.environ[name] for name in os.environ if name.lower().endswith("_proxy")}
         path = os.pathsep.join((str(self.folder / "env" / "bin"), "/usr/local/bin", "/usr/bin", "/bin"))
         return {**kept, **proxies, "HOME": str(self.folder / "home"), "PATH": path, "PIP_NO_CACHE_DIR": "1"}
 
     def step(self, name: str, *command: str | Path) -> None:
-        """Run it in the repository, and note what it took."""
+        """Run a command in the repository, and add a row with its time and peak memory."""
         started = time.monotonic()
         with (
             subprocess.Popen(command, cwd=self.repository, env=self.environ) as process,
             PeakMemory(process.pid) as peak,
         ):
             code = process.wait()
-            self.note(name, started, peak.take())
+            self.add_row(name, started, peak.take_peak())
         if code:
-            sys.exit(f"{name} ended with {code}")
+            sys.exit(f"{name} failed with exit status {code}")
 
-    def note(self, name: str, started: float, peak_bytes: int) -> None:
+    def add_row(self, name: str, started: float, peak_bytes: int) -> None:
         seconds = time.monotonic() - started
         self.rows.append((name, seconds, peak_bytes))
-        print(f"-- {name}: {seconds:.0f} s, {peak_bytes / 1e6:.0f} MB at its peak", flush=True)
+        print(f"-- {name}: {seconds:.0f} s, {peak_bytes / 1e6:.0f} MB at peak", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,31 +126,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("notebooks", nargs="*", default=NOTEBOOKS, help="paths in the repository")
     parser.add_argument("--memory-gib", type=float, default=2.0)
     parser.add_argument("--together", action="store_true", help="leave each kernel running while the next one works")
-    parser.add_argument("--built", action="store_true", help="take the environment of the last run")
+    parser.add_argument("--built", action="store_true", help="use the environment of the last run")
     parser.add_argument("--folder", type=Path, default=TARGET)
     chosen = parser.parse_args(arguments)
-    session = Session(folder=chosen.folder.absolute(), memory_bytes=round(chosen.memory_gib * 2**30))
+    environment = Environment(folder=chosen.folder.absolute(), memory_bytes=round(chosen.memory_gib * 2**30))
     if not chosen.built:
-        build(session)
-    failed = run(session, chosen.notebooks, together=chosen.together)
-    report(session)
+        build(environment)
+    failed = run(environment, chosen.notebooks, together=chosen.together)
+    report(environment)
     return 1 if failed else 0
 
 
-def build(session: Session) -> None:
-    shutil.rmtree(session.folder, ignore_errors=True)
-    copy_checkout(session.repository)
-    python = session.folder / "env" / "bin" / "python"
+def build(environment: Environment) -> None:
+    shutil.rmtree(environment.folder, ignore_errors=True)
+    copy_checkout(environment.repository)
+    python = environment.folder / "env" / "bin" / "python"
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    session.step("environment", sys.executable, "-m", "venv", session.folder / "env")
-    session.step("what Binder has", *pip, *BASE)
-    session.step("requirements.txt", *pip, "-r", "binder/requirements.txt")
-    session.step("pip check", python, "-m", "pip", "check")
-    session.step("postBuild", "binder/postBuild")
+    environment.step("environment", sys.executable, "-m", "venv", environment.folder / "env")
+    environment.step("packages of Binder", *pip, *BASE)
+    environment.step("requirements.txt", *pip, "-r", "binder/requirements.txt")
+    environment.step("pip check", python, "-m", "pip", "check")
+    environment.step("postBuild", "binder/postBuild")
 
 
 def copy_checkout(target: Path) -> None:
-    """What git knows of, and what it would not ignore, as it is now."""
+    """Copy all files of the working tree that git tracks or does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -160,39 +161,39 @@ def copy_checkout(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def run(session: Session, notebooks: Sequence[str], *, together: bool) -> list[str]:
-    """The notebooks one after the other, each in a kernel of its own; the names of those that failed."""
+def run(environment: Environment, notebooks: Sequence[str], *, together: bool) -> list[str]:
+    """Run the notebooks one after the other, each in its own kernel; return the paths of those that failed."""
     failed = []
-    with limited(session.memory_bytes) as join, serving(session, join) as (front, peak):
-        front.require_page(f"lab/tree/{OPENED}")
+    with limit_memory(environment.memory_bytes) as prefix, serve(environment, prefix) as (browser, peak):
+        browser.require_page(f"lab/tree/{FIRST_NOTEBOOK}")
         for path in notebooks:
             started = time.monotonic()
             try:
-                shown = front.run_notebook(session.repository, path)
-                check_links(front, shown.kernel)
+                run_result = browser.run_notebook(environment.repository, path)
+                check_links(browser, run_result.kernel)
             except NotebookError as error:
                 failed.append(path)
                 print(f"{path}: {error}", file=sys.stderr)
-            session.note(path, started, peak.take())
+            environment.add_row(path, started, peak.take_peak())
             if not together:
-                front.end_kernels()
-                # What the ended kernel took is no part of the next one's.
-                peak.take()
+                browser.end_kernels()
+                # Do not count the memory of the ended kernel for the next one.
+                peak.take_peak()
     return failed
 
 
-def check_links(front: Front, kernel: str) -> None:
-    """The lab's own link for the browser leads through the proxy to the lab's pages, and only there."""
-    link = front.value(kernel, "lmx_lab.current().proxy_url")
+def check_links(browser: JupyterBrowser, kernel: str) -> None:
+    """Check that the lab's link for the browser leads through the proxy to the lab's pages."""
+    link = browser.value(kernel, "lmx_lab.current().proxy_url")
     if not link.startswith(f"{PREFIX}proxy/"):
         raise NotebookError(f"the lab's link is {link!r}")
     for page in ("", "docs", "openapi.json"):
-        front.require_page(f"{link.removeprefix(PREFIX)}{page}")
+        browser.require_page(f"{link.removeprefix(PREFIX)}{page}")
 
 
 @contextlib.contextmanager
-def limited(memory_bytes: int) -> Iterator[tuple[str, ...]]:
-    """A command that runs another one within the limit; nothing where no control group can be made."""
+def limit_memory(memory_bytes: int) -> Iterator[tuple[str, ...]]:
+    """Yield a command prefix that limits memory; it is empty if no control group can be created."""
     try:
         group = Path(tempfile.mkdtemp(prefix="lmx-lab-binder-", dir=MEMORY_GROUPS))
         (group / "memory.limit_in_bytes").write_text(str(memory_bytes))
@@ -203,53 +204,53 @@ def limited(memory_bytes: int) -> Iterator[tuple[str, ...]]:
     try:
         yield ("sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh")
         facts = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
-        print(f"-- processes ended for memory: {facts.get('oom_kill', 'unknown')}")
+        print(f"-- processes killed for lack of memory: {facts.get('oom_kill', 'unknown')}")
     finally:
         group.rmdir()
 
 
 @contextlib.contextmanager
-def serving(session: Session, join: Sequence[str]) -> Iterator[tuple[Front, PeakMemory]]:
-    """JupyterLab as Binder starts it, but for the Hub's login."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+def serve(environment: Environment, prefix: Sequence[str]) -> Iterator[tuple[JupyterBrowser, PeakMemory]]:
+    """Start JupyterLab as Binder does, but without JupyterHub's login."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     token = secrets.token_hex(16)
-    told = {
+    variables = {
         "JUPYTERHUB_SERVICE_PREFIX": PREFIX,
         "JUPYTERHUB_USER": "someone",
         "JUPYTER_TOKEN": token,
-        "MEM_LIMIT": str(session.memory_bytes),
+        "MEM_LIMIT": str(environment.memory_bytes),
         "CPU_LIMIT": str(float(CPUS)),
     }
     options = (f"--ServerApp.base_url={PREFIX}", f"--ServerApp.port={port}", "--ServerApp.port_retries=0")
-    command = [*join, "binder/start", "jupyter", "lab", "--no-browser", "--allow-root", *options]
+    command = [*prefix, "binder/start", "jupyter", "lab", "--no-browser", "--allow-root", *options]
     started = time.monotonic()
-    log = session.folder / "server.log"
+    log = environment.folder / "server.log"
     with log.open("wb") as output:
-        server = start(command, session, told, output.fileno())
-    front = Front(url=f"http://127.0.0.1:{port}{PREFIX}", token=token)
+        server = start(command, environment, variables, output.fileno())
+    browser = JupyterBrowser(url=f"http://127.0.0.1:{port}{PREFIX}", token=token)
     try:
         with PeakMemory(server.pid) as peak:
             deadline = time.monotonic() + START_S
-            while not front.answers():
+            while not browser.server_is_ready():
                 if server.poll() is not None or time.monotonic() > deadline:
                     sys.exit(f"JupyterLab did not start:\n{log.read_text()}")
-                time.sleep(LOOK_S)
-            session.note("start", started, peak.take())
-            yield front, peak
-            front.end_kernels()
+                time.sleep(POLL_S)
+            environment.add_row("start", started, peak.take_peak())
+            yield browser, peak
+            browser.end_kernels()
     finally:
-        family = descendants(server.pid)
+        processes = descendants(server.pid)
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(STOP_S)
         server.kill()
         server.wait()
-        for process in family:
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(family, STOP_S)
+        psutil.wait_procs(processes, STOP_S)
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -258,14 +259,18 @@ def descendants(pid: int) -> list[psutil.Process]:
     return []
 
 
-def start(command: Sequence[str], session: Session, told: dict[str, str], output: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, cwd=session.repository, env=session.environ | told, stdout=output, stderr=output)
+def start(
+    command: Sequence[str], environment: Environment, variables: dict[str, str], output: int
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, cwd=environment.repository, env=environment.environ | variables, stdout=output, stderr=output
+    )
 
 
-def report(session: Session) -> None:
-    wide = max(len(name) for name, _, _ in session.rows)
+def report(environment: Environment) -> None:
+    wide = max(len(name) for name, _, _ in environment.rows)
     print(f"\n{'step':<{wide}}  seconds  peak MB")
-    for name, seconds, peak in session.rows:
+    for name, seconds, peak in environment.rows:
         print(f"{name:<{wide}}  {seconds:7.0f}  {peak / 1e6:7.0f}")
 
 

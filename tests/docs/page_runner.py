@@ -1,7 +1,7 @@
-"""A reader of one page, who does what it says: a home, a kernel, a terminal, all real.
+"""Run the code blocks of a page as a reader would: in a home folder, a kernel and terminals of its own.
 
-Addresses of the examples stand for those that the reader's servers have; ``STANDS_FOR`` and ``SHORTER`` are all that is
-changed in the pages' code.
+The addresses in the examples are replaced by those of the servers that the page has started. ``SERVER_OF_ADDRESS`` and
+``REPLACEMENTS`` list everything that is changed in the code of the pages.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tests.docs.pages import ROOT, Block
 from tests.kernels import a_kernel
 
 WAIT_S = 120
-STANDS_FOR = {
+SERVER_OF_ADDRESS = {
     "127.0.0.1:8400": "server",
-    "192.168.1.20:8400": "server",  # another machine's
-    "127.0.0.1:8080": "first server",  # another make's
+    "192.168.1.20:8400": "server",  # the server on another machine
+    "127.0.0.1:8080": "first server",  # a server of another kind
     "127.0.0.1:8401": "daemon",
 }
-"""Which of the reader's servers answers in the place of an address: the last one that was started, or the first."""
-SHORTER: Mapping[str, Mapping[str, str]] = {
-    # Tests listen on loopback alone.
+"""Which server of the page replaces an address: the last one that was started, or the first."""
+REPLACEMENTS: Mapping[str, Mapping[str, str]] = {
+    # Tests listen on loopback only.
     "*": {"--host 0.0.0.0": "--host 127.0.0.1"},
-    # A model of two layers: this page is about what surrounds it.
+    # A model with two layers, because the examples of this page do not depend on the text of the answers.
     "notebook.md": {"smollm2-135m": "tiny"},
-    # The same, and a small part of the requests.
+    # The same, with fewer and smaller requests.
     "benchmarks.md": {
         "smollm2-135m": "tiny",
         "(1, 4, 8)": "(1, 2)",
@@ -46,36 +46,36 @@ SHORTER: Mapping[str, Mapping[str, str]] = {
     },
 }
 PROGRAM = re.compile(r"# (\w+\.py)$")
-"""The first line of a block that is a program of its own, and no cell."""
+"""First line of a block that is a program in a file of this name, not a notebook cell."""
 SERVICE = re.compile(r"(?:\w+=\S+ )*lmx-lab (serve|daemon)\b[^\n]*$")
-"""A block that goes on until it is stopped."""
+"""A block with a command that runs until it is stopped."""
 READY = re.compile(r"(?:LMX Lab|The daemon) is ready at http://(\S+?),? ")
 CURLRC = "fail-with-body\nno-progress-meter\nmax-time = 60\n"
-"""As a reader would notice: an answer that is an error fails the block."""
+"""Makes curl fail on error responses, so that they fail the block."""
 LMX_LAB = f"""\
 #!{sys.executable}
 import sys
 
 if sys.argv[1:2] == ["serve"]:
-    from tests.docs.brevity import be_brief
+    from tests.docs.short_answers import limit_answers
 
-    be_brief()
+    limit_answers()
 from lmx_lab.cli import main
 
 main()
 """
-BEGIN = "from tests.docs.brevity import be_brief; be_brief(); del be_brief"
-"""In a kernel before it serves."""
+BEFORE_LAUNCH = "from tests.docs.short_answers import limit_answers; limit_answers(); del limit_answers"
+"""Runs in a kernel before its first cell that launches a lab."""
 
 
-class Reader:
-    """Use it as a context: at its end everything that the page has started ends."""
+class PageRunner:
+    """Run the blocks of one page. As a context manager, it ends everything that the page has started."""
 
     def __init__(self, folder: Path, models: Mapping[str, Path]) -> None:
         """
         Args:
-            folder: The reader's own, empty.
-            models: What is in the lab's store, by id.
+            folder: An empty folder, which becomes the home and the working directory.
+            models: Folders of models to put into the lab's store, by id.
         """
         self._folder = folder
         store = folder / ".lmx-lab" / "models"
@@ -105,56 +105,60 @@ class Reader:
             for service in reversed(self._services):
                 service.close()
 
-    def do(self, block: Block) -> str:
-        """What the block prints; it must not fail."""
-        text = self._as_here(block)
+    def run(self, block: Block) -> str:
+        """Run a block and return what it prints.
+
+        Raises:
+            AssertionError: the block failed, or it needs a server that the page has not started.
+        """
+        text = self._replaced(block)
         if block.language == "bash":
-            return self._serve(text) if SERVICE.match(text) else self._bash(text)
-        assert block.language == "python", block.place
+            return self._start_service(text) if SERVICE.match(text) else self._run_bash(text)
+        assert block.language == "python", block.location
         if program := PROGRAM.match(text.partition("\n")[0]):
             (self._folder / program[1]).write_text(text, encoding="utf-8")
-            return self._bash(f"python {program[1]}")
-        return self._cell(text)
+            return self._run_bash(f"python {program[1]}")
+        return self._run_cell(text)
 
-    def _as_here(self, block: Block) -> str:
+    def _replaced(self, block: Block) -> str:
         text = block.text
-        for changes in (SHORTER["*"], SHORTER.get(block.page.name, {})):
-            for there, here in changes.items():
-                text = text.replace(there, here)
-        for there, name in STANDS_FOR.items():
-            if there in text:
-                assert name in self._addresses, f"the page has no {name} yet, for {there}"
-                text = text.replace(there, self._addresses[name])
+        for replacements in (REPLACEMENTS["*"], REPLACEMENTS.get(block.page.name, {})):
+            for old, new in replacements.items():
+                text = text.replace(old, new)
+        for address, name in SERVER_OF_ADDRESS.items():
+            if address in text:
+                assert name in self._addresses, f"the page has not started a {name} yet, for {address}"
+                text = text.replace(address, self._addresses[name])
         return text
 
-    def _cell(self, text: str) -> str:
+    def _run_cell(self, text: str) -> str:
         if self._kernel is None:
             self._kernel = Kernel(self._folder, self._environ)
         if ".launch(" in text:
-            self._kernel.run(BEGIN)
+            self._kernel.run(BEFORE_LAUNCH)
         output = self._kernel.run(text)
         for name, url in self._kernel.addresses().items():
-            # As long as the page has one in a terminal, that is meant.
+            # A server in a terminal takes precedence over the kernel's.
             if name not in {service.name for service in self._services}:
-                self._is_at(name, url.removeprefix("http://"))
+                self._set_address(name, url.removeprefix("http://"))
         return output
 
-    def _is_at(self, name: str, address: str) -> None:
+    def _set_address(self, name: str, address: str) -> None:
         self._addresses[name] = address
         self._addresses.setdefault(f"first {name}", address)
 
-    def _bash(self, text: str) -> str:
-        return printed(["bash", "-euc", text], self._folder, self._environ)
+    def _run_bash(self, text: str) -> str:
+        return run_command(["bash", "-euc", text], self._folder, self._environ)
 
-    def _serve(self, text: str) -> str:
+    def _start_service(self, text: str) -> str:
         service = Service(text, self._folder, self._environ)
         self._services.append(service)
-        self._is_at(service.name, service.wait_until_ready())
+        self._set_address(service.name, service.wait_until_ready())
         return service.output
 
 
 class Kernel:
-    """A kernel whose cells must not fail, nor say anything on standard error."""
+    """A kernel whose cells must neither fail nor write to standard error."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self._manager = a_kernel()
@@ -164,26 +168,29 @@ class Kernel:
         self._client.wait_for_ready(timeout=WAIT_S)
 
     def run(self, text: str) -> str:
+        """Run a cell and return its standard output, and its results as plain text."""
         printed: dict[str, str] = {"stdout": "", "stderr": ""}
 
-        def keep(message: dict[str, Any]) -> None:
+        def collect(message: dict[str, Any]) -> None:
             content = message["content"]
             if message["msg_type"] == "stream":
                 printed[content["name"]] += content["text"]
             elif message["msg_type"] in ("execute_result", "display_data"):
                 printed["stdout"] += content["data"].get("text/plain", "") + "\n"
 
-        reply = self._client.execute_interactive(text, output_hook=keep, timeout=WAIT_S, allow_stdin=False)["content"]
-        assert reply["status"] == "ok", (reply.get("ename"), reply.get("evalue"), printed)
+        reply = self._client.execute_interactive(text, output_hook=collect, timeout=WAIT_S, allow_stdin=False)
+        content = reply["content"]
+        assert content["status"] == "ok", (content.get("ename"), content.get("evalue"), printed)
         assert not printed["stderr"], printed
         return printed["stdout"]
 
     def addresses(self) -> dict[str, str]:
-        """Of the lab and the daemon that the cells have started, if they have."""
-        asked = {"server": "lab.url", "daemon": "lab.daemon.url"}
-        reply = self._client.execute_interactive("", silent=True, user_expressions=asked, timeout=WAIT_S)["content"]
-        told = {name: value for name, value in reply["user_expressions"].items() if value["status"] == "ok"}
-        return {name: ast.literal_eval(value["data"]["text/plain"]) for name, value in told.items()}
+        """Return the addresses of the lab and the daemon that the cells have started, if any."""
+        expressions = {"server": "lab.url", "daemon": "lab.daemon.url"}
+        reply = self._client.execute_interactive("", silent=True, user_expressions=expressions, timeout=WAIT_S)
+        values = reply["content"]["user_expressions"]
+        found = {name: value for name, value in values.items() if value["status"] == "ok"}
+        return {name: ast.literal_eval(value["data"]["text/plain"]) for name, value in found.items()}
 
     def close(self) -> None:
         self._client.stop_channels()
@@ -191,9 +198,13 @@ class Kernel:
         self._manager.cleanup_resources()
 
 
-def printed(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> str:
-    """What a command has written to both streams; it has to end well."""
-    done = subprocess.run(
+def run_command(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> str:
+    """Run a command in a folder and return its standard output and standard error together.
+
+    Raises:
+        AssertionError: the exit status is not 0.
+    """
+    completed = subprocess.run(
         command,
         cwd=folder,
         env=environ,
@@ -204,12 +215,12 @@ def printed(command: Sequence[str], folder: Path, environ: Mapping[str, str]) ->
         timeout=WAIT_S,
         check=False,
     )
-    assert done.returncode == 0, f"exit status {done.returncode}:\n{done.stdout}"
-    return done.stdout
+    assert completed.returncode == 0, f"exit status {completed.returncode}:\n{completed.stdout}"
+    return completed.stdout
 
 
 class Service:
-    """``lmx-lab serve`` or ``lmx-lab daemon`` in a terminal of its own, until it is closed."""
+    """``lmx-lab serve`` or ``lmx-lab daemon`` in a process of its own, until it is closed."""
 
     def __init__(self, text: str, folder: Path, environ: Mapping[str, str]) -> None:
         command = SERVICE.match(text)
@@ -227,7 +238,7 @@ class Service:
             start_new_session=True,
         )
         self._address = ""
-        self._told = threading.Event()
+        self._is_ready_or_ended = threading.Event()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -235,14 +246,14 @@ class Service:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.output += line
-            if found := READY.search(line):
-                self._address = found[1]
-                self._told.set()
-        self._told.set()
+            if match := READY.search(line):
+                self._address = match[1]
+                self._is_ready_or_ended.set()
+        self._is_ready_or_ended.set()
 
     def wait_until_ready(self) -> str:
-        """Its address, without a scheme."""
-        assert self._told.wait(WAIT_S), self.output
+        """Return the address, without a scheme, once the service accepts requests."""
+        assert self._is_ready_or_ended.wait(WAIT_S), self.output
         assert self._address, self.output
         return self._address
 
@@ -256,18 +267,18 @@ class Service:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LMX_LAB_", "HF_", "XDG_"))}
-    path = [str(folder / "bin"), str(Path(sys.executable).parent), kept.get("PATH", "")]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LMX_LAB_", "HF_", "XDG_"))}
+    path = [str(folder / "bin"), str(Path(sys.executable).parent), inherited.get("PATH", "")]
     return {
-        **kept,
+        **inherited,
         "HOME": str(folder),
         "PATH": os.pathsep.join(path),
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": "120",
-        # Any free ones: others may have the usual ports.
+        # Any free ports, because other programs may use the default ones.
         "LMX_LAB_PORT": "0",
         "LMX_LAB_DAEMON_PORT": "0",
-        # Nothing is fetched: what the examples need is there.
+        # Nothing is downloaded: the models that the examples need are in the store.
         "HF_HUB_OFFLINE": "1",
     }

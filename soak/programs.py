@@ -1,4 +1,4 @@
-"""The lab's own commands as processes, each on a home of its own, and what is left of them afterwards."""
+"""Run the lab's commands as processes, each with a home of its own, and detect what they leave behind."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ import psutil
 
 from benchmarks.paths import ROOT
 from lmx_lab.wire.daemon import StateFile
+from soak.resources import FREE_MEMORY_ON_SIGNAL
 from soak.row import Row
 from soak.soak import SoakError
-from soak.watch import GIVES_BACK
 
 START_S = 120.0
 END_S = 60.0
 POLL_S = 0.01
-FAMILY_S = 15.0
-"""How long what a killed process has started may take to end by itself."""
+LEFTOVERS_S = 15.0
+"""Time in which the child processes of a killed process must end by themselves."""
 MARK = "LMX_SOAK_HOME"
-"""In the environment of everything that is started for a home, and of what that starts."""
+"""Environment variable that marks all processes of a home, including those that its programs start."""
 SMALL_CACHE = ("--prefix-cache", "0.002")
-"""Soon full: what a server keeps on purpose looks like a leak until then."""
+"""A prefix cache that is soon full. Until then its growth would look like a leak."""
+RUN_COMMAND = "from lmx_lab.cli import main\nmain()"
 READY = re.compile(r"ready at (http://[\w.]+:\d+)")
 
 
 class Home:
-    """A folder in the place of the user's own, with the hub's cache and the temporary folder below it."""
+    """A home folder for programs, with the hub's cache and the temporary folder below it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.temporary = folder / "t"
-        """Short: sockets are made in it."""
+        """Temporary folder; its name is short, because socket paths have a maximum length."""
         self.hub_cache = folder / "hub"
         self._mark = secrets.token_hex(8)
         self.temporary.mkdir(parents=True, exist_ok=True)
 
     def environment(self) -> dict[str, str]:
-        """For programs of this home: nothing that the caller has chosen for its own labs."""
+        """Return the environment of this home's programs, without the caller's settings of the lab."""
         others = {name: value for name, value in os.environ.items() if not name.startswith(("LMX_LAB_", "HF_", "PIP_"))}
         return others | {
             "LMX_LAB_HOME": str(self.folder),
@@ -62,8 +63,8 @@ class Home:
             MARK: self._mark,
         }
 
-    def family(self) -> list[psutil.Process]:
-        """What runs of all that was started for this home, with what that has started."""
+    def processes(self) -> list[psutil.Process]:
+        """Return the running processes of this home, including those that its programs have started."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -73,36 +74,41 @@ class Home:
                 continue
         return found
 
-    def left(self, limit_s: float) -> list[str]:
-        """What of the family still runs after the limit, in words; it is killed, so that it is counted once."""
-        until(lambda: not self.family(), limit_s)
-        left = self.family()
+    def kill_leftovers(self, limit_s: float) -> list[str]:
+        """Kill the processes that still run after ``limit_s``, and return a sentence for each."""
+        wait_until(lambda: not self.processes(), limit_s)
+        left = self.processes()
         for process in left:
             process.kill()
-        said = [f"left running: {_command(process)}" for process in left]
+        sentences = [f"left running: {_command_line(process)}" for process in left]
         psutil.wait_procs(left, timeout=limit_s)
-        return said
+        return sentences
 
-    def litter(self) -> list[str]:
-        """What is left in the temporary folder, but for the kernels that MLX keeps there for all processes."""
+    def temporary_files(self) -> list[str]:
+        """Return the names in the temporary folder, except the kernels that MLX keeps there for all processes."""
         return sorted(path.name for path in self.temporary.iterdir() if path.name != "mlx")
 
 
 class Command:
-    """``lmx-lab …`` in a process of its own, as a context: leaving it kills what still runs."""
+    """``lmx-lab …`` in a process of its own. As a context manager, it kills the process at the end."""
 
     def __init__(self, home: Home, *arguments: str, code: str = "", **environment: str) -> None:
         """
         Args:
-            arguments: Of the command line, the command first.
-            code: Python to run before it, for what no argument can choose.
-            environment: Beside the home's own.
+            arguments: The command and its arguments.
+            code: Python to run before the command, for what no argument can change.
+            environment: Environment variables in addition to those of the home.
         """
         self.home = home
         self._printed = home.folder / f"{secrets.token_hex(8)}.txt"
         with self._printed.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"{GIVES_BACK}{code}\nfrom lmx_lab.cli import main\nmain()", *arguments],
+                [
+                    sys.executable,
+                    "-c",
+                    f"{FREE_MEMORY_ON_SIGNAL}{code}\n{RUN_COMMAND}",
+                    *arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -121,21 +127,21 @@ class Command:
 
     @property
     def output(self) -> str:
-        """What it has printed, and what it has started."""
+        """The output of the program and of its child processes so far."""
         return self._printed.read_text(errors="replace")
 
     def kill(self) -> None:
-        """As nobody can prepare for."""
+        """Send SIGKILL and wait for the end."""
         self.process.kill()
         self.process.wait()
 
     def terminate(self, limit_s: float = END_S) -> int | None:
-        """SIGTERM; its exit status, or None if it did not end in time and was killed."""
+        """Send SIGTERM; return the exit status, or None if the program did not end in time and was killed."""
         self.process.send_signal(signal.SIGTERM)
         return self.wait(limit_s)
 
     def wait(self, limit_s: float = END_S) -> int | None:
-        """Its exit status, or None if it did not end in time and was killed."""
+        """Return the exit status, or None if the program did not end in time and was killed."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -152,7 +158,7 @@ class Command:
 
 
 class Server(Command):
-    """``lmx-lab serve``, on a free port unless another is given."""
+    """``lmx-lab serve``, on a free port unless ``port`` is given."""
 
     def __init__(
         self,
@@ -169,33 +175,33 @@ class Server(Command):
 
     @property
     def url(self) -> str:
-        """Where it answers, from when on its model is loaded.
+        """The server's address. Waits until its model is loaded.
 
         Raises:
-            SoakError: it has ended, or is not ready in time.
+            SoakError: the server has ended, or is not ready in time.
         """
         if not self._url:
-            until(lambda: READY.search(self.output) is not None or not self.running, START_S)
+            wait_until(lambda: READY.search(self.output) is not None or not self.running, START_S)
             found = READY.search(self.output)
             if found is None:
                 raise SoakError(f"the server did not start: {self.output[-2000:]}")
             self._url = found[1]
         return self._url
 
-    def figures(self) -> dict[str, float]:
-        """Of ``GET /metrics``, those without labels."""
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of ``GET /metrics`` that have no labels."""
         text = httpx2.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
         pairs = (line.split() for line in text.splitlines() if line.startswith("lmx_lab_") and "{" not in line)
         return {pair[0].removeprefix("lmx_lab_"): float(pair[1]) for pair in pairs if len(pair) == 2}
 
-    def busy(self) -> float:
-        """Requests that have not ended."""
-        now = self.figures()
+    def unfinished_requests(self) -> float:
+        """Return the number of active and queued requests."""
+        now = self.metrics()
         return now["requests_active"] + now["requests_queued"]
 
-    def until_idle(self, limit_s: float = 60.0) -> bool:
-        # Not too often: the figures are made by the loop that serves.
-        return until(lambda: self.busy() == 0, limit_s, every_s=0.1)
+    def wait_until_idle(self, limit_s: float = 60.0) -> bool:
+        # Not more often, because the loop that serves requests also computes the metrics.
+        return wait_until(lambda: self.unfinished_requests() == 0, limit_s, every_s=0.1)
 
 
 class Daemon(Command):
@@ -207,14 +213,14 @@ class Daemon(Command):
 
     @property
     def state(self) -> StateFile:
-        """What it has written down, from when on it accepts requests.
+        """The daemon's state file. Waits until the daemon accepts requests.
 
         Raises:
-            SoakError: it has ended, or has written nothing in time.
+            SoakError: the daemon has ended, or has not written the file in time.
         """
         if self._state is None:
-            until(lambda: self._published() is not None or not self.running, START_S)
-            self._state = self._published()
+            wait_until(lambda: self._read_state_file() is not None or not self.running, START_S)
+            self._state = self._read_state_file()
         if self._state is None:
             raise SoakError(f"the daemon did not start: {self.output[-2000:]}")
         return self._state
@@ -227,22 +233,21 @@ class Daemon(Command):
             trust_env=False,
         )
 
-    def _published(self) -> StateFile | None:
+    def _read_state_file(self) -> StateFile | None:
         with contextlib.suppress(OSError, ValueError):
             state = StateFile.model_validate_json((self.home.folder / "daemon" / "state.json").read_bytes())
             return state if state.pid == self.pid else None
         return None
 
 
-def end_well(command: Command, row: Row, *, limit_s: float = END_S) -> None:
-    """End the last program of a home by SIGTERM, and note what is not as it should be: its status, its family, its
-    litter."""
-    end(command, row, limit_s=limit_s)
-    note_left(command.home, row)
+def end_and_check(command: Command, row: Row, *, limit_s: float = END_S) -> None:
+    """End the last program of a home by SIGTERM, and record a wrong status, processes and temporary files left."""
+    end_program(command, row, limit_s=limit_s)
+    record_leftovers(command.home, row)
 
 
-def end(command: Command, row: Row, *, limit_s: float = END_S) -> None:
-    """End a program by SIGTERM, beside others of its home; note a wrong status."""
+def end_program(command: Command, row: Row, *, limit_s: float = END_S) -> None:
+    """End a program by SIGTERM and record a wrong status. Other programs of its home may continue to run."""
     status = command.terminate(limit_s)
     if status is None:
         row.hung += 1
@@ -251,26 +256,26 @@ def end(command: Command, row: Row, *, limit_s: float = END_S) -> None:
         row.wrong.append(f"exit status {status} after SIGTERM: {command.output[-500:]}")
 
 
-def note_left(home: Home, row: Row, *, limit_s: float = FAMILY_S) -> None:
-    """Note what still runs of a home whose programs have ended, and what lies in its temporary folder."""
-    left = home.left(limit_s)
+def record_leftovers(home: Home, row: Row, *, limit_s: float = LEFTOVERS_S) -> None:
+    """Record processes and temporary files of a home whose programs have ended."""
+    left = home.kill_leftovers(limit_s)
     row.leaked_processes += len(left)
     row.wrong += left
-    if litter := home.litter():
-        row.wrong.append(f"left in the temporary folder: {', '.join(litter)[:300]}")
+    if files := home.temporary_files():
+        row.wrong.append(f"left in the temporary folder: {', '.join(files)[:300]}")
 
 
-def until(true: Callable[[], bool], limit_s: float, *, every_s: float = POLL_S) -> bool:
-    """Look again and again; whether it came true within the limit."""
+def wait_until(condition: Callable[[], bool], limit_s: float, *, every_s: float = POLL_S) -> bool:
+    """Check a condition repeatedly; return whether it became true within the limit."""
     deadline = time.monotonic() + limit_s
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(every_s)
     return True
 
 
-def _command(process: psutil.Process) -> str:
+def _command_line(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())[-200:]
     except psutil.Error:
