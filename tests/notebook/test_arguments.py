@@ -113,7 +113,7 @@ class Odd(BaseModel):
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [(Odd, "Odd has no JSON schema"), (dict, "has to be an object"), (Town(name="a"), "has to be an object")],
+    [(Odd, "Odd has no JSON schema"), (dict, "must be an object"), (Town(name="a"), "must be an object")],
 )
 def test_what_has_no_schema_is_refused(given: Any, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said) as caught:
