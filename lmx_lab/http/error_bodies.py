@@ -145,7 +145,7 @@ def validation_error(exc: ValidationError | RequestValidationError) -> InvalidRe
     last = len(parts) - 1 if problem["type"] == "extra_forbidden" else None
     path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_union_type(part)]
     field = ".".join(path)
-    message = f"{_message(problem)}{_given(problem.get('input'))}"
+    message = f"{_message(problem)}{_describe_input(problem.get('input'))}"
     if problem["type"] == "greater_than_equal" and path[-1:] and path[-1] in UNLIMITED_HINTS:
         message = f"{message}; {UNLIMITED_HINTS[path[-1]]}"
     return InvalidRequestError(f"{field or 'body'}: {message}", param=field or None)
@@ -165,7 +165,7 @@ def _message(problem: dict[str, Any]) -> str:
             return str(problem["msg"]).removeprefix("Value error, ")
 
 
-def _given(value: Any) -> str:
+def _describe_input(value: Any) -> str:
     # An integer from a notebook may have more digits than Python prints.
     if not isinstance(value, str | int | float) or (isinstance(value, int) and value.bit_length() > 1000):
         return ""

@@ -133,9 +133,9 @@ class Throughput(BaseModel):
     type: Literal["throughput"] = "throughput"
     tokens_per_second: float
     active_requests: int
-    """Requests that were accepted and have not ended."""
+    """Number of requests that were accepted and have not ended."""
     queued_requests: int
-    """Of these, the ones that wait for a slot."""
+    """Number of active requests that wait in the queue."""
 
 
 class Memory(BaseModel):

@@ -27,7 +27,7 @@ OLD_POOLING_KEYS: dict[str, PoolingMode] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""In the order in which the vectors of several modes are concatenated."""
+"""Keys of the pooling modes, in the order in which the vectors of several modes are concatenated."""
 ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 PROMPT_NAMES: dict[InputType, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
 IGNORED_MODULES = frozenset({"Dropout"})

@@ -127,7 +127,7 @@ class ChannelParser:
         self._numbering = CallNumbering()
         self._call: CallReader | None = None
         self._whitespace = TrailingWhitespace()
-        """In the content: it is dropped if a call follows."""
+        """Trailing whitespace of the content, which is dropped if a call follows."""
         self._reasoning_whitespace = TrailingWhitespace()
         self._drops_leading_whitespace = format.initial == REASONING or format.reasoning_first
         """Whether whitespace that arrives now is at the beginning of the reasoning, or of the content after it."""

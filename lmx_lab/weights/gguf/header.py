@@ -51,7 +51,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """As in the file: the contiguous dimension comes first."""
+    """Shape in the order of the file: the contiguous dimension is the first."""
     type: str
     offset: int
     size_bytes: int
@@ -64,7 +64,7 @@ class GgufHeader:
     path: Path
     size_bytes: int
     metadata: Mapping[str, Value]
-    """Without arrays, unless they were requested."""
+    """Metadata of the file; arrays are left out unless they were requested."""
     tensors: tuple[GgufTensor, ...]
 
     @property
