@@ -96,7 +96,7 @@ panels: setup
 
 # Generates the blocking clients from the async ones.
 blocking: setup
-	$(BIN)/python -m lmx_lab.client.blocking.generate
+	$(BIN)/python -P lmx_lab/client/blocking/generate.py
 
 gallery: setup
 	$(BIN)/python notebooks/gallery.py build/gallery

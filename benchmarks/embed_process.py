@@ -15,10 +15,10 @@ from lmx_lab.weights import Catalog
 
 def main() -> None:
     channel = take_channel()
-    chosen = child_settings()
-    settings = Settings(home=BUILD / "home", blas=chosen["blas"])
+    options = child_settings()
+    settings = Settings(home=BUILD / "home", blas=options["blas"])
     with asyncio.Runner() as runner:
-        engine = runner.run(_start(settings, Path(chosen["model"])))
+        engine = runner.run(_start(settings, Path(options["model"])))
 
         def run(question: Reply) -> Reply:
             return runner.run(_embed(engine, question["texts"]))

@@ -87,7 +87,7 @@ async def _read_whole(url: str, body: Body) -> AsyncGenerator[tuple[str, str], N
 async def _read_stream(url: str, body: Body) -> AsyncGenerator[tuple[str, str], None]:
     """Yield pieces of text, and the finish reason once the stream has ended with ``[DONE]``."""
     reason = ""
-    async with client.Exchange(url, body) as exchange, aclosing(exchange.data()) as lines:
+    async with client.SentRequest(url, body) as request, aclosing(request.data()) as lines:
         async for _, line in lines:
             if line == client.DONE:
                 yield "", reason

@@ -14,7 +14,7 @@ import weakref
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from lmx_lab.client.credentials import STATE, state_file
+from lmx_lab.client.credentials import STATE, find_state_file
 from lmx_lab.errors import DaemonRunningError, HostingError
 from lmx_lab.sanitize import LogFormatter
 from lmx_lab.wire.daemon import StateFile
@@ -90,7 +90,7 @@ class DaemonHome:
 
     def withdraw(self, daemon_id: str) -> None:
         """Remove the state file if it belongs to this daemon."""
-        state = state_file(self.folder / STATE)
+        state = find_state_file(self.folder / STATE)
         if state is not None and state.daemon_id == daemon_id:
             (self.folder / STATE).unlink(missing_ok=True)
 
@@ -164,7 +164,7 @@ def _state_of_holder(lock: int, folder: Path) -> StateFile | None:
 
     A file that an earlier daemon has left is ignored, even if its process id is in use again.
     """
-    state = state_file(folder / STATE)
+    state = find_state_file(folder / STATE)
     return state if state is not None and os.pread(lock, 32, 0) == str(state.pid).encode() else None
 
 

@@ -1,4 +1,4 @@
-"""A daemon in this process for the commands that need one, before a server that answers by scripts."""
+"""Provide a daemon in this process with a scripted model server, for commands that need one."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def daemon(tmp_path: Path, upstream: Scripted) -> Iterator[Daemon]:
 
 @pytest.fixture
 def hello(upstream: Scripted) -> None:
-    """The model always gives this answer."""
+    """Let the model always give this answer."""
     upstream.then(says("Hello", " there."))

@@ -36,8 +36,8 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_S", 0.01)
-    monkeypatch.setattr(backoff, "MOST_S", 0.1)
+    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.01)
+    monkeypatch.setattr(backoff, "MAX_DELAY_S", 0.1)
 
 
 class Seen:

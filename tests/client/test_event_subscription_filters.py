@@ -26,8 +26,8 @@ WAIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_S", 0.005)
-    monkeypatch.setattr(event_receiver, "REFUSED_S", 0.005)
+    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.005)
+    monkeypatch.setattr(event_receiver, "MIN_REFUSAL_INTERVAL_S", 0.005)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ async def test_a_cursor_in_a_file_continues_where_the_last_process_stopped(daemo
 
 async def test_heartbeats_advance_the_cursor_of_a_reader_with_a_narrow_filter(daemon: Daemon) -> None:
     store = MemoryCursor()
-    async with client_of(daemon) as client, client.events(after=0, session_ids="nobody", cursor=store) as events:
+    async with client_of(daemon) as client, client.events(after=0, session_ids="missing", cursor=store) as events:
         reading = asyncio.ensure_future(anext(events))
         last = write_tokens(daemon, 5, "b")
         async with asyncio.timeout(WAIT_S):
@@ -115,7 +115,7 @@ async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events
 async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmx_lab.client.streams.ITEMS", 50)
+    monkeypatch.setattr("lmx_lab.client.streams.MAX_ITEMS", 50)
     start = latest(daemon)
     last = write_tokens(daemon, 3000)
     async with client_of(daemon) as client, client.events(after=start) as events:

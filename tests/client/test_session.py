@@ -38,7 +38,7 @@ from lmx_lab.errors import (
     UnreachableError,
 )
 from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides
-from tests.daemon.running_daemon import UPSTREAM as NOBODY
+from tests.daemon.running_daemon import UPSTREAM as UNREACHABLE
 from tests.daemon.running_daemon import serving
 from tests.daemon.scripted import STALL, Gate, Made, Scripted, Scripts, calls, refuses, says, thought, token
 from tests.daemon.tcp_proxy import Proxy, Through
@@ -51,11 +51,11 @@ FAR = 4e9
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_S", 0.005)
-    monkeypatch.setattr(turn, "ASKED_S", 0.05)
-    monkeypatch.setattr(turn, "ENDED_LOOK_S", 0.05)
+    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.005)
+    monkeypatch.setattr(turn, "RECORD_WAIT_DECIDING_S", 0.05)
+    monkeypatch.setattr(turn, "CHECK_ENDED_S", 0.05)
     # No test must pass because the record is read periodically.
-    monkeypatch.setattr(turn, "LOOK_S", 3600.0)
+    monkeypatch.setattr(turn, "CHECK_S", 3600.0)
 
 
 class Model:
@@ -97,7 +97,7 @@ class Place:
 
 
 @contextmanager
-def made(home: Path, **limits: Any) -> Iterator[Place]:
+def running_daemon(home: Path, **limits: Any) -> Iterator[Place]:
     model = Model()
     with Scripted(model) as upstream, serving(home, Limits(**limits), upstream=upstream.url) as daemon:
         yield Place(model, daemon)
@@ -105,7 +105,7 @@ def made(home: Path, **limits: Any) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with made(tmp_path_factory.mktemp("home")) as place:
+    with running_daemon(tmp_path_factory.mktemp("home")) as place:
         yield place
 
 
@@ -199,7 +199,7 @@ async def test_a_slow_reader_receives_all_events_of_a_turn_that_has_ended(place:
         async for event in at.session.stream("go", turn_id="t1"):
             again.append(event)
             # Longer than the time without events after which the record ends the turn.
-            await asyncio.sleep(2 * turn.ENDED_LOOK_S)
+            await asyncio.sleep(2 * turn.CHECK_ENDED_S)
     assert [event.seq for event in again] == [event.seq for event in first]
 
 
@@ -230,7 +230,7 @@ async def test_the_error_of_a_turn_has_its_own_class_and_names_the_turn(place: P
 
 
 async def test_a_turn_that_is_not_accepted_raises_the_daemons_error(tmp_path: Path) -> None:
-    with made(tmp_path, queued_turns_per_session=1) as place:
+    with running_daemon(tmp_path, queued_turns_per_session=1) as place:
         await check_refusals(place)
 
 
@@ -262,7 +262,7 @@ async def test_a_wrong_token_and_a_missing_daemon_fail_immediately(place: Place)
         with pytest.raises(UnauthorizedError) as caught:
             await AsyncSession(client, "s").run("go")
         assert "wrong" not in str(caught.value)
-    async with AsyncDaemonClient(NOBODY, token=None) as client, asyncio.timeout(WAIT_S):
+    async with AsyncDaemonClient(UNREACHABLE, token=None) as client, asyncio.timeout(WAIT_S):
         with pytest.raises(UnreachableError, match="lmx-lab daemon"):
             await AsyncSession(client, "s").run("go")
 
@@ -377,7 +377,7 @@ async def test_a_policy_that_returns_no_decision_is_an_error(place: Place) -> No
         return None
 
     async with here(place, WRITES) as at:
-        with pytest.raises(InvalidRequestError, match="on_permission gave None"):
+        with pytest.raises(InvalidRequestError, match="on_permission returned None"):
             await at.session.run("go", turn_id="t1", on_permission=unsure)
         assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
         assert at.written == []
@@ -388,10 +388,10 @@ async def test_an_exception_of_a_policy_is_not_mistaken_for_a_timeout_of_the_dae
     place: Place, kind: type[BaseException]
 ) -> None:
     async def ask(permission: PermissionRecord) -> bool:
-        raise kind("nobody said anything")
+        raise kind("the callback failed")
 
     async with here(place, WRITES) as at:
-        with pytest.raises(kind, match="nobody said anything"):
+        with pytest.raises(kind, match="the callback failed"):
             await at.session.run("go", turn_id="t1", on_permission=ask)
         assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
         assert at.written == []
@@ -498,7 +498,7 @@ class Late(Slow):
             self._sockets += 1
             if self._sockets > 1:
                 await self._looked.wait()
-                await asyncio.sleep(5 * turn.ENDED_LOOK_S if self._opens else 2 * WAIT_S)
+                await asyncio.sleep(5 * turn.CHECK_ENDED_S if self._opens else 2 * WAIT_S)
         return await self._network.handle_async_request(request)
 
 
@@ -534,7 +534,7 @@ async def test_a_stored_record_does_not_end_a_turn_while_events_can_still_arrive
 async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn, "MISSED_S", 0.2)
+    monkeypatch.setattr(turn, "MISSED_EVENTS_S", 0.2)
     late = Late(opens=False)
     async with here(place, says("one", thinks=["hm"]), transport=late) as at:
         first = await at.session.run("go", turn_id="t1")
@@ -544,7 +544,7 @@ async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(
 
 
 async def test_without_websockets_a_turn_ends_by_its_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.client.event_receiver.REFUSED_S", 0.001)
+    monkeypatch.setattr("lmx_lab.client.event_receiver.MIN_REFUSAL_INTERVAL_S", 0.001)
     async with here(place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Old()) as at:
         result = await at.session.run("go", on_permission="allow")
         assert (result.text, result.stop_reason, at.written) == ("done", "end", ["hello"])
@@ -556,7 +556,7 @@ async def test_without_websockets_a_turn_ends_by_its_record(place: Place, monkey
 async def test_without_websockets_a_turn_ends_while_a_policy_is_still_running(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmx_lab.client.event_receiver.REFUSED_S", 0.001)
+    monkeypatch.setattr("lmx_lab.client.event_receiver.MIN_REFUSAL_INTERVAL_S", 0.001)
     asked = asyncio.Event()
 
     async def never(permission: PermissionRecord) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from lmx_lab.cli.commands import app
+from lmx_lab.cli.app import app
 from lmx_lab.engine import Engine
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.notebook import AttachedLab, Lab

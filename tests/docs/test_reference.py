@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup, TyperOption
 from typer.testing import CliRunner
 
-from lmx_lab.cli.commands import app
+from lmx_lab.cli.app import app
 from lmx_lab.errors import LabError
 from lmx_lab.http.error_bodies import status_of
 from lmx_lab.settings import CHOICES, PREFIX, RANGES, Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lmx_lab.client.chat_chunks import CallAssembly, Piece, WholeCall
+from lmx_lab.client.chat_chunks import CompleteToolCall, Piece, ToolCallAssembler
 from lmx_lab.wire.sessions import CONTENT_CHARACTERS, TurnStats
 
 TextEvent = Literal["turn.token", "turn.thinking"]
@@ -31,7 +31,7 @@ class MessageBuilder:
         self._thinking: list[str] = []
         self._characters_left = {"turn.token": CONTENT_CHARACTERS, "turn.thinking": CONTENT_CHARACTERS}
         self._pending: list[tuple[TextEvent, list[str]]] = []
-        self._calls = CallAssembly()
+        self._calls = ToolCallAssembler()
 
     def add(self, piece: Piece, now_s: float) -> bool:
         """Add a piece. Returns whether there is text that was not taken yet.
@@ -85,7 +85,7 @@ class MessageBuilder:
         return "".join(self._thinking)
 
     @property
-    def calls(self) -> tuple[WholeCall, ...]:
+    def calls(self) -> tuple[CompleteToolCall, ...]:
         """The calls so far. They are complete when the answer is."""
         return self._calls.calls()
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lmx_lab.client.chat_chunks import WholeCall
+from lmx_lab.client.chat_chunks import CompleteToolCall
 from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import ToolCall
 
@@ -19,7 +19,7 @@ EXCERPT_CHARACTERS = 200
 """Maximum length of the model's text that an error message quotes."""
 
 
-def normalize_calls(calls: Iterable[WholeCall], used_ids: set[str]) -> tuple[ToolCall, ...]:
+def normalize_calls(calls: Iterable[CompleteToolCall], used_ids: set[str]) -> tuple[ToolCall, ...]:
     """Return the calls with unique ids: the model's id if it is short and was not used before, otherwise a new one.
 
     Args:

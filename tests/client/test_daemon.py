@@ -1,4 +1,4 @@
-"""The daemon's client against a real daemon, and against whatever else may answer in its place."""
+"""Tests of the daemon's async client against a real daemon, and against other servers at its address."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKEN = "open-sesame-42"
 
 
 def script(body: dict[str, Any]) -> Any:
-    """As the last message says."""
+    """Return the answer for the last message."""
     last = body["messages"][-1]
     if last["role"] == "tool":
         return says("It is ", last["content"], ".")
@@ -67,12 +67,12 @@ async def client(daemon: Daemon, home: Path) -> AsyncIterator[AsyncDaemonClient]
 
 
 class Recorded(httpx2.AsyncBaseTransport):
-    """The network, and what went over it."""
+    """A transport over the network that records requests."""
 
     def __init__(self) -> None:
         self._network = httpx2.AsyncHTTPTransport()
         self.requests: list[tuple[str, str | None]] = []
-        """Paths, and what was sent as authorization."""
+        """Path and authorization header of each request."""
         self.closings = 0
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -87,14 +87,14 @@ class Recorded(httpx2.AsyncBaseTransport):
 # --- the daemon
 
 
-async def test_it_says_who_it_is_and_how_it_is(daemon: Daemon, client: AsyncDaemonClient) -> None:
+async def test_health_and_state_are_read(daemon: Daemon, client: AsyncDaemonClient) -> None:
     health, state = await client.health(), await client.state()
     assert health.daemon_id == state.daemon_id == daemon.daemon_id
     assert "events-socket" in state.features
     assert client.url == daemon.url
 
 
-async def test_it_is_shut_down(tmp_path: Path) -> None:
+async def test_the_daemon_is_shut_down(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         async with AsyncDaemonClient.discover(tmp_path) as client:
             await client.shut_down(mode="now")
@@ -104,7 +104,7 @@ async def test_it_is_shut_down(tmp_path: Path) -> None:
 # --- sessions
 
 
-async def test_a_session_is_made_once_under_one_id(client: AsyncDaemonClient) -> None:
+async def test_a_session_is_created_once_per_id(client: AsyncDaemonClient) -> None:
     history = [SessionMessage(role="user", content="hi"), SessionMessage(role="assistant", content="hello")]
     session = await client.session("mine", title="One", tools=["time__*"], messages=history, metadata={"a": [1, None]})
     assert (await client.session("mine", title="Two")).session_id == session.session_id == "mine"
@@ -117,22 +117,22 @@ async def test_a_session_is_made_once_under_one_id(client: AsyncDaemonClient) ->
         await client.read_session("mine")
 
 
-async def test_no_tools_are_not_all_tools(client: AsyncDaemonClient) -> None:
+async def test_an_empty_list_of_tools_differs_from_none(client: AsyncDaemonClient) -> None:
     session = await client.session(tools=())
     assert (await client.read_session(session.session_id)).tools == []
 
 
 async def test_sessions_are_listed_in_pages(client: AsyncDaemonClient) -> None:
-    made = {(await client.session(title=f"paged {number}")).session_id for number in range(3)}
+    created = {(await client.session(title=f"paged {number}")).session_id for number in range(3)}
     first = await client.sessions(limit=2, q="paged")
     second = await client.sessions(limit=2, q="paged", cursor=first.next_cursor)
-    assert {record.session_id for record in first.sessions + second.sessions} == made
+    assert {record.session_id for record in first.sessions + second.sessions} == created
     assert (len(first.sessions), second.next_cursor) == (2, None)
-    await client.change_session(made.pop(), ChangeSession(archived=True))
+    await client.change_session(created.pop(), ChangeSession(archived=True))
     assert len((await client.sessions(archived=True, q="paged")).sessions) == 1
 
 
-async def test_a_session_that_somebody_else_has_changed_is_left_alone(client: AsyncDaemonClient) -> None:
+async def test_a_change_of_an_outdated_revision_is_refused(client: AsyncDaemonClient) -> None:
     session_id = (await client.session(title="One")).session_id
     changed = await client.change_session(session_id, ChangeSession(title=None, revision=1))
     assert (changed.title, changed.revision) == (None, 2)
@@ -140,7 +140,7 @@ async def test_a_session_that_somebody_else_has_changed_is_left_alone(client: As
         await client.change_session(session_id, ChangeSession(title="Three", revision=1))
 
 
-async def test_a_fork_goes_its_own_way(client: AsyncDaemonClient) -> None:
+async def test_a_fork_is_independent_of_its_session(client: AsyncDaemonClient) -> None:
     history = [SessionMessage(role="user", content="hi"), SessionMessage(role="assistant", content="hello")]
     session_id = (await client.session(messages=history)).session_id
     fork = await client.fork_session(session_id, ForkSession(title="Fork"))
@@ -152,7 +152,7 @@ async def test_a_fork_goes_its_own_way(client: AsyncDaemonClient) -> None:
 # --- turns
 
 
-async def test_a_turn_that_is_submitted_twice_runs_once(client: AsyncDaemonClient) -> None:
+async def test_a_turn_submitted_twice_runs_once(client: AsyncDaemonClient) -> None:
     session_id = (await client.session()).session_id
     turn = SubmitTurn(turn_id="once", content="hi")
     first, again = [await client.submit_turn(session_id, turn) for _ in range(2)]
@@ -164,7 +164,7 @@ async def test_a_turn_that_is_submitted_twice_runs_once(client: AsyncDaemonClien
         await client.submit_turn(session_id, SubmitTurn(turn_id="once", content="bye"))
 
 
-async def test_a_busy_session_says_so_and_its_turns_are_cancelled(client: AsyncDaemonClient) -> None:
+async def test_a_busy_session_refuses_turns_and_its_turns_can_be_cancelled(client: AsyncDaemonClient) -> None:
     session_id = (await client.session()).session_id
     running = await client.submit_turn(session_id, SubmitTurn(content="wait"))
     waiting = await client.submit_turn(session_id, SubmitTurn(content="hi"))
@@ -177,9 +177,9 @@ async def test_a_busy_session_says_so_and_its_turns_are_cancelled(client: AsyncD
     assert (await client.cancel_turns(session_id, CancelTurns(queued=True))).cancelled == 0
 
 
-async def test_what_is_not_there_has_its_own_error(client: AsyncDaemonClient) -> None:
+async def test_each_kind_of_missing_object_has_its_own_error(client: AsyncDaemonClient) -> None:
     session_id = (await client.session()).session_id
-    for asked, error in (
+    for request, error in (
         (client.submit_turn("none", SubmitTurn(content="hi")), errors.SessionNotFoundError),
         (client.read_turn(session_id, "none"), errors.TurnNotFoundError),
         (client.decide("none", "allow"), errors.PermissionNotFoundError),
@@ -187,7 +187,7 @@ async def test_what_is_not_there_has_its_own_error(client: AsyncDaemonClient) ->
         (client.test_mcp_server("none"), errors.McpServerNotFoundError),
     ):
         with pytest.raises(error):
-            await asked
+            await request
 
 
 # --- permissions
@@ -210,7 +210,7 @@ async def test_a_permission_is_decided_once(client: AsyncDaemonClient) -> None:
 # --- MCP servers
 
 
-async def test_an_mcp_server_from_its_test_to_its_removal(client: AsyncDaemonClient, tmp_path: Path) -> None:
+async def test_an_mcp_server_is_tested_added_changed_and_removed(client: AsyncDaemonClient, tmp_path: Path) -> None:
     args = (str(COUNTING), str(tmp_path / "notes"), "0")
     config = McpServerConfig(name="counting", command=sys.executable, args=args, env={"KEY": "hidden"})
     tested = await client.test_mcp_server(config)
@@ -230,7 +230,7 @@ async def test_an_mcp_server_from_its_test_to_its_removal(client: AsyncDaemonCli
     assert await client.mcp_servers() == []
 
 
-async def test_a_test_that_fails_is_an_answer(client: AsyncDaemonClient) -> None:
+async def test_a_failed_mcp_test_is_a_result(client: AsyncDaemonClient) -> None:
     tested = await client.test_mcp_server(McpServerConfig(name="none", command="no-such-program-anywhere"))
     assert isinstance(tested, McpTestFailed)
     assert tested.error_kind == "command-not-found"
@@ -239,7 +239,7 @@ async def test_a_test_that_fails_is_an_answer(client: AsyncDaemonClient) -> None
 # --- events
 
 
-async def test_events_come_in_pages(daemon: Daemon, client: AsyncDaemonClient) -> None:
+async def test_events_are_read_in_pages(daemon: Daemon, client: AsyncDaemonClient) -> None:
     last = await asyncio.to_thread(write_tokens, daemon, 5, "of-a-session")
     page = await client.page(after=last - 5, limit=3, types=["turn.*", "session.*"], session_ids=["of-a-session"])
     assert ([event.seq for event in page.events], page.more) == ([last - 4, last - 3, last - 2], True)
@@ -249,7 +249,7 @@ async def test_events_come_in_pages(daemon: Daemon, client: AsyncDaemonClient) -
     assert (await client.page(wait_s=0.000_01)).events == []
 
 
-async def test_a_cursor_that_expired_says_why(daemon: Daemon, client: AsyncDaemonClient) -> None:
+async def test_an_expired_cursor_has_a_reason(daemon: Daemon, client: AsyncDaemonClient) -> None:
     last = await asyncio.to_thread(write_tokens, daemon, 5)
     log, store = daemon.services.log, daemon.services.store
     await asyncio.to_thread(lambda: daemon.run(store.write(lambda transaction: record_pruned(transaction, last - 2))))
@@ -264,12 +264,12 @@ async def test_a_cursor_that_expired_says_why(daemon: Daemon, client: AsyncDaemo
         assert caught.value.reason == reason
 
 
-# --- what nobody is asked for
+# --- requests that are not sent
 
 
 @pytest.mark.parametrize("wrong", ["", "..", "a/b", "a" * 65, "a?b", "ä", "a\n"])
-async def test_what_can_be_no_id_is_not_sent(client: AsyncDaemonClient, wrong: str) -> None:
-    for asked, name in (
+async def test_an_invalid_id_is_not_sent(client: AsyncDaemonClient, wrong: str) -> None:
+    for request, name in (
         (client.read_session(wrong), "session_id"),
         (client.delete_session(wrong), "session_id"),
         (client.read_turn("s", wrong), "turn_id"),
@@ -277,12 +277,12 @@ async def test_what_can_be_no_id_is_not_sent(client: AsyncDaemonClient, wrong: s
         (client.remove_mcp_server(wrong), "name"),
     ):
         with pytest.raises(errors.InvalidRequestError) as caught:
-            await asked
+            await request
         assert caught.value.param == name
 
 
-async def test_wrong_arguments_are_named(client: AsyncDaemonClient) -> None:
-    for asked, name in (
+async def test_invalid_arguments_are_named(client: AsyncDaemonClient) -> None:
+    for request, name in (
         (client.decide("prm_1", "maybe"), "decision"),  # type: ignore[arg-type]
         (client.shut_down(grace_s=-1), "grace_s"),
         (client.session(tools="time"), "tools"),
@@ -296,11 +296,11 @@ async def test_wrong_arguments_are_named(client: AsyncDaemonClient) -> None:
         (client.page(types=["nope"]), "types"),
     ):
         with pytest.raises(errors.InvalidRequestError) as caught:
-            await asked
+            await request
         assert (caught.value.param or "").startswith(name)
 
 
-async def test_a_closed_client_says_so(daemon: Daemon) -> None:
+async def test_a_closed_client_refuses_requests(daemon: Daemon) -> None:
     client = AsyncDaemonClient(daemon.url, token=daemon.token)
     await client.state()
     await client.aclose()
@@ -309,10 +309,10 @@ async def test_a_closed_client_says_so(daemon: Daemon) -> None:
         await client.state()
 
 
-# --- whom the token is for
+# --- when the token is sent
 
 
-async def test_who_answers_is_asked_before_the_token_is_sent_and_once(daemon: Daemon, home: Path) -> None:
+async def test_the_daemon_identifies_itself_once_before_the_token_is_sent(daemon: Daemon, home: Path) -> None:
     network = Recorded()
     async with AsyncDaemonClient.discover(home, transport=network) as client:
         await asyncio.gather(*(client.state() for _ in range(10)))
@@ -320,7 +320,7 @@ async def test_who_answers_is_asked_before_the_token_is_sent_and_once(daemon: Da
     assert network.closings == 1
 
 
-async def test_an_address_by_hand_is_taken_at_its_word(daemon: Daemon) -> None:
+async def test_an_explicit_address_is_not_checked(daemon: Daemon) -> None:
     network = Recorded()
     async with AsyncDaemonClient(f"{daemon.url}/v3", token=daemon.token, transport=network) as client:
         assert (await client.state()).daemon_id == daemon.daemon_id
@@ -353,7 +353,7 @@ def permissions(*ids: str) -> bytes:
     ],
     ids=["page", "json", "half-json", "404", "login", "other-daemon", "ssh", "nothing"],
 )
-async def test_another_server_on_the_port_does_not_get_the_token(tmp_path: Path, answer: bytes) -> None:
+async def test_another_server_at_the_address_does_not_get_the_token(tmp_path: Path, answer: bytes) -> None:
     with answering(answer) as server:
         write(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
@@ -367,7 +367,7 @@ async def test_another_server_on_the_port_does_not_get_the_token(tmp_path: Path,
     assert all(TOKEN not in request and "/v3/health" in request for request in server.requests)
 
 
-async def test_who_comes_to_the_port_after_a_break_does_not_get_the_token(tmp_path: Path) -> None:
+async def test_another_server_after_a_lost_connection_does_not_get_the_token(tmp_path: Path) -> None:
     with answering(health("dmn_1"), b"", health("dmn_2")) as server:
         write(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
@@ -376,15 +376,15 @@ async def test_who_comes_to_the_port_after_a_break_does_not_get_the_token(tmp_pa
     assert [TOKEN in request for request in server.requests] == [False, True, False]
 
 
-def shown(error: Exception) -> str:
-    """With the values of all variables but the test's own."""
+def traceback_with_variables(error: Exception) -> str:
+    """The traceback with the values of all variables, except those of the test."""
     assert error.__traceback__ is not None
     frames = error.__traceback__.tb_next
     return "".join(traceback.TracebackException(type(error), error, frames, capture_locals=True).format())
 
 
 @pytest.mark.parametrize("token", [None, "wrong-sesame-43"])
-async def test_a_wrong_token_is_said_and_not_shown(
+async def test_a_wrong_token_is_reported_without_showing_it(
     daemon: Daemon, token: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -393,42 +393,42 @@ async def test_a_wrong_token_is_said_and_not_shown(
         with pytest.raises(errors.UnauthorizedError, match="discover") as caught:
             await client.state()
         assert "sesame" not in f"{client!r} {client} {vars(client)}"
-    assert "sesame" not in shown(caught.value) + caplog.text
+    assert "sesame" not in traceback_with_variables(caught.value) + caplog.text
 
 
-async def test_a_token_is_in_no_traceback_and_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_token_is_in_no_traceback_and_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     text = ""
     with answering(health("dmn_1"), b"", health("dmn_1"), whole("<html>", kind="text/html")) as server:
         write(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
-            for asked in (client.fork_session("s", ForkSession()), client.state()):
+            for request in (client.fork_session("s", ForkSession()), client.state()):
                 with pytest.raises(errors.UnreachableError) as caught:
-                    await asked
-                text += shown(caught.value)
+                    await request
+                text += traceback_with_variables(caught.value)
     assert sum(TOKEN in request for request in server.requests) == 2
-    assert "self = <" in text, "it does have values"
+    assert "self = <" in text, "the traceback has values"
     assert TOKEN not in text + caplog.text
 
 
-# --- a daemon that was started again
+# --- restarts of the daemon
 
 
-async def test_a_daemon_that_was_started_again_is_found(tmp_path: Path) -> None:
+async def test_a_restarted_daemon_is_found(tmp_path: Path) -> None:
     with serving(tmp_path):
         client = AsyncDaemonClient.discover(tmp_path)
         session_id = (await client.session()).session_id
     with pytest.raises(errors.UnreachableError, match="lmx-lab daemon"):
         await client.state()
     with serving(tmp_path) as daemon:
-        # It was not sent to anybody before: this cannot make two.
+        # The request was not sent before, so it cannot create a second fork.
         assert (await client.fork_session(session_id, ForkSession())).forked_from == session_id
         assert (await client.state()).daemon_id == daemon.daemon_id
         assert client.url == daemon.url
     await client.aclose()
 
 
-async def test_a_token_that_is_refused_is_looked_up_again_once(daemon: Daemon, home: Path, tmp_path: Path) -> None:
+async def test_a_refused_token_is_read_again_once(daemon: Daemon, home: Path, tmp_path: Path) -> None:
     fields = {"port": daemon.port, "daemon_id": daemon.daemon_id}
     write(tmp_path, token="an-old-one", **fields)
     network = Recorded()
@@ -440,7 +440,7 @@ async def test_a_token_that_is_refused_is_looked_up_again_once(daemon: Daemon, h
         assert (await client.fork_session((await client.session()).session_id, ForkSession())).forked_from
 
 
-async def test_another_place_has_to_say_who_it_is_too(tmp_path: Path) -> None:
+async def test_a_new_address_is_checked_as_well(tmp_path: Path) -> None:
     with answering(health("dmn_1"), permissions()) as first, answering(health("dmn_3")) as second:
         write(tmp_path, port=port(first), token=TOKEN, daemon_id="dmn_1")
         async with AsyncDaemonClient.discover(tmp_path) as client:
@@ -452,14 +452,14 @@ async def test_another_place_has_to_say_who_it_is_too(tmp_path: Path) -> None:
     assert [TOKEN in request for request in first.requests + second.requests] == [False, True, False]
 
 
-async def test_what_may_have_been_done_is_not_done_again_elsewhere(tmp_path: Path) -> None:
+async def test_a_request_that_may_have_been_executed_is_not_repeated_at_another_address(tmp_path: Path) -> None:
     with answering(health("dmn_2")) as second:
 
-        def started_again_meanwhile() -> Iterator[bytes]:
+        def restart_meanwhile() -> Iterator[bytes]:
             write(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
             yield b""
 
-        with answering(health("dmn_1"), started_again_meanwhile()) as first:
+        with answering(health("dmn_1"), restart_meanwhile()) as first:
             write(tmp_path, port=port(first), token=TOKEN, daemon_id="dmn_1")
             async with AsyncDaemonClient.discover(tmp_path) as client:
                 with pytest.raises(errors.ConnectionLostError):
@@ -470,7 +470,7 @@ async def test_what_may_have_been_done_is_not_done_again_elsewhere(tmp_path: Pat
 # --- servers that misbehave
 
 
-async def test_a_server_that_is_down_is_named_with_the_next_step() -> None:
+async def test_an_unreachable_daemon_is_named_with_the_next_step() -> None:
     with answering(b"") as server:
         url = server.url
     async with AsyncDaemonClient(url, token=TOKEN) as client:
@@ -478,7 +478,7 @@ async def test_a_server_that_is_down_is_named_with_the_next_step() -> None:
             await client.state()
 
 
-async def test_what_can_be_repeated_is_repeated_once_after_a_break() -> None:
+async def test_an_idempotent_request_is_repeated_once_after_a_lost_connection() -> None:
     with answering(b"", permissions()) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
             assert await client.permissions() == []
@@ -490,7 +490,7 @@ async def test_what_can_be_repeated_is_repeated_once_after_a_break() -> None:
     assert len(server.requests) == 2
 
 
-async def test_a_submit_is_repeated_under_the_id_that_it_had() -> None:
+async def test_a_submission_is_repeated_with_the_same_id() -> None:
     accepted = whole(json.dumps({"turn_id": "t", "status": "queued", "cursor": 1}), status="202 Accepted")
     with answering(b"", accepted) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
@@ -500,7 +500,7 @@ async def test_a_submit_is_repeated_under_the_id_that_it_had() -> None:
     assert first["turn_id"].startswith("trn_")
 
 
-async def test_what_may_have_arrived_at_a_server_that_is_gone_does_not_look_as_if_it_had_not() -> None:
+async def test_the_error_shows_that_the_first_request_may_have_arrived() -> None:
     gone = asyncio.Event()
 
     async def take_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -517,10 +517,10 @@ async def test_what_may_have_arrived_at_a_server_that_is_gone_does_not_look_as_i
     assert gone.is_set()
 
 
-async def test_what_would_be_done_twice_is_not_repeated() -> None:
+async def test_a_request_that_is_not_idempotent_is_not_repeated() -> None:
     with answering(b"") as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
-            for asked in (
+            for request in (
                 client.fork_session("s", ForkSession()),
                 client.cancel_turns("s", CancelTurns()),
                 client.change_session("s", ChangeSession(title="a")),
@@ -528,13 +528,13 @@ async def test_what_would_be_done_twice_is_not_repeated() -> None:
                 client.restart_mcp_server("m"),
             ):
                 with pytest.raises(errors.ConnectionLostError):
-                    await asked
+                    await request
     assert len(server.requests) == 5
 
 
 @pytest.mark.parametrize(("extra", "retry_after_s"), [("", None), ("retry-after: 7\r\n", 7.0)])
 @pytest.mark.parametrize("own", [True, False], ids=["daemon", "proxy"])
-async def test_a_503_says_when_to_ask_again(extra: str, retry_after_s: float | None, own: bool) -> None:
+async def test_a_503_has_the_advised_delay(extra: str, retry_after_s: float | None, own: bool) -> None:
     body = json.dumps({"error": {"code": "daemon-stopping", "message": "it ends"}}) if own else "<html>"
     answer = whole(body, status="503 Service Unavailable", kind="application/json" if own else "text/html", extra=extra)
     with answering(answer) as server:
@@ -556,31 +556,31 @@ async def test_a_503_says_when_to_ask_again(extra: str, retry_after_s: float | N
     ],
     ids=["page", "no-json", "other-json", "cut-off", "empty"],
 )
-async def test_an_answer_that_is_none_is_said_plainly(answer: bytes) -> None:
+async def test_an_invalid_response_is_reported(answer: bytes) -> None:
     with answering(answer) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
             with pytest.raises(errors.UnreachableError, match=server.url):
                 await client.permissions()
 
 
-async def test_a_deletion_that_a_stranger_confirms_is_none() -> None:
+async def test_a_deletion_confirmed_by_another_program_is_an_error() -> None:
     with answering(whole("<html>", kind="text/html")) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
             with pytest.raises(errors.UnreachableError, match="daemon"):
                 await client.delete_session("s")
 
 
-async def test_fields_that_a_newer_daemon_has_are_left_out() -> None:
+async def test_fields_of_a_newer_daemon_are_ignored() -> None:
     known = json.loads(health("dmn_9").partition(b"\r\n\r\n")[2])
     with answering(whole(json.dumps({**known, "moon": {"phase": "full"}}))) as server:
         async with AsyncDaemonClient(server.url, token=None) as client:
             assert (await client.health()).daemon_id == "dmn_9"
 
 
-# --- its WebSocket
+# --- WebSockets
 
 
-async def test_a_websocket_is_opened_with_the_token_in_its_header(daemon: Daemon, home: Path) -> None:
+async def test_a_websocket_sends_the_token_in_a_header(daemon: Daemon, home: Path) -> None:
     network = Recorded()
     async with AsyncDaemonClient.discover(home, transport=network) as client:
         for _ in range(2):
@@ -588,10 +588,10 @@ async def test_a_websocket_is_opened_with_the_token_in_its_header(daemon: Daemon
             async with connection.websocket("/v3/events", {"types": ["turn.*", "tool.*"]}) as socket:
                 assert json.loads(await socket.receive_text())["event"] == "stream.hello"
     opened = [("/v3/health", None), ("/v3/events", f"Bearer {daemon.token}")]
-    assert network.requests == opened * 2, "who is there is asked each time"
+    assert network.requests == opened * 2, "the identity is checked each time"
 
 
-async def test_a_websocket_that_is_refused_has_the_daemons_own_error(daemon: Daemon, client: AsyncDaemonClient) -> None:
+async def test_a_refused_websocket_raises_the_daemons_error(daemon: Daemon, client: AsyncDaemonClient) -> None:
     connection = await client.connection()
     with pytest.raises(errors.InvalidRequestError) as caught:
         async with connection.websocket("/v3/events", {"after": "soon"}):
@@ -605,7 +605,7 @@ async def test_a_websocket_that_is_refused_has_the_daemons_own_error(daemon: Dae
 
 
 @pytest.mark.parametrize("status", ["200 OK", "101 Switching Protocols", "503 Service Unavailable"])
-async def test_what_is_no_websocket_is_said_plainly(status: str) -> None:
+async def test_an_invalid_websocket_response_is_reported(status: str) -> None:
     with answering(whole("<html>", status=status, kind="text/html")) as server:
         async with AsyncDaemonClient(server.url, token=TOKEN) as client:
             connection = await client.connection()

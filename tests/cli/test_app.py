@@ -1,4 +1,4 @@
-"""Exit statuses, mistakes in arguments, interrupts, output that cannot be written; never a traceback."""
+"""Tests of exit statuses, invalid arguments, interrupts and output that cannot be written; never with a traceback."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from lmx_lab.cli import commands
-from lmx_lab.cli.entry import run
+from lmx_lab.cli import app as application
+from lmx_lab.cli.app import run
 from tests.command_line import CLOSED, WAIT_S, Running, environment, run_command
 
 COMMANDS = ("serve", "daemon", "chat", "events", "bench", "pull", "models", "doctor")
@@ -25,7 +25,7 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /d
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """For commands that run in this process, where nothing has to be imported again."""
+    """A home for commands that run in this process, where nothing has to be imported again."""
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path
@@ -44,19 +44,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=str,
 )
-def test_the_exit_status_tells_a_failure_from_a_wrong_command_line(
+def test_a_failure_and_an_invalid_command_line_have_different_exit_statuses(
     capsys: pytest.CaptureFixture[str], arguments: list[str], status: int
 ) -> None:
     assert run(arguments) == status
-    said = capsys.readouterr().err
-    assert bool(said) == (status != 0)
-    assert "Traceback" not in said
-    assert "secret" not in said
+    output = capsys.readouterr().err
+    assert bool(output) == (status != 0)
+    assert "Traceback" not in output
+    assert "secret" not in output
 
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(
-    ("arguments", "said", "help_of"),
+    ("arguments", "message", "help_of"),
     [
         (["sreve"], "no such command 'sreve'. Did you mean 'serve'?", ""),
         (["--nope"], "no such option: --nope.", ""),
@@ -71,19 +71,19 @@ def test_the_exit_status_tells_a_failure_from_a_wrong_command_line(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_arguments_that_cannot_be_are_one_line_with_the_next_step(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str, help_of: str
+def test_an_invalid_command_line_is_one_line_with_the_next_step(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, help_of: str
 ) -> None:
     assert run(arguments) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)
-    assert shown.err.startswith(f"invalid-request: {said} See ")
+    assert shown.err.startswith(f"invalid-request: {message} See ")
     assert shown.err.endswith(f"{help_of} --help\n")
 
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["serve", "--memory-limit", "-1"], "--memory-limit is -1; give GB"),
         (["serve", "--prefix-cache", "nan"], "--prefix-cache is nan; give GB"),
@@ -94,14 +94,14 @@ def test_arguments_that_cannot_be_are_one_line_with_the_next_step(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_value_that_cannot_be_is_named_as_it_was_given(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_an_invalid_value_is_named_as_it_was_given(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert run(arguments) == 2
-    assert capsys.readouterr().err.startswith(f"invalid-request: {said}")
+    assert capsys.readouterr().err.startswith(f"invalid-request: {message}")
 
 
-def test_no_arguments_at_all_are_answered_with_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     shown = capsys.readouterr()
     assert "Exit status: 0" in shown.out
@@ -109,45 +109,43 @@ def test_no_arguments_at_all_are_answered_with_the_help(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["models"], ["bench", "--model", "m"], ["pull", "m"]])
-def test_a_folder_with_models_that_is_not_there_is_said(
+def test_a_missing_folder_with_models_is_an_error(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     monkeypatch.setenv("LMX_LAB_MODEL_FOLDERS", f"{home}:{home / 'nowhere'}")
     assert run(arguments) == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith(f"invalid-request: model_folders: {home / 'nowhere'} is no folder")
+    assert shown.err.startswith(f"invalid-request: model_folders: {home / 'nowhere'} is not a folder")
     assert (shown.out, shown.err.count("\n")) == ("", 1)
 
 
-def test_a_file_is_no_folder_with_models(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_refused_as_folder_with_models(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = home / "model.gguf"
     file.touch()
     assert run(["serve", "--port", "0", "--models", str(file)]) == 2
-    assert f"{file} is no folder" in capsys.readouterr().err
+    assert f"{file} is not a folder" in capsys.readouterr().err
 
 
-def test_an_upstream_that_is_no_address_is_refused_before_anything_starts(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_upstream_is_refused_before_anything_starts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["daemon", "--upstream", "junk"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("invalid-request: upstream: 'junk' has neither http:// nor a port")
+    output = capsys.readouterr().err
+    assert output.startswith("invalid-request: upstream: 'junk' has neither http:// nor a port")
     assert not (home / "daemon").exists()
 
 
 @pytest.mark.usefixtures("home")
-def test_a_token_of_the_environment_that_is_not_used_is_told(
+def test_an_unused_token_of_the_environment_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LMX_LAB_DAEMON_TOKEN", "t")
     assert run(["events"]) == 1
-    told, failed = capsys.readouterr().err.splitlines()
-    assert told.startswith("LMX_LAB_DAEMON_TOKEN is not used")
-    assert failed.startswith("unreachable: no daemon of this user runs")
+    note, failed = capsys.readouterr().err.splitlines()
+    assert note.startswith("LMX_LAB_DAEMON_TOKEN is not used")
+    assert failed.startswith("unreachable: no daemon of this user is running")
 
 
 def started(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own."""
+    """Run a command in a process of its own."""
     return subprocess.run(
         [*PROGRAM, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=environment(home), check=False
     )
@@ -159,13 +157,13 @@ def test_the_help_names_every_command(tmp_path: Path) -> None:
     assert all(name in done.stdout for name in COMMANDS)
 
 
-def test_neither_the_package_nor_the_arguments_need_what_is_slow_to_import() -> None:
+def test_parsing_arguments_imports_no_slow_package() -> None:
     source = """
 import sys
 import lmx_lab
 dir(lmx_lab)
 print({'mlx', 'mlx.core', 'fastapi', 'pydantic', 'rich', 'asyncio'} & set(sys.modules))
-import lmx_lab.cli.commands
+import lmx_lab.cli.app
 print({'mlx.core', 'fastapi', 'mlx_lm'} & set(sys.modules))
 """
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
@@ -194,14 +192,14 @@ print({'mlx.core', 'fastapi', 'mlx_lm'} & set(sys.modules))
         (["daemon", "--port", "0", "--mcp-config", "/no/such/file"], "invalid-request"),
     ],
 )
-def test_a_mistake_is_one_line_and_an_exit_status(tiny_home: Path, arguments: list[str], code: str) -> None:
+def test_an_error_is_one_line_and_an_exit_status(tiny_home: Path, arguments: list[str], code: str) -> None:
     ended = run_command(tiny_home, *arguments)
     assert (ended.status, ended.stderr.count("\n")) == (2 if code == "invalid-request" else 1, 1), ended.stderr
     assert ended.stderr.startswith(f"{code}: ")
 
 
-def test_ctrl_c_while_python_imports_what_reads_the_arguments_has_no_traceback(tmp_path: Path) -> None:
-    """A module that is imported for ever stands for the quarter of a second that the real one takes."""
+def test_ctrl_c_during_the_import_of_typer_has_no_traceback(tmp_path: Path) -> None:
+    """A module whose import never ends stands for the 0.2 s that the real one takes."""
     (tmp_path / "typer.py").write_text(BLOCKS)
     named = {**environment(tmp_path), "PYTHONPATH": str(tmp_path)}
     pipe = subprocess.PIPE
@@ -214,7 +212,7 @@ def test_ctrl_c_while_python_imports_what_reads_the_arguments_has_no_traceback(t
         assert process.stderr.read() == b""
 
 
-def test_ctrl_c_while_a_command_imports_what_it_needs_has_no_traceback(
+def test_ctrl_c_during_the_imports_of_a_command_has_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "psutil.py").write_text(BLOCKS)
@@ -241,14 +239,14 @@ def in_doctor(module: str) -> bool:
 
 @needs_full
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
-def test_an_output_that_is_full_is_one_line_and_a_failure(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_full_disk_is_one_line_and_a_failure(tmp_path: Path, arguments: list[str]) -> None:
     with FULL.open("wb") as full:
         ended = run_command(tmp_path, *arguments, stdout=full)
         assert (ended.status, ended.stderr) == (1, "the output cannot be written: No space left on device\n")
         assert run_command(tmp_path, *arguments, stdout=full, stderr=full).status == 1
 
 
-def test_a_command_whose_streams_are_closed_does_its_work(tmp_path: Path) -> None:
+def test_a_command_runs_with_closed_streams(tmp_path: Path) -> None:
     command = f"{shlex.join(PROGRAM)} --version <&- >&- 2>&-"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, timeout=WAIT_S, env=environment(tmp_path), check=False
@@ -257,7 +255,7 @@ def test_a_command_whose_streams_are_closed_does_its_work(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
-def test_a_command_with_one_closed_stream_does_its_work(tmp_path: Path, closed: str) -> None:
+def test_a_command_runs_with_one_closed_stream(tmp_path: Path, closed: str) -> None:
     if closed == "stdout":
         ended = run_command(tmp_path, "--version", stdout=CLOSED)
     else:
@@ -267,7 +265,7 @@ def test_a_command_with_one_closed_stream_does_its_work(tmp_path: Path, closed: 
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
-def test_a_reader_that_has_gone_is_no_news(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_closed_pipe_prints_nothing(tmp_path: Path, arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -277,13 +275,13 @@ def test_a_reader_that_has_gone_is_no_news(tmp_path: Path, arguments: list[str])
     assert (ended.status, ended.stderr) == (1, "")
 
 
-def test_what_the_system_refuses_is_one_line_and_a_traceback_only_where_it_was_asked_for(
+def test_an_os_error_is_one_line_and_a_traceback_only_on_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(_: object) -> None:
         Path("/dev/null/model").read_bytes()
 
-    monkeypatch.setattr(commands, "app", refused)
+    monkeypatch.setattr(application, "app", refused)
     assert run(["models"]) == 1
     assert capsys.readouterr().err == "Not a directory: /dev/null/model\n"
     monkeypatch.setenv("LMX_LAB_LOG_LEVEL", "debug")
@@ -291,34 +289,34 @@ def test_what_the_system_refuses_is_one_line_and_a_traceback_only_where_it_was_a
     assert "Traceback" in capsys.readouterr().err
 
 
-# --- the words of help
+# --- help
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_has_examples_that_it_takes_and_its_exit_statuses(tmp_path: Path, name: str) -> None:
-    command = typer.main.get_command(commands.app).commands[name]  # type: ignore[attr-defined]
+def test_the_help_of_a_command_has_valid_examples_and_exit_statuses(tmp_path: Path, name: str) -> None:
+    command = typer.main.get_command(application.app).commands[name]  # type: ignore[attr-defined]
     examples = [line for line in command.epilog.splitlines() if line.startswith(f"  lmx-lab {name}")]
     assert examples
     for example in examples:
-        # Up to the words beside it, and to where a shell goes on.
+        # The example ends before its explanation, or before a pipe.
         arguments = shlex.split(example.split("   ")[0].partition(" | ")[0])[2:]
         command.make_context(name, arguments or [])
     assert "Exit status: 0" in command.epilog
     assert max(len(line) for line in command.epilog.splitlines() if line.startswith("  ")) <= 78
 
 
-def test_the_help_is_told_without_markup_and_with_its_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_has_examples_without_markup(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "pip install 'lmx-lab[lab]'" in said
-    assert "lmx-lab bench --model smollm2-135m" in [line.strip() for line in said.splitlines()]
+    output = capsys.readouterr().out
+    assert "pip install 'lmx-lab[lab]'" in output
+    assert "lmx-lab bench --model smollm2-135m" in [line.strip() for line in output.splitlines()]
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_the_help_shows_what_is_typed(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """A switch takes no value, and an option that may be repeated takes one at a time."""
+def test_the_help_shows_options_as_they_are_typed(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A switch takes no value, and an option that can be repeated takes one value at a time."""
     assert run([name, "-h"] if name else ["-h"]) == 0
-    said = capsys.readouterr().out
-    assert "--help" in said
-    assert "<bool>" not in said
-    assert "list[" not in said.partition("Options")[2]
+    output = capsys.readouterr().out
+    assert "--help" in output
+    assert "<bool>" not in output
+    assert "list[" not in output.partition("Options")[2]

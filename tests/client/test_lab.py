@@ -1,4 +1,4 @@
-"""The client against a real server, and against servers that misbehave."""
+"""Tests of the inference server's async client against a real server, and against servers that misbehave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx2
 import numpy as np
@@ -20,11 +20,20 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
 from lmx_lab.client.connection import SHORT_BYTES
-from lmx_lab.client.inference import COMPONENTS, embeddings_bytes, rerank_bytes
+from lmx_lab.client.lab import (
+    MAX_COMPONENTS,
+    Include,
+    KnownEvent,
+    lab_event,
+    max_embeddings_bytes,
+    max_rerank_bytes,
+)
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
+from lmx_lab.server.admin import EXTRAS
+from lmx_lab.server.openapi import EVENTS
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.wire.admin import ModelEvent, NotReady, RequestEvent, Sample, Throughput
+from lmx_lab.wire.admin import Heartbeat, ModelEvent, NotReady, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingItem, EmbeddingList, EmbeddingsBody, EncodingUsage
 from lmx_lab.wire.rerank import RerankBody, RerankItem, RerankResults
@@ -38,7 +47,7 @@ WAIT_S = 30.0
 ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
 
 
-def asked(**changes: Any) -> ChatRequest:
+def hello(**changes: Any) -> ChatRequest:
     return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
 
 
@@ -53,7 +62,7 @@ DONE = "data: [DONE]\n\n"
 
 @pytest.fixture(scope="module")
 def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """With room for answers that are still being made when somebody leaves."""
+    """A home with a model whose context has room for answers that take long."""
     home = tmp_path_factory.mktemp("long-home")
     write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
     return home
@@ -72,23 +81,23 @@ async def client(lab: Lab) -> AsyncIterator[AsyncLabClient]:
     wait_until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
 
 
-async def begun(lab: Lab) -> None:
+async def until_running(lab: Lab) -> None:
     while not lab.engine.snapshot.active_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
 async def until_idle(lab: Lab) -> None:
-    """While connections are still open."""
+    """Wait until the server is idle, while connections are still open."""
     while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
-# --- the verbs
+# --- requests
 
 
-async def test_a_whole_answer_and_its_chunks_are_the_same(client: AsyncLabClient) -> None:
-    answer = await client.chat(asked())
-    chunks = [part async for part in client.stream(asked(stream_options={"include_usage": True}))]
+async def test_a_complete_answer_equals_its_chunks(client: AsyncLabClient) -> None:
+    answer = await client.chat(hello())
+    chunks = [part async for part in client.stream(hello(stream_options={"include_usage": True}))]
     texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
     assert "".join(texts) == answer.choices[0].message.content
     assert chunks[-1].usage is not None
@@ -107,8 +116,8 @@ async def test_a_whole_answer_and_its_chunks_are_the_same(client: AsyncLabClient
     ],
     ids=lambda form: form["type"],
 )
-async def test_a_request_arrives_as_it_was_made(form: dict[str, Any]) -> None:
-    """Whatever has an alias, or is read into another form, or was left out."""
+async def test_a_request_arrives_unchanged(form: dict[str, Any]) -> None:
+    """Fields with an alias, fields that are converted, and fields that were not set."""
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": "\u2028"}'}}
     history = [
@@ -149,7 +158,7 @@ async def test_models_are_listed_loaded_and_unloaded(tiny_home: Path) -> None:
             assert (await client.unload()).freed_vram_gb == 0
 
 
-async def test_vectors_and_scores(starter_home: Path, minilm: Any) -> None:
+async def test_texts_are_embedded_and_documents_are_ranked(starter_home: Path, minilm: Any) -> None:
     body = EmbeddingsBody(model="default", input=["The sea is blue.", "Bread is baked."])
     documents = RerankBody(model="default", query="How salty is the sea?", documents=["Bread is baked.", "Sea salt."])
     with serving(starter_home, minilm.id) as lab:
@@ -166,7 +175,7 @@ async def test_vectors_and_scores(starter_home: Path, minilm: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", [[[1.0], [1.0, 2.0]], ["AAA"], ["é"], []])
-def test_what_is_no_table_of_vectors_is_said(rows: list[Any]) -> None:
+def test_vectors_that_do_not_form_an_array_are_refused(rows: list[Any]) -> None:
     data = [{"index": index, "embedding": row} for index, row in enumerate(rows)]
     usage = {"prompt_tokens": 1, "total_tokens": 1}
     with pytest.raises(errors.UnreachableError):
@@ -179,7 +188,7 @@ async def test_samples_and_ends_of_requests_are_events(client: AsyncLabClient) -
         async for event in events:
             seen.append(event)
             if isinstance(event, Sample) and len(seen) < 5:
-                await client.chat(asked(max_tokens=2))
+                await client.chat(hello(max_tokens=2))
             if isinstance(event, RequestEvent):
                 break
     assert {Throughput, Sample, RequestEvent} <= {type(event) for event in seen}
@@ -196,25 +205,27 @@ async def test_events_end_when_the_server_stops(tiny_home: Path) -> None:
             await stop
 
 
-# --- leaving
+# --- cancelling
 
 
-async def test_a_closed_stream_frees_the_slot_and_the_client_goes_on(lab: Lab, client: AsyncLabClient) -> None:
-    stream = client.stream(asked(**ENDLESS))
+async def test_a_closed_stream_frees_the_slot_and_the_client_can_be_used_again(
+    lab: Lab, client: AsyncLabClient
+) -> None:
+    stream = client.stream(hello(**ENDLESS))
     async for part in stream:
         if part.choices[0].delta.content:
             break
     await stream.aclose()
     await until_idle(lab)
-    assert (await client.chat(asked())).usage.completion_tokens == 8
+    assert (await client.chat(hello())).usage.completion_tokens == 8
 
 
 async def test_a_dropped_stream_frees_the_slot(lab: Lab, client: AsyncLabClient) -> None:
     gc.disable()
     try:
-        stream = client.stream(asked(**ENDLESS))
+        stream = client.stream(hello(**ENDLESS))
         await anext(stream)
-        await begun(lab)
+        await until_running(lab)
         del stream
         await until_idle(lab)
     finally:
@@ -225,24 +236,24 @@ async def test_a_dropped_stream_frees_the_slot(lab: Lab, client: AsyncLabClient)
 async def test_a_cancelled_request_frees_the_slot(lab: Lab, client: AsyncLabClient, way: str) -> None:
     async def ask() -> None:
         if way == "chat":
-            await client.chat(asked(**ENDLESS))
+            await client.chat(hello(**ENDLESS))
         else:
-            async for _ in client.stream(asked(**ENDLESS)):
+            async for _ in client.stream(hello(**ENDLESS)):
                 pass
 
     task = asyncio.create_task(ask())
-    await begun(lab)
+    await until_running(lab)
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
     await until_idle(lab)
 
 
-async def test_a_closed_client_frees_what_it_asked_for(lab: Lab) -> None:
+async def test_closing_the_client_frees_the_slot(lab: Lab) -> None:
     client = AsyncLabClient(lab.url, api_key=KEY)
-    stream = client.stream(asked(**ENDLESS))
+    stream = client.stream(hello(**ENDLESS))
     await anext(stream)
-    await begun(lab)
+    await until_running(lab)
     await client.aclose()
     await client.aclose()
     await until_idle(lab)
@@ -251,7 +262,7 @@ async def test_a_closed_client_frees_what_it_asked_for(lab: Lab) -> None:
             pass
 
 
-# --- the server's own errors
+# --- errors of the server
 
 
 @pytest.mark.parametrize("way", ["chat", "stream"])
@@ -264,30 +275,30 @@ async def test_a_closed_client_frees_what_it_asked_for(lab: Lab) -> None:
         ({"temperature": object()}, errors.InvalidRequestError),
     ],
 )
-async def test_a_refusal_is_the_servers_own_error(
+async def test_a_refusal_raises_the_servers_error(
     client: AsyncLabClient, way: str, changes: dict[str, Any], error: type[errors.LabError]
 ) -> None:
-    body = asked().model_copy(update=changes) if "messages" not in changes else ChatRequest(model="default", **changes)
+    body = hello().model_copy(update=changes) if "messages" not in changes else ChatRequest(model="default", **changes)
     with pytest.raises(error) as caught:
         await (client.chat(body) if way == "chat" else anext(client.stream(body)))
     assert type(caught.value) is error
 
 
-async def test_a_full_queue_says_when_to_ask_again(lab: Lab, client: AsyncLabClient) -> None:
-    running = client.stream(asked(**ENDLESS))
+async def test_a_full_queue_has_the_advised_delay(lab: Lab, client: AsyncLabClient) -> None:
+    running = client.stream(hello(**ENDLESS))
     await anext(running)
-    await begun(lab)
-    waiting = asyncio.create_task(client.chat(asked()))
+    await until_running(lab)
+    waiting = asyncio.create_task(client.chat(hello()))
     while not lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     with pytest.raises(errors.QueueFullError) as caught:
-        await client.chat(asked())
+        await client.chat(hello())
     assert (caught.value.retry_after_s or 0) >= 1
     await running.aclose()
     assert (await waiting).usage.completion_tokens == 8
 
 
-async def test_errors_of_models_and_arguments(client: AsyncLabClient) -> None:
+async def test_errors_of_models_and_arguments_are_raised(client: AsyncLabClient) -> None:
     with pytest.raises(errors.ModelNotFoundError):
         await client.load("no-such")
     with pytest.raises(errors.InvalidRequestError) as caught:
@@ -298,34 +309,39 @@ async def test_errors_of_models_and_arguments(client: AsyncLabClient) -> None:
     assert caught.value.param == "include"
 
 
-async def test_without_a_model_and_over_time(long_home: Path) -> None:
+async def test_a_missing_model_and_a_time_limit_are_errors(long_home: Path) -> None:
     with serving(long_home, None, request_timeout_s=0.05) as lab:
         async with AsyncLabClient(lab.url) as client:
             with pytest.raises(errors.NotLoadedError):
-                await client.chat(asked())
+                await client.chat(hello())
             await client.load("tiny-long")
             with pytest.raises(errors.GenerationTimeoutError):
-                await client.chat(asked(**ENDLESS))
-            # A stream has begun by then: the error is its last event.
+                await client.chat(hello(**ENDLESS))
+            # The stream has started by then, so the error is its last event.
             with pytest.raises(errors.GenerationTimeoutError):
-                async for _ in client.stream(asked(**ENDLESS)):
+                async for _ in client.stream(hello(**ENDLESS)):
                     pass
 
 
-async def test_a_name_that_the_server_does_not_go_by_is_refused(lab: Lab) -> None:
+async def test_a_host_name_that_is_not_allowed_is_refused(lab: Lab) -> None:
     async with AsyncLabClient(f"http://127.1:{lab.port}", api_key=KEY) as client:
         with pytest.raises(errors.HostForbiddenError):
             await client.models()
 
 
 @pytest.mark.parametrize("key", [None, "wrong-sesame-43"])
-async def test_a_missing_or_wrong_key_is_said_and_not_shown(
+async def test_a_missing_or_wrong_key_is_reported_without_showing_it(
     lab: Lab, key: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     async with AsyncLabClient(lab.url, api_key=key) as client:
         assert (await client.ready()).model == "tiny-long"
-        for ask in (client.models(), client.chat(asked()), anext(client.stream(asked())), anext(client.events())):
+        for ask in (
+            client.models(),
+            client.chat(hello()),
+            anext(client.stream(hello())),
+            anext(client.events()),
+        ):
             with pytest.raises(errors.UnauthorizedError) as caught:
                 await ask
             assert "api_key=" in str(caught.value)
@@ -338,23 +354,28 @@ async def test_a_missing_or_wrong_key_is_said_and_not_shown(
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
-async def test_the_ends_of_an_address_do_not_matter(lab: Lab, end: str) -> None:
+async def test_the_end_of_an_address_does_not_matter(lab: Lab, end: str) -> None:
     async with AsyncLabClient(lab.url + end, api_key=KEY) as client:
         assert await client.version()
         assert (await client.models()).models
 
 
-async def test_a_proxys_prefix_stays_before_every_route() -> None:
+async def test_a_proxys_prefix_is_kept_before_every_route() -> None:
     with answering(whole("{}")) as server:
         async with AsyncLabClient(f"{server.url}/user/x/proxy/8400/") as client:
             await client.version()
-            for ask in (client.models(), client.chat(asked()), anext(client.events()), anext(client.stream(asked()))):
+            for ask in (
+                client.models(),
+                client.chat(hello()),
+                anext(client.events()),
+                anext(client.stream(hello())),
+            ):
                 with pytest.raises(errors.UnreachableError):
                     await ask
     paths = [request.split()[1].removeprefix("/user/x/proxy/8400") for request in server.requests]
     chat = "/v1/chat/completions"
     assert paths == ["/healthz", "/admin/models", chat, "/admin/events", chat]
-    # The only value with which jupyter-server-proxy hands events on as they come.
+    # The only value with which jupyter-server-proxy passes events on without buffering them.
     accepted = ["accept: text/event-stream\r\n" in request.lower() for request in server.requests]
     assert accepted == [False, False, False, True, True]
 
@@ -363,17 +384,17 @@ async def test_a_proxys_prefix_stays_before_every_route() -> None:
 
 
 async def parts(client: AsyncLabClient) -> list[ChatChunk | Remark]:
-    return [part async for part in client.stream_with_remarks(asked())]
+    return [part async for part in client.stream_with_remarks(hello())]
 
 
-async def test_remarks_come_between_the_chunks() -> None:
+async def test_remarks_are_returned_between_chunks() -> None:
     with answering(streamed(": queued\n\n", chunk("a"), ": prompt 1/2 tok", "ens\n\n", chunk("b"), DONE)) as server:
         async with AsyncLabClient(server.url) as client:
             found = await parts(client)
             assert [part.text if isinstance(part, Remark) else part.choices[0].delta.content for part in found] == [
                 *("queued", "a", "prompt 1/2 tokens", "b")
             ]
-            assert len([chunk async for chunk in client.stream(asked())]) == 2
+            assert len([chunk async for chunk in client.stream(hello())]) == 2
 
 
 @pytest.mark.parametrize(
@@ -397,7 +418,7 @@ async def test_remarks_come_between_the_chunks() -> None:
         (whole("x", kind="text/event-stream", extra="content-encoding: gzip\r\n"), errors.UnreachableError),
     ],
 )
-async def test_a_stream_that_is_none_or_breaks_is_an_error_that_names_the_address(
+async def test_an_invalid_or_broken_stream_is_an_error_that_names_the_address(
     answer: bytes, error: type[errors.LabError]
 ) -> None:
     with answering(answer) as server:
@@ -411,14 +432,14 @@ async def test_a_stream_that_is_none_or_breaks_is_an_error_that_names_the_addres
 
 async def unreachable(server: RawServer) -> str:
     async with AsyncLabClient(server.url) as client:
-        for ask in (client.version(), client.ready(), client.models(), client.unload(), client.chat(asked())):
+        for ask in (client.version(), client.ready(), client.models(), client.unload(), client.chat(hello())):
             with pytest.raises(errors.UnreachableError) as caught:
                 await ask
             assert server.url in str(caught.value)
     return str(caught.value)
 
 
-async def test_another_program_at_the_address_is_told_apart() -> None:
+async def test_another_program_at_the_address_is_recognized() -> None:
     html = whole("<html>hi</html>", kind="text/html").replace(b"x-lmx-lab: 0\r\n", b"")
     with answering(html) as server:
         assert "text/html" in await unreachable(server)
@@ -426,27 +447,27 @@ async def test_another_program_at_the_address_is_told_apart() -> None:
         await unreachable(server)
 
 
-async def test_a_connection_that_is_cut_before_the_answer_is_said() -> None:
+async def test_a_connection_closed_before_the_response_is_reported() -> None:
     with answering(b"") as server:
-        assert "went away before it answered" in await unreachable(server)
+        assert "before the response" in await unreachable(server)
 
 
-async def test_nobody_at_the_address_is_said() -> None:
+async def test_an_address_without_a_server_is_reported() -> None:
     with answering(b"") as server:
         pass
     assert "lmx-lab serve" in await unreachable(server)
 
 
-async def test_a_silent_server_is_given_up_after_the_time_limit() -> None:
+async def test_a_silent_server_is_an_error_after_the_time_limit() -> None:
     def slow(request: httpx2.Request) -> httpx2.Response:
         raise httpx2.ReadTimeout("", request=request)
 
     async with AsyncLabClient("http://h", transport=httpx2.MockTransport(slow), timeout_s=5) as client:
         with pytest.raises(errors.UnreachableError, match="timeout_s"):
-            await client.chat(asked())
+            await client.chat(hello())
 
 
-async def test_only_generations_may_take_for_ever() -> None:
+async def test_only_generations_have_no_time_limit() -> None:
     limits = []
 
     def note(request: httpx2.Request) -> httpx2.Response:
@@ -456,38 +477,38 @@ async def test_only_generations_may_take_for_ever() -> None:
     async with AsyncLabClient("http://h", transport=httpx2.MockTransport(note)) as client:
         await client.version()
         with pytest.raises(errors.UnreachableError):
-            await client.chat(asked())
+            await client.chat(hello())
     assert [limit["connect"] for limit in limits] == [5, 5]
     assert [limit["read"] for limit in limits] == [30, None]
 
 
-# --- servers that say too much
+# --- limits of responses
 
 TEXTS = EmbeddingsBody(model="default", input=["a", "b"])
 PAPERS = RerankBody(model="default", query="q", documents=["a", "b"])
 
 
-async def test_an_answer_without_an_end_is_read_no_further_than_one_can_be() -> None:
+async def test_an_endless_response_is_read_up_to_the_limit() -> None:
     with answering(Endless(b"z" * 1_000_000)) as server:
         async with AsyncLabClient(server.url) as client:
             for ask in (
                 *(client.version(), client.ready(), client.models(), client.load("m"), client.unload()),
-                *(client.chat(asked()), client.embed(TEXTS), client.rerank(PAPERS)),
+                *(client.chat(hello()), client.embed(TEXTS), client.rerank(PAPERS)),
             ):
                 with pytest.raises(errors.UnreachableError, match="answered with more than") as caught:
                     await ask
                 assert server.url in str(caught.value)
 
 
-async def test_of_a_refusal_without_an_end_the_beginning_is_read() -> None:
+async def test_of_an_endless_error_only_the_start_is_read() -> None:
     with answering(Endless(b"z" * 1_000_000, status="502 Bad Gateway")) as server:
         async with AsyncLabClient(server.url) as client:
-            for ask in (client.ready(), client.models(), client.chat(asked()), anext(client.events())):
+            for ask in (client.ready(), client.models(), client.chat(hello()), anext(client.events())):
                 with pytest.raises(errors.UnreachableError, match="answered 502"):
                     await ask
 
 
-async def test_what_is_packed_small_counts_as_it_is_unpacked() -> None:
+async def test_a_compressed_response_counts_with_its_decompressed_size() -> None:
     packed = gzip.compress(b" " * 20_000_000)
     assert len(packed) < SHORT_BYTES
     head, _, _ = whole("", extra="content-encoding: gzip\r\n").partition(b"content-length")
@@ -502,7 +523,9 @@ async def test_what_is_packed_small_counts_as_it_is_unpacked() -> None:
     [Endless(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", head=b""), Endless(b" ", every_s=0.01)],
     ids=["early hints", "drop by drop"],
 )
-async def test_quick_answers_have_a_time_limit_for_the_whole(endless: Endless, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_without_computation_have_a_time_limit_for_the_complete_response(
+    endless: Endless, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with answering(endless) as server:
         async with AsyncLabClient(server.url) as client, asyncio.timeout(WAIT_S):
             monkeypatch.setattr("lmx_lab.client.connection.QUICK_S", 0.5)
@@ -512,34 +535,53 @@ async def test_quick_answers_have_a_time_limit_for_the_whole(endless: Endless, m
 
 
 @pytest.mark.parametrize("written", ["float", "base64"])
-def test_the_longest_vectors_there_are_may_come(written: Any) -> None:
-    numbers = -np.random.default_rng(0).random((2, COMPONENTS), np.float32) * np.float32(1e-30)
+def test_the_longest_vectors_fit_into_the_limit(written: Any) -> None:
+    numbers = -np.random.default_rng(0).random((2, MAX_COMPONENTS), np.float32) * np.float32(1e-30)
     rows: list[Any] = [base64.b64encode(row).decode() if written == "base64" else row.tolist() for row in numbers]
     answer = EmbeddingList(
         data=[EmbeddingItem(index=index, embedding=row) for index, row in enumerate(rows)],
         model="m" * 1000,
         usage=EncodingUsage(prompt_tokens=1, total_tokens=1),
     )
-    limit = embeddings_bytes(TEXTS.model_copy(update={"encoding_format": written}))
+    limit = max_embeddings_bytes(TEXTS.model_copy(update={"encoding_format": written}))
     assert limit / 2 < len(answer.model_dump_json()) <= limit
 
 
 @pytest.mark.parametrize("character", ["é", "\x01", '"', "\U0001f600", "a"])
-def test_the_documents_may_come_back_in_escapes(character: str) -> None:
+def test_escaped_documents_fit_into_the_limit(character: str) -> None:
     body = RerankBody(model="default", query="q", documents=[character * 100_000, *[character] * 1000])
     results = [RerankItem(index=at, relevance_score=-1.5e-300, document=text) for at, text in enumerate(body.texts)]
     usage = EncodingUsage(prompt_tokens=1, total_tokens=1)
     answer = RerankResults(id="i", model="m", method="cosine", results=results, usage=usage)
     longest = json.dumps(answer.model_dump())
-    assert len(longest) <= rerank_bytes(len(body.documents), sent=len(body.model_dump_json().encode()))
+    assert len(longest) <= max_rerank_bytes(len(body.documents), request_bytes=len(body.model_dump_json().encode()))
 
 
-@pytest.mark.parametrize("told", [[2], [-1], [0, 1, 0]])
-async def test_a_ranking_of_other_documents_is_refused(told: list[int]) -> None:
-    results = [{"index": index, "relevance_score": 0.5} for index in told]
+@pytest.mark.parametrize("indices", [[2], [-1], [0, 1, 0]])
+async def test_a_ranking_with_wrong_indices_is_refused(indices: list[int]) -> None:
+    results = [{"index": index, "relevance_score": 0.5} for index in indices]
     usage = {"prompt_tokens": 1, "total_tokens": 1}
     answer = {"id": "i", "model": "m", "method": "cosine", "results": results, "usage": usage}
     with answering(whole(json.dumps(answer))) as server:
         async with AsyncLabClient(server.url) as client:
             with pytest.raises(errors.UnreachableError, match="2 documents"):
                 await client.rerank(PAPERS)
+
+
+# --- events
+
+
+def test_the_client_knows_all_events_of_the_server() -> None:
+    assert set(get_args(KnownEvent)) == set(EVENTS)
+    assert set(get_args(Include)) == set(EXTRAS)
+
+
+def test_new_fields_of_an_event_are_ignored() -> None:
+    assert lab_event('{"type": "heartbeat", "uptime": 1.5, "mood": "good"}') == Heartbeat(uptime=1.5)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"type": "weather", "rain": true}', '{"type": "heartbeat"}', '{"uptime": 1}', "[]", "{", "", "\x00"]
+)
+def test_an_unknown_event_is_passed_on_unchanged(text: str) -> None:
+    assert lab_event(text) == UnknownLabEvent(text=text)

@@ -1,4 +1,4 @@
-"""Measuring in a cell of a notebook."""
+"""Tests of measuring in a cell of a notebook."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.asked import WORDS, after_calibration
+from tests.bench.scripts import WORDS, after_calibration
 from tests.daemon.scripted import STALL, Scripted, token
 from tests.kernel.conftest import Notebook
 
@@ -21,7 +21,7 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
 
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
 def test_the_stop_button_returns_the_finished_requests(notebook: Notebook, first_line: str) -> None:
-    """Also in a cell with ``await``, where ipykernel's own handler does not raise."""
+    """In a cell with ``await``, the handler of ipykernel raises no exception."""
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server:
         output = notebook.interrupt(
             f"""

@@ -1,4 +1,4 @@
-"""The light reader: bytes in any pieces, and every way in which an answer is none."""
+"""Tests of the HTTP client of the benchmark: bytes in pieces of any size, and all kinds of invalid responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.bench.http_stream import Address, Dechunker, Event, Exchange
+from lmx_lab.bench.http_stream import ChatEndpoint, ChunkedDecoder, TimedEvent, TimedRequest
 from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
 from tests.client.raw import HEAD, answering, streamed, whole
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.anyio
 EVENTS = ("data: one\n\n", ": waits\n\n", "data: two\r\n\r\ndata:three\n\n")
 
 
-async def events(url: str) -> list[Event]:
-    async with Exchange(Address(url), b"{}") as exchange:
-        exchange.send()
-        return [event async for event in exchange.events()]
+async def events(url: str) -> list[TimedEvent]:
+    async with TimedRequest(ChatEndpoint(url), b"{}") as request:
+        request.send()
+        return [event async for event in request.events()]
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
@@ -30,24 +30,24 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 @given(parts=st.lists(st.binary(min_size=1, max_size=40), max_size=6), places=st.lists(st.integers(0, 500)))
-def test_chunks_are_undone_wherever_the_bytes_were_cut(parts: list[bytes], places: list[int]) -> None:
+def test_chunked_coding_is_decoded_from_pieces_of_any_size(parts: list[bytes], places: list[int]) -> None:
     sent = b"".join(b"%x;name=value\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
-    dechunker = Dechunker()
-    assert b"".join(dechunker.feed(piece) for piece in cut(sent, places)) == b"".join(parts)
-    assert dechunker.ended
+    decoder = ChunkedDecoder()
+    assert b"".join(decoder.feed(piece) for piece in cut(sent, places)) == b"".join(parts)
+    assert decoder.ended
 
 
 @pytest.mark.parametrize("size", [b"-5\r\n", b"x\r\n", b"\r\n", b"1" * 70_000])
-def test_what_is_no_chunk_is_refused(size: bytes) -> None:
+def test_an_invalid_chunk_size_is_refused(size: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        Dechunker().feed(size)
+        ChunkedDecoder().feed(size)
 
 
-async def test_events_come_with_the_moment_they_came_at() -> None:
+async def test_events_have_their_time_of_arrival() -> None:
     with answering(streamed(*EVENTS)) as server:
-        async with Exchange(Address(f"{server.url}/v1/", "secret"), b'{"a":1}') as exchange:
-            sent_at_s = exchange.send()
-            found = [event async for event in exchange.events()]
+        async with TimedRequest(ChatEndpoint(f"{server.url}/v1/", "secret"), b'{"a":1}') as request:
+            sent_at_s = request.send()
+            found = [event async for event in request.events()]
     assert [event.data for event in found] == ["one", None, "two", "three"]
     moments = [sent_at_s, *(event.at_s for event in found)]
     assert moments == sorted(moments)
@@ -57,12 +57,12 @@ async def test_events_come_with_the_moment_they_came_at() -> None:
     assert body == '{"a":1}'
 
 
-async def test_a_document_in_the_place_of_a_stream_is_one_event() -> None:
+async def test_a_document_instead_of_a_stream_is_one_event() -> None:
     with answering(whole('{"choices": []}')) as server:
         assert [event.data for event in await events(server.url)] == ['{"choices": []}']
 
 
-async def test_a_refusal_is_the_servers_own_error() -> None:
+async def test_a_refusal_raises_the_servers_error() -> None:
     with (
         answering(whole('{"error": {"message": "it broke", "code": 500}}', status="500 Oh")) as server,
         pytest.raises(EngineError, match="it broke"),
@@ -82,19 +82,19 @@ async def test_a_refusal_is_the_servers_own_error() -> None:
         HEAD.format(status="200 OK", kind="text/event-stream").encode() + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-async def test_what_is_no_answer_of_such_a_server_says_so(answer: bytes) -> None:
+async def test_a_response_of_another_program_is_an_error(answer: bytes) -> None:
     with answering(answer) as server, pytest.raises(UnreachableError, match=r"unlike a chat-format server") as raised:
         await events(server.url)
     assert not isinstance(raised.value, ConnectionLostError)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-t", streamed("data: one\n\n", end=False)])
-async def test_a_connection_that_ends_too_early_is_lost(answer: bytes) -> None:
+async def test_a_connection_that_ends_too_early_is_an_error(answer: bytes) -> None:
     with answering(answer) as server, pytest.raises(ConnectionLostError):
         await events(server.url)
 
 
-async def test_nobody_at_the_address_is_told_from_a_connection_that_was_lost() -> None:
+async def test_an_address_without_a_server_differs_from_a_lost_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(UnreachableError, match="nothing answers") as raised:
@@ -102,21 +102,21 @@ async def test_nobody_at_the_address_is_told_from_a_connection_that_was_lost() -
     assert type(raised.value) is UnreachableError
 
 
-async def test_a_server_that_says_more_than_is_read_waits() -> None:
-    """4 MB while nobody reads: then some of it is in the reader, and the rest has not left the server."""
+async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
+    """Of 4 MB that are not read, a part is in the buffer, and the rest has not left the server."""
     with answering(streamed(*["data: " + "x" * 99_992 + "\n\n"] * 40)) as server:
-        async with Exchange(Address(server.url), b"{}") as exchange:
-            exchange.send()
-            source = exchange.events()
+        async with TimedRequest(ChatEndpoint(server.url), b"{}") as request:
+            request.send()
+            source = request.events()
             await anext(source)
-            while exchange._inbox.transport.is_reading():  # noqa: ASYNC110
+            while request._buffer.transport.is_reading():  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            assert exchange._inbox._held < 2_000_000
+            assert request._buffer._unread_bytes < 2_000_000
             assert len([event async for event in source]) == 39
 
 
-def test_an_address_that_could_never_do_is_refused() -> None:
+def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(InvalidRequestError):
-        Address("ftp://x")
-    assert Address("https://host/hub/proxy/8400/v1").path == "/hub/proxy/8400/v1/chat/completions"
-    assert Address("https://host").port == 443
+        ChatEndpoint("ftp://x")
+    assert ChatEndpoint("https://host/hub/proxy/8400/v1").path == "/hub/proxy/8400/v1/chat/completions"
+    assert ChatEndpoint("https://host").port == 443

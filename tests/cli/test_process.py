@@ -1,11 +1,14 @@
-"""SIGINT and SIGTERM end ``lmx-lab serve`` and ``lmx-lab daemon`` in a few seconds, whatever they are doing."""
+"""Tests of signals, which end ``lmx-lab serve`` and ``lmx-lab daemon`` in a few seconds, and of freed memory."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import platform
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +18,8 @@ import pytest
 
 from tests.command_process import WAIT_S, Serving, serving
 
-pytestmark = pytest.mark.slow
-
 END_S = 20.0
-"""5 s are promised; this machine may be busy."""
+"""The documentation promises 5 s, but this machine may be busy."""
 LATE = "did not end in time"
 PROGRAM = "\ndel sys.argv[1]\nfrom lmx_lab.cli import main\nmain()\n"
 HANG = """
@@ -60,13 +61,13 @@ LONG = CHAT | {"max_tokens": 1_500, "stream": True}
 
 @contextlib.contextmanager
 def hanging(home: Path, code: str, *arguments: str) -> Iterator[Serving]:
-    """``lmx-lab serve`` in which something hangs."""
+    """Run ``lmx-lab serve`` with code that lets something hang."""
     with serving(home, "--port", "0", *arguments, before=[sys.executable, "-c", f"{HANG}{code}{PROGRAM}"]) as server:
         yield server
 
 
-class Asked:
-    """A request whose answer is not read until it is asked for."""
+class Request:
+    """A request whose response is read only on demand."""
 
     def __init__(self, port: int, method: str, path: str, body: object = None) -> None:
         data = b"" if body is None else json.dumps(body).encode()
@@ -94,31 +95,32 @@ class Asked:
 
 
 @pytest.fixture
-def ask() -> Iterator[type[Asked]]:
-    asked: list[Asked] = []
+def ask() -> Iterator[type[Request]]:
+    requests: list[Request] = []
 
-    class Kept(Asked):
+    class KeptRequest(Request):
         def __init__(self, *args: object, **options: object) -> None:
             super().__init__(*args, **options)  # type: ignore[arg-type]
-            asked.append(self)
+            requests.append(self)
 
-    yield Kept
-    for each in asked:
+    yield KeptRequest
+    for each in requests:
         each.close()
 
 
-def ended(server: Serving, number: int) -> tuple[int, str]:
-    """Its exit status after the signal, and what it has said on stderr."""
+def stop(server: Serving, number: int) -> tuple[int, str]:
+    """Send a signal; return the exit status and the text on standard error."""
     server.process.send_signal(number)
-    return finished(server)
+    return wait(server)
 
 
-def finished(server: Serving) -> tuple[int, str]:
+def wait(server: Serving) -> tuple[int, str]:
     assert server.process.stderr is not None
     return server.process.wait(END_S), server.process.stderr.read()
 
 
-def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_path: Path, ask: type[Asked]) -> None:
+@pytest.mark.slow
+def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_path: Path, ask: type[Request]) -> None:
     (tmp_path / "models" / "m").mkdir(parents=True)
     (tmp_path / "models" / "m" / "config.json").write_text("{}")
     with hanging(tmp_path, NOTHING_ANSWERS) as server:
@@ -131,39 +133,44 @@ def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_
         server.wait_for("hangs: scan")
         server.wait_for("hangs: download")
         ask(port, "POST", "/v1/chat/completions", CHAT).until(b"no-model-loaded")
-        status, said = ended(server, signal.SIGTERM)
-        assert (status, "Traceback" in said) == (0, False)
+        status, stderr = stop(server, signal.SIGTERM)
+        assert (status, "Traceback" in stderr) == (0, False)
         assert b"was given up" in load.rest()
 
 
-def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: type[Asked]) -> None:
+@pytest.mark.slow
+def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: type[Request]) -> None:
     with hanging(tiny_home, MLX_HANGS) as server:
         load = ask(server.port, "POST", "/admin/models/load", {"model": "tiny"})
         server.wait_for("hangs: load")
-        status, said = ended(server, signal.SIGTERM)
-        assert (status, LATE in said, "Traceback" in said) == (0, True, False)
+        status, stderr = stop(server, signal.SIGTERM)
+        assert (status, LATE in stderr, "Traceback" in stderr) == (0, True, False)
         assert b"was given up" in load.rest()
 
 
+@pytest.mark.slow
 def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
-    tiny_home: Path, tiny_gguf: Path, tmp_path: Path, *, ask: type[Asked], monkeypatch: pytest.MonkeyPatch
+    tiny_home: Path, tiny_gguf: Path, tmp_path: Path, *, ask: type[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    still = tmp_path / "still.py"
-    still.write_text(STILL)
-    monkeypatch.setenv("STILL", str(still))
+    script = tmp_path / "script.py"
+    script.write_text(STILL)
+    monkeypatch.setenv("STILL", str(script))
     with hanging(tiny_home, GGUF_HANGS) as server:
         load = ask(server.port, "POST", "/admin/models/load", {"model": str(tiny_gguf)})
-        begun = Path(f"{still}.begun")
+        begun = Path(f"{script}.begun")
         while not begun.exists():
             assert server.process.poll() is None
         children = psutil.Process(server.process.pid).children(recursive=True)
-        status, said = ended(server, signal.SIGINT)
-        assert (status, "Traceback" in said) == (0, False)
+        status, stderr = stop(server, signal.SIGINT)
+        assert (status, "Traceback" in stderr) == (0, False)
         assert b"given up" in load.rest()
         assert psutil.wait_procs(children, timeout=END_S)[1] == []
 
 
-def test_clients_that_read_and_one_that_never_does_and_an_unload_that_waits(tiny_home: Path, ask: type[Asked]) -> None:
+@pytest.mark.slow
+def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(
+    tiny_home: Path, ask: type[Request]
+) -> None:
     with serving(tiny_home, "--port", "0", "--model", "tiny", "--slots", "2") as server:
         port = server.port
         reader, other = ask(port, "POST", "/v1/chat/completions", LONG), ask(port, "POST", "/v1/chat/completions", LONG)
@@ -174,18 +181,64 @@ def test_clients_that_read_and_one_that_never_does_and_an_unload_that_waits(tiny
         refused.until(b"being unloaded")
         server.process.send_signal(signal.SIGTERM)
         rest = reader.rest()
-        # The model may come to its end in time.
+        # The model may finish in time.
         assert b"data: [DONE]" in rest or b'data: {"error"' in rest
-        status, said = finished(server)
-        assert (status, "Traceback" in said) == (0, False)
+        status, stderr = wait(server)
+        assert (status, "Traceback" in stderr) == (0, False)
         assert b"no-model-loaded" in waits.rest()
         del other, unload
 
 
-def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path, ask: type[Asked]) -> None:
+@pytest.mark.slow
+def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path, ask: type[Request]) -> None:
     with hanging(tiny_home, STEP_HANGS, "--model", "tiny") as server:
         ask(server.port, "POST", "/v1/chat/completions", LONG)
         server.wait_for("hangs: prefill")
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping")
-        assert ended(server, signal.SIGINT) == (-signal.SIGINT, "")
+        assert stop(server, signal.SIGINT) == (-signal.SIGINT, "")
+
+
+# --- freed memory
+
+MAPPED_BLOCKS = """
+import ctypes, sys
+from lmx_lab.cli.process import return_freed_memory
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Mallinfo2
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+return_freed_memory()
+libc.free(libc.malloc(20 * 2**20))
+before = libc.mallinfo2().hblks
+libc.malloc(int(sys.argv[1]))
+print(libc.mallinfo2().hblks - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these thresholds")
+@pytest.mark.parametrize(
+    ("environ", "size", "mapped"),
+    [
+        ({}, 2**21, 1),
+        ({}, 2**19, 0),
+        ({"MALLOC_MMAP_THRESHOLD_": str(2**22)}, 2**21, 0),
+        ({"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={2**22}"}, 2**21, 0),
+        # Setting the other threshold fixes this one at glibc's default of 128 KiB.
+        ({"MALLOC_TRIM_THRESHOLD_": str(2**22)}, 2**19, 1),
+        ({"GLIBC_TUNABLES": f"glibc.malloc.trim_threshold={2**22}"}, 2**19, 1),
+    ],
+    ids=str,
+)
+def test_large_blocks_are_returned_to_the_system_unless_the_environment_sets_a_threshold(
+    environ: dict[str, str], size: int, mapped: int
+) -> None:
+    command = [sys.executable, "-c", MAPPED_BLOCKS, str(size)]
+    unset = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(command, env=unset | environ, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{mapped}\n", "")

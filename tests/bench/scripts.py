@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Iterator
 from typing import Any
 
-from lmx_lab.bench.sample import Sample
+from lmx_lab.bench.sample import RequestSample
 from tests.daemon.scripted import Script, says
 
 WORDS = says("one ", "two ", "three ", "four", finish="length")
@@ -21,5 +21,5 @@ def after_calibration(*scripts: Script) -> Callable[[dict[str, Any]], Script]:
     return script
 
 
-async def collected(samples: AsyncIterable[Sample]) -> list[Sample]:
+async def collect(samples: AsyncIterable[RequestSample]) -> list[RequestSample]:
     return [sample async for sample in samples]
