@@ -1,7 +1,7 @@
-"""Ordered, bounded fan-out inside one process: any thread publishes, tasks of an event loop subscribe.
+"""Publish items from any thread to subscribers on event loops, within one process.
 
-A publisher never waits. Every subscriber sees the items in the one order of publication; one that reads too slowly
-loses its oldest items and can tell how many.
+Publishing never blocks. Every subscriber receives the items in the order of publication. The buffer of a subscriber is
+bounded: a subscriber that reads too slowly loses its oldest items, and the number of lost items is counted.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FeedStatistics:
+    """Counts of one feed since it was created."""
+
     subscribers: int
+    """Number of open subscriptions."""
     published: int
+    """Number of items published."""
     dropped: int
-    """Items lost by slow subscribers, those that have left included."""
+    """Number of items that slow subscribers lost, including subscribers that have closed since."""
 
 
 class Feed(Generic[T]):
-    """One stream of items with any number of readers."""
+    """One stream of items with any number of subscribers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._subscriptions: list[Subscription[T]] = []
+        self._subscriptions: list[FeedSubscription[T]] = []
         self._published = 0
         self._dropped = 0
         self._closed = False
 
     def publish(self, item: T) -> None:
-        """Hand the item to every present subscriber; returns at once, from any thread. Does nothing once closed."""
+        """Send an item to all current subscribers, from any thread, without blocking. No effect on a closed feed."""
         with self._lock:
             if self._closed:
                 return
@@ -42,24 +46,27 @@ class Feed(Generic[T]):
             for subscription in list(self._subscriptions):
                 self._dropped += subscription._offer(item)
 
-    def subscribe(self, limit: int = 256) -> Subscription[T]:
-        """A reader of what is published from now on, for the running loop; keeps at most ``limit`` unread items.
+    def subscribe(self, limit: int = 256) -> FeedSubscription[T]:
+        """Return a subscription to the items published from now on. Read it on the running event loop.
+
+        Args:
+            limit: The maximum number of unread items; beyond it the oldest are dropped.
 
         Raises:
-            ValueError: a limit below 1.
-            RuntimeError: no event loop runs in this thread.
+            ValueError: ``limit`` is less than 1.
+            RuntimeError: No event loop is running in this thread.
         """
         if limit < 1:
-            raise ValueError(f"limit is {limit}; a subscription keeps at least 1 item")
+            raise ValueError(f"limit is {limit}; it must be at least 1")
         loop = asyncio.get_running_loop()
         with self._lock:
-            subscription = Subscription(self, loop, limit, ended=self._closed)
+            subscription = FeedSubscription(self, loop, limit, ended=self._closed)
             if not self._closed:
                 self._subscriptions.append(subscription)
         return subscription
 
     def close(self) -> None:
-        """End the stream: readers still get what they have not read, then their iteration stops. Idempotent."""
+        """End the stream. Subscribers can read the items they have not read; then iteration stops. Idempotent."""
         with self._lock:
             self._closed = True
             for subscription in list(self._subscriptions):
@@ -67,17 +74,18 @@ class Feed(Generic[T]):
             self._subscriptions.clear()
 
     def statistics(self) -> FeedStatistics:
+        """Return the counts of subscribers, published items and dropped items."""
         with self._lock:
             return FeedStatistics(
                 subscribers=len(self._subscriptions), published=self._published, dropped=self._dropped
             )
 
 
-class Subscription(Generic[T]):
-    """What one reader has not read yet. Iterate it in one task; close it, or leave its ``with`` block, when done.
+class FeedSubscription(Generic[T]):
+    """The unread items of one subscriber, as an async iterator and a context manager that closes it.
 
-    ``await asyncio.wait_for(anext(subscription), 15)`` waits for a limited time and loses nothing: an item leaves the
-    buffer only in the step that returns it.
+    Only one task may iterate it. ``await asyncio.wait_for(anext(subscription), 15)`` is safe to cancel: an item is
+    removed from the buffer only in the step that returns it.
     """
 
     def __init__(self, feed: Feed[T], loop: asyncio.AbstractEventLoop, limit: int, *, ended: bool) -> None:
@@ -90,14 +98,14 @@ class Subscription(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
         self._wake_due = False
         self.dropped = 0
-        """How many items this reader has lost so far."""
+        """Number of items that this subscriber has lost."""
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
         if self._waiter is not None:
-            raise RuntimeError("two tasks read one subscription; subscribe once for each")
+            raise RuntimeError("two tasks read one subscription; create one subscription for each task")
         while True:
             with self._lock:
                 if self._items:
@@ -112,7 +120,7 @@ class Subscription(Generic[T]):
                 self._waiter = None
 
     def close(self) -> None:
-        """Stop receiving and forget what was not read. Idempotent, from any thread."""
+        """Unsubscribe and discard unread items. Idempotent; may be called from any thread."""
         with self._lock:
             self._items.clear()
             self._end()
@@ -132,7 +140,7 @@ class Subscription(Generic[T]):
         self.close()
 
     def _offer(self, item: T) -> int:
-        """Under the lock: keep the item and return how many were dropped for it."""
+        """Store the item and return how many items were dropped to make room. The caller holds the lock."""
         lost = 0
         if len(self._items) >= self._limit:
             self._items.popleft()
@@ -153,7 +161,7 @@ class Subscription(Generic[T]):
         try:
             self._loop.call_soon_threadsafe(self._release)
         except RuntimeError:
-            # The reader's loop is closed, so nobody will ever read or close this.
+            # The subscriber's event loop is closed, so this subscription can no longer be read or closed.
             self._ended = True
             if self in self._feed._subscriptions:
                 self._feed._subscriptions.remove(self)

@@ -1,4 +1,7 @@
-"""Text that strangers have written, as terminals and logs may show it: paths, names, what models and tools say."""
+"""Make untrusted text safe to show in terminals and logs: paths, names, and the output of models and tools.
+
+Control characters in such text can move the cursor, change the window title or reverse the direction of text.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,36 @@ import sys
 import unicodedata
 from collections import deque
 
-LONGEST_LINE = 4000
-HARMLESS = "\n\t"
-# Cf has what changes the direction of text (U+202A to U+202E, U+2066 to U+2069); two of it belong to words.
+MAX_LINE_CHARACTERS = 4000
+"""Longer lines are cut when they are kept in memory."""
+LAYOUT_CHARACTERS = "\n\t"
+# The category Cf contains the characters that change the direction of text (U+202A to U+202E, U+2066 to U+2069).
+# The two joiners are in the category too, but words of several languages are spelled with them.
 JOINERS = "\u200c\u200d"
 
 
-def shown(text: str) -> str:
-    """The text with every character that does something written out, but for line ends and tabs."""
+def escape_text(text: str) -> str:
+    """Return the text with control and formatting characters escaped, except line ends, tabs and joiners."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(char if _is_text(char) else char.encode("unicode_escape").decode() for char in text)
+    return "".join(char if _is_safe(char) else char.encode("unicode_escape").decode() for char in text)
 
 
 class LogFormatter(logging.Formatter):
-    """Records as lines that control no terminal. A message is one line: none can look like another record."""
+    """A formatter that escapes control characters. Every message is one line, so none can imitate another record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", "\\n")
 
     def format(self, record: logging.LogRecord) -> str:
-        return shown(super().format(record))
+        return escape_text(super().format(record))
 
 
-class LastResort(logging.Handler):
-    """Python's own prints warnings as they are where nobody has configured logging; this one as harmless lines."""
+class LastResortHandler(logging.Handler):
+    """Print warnings to stderr while logging is not configured.
+
+    ``logging.lastResort`` does this too, but it does not escape control characters.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -43,23 +51,25 @@ class LastResort(logging.Handler):
 
 
 def print_warnings() -> None:
-    """Have the package's warnings printed as harmless lines, until somebody configures logging. Idempotent."""
+    """Print the package's warnings with control characters escaped, until logging is configured. Idempotent."""
     logger = logging.getLogger(__package__)
-    if not any(isinstance(handler, LastResort) for handler in logger.handlers):
-        logger.addHandler(LastResort())
+    if not any(isinstance(handler, LastResortHandler) for handler in logger.handlers):
+        logger.addHandler(LastResortHandler())
 
 
-class RecentLines(logging.Handler):
-    """Keeps the last lines in memory: a cell's output is no place for a server's log."""
+class RecentLinesHandler(logging.Handler):
+    """Keep the most recent log lines in memory: the log of a server must not appear in the output of a cell."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_lines: int) -> None:
         super().__init__()
-        self.lines: deque[str] = deque(maxlen=most)
+        self.lines: deque[str] = deque(maxlen=max_lines)
         self.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record)[:LONGEST_LINE])
+        self.lines.append(self.format(record)[:MAX_LINE_CHARACTERS])
 
 
-def _is_text(char: str) -> bool:
-    return char in HARMLESS or char in JOINERS or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+def _is_safe(char: str) -> bool:
+    if char in LAYOUT_CHARACTERS or char in JOINERS:
+        return True
+    return unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp")

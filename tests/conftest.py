@@ -36,7 +36,7 @@ LONGEST = {
             "kernel",
             "contract",
             "flows",
-            "strangers",
+            "security",
             "daemon",
             "llama_cpp",
             "engine",

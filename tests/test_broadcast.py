@@ -19,7 +19,7 @@ async def take(subscription, count):
     return [await anext(subscription) for _ in range(count)]
 
 
-async def test_every_subscriber_gets_every_item_in_order():
+async def test_every_subscriber_receives_every_item_in_order():
     feed = Feed()
     with feed.subscribe() as first, feed.subscribe() as second:
         for item in range(10):
@@ -27,7 +27,7 @@ async def test_every_subscriber_gets_every_item_in_order():
         assert await take(first, 10) == await take(second, 10) == list(range(10))
 
 
-async def test_a_subscriber_gets_only_what_comes_after_it():
+async def test_a_subscriber_receives_only_items_published_after_it_subscribed():
     feed = Feed()
     feed.publish("early")
     with feed.subscribe() as subscription:
@@ -35,7 +35,7 @@ async def test_a_subscriber_gets_only_what_comes_after_it():
         assert await anext(subscription) == "late"
 
 
-async def test_a_waiting_reader_is_woken_from_another_thread():
+async def test_publishing_from_another_thread_wakes_a_waiting_subscriber():
     feed = Feed()
     async with feed.subscribe(limit=1000) as subscription:
         reader = asyncio.ensure_future(take(subscription, 1000))
@@ -58,7 +58,7 @@ async def test_subscribers_agree_on_the_order_of_several_publishers():
 
 
 @given(limit=st.integers(1, 8), count=st.integers(0, 30))
-def test_a_slow_reader_keeps_the_newest_items_and_counts_the_lost_ones(limit, count):
+def test_a_slow_subscriber_keeps_the_newest_items_and_counts_the_dropped_ones(limit, count):
     async def scenario():
         feed = Feed()
         with feed.subscribe(limit) as subscription:
@@ -82,7 +82,7 @@ async def test_waiting_with_a_timeout_loses_nothing():
             assert await anext(subscription) == item
 
 
-async def test_an_item_that_arrives_as_the_reader_is_cancelled_stays():
+async def test_an_item_published_while_the_reading_task_is_cancelled_is_not_lost():
     feed = Feed()
     with feed.subscribe() as subscription:
         reader = asyncio.ensure_future(anext(subscription))
@@ -95,7 +95,7 @@ async def test_an_item_that_arrives_as_the_reader_is_cancelled_stays():
         assert await anext(subscription) == "kept"
 
 
-async def test_closing_a_subscription_ends_its_iteration_and_forgets_it():
+async def test_closing_a_subscription_ends_its_iteration_and_removes_it_from_the_feed():
     feed = Feed()
     subscription = feed.subscribe()
     reader = asyncio.ensure_future(take(subscription, 1))
@@ -104,11 +104,11 @@ async def test_closing_a_subscription_ends_its_iteration_and_forgets_it():
     subscription.close()
     with pytest.raises(StopAsyncIteration):
         await reader
-    feed.publish("unseen")
+    feed.publish("unread")
     assert feed.statistics() == FeedStatistics(subscribers=0, published=1, dropped=0)
 
 
-async def test_a_closed_feed_lets_readers_finish_and_takes_nothing_more():
+async def test_subscribers_of_a_closed_feed_read_the_remaining_items_but_no_new_ones():
     feed = Feed()
     subscription = feed.subscribe()
     feed.publish(1)
@@ -128,22 +128,22 @@ async def test_two_tasks_cannot_read_one_subscription():
         reader.cancel()
 
 
-async def test_a_limit_below_one_is_refused():
+async def test_a_limit_below_one_is_rejected():
     with pytest.raises(ValueError, match="limit is 0"):
         Feed().subscribe(0)
 
 
-def test_a_publisher_survives_the_end_of_a_readers_loop():
+def test_publishing_works_after_the_event_loop_of_a_subscriber_was_closed():
     feed = Feed()
 
-    async def leave_without_closing():
+    async def subscribe_without_closing():
         subscription = feed.subscribe()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(subscription), 0.001)
 
-    asyncio.run(leave_without_closing())
-    feed.publish("nobody")
-    feed.publish("there")
+    asyncio.run(subscribe_without_closing())
+    feed.publish("first")
+    feed.publish("second")
     assert feed.statistics() == FeedStatistics(subscribers=0, published=2, dropped=0)
 
 

@@ -12,11 +12,11 @@ from lmx_lab.cli.terminal import (
     print_error,
     print_note,
     read_line,
-    shown,
     single_line,
 )
 from lmx_lab.client import Session
 from lmx_lab.errors import LabError
+from lmx_lab.sanitize import escape_text
 from lmx_lab.wire.event_stream import ResetFrame
 from lmx_lab.wire.events import (
     DaemonEvent,
@@ -74,13 +74,13 @@ class Conversation:
         if self._allow:
             return Decision(decision="allow")
         if not is_interactive():
-            print_note(f"{shown(permission.tool)} was denied: there is no terminal for a question; --allow runs tools")
+            print_note(f"{permission.tool} was denied: there is no terminal for a question; --allow runs tools")
             return Decision(decision="deny")
         # The complete call in one line, because the decision is about exactly this call.
         arguments = ", ".join(
             f"{name if name.isidentifier() else repr(name)}={value!r}" for name, value in permission.arguments.items()
         )
-        print_note(shown(f"the model wants to call {permission.tool}({arguments})"))
+        print_note(f"the model wants to call {permission.tool}({arguments})")
         discard_typed_input()
         answer = ""
         with contextlib.suppress(EOFError):
@@ -143,7 +143,7 @@ class AnswerPrinter:
 
     def _write(self, text: str) -> None:
         if text:
-            sys.stdout.write(shown(text))
+            sys.stdout.write(escape_text(text))
             sys.stdout.flush()
             self._in_line = not text.endswith("\n")
 

@@ -13,7 +13,8 @@ from rich.text import Text
 from lmx_lab.cli import FAILED
 from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, epilog
-from lmx_lab.cli.terminal import err, out, shown
+from lmx_lab.cli.terminal import err, out
+from lmx_lab.sanitize import escape_text
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
@@ -57,4 +58,4 @@ def doctor(
 
 def _line(finding: Finding) -> Text:
     # Names of programs and folders may contain control characters.
-    return Text.assemble(MARKS[finding.verdict], f" {finding.topic}: {shown(finding.text)}")
+    return Text.assemble(MARKS[finding.verdict], f" {finding.topic}: {escape_text(finding.text)}")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lmx_lab.errors import LabError
-from lmx_lab.sanitize import shown
+from lmx_lab.sanitize import escape_text
 
 __all__ = [
     "discard_typed_input",
@@ -24,7 +24,6 @@ __all__ = [
     "print_line",
     "print_note",
     "read_line",
-    "shown",
     "single_line",
 ]
 
@@ -34,23 +33,23 @@ err = Console(stderr=True, soft_wrap=True)
 
 def print_line(text: str, *, style: str | None = None) -> None:
     """Print a line to standard output. Names and paths in it may contain rich's markup, which is not interpreted."""
-    out.print(shown(text), style=style, markup=False, highlight=False)
+    out.print(escape_text(text), style=style, markup=False, highlight=False)
 
 
 def print_note(text: str) -> None:
     """Print a hint to standard error."""
-    err.print(shown(text), style="dim", markup=False, highlight=False)
+    err.print(escape_text(text), style="dim", markup=False, highlight=False)
 
 
 def print_error(exc: LabError) -> None:
     """Print the error's code and message, which may come from a server, to standard error."""
-    err.print(Text.assemble((shown(exc.code), "bold red"), f": {shown(exc.message)}"), highlight=False)
+    err.print(Text.assemble((escape_text(exc.code), "bold red"), f": {escape_text(exc.message)}"), highlight=False)
 
 
 def single_line(text: str, most: int = 100) -> str:
     """Return the start of a text as one line of at most ``most`` characters."""
     words = " ".join(text.split())
-    return shown(words if len(words) <= most else words[: most - 1] + "…")
+    return escape_text(words if len(words) <= most else words[: most - 1] + "…")
 
 
 def is_interactive() -> bool:

@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from lmx_lab.client.connection import HttpConnection
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError
+from lmx_lab.values.generation import FinishReason
 from lmx_lab.wire.chat import (
     ChatChunk,
     ChatRequest,
@@ -24,7 +25,7 @@ from lmx_lab.wire.chat import (
     SocketStats,
     SocketToken,
 )
-from lmx_lab.wire.generation import CompletionTokensDetails, FinishReason, PromptTokensDetails, Timings, Usage
+from lmx_lab.wire.generation import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 
 CLOSE_S = 2.0
 """Maximum wait for closing a connection whose other end does not respond."""

@@ -16,7 +16,7 @@ from lmx_lab.daemon.routes.turns import permission_routes, turn_routes
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.sessions import LIST_LIMIT
 from lmx_lab.http.guard import ASGIApp, GuardPolicy, local_policy
-from lmx_lab.http.middleware import VERSION, wrapped
+from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI
 from lmx_lab.settings import Settings
 from lmx_lab.wire.event_stream import Envelope
@@ -46,7 +46,7 @@ def create_daemon_app(
         shapes=(Envelope, *EVENT_DATA),
         key=("token", KEY_HINT),
         open_paths=frozenset({HEALTH}),
-        most={
+        maximums={
             **{(operation, "wait"): limits.wait_s for operation in (*POLLS, "turns_read")},
             **{(operation, "limit"): limits.page_events for operation in POLLS},
             ("sessions_listed", "limit"): LIST_LIMIT,
@@ -63,7 +63,7 @@ def create_daemon_app(
         stream_routes,
     ):
         api.include_router(routes(services))
-    return wrapped(api, policy, methods=METHODS), api
+    return wrap_app(api, policy, methods=METHODS), api
 
 
 def daemon_policy(settings: Settings, port: int, token: str, own_names: Sequence[str] = ()) -> GuardPolicy:

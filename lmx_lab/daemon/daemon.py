@@ -22,7 +22,7 @@ from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.errors import HostingError, InvalidRequestError
 from lmx_lab.http.guard import LivePolicy
-from lmx_lab.http.uvicorn_server import Host, bind
+from lmx_lab.http.uvicorn_server import RunningServer, bind
 from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.wire.identifiers import new_id
@@ -87,7 +87,7 @@ class Daemon:
         self._log_file = LogFile(self.folder, token=self.token)
         self._thread = LoopThread("lmx-lab-daemon")
         self._lifespan = Lifespan(self._config, on_stopped=self._close)
-        self._host: Host | None = None
+        self._host: RunningServer | None = None
         self._start_lock = threading.Lock()
         self._ended = threading.Event()
         self._pid = 0
@@ -148,7 +148,7 @@ class Daemon:
         return self._started_host.port
 
     @property
-    def _started_host(self) -> Host:
+    def _started_host(self) -> RunningServer:
         if self._host is None:
             raise HostingError("this daemon was not started; call start() first")
         return self._host
@@ -202,7 +202,7 @@ class Daemon:
             self._pid = os.getpid()
             _RUNNING.add(self)
 
-    def _start(self) -> Host:
+    def _start(self) -> RunningServer:
         sock = bind(self.settings.daemon_host, self.settings.daemon_port, explicit=self._explicit_port)
         try:
             port = sock.getsockname()[1]

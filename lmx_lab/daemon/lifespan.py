@@ -27,7 +27,7 @@ from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.errors import HostingError, LabError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.middleware import VERSION
-from lmx_lab.http.uvicorn_server import Host, serve
+from lmx_lab.http.uvicorn_server import RunningServer, serve
 from lmx_lab.settings import Settings
 from lmx_lab.wire.daemon import StateFile
 from lmx_lab.wire.events import DaemonStarted, DaemonStopping
@@ -86,7 +86,7 @@ class Lifespan:
             raise HostingError("this daemon was not started; call start() first")
         return self._services
 
-    async def start(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> Host:
+    async def start(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> RunningServer:
         """Start all components. Returns when requests are accepted and the state file is written.
 
         Raises:
@@ -98,7 +98,7 @@ class Lifespan:
             await self._stop_components()
             raise
 
-    async def _start(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> Host:
+    async def _start(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> RunningServer:
         config = self._config
         services = self._services = await self._create_services()
         asgi, _ = create_daemon_app(services, policy=policy, max_body_bytes=config.settings.max_body_bytes)

@@ -29,8 +29,7 @@ from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import Format, Kind, LoadReport, ModelEntry
-from lmx_lab.weights.files import check_files
-from lmx_lab.weights.threads import in_thread
+from lmx_lab.weights.files import check_files, in_thread
 
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.engine import GgufEngine

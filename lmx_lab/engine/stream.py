@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from lmx_lab.errors import LabError
-from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, joined
+from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
 
 MOST_DELTAS = 64
 """That are held apart for a slow reader."""
@@ -37,7 +37,7 @@ class Mailbox:
             case Delta():
                 self._deltas.append(item)
                 if len(self._deltas) > MOST_DELTAS:
-                    self._deltas = [joined(self._deltas)]
+                    self._deltas = [merge_deltas(self._deltas)]
             case PromptProgress():
                 self.progress = item
                 return
@@ -54,8 +54,8 @@ class Mailbox:
             return None
         deltas, self._deltas = self._deltas, []
         # Nearly always there is one.
-        delta = deltas[0] if len(deltas) == 1 else joined(deltas)
-        return delta if delta.tokens or delta.shows else None
+        delta = deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
+        return delta if delta.tokens or delta.has_content else None
 
 
 class Outbox:

@@ -1,8 +1,9 @@
-"""Read JSON from clients: size, depth and content type are checked before anything else runs. ``http.protocol``
-limits how slowly a body may come.
+"""Read JSON bodies of requests. Size, depth and content type are checked before anything else runs.
 
-Parsing and validation are one call each, which holds the interpreter's lock, also in a thread. Their time depends on
-how many items, members, lists and objects a body has. These are therefore counted first, a piece at a time.
+``http.protocol`` limits how slowly a body may arrive.
+
+Parsing and validation are single calls that hold the interpreter's lock, also in a thread. Their time depends on the
+number of items, members, lists and objects in a body, so these are counted first, a piece at a time.
 """
 
 from __future__ import annotations
@@ -24,47 +25,49 @@ from lmx_lab.wire.limits import Structure
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
-# A refused body is still read up to this many times the limit: closing at once would lose the answer on its way.
+# Of a refused body, up to this many times the limit is still read: if the connection were closed at once, the client
+# could lose the answer.
 DRAIN_FACTOR = 8
-ROOM_BYTES = 256 * 2**20
-"""For the bodies of all requests under way."""
+MEMORY_BYTES = 256 * 2**20
+"""Memory for the bodies of all current requests."""
 SMALL_BODY_BYTES = 64 * 1024
-"""This much of each body does not count, so that large bodies, however slowly they come, do not keep small ones out.
-Larger bodies are counted before they are parsed, a piece of this size at a time; smaller ones cannot hold too much."""
-TURN_S = 0.005
-"""Between two steps of large bodies, which take up to about 50 ms each. Everything else on the loop runs meanwhile."""
+"""This much of each body is not counted against the memory, so that large bodies, however slow, do not keep small ones
+out. Larger bodies are counted before they are parsed, in pieces of this size; smaller ones cannot contain too much."""
+PAUSE_S = 0.005
+"""Pause between two steps of large bodies, which take up to about 50 ms each. The loop does other work meanwhile."""
 WALK_ITEMS = 10_000
-"""Checked in about 3 ms."""
-ROOM_RETRY_S = 2
+"""Number of items that are checked at a time, in about 3 ms."""
+RETRY_S = 2
 CONTAINERS = (dict, list)
 Text = bytes | bytearray | str
-_PAUSED = threading.Lock()
-WITH_BODY = {"POST", "PATCH"}
-LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is no character"
-PLAIN_WORDS = {
+_GC_LOCK = threading.Lock()
+METHODS_WITH_BODY = {"POST", "PATCH"}
+LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is not a character"
+PARSER_MESSAGES = {
     "unexpected end of hex escape": LONE_SURROGATE,
     "lone leading surrogate in hex escape": LONE_SURROGATE,
-    "number out of range": "a number has more than 4,300 digits, the most that are read",
+    "number out of range": "a number has more than 4,300 digits, which is the limit",
 }
+"""Replacements for messages of the parser that name its step and not the error."""
 
 
-class Turns:
-    """Large bodies take turns, one step of one body at a time, with a pause after each."""
+class LargeBodyQueue:
+    """Processes large bodies one step of one body at a time, with a pause after each step."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Return when the caller may take a step, which it does before it awaits anything."""
+        """Wait until the caller may take a step. It has to take the step before it awaits anything else."""
         async with self._lock:
-            await asyncio.sleep(TURN_S)
+            await asyncio.sleep(PAUSE_S)
 
 
 def parse_json(text: Text) -> Any:
-    """JSON as its standard has it: no NaN, no lone surrogates, nested at most 64 levels.
+    """Parse JSON as defined by its standard: without NaN and lone surrogates, and at most 64 levels deep.
 
     Raises:
-        InvalidRequestError: says where it went wrong.
+        InvalidRequestError: the text is invalid; the message names the place.
     """
     value = _parse(text)
     for _ in _walk(value):
@@ -72,13 +75,14 @@ def parse_json(text: Text) -> Any:
     return value
 
 
-async def read_json(text: Text, turns: Turns) -> Any:
-    """``parse_json`` in steps between which the loop runs. A large body is counted first. On return, the caller has the
-    turn, to validate the value.
+async def read_json(text: Text, queue: LargeBodyQueue) -> Any:
+    """Parse JSON as ``parse_json`` does, in steps between which the loop runs. A large body is counted first.
+
+    On return, the caller may take the next step, which is the validation of the value.
 
     Raises:
         InvalidRequestError: as ``parse_json``.
-        BodyTooLargeError: it holds more than ``Structure`` allows.
+        BodyTooLargeError: it contains more than ``Structure`` allows.
     """
     if len(text) <= SMALL_BODY_BYTES:
         return parse_json(text)
@@ -88,11 +92,11 @@ async def read_json(text: Text, turns: Turns) -> Any:
         if structure.excess is not None:
             raise BodyTooLargeError(f"the body has more than {structure.excess}, the limit of this server; send less")
         await asyncio.sleep(0)
-    await turns.wait()
+    await queue.wait()
     value = _parse(text)
     for _ in _walk(value):
         await asyncio.sleep(0)
-    await turns.wait()
+    await queue.wait()
     return value
 
 
@@ -100,19 +104,19 @@ def _parse(text: Text) -> Any:
     if text[:1] == "\ufeff" or text[:3] == b"\xef\xbb\xbf":
         raise InvalidRequestError("the body begins with a byte order mark (U+FEFF); send UTF-8 without one")
     try:
-        with _no_collection():
+        with _gc_paused():
             return pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as exc:
         if "recursion limit" in str(exc):
             raise InvalidRequestError(TOO_DEEP) from exc
-        raise InvalidRequestError(f"the body is not valid JSON: {_in_plain_words(str(exc))}") from exc
+        raise InvalidRequestError(f"the body is not valid JSON: {_parser_message(str(exc))}") from exc
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the collection of garbage: tracing 50,000 lists repeatedly takes longer than parsing them."""
-    # One thread at a time; otherwise one could restore the state that another has set.
-    with _PAUSED:
+def _gc_paused() -> Iterator[None]:
+    """Pause garbage collection: tracing 50,000 lists repeatedly takes longer than parsing them."""
+    # One thread at a time; otherwise a thread could restore the state that another one has set.
+    with _GC_LOCK:
         enabled = gc.isenabled()
         gc.disable()
         try:
@@ -122,25 +126,25 @@ def _no_collection() -> Iterator[None]:
                 gc.enable()
 
 
-def _in_plain_words(said: str) -> str:
-    """The parser's own words where they name its step instead of the mistake; the place stays."""
-    what, at, place = said.rpartition(" at line ")
-    return f"{PLAIN_WORDS.get(what, what)}{at}{place}"
+def _parser_message(message: str) -> str:
+    """Replace a message of the parser by a clearer one if there is one, and keep the place."""
+    what, at, place = message.rpartition(" at line ")
+    return f"{PARSER_MESSAGES.get(what, what)}{at}{place}"
 
 
 def _walk(value: Any) -> Iterator[None]:
-    """Check the depth and the numbers, with a pause after every few items.
+    """Check depth and numbers, and yield after every few items.
 
     Raises:
-        InvalidRequestError: nested too deeply, or a number that is too large.
+        InvalidRequestError: the value is nested too deeply, or contains a number that is too large.
     """
     level, walked = [value], 0
     for _ in range(NESTING_LIMIT):
         below: list[Any] = []
         for values in _pieces(level):
-            # 1e400 is read as infinity, which no answer could repeat.
+            # 1e400 is parsed as infinity, which no answer could contain.
             if math.inf in values or -math.inf in values:
-                raise InvalidRequestError("a number is beyond what is read, 1.8e308; send a smaller one")
+                raise InvalidRequestError("a number exceeds the limit of 1.8e308; send a smaller one")
             below += [child for child in values if isinstance(child, CONTAINERS)]
             walked += 1 + len(values)
             if walked > WALK_ITEMS:
@@ -153,7 +157,7 @@ def _walk(value: Any) -> Iterator[None]:
 
 
 def _pieces(level: list[Any]) -> Iterator[list[Any]]:
-    """The values in each of the level's lists and objects, some at a time."""
+    """Iterate over the values of the lists and objects in a level, a limited number at a time."""
     for item in level:
         values = item if isinstance(item, list) else list(item.values()) if isinstance(item, dict) else [item]
         if len(values) <= WALK_ITEMS:
@@ -162,41 +166,43 @@ def _pieces(level: list[Any]) -> Iterator[list[Any]]:
             yield from (values[start : start + WALK_ITEMS] for start in range(0, len(values), WALK_ITEMS))
 
 
-class BodyRoom:
-    """The memory for all bodies under way together; ``taken_bytes`` of it are in use."""
+class BodyMemory:
+    """The memory that the bodies of all current requests share."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self.taken_bytes = 0
+        self.used_bytes = 0
 
     def resize(self, size: int, to: int) -> int:
-        """A body of ``size`` bytes becomes one of ``to``, which is returned.
+        """Change the size of a body from ``size`` to ``to`` bytes, and return ``to``.
 
         Raises:
-            QueueFullError: there is no room for it to grow; it stays as it is.
+            QueueFullError: there is not enough memory; nothing was changed.
         """
-        taken = self.taken_bytes + max(0, to - SMALL_BODY_BYTES) - max(0, size - SMALL_BODY_BYTES)
-        if to > size and taken > self.size_bytes:
+        used = self.used_bytes + max(0, to - SMALL_BODY_BYTES) - max(0, size - SMALL_BODY_BYTES)
+        if to > size and used > self.size_bytes:
             raise QueueFullError(
-                f"the bodies of requests under way take {self.taken_bytes} bytes, and there is room for "
-                f"{self.size_bytes}; try again in {ROOM_RETRY_S} s",
-                retry_after_s=ROOM_RETRY_S,
+                f"the bodies of current requests take {self.used_bytes} bytes, and the limit for all together is "
+                f"{self.size_bytes}; try again in {RETRY_S} s",
+                retry_after_s=RETRY_S,
             )
-        self.taken_bytes = taken
+        self.used_bytes = used
         return to
 
 
 @asynccontextmanager
-async def read_body(request: Request, limit_bytes: int, room: BodyRoom) -> AsyncIterator[bytearray]:
-    """The whole body, which has its room until the block ends.
+async def read_body(request: Request, limit_bytes: int, memory: BodyMemory) -> AsyncIterator[bytearray]:
+    """Read the whole body, and keep its memory reserved within the block.
+
+    In case of an error, the rest of the body is read and dropped, up to a limit.
 
     Raises:
-        BodyTooLargeError: more than ``limit_bytes``.
-        QueueFullError: no room beside the others. Of either, the rest was read and thrown away, up to a bound.
+        BodyTooLargeError: the body has more than ``limit_bytes``.
+        QueueFullError: there is not enough memory for it.
     """
-    # One block, which the allocator gives back whole; 128 pieces would stay in its heap.
+    # A single block, which the allocator returns completely; 128 chunks would remain in its heap.
     body = bytearray()
-    size = held = 0
+    size = reserved = 0
     refusal: LabError | None = None
     try:
         async for chunk in request.stream():
@@ -206,27 +212,27 @@ async def read_body(request: Request, limit_bytes: int, room: BodyRoom) -> Async
             if refusal is None:
                 try:
                     _check_size(size, limit_bytes)
-                    held = room.resize(held, size)
+                    reserved = memory.resize(reserved, size)
                     body += chunk
                 except LabError as exc:
                     refusal = exc
                     body.clear()
-                    held = room.resize(held, 0)
+                    reserved = memory.resize(reserved, 0)
         _check_size(size, limit_bytes)
         if refusal is not None:
             raise refusal
         yield body
     finally:
-        room.resize(held, 0)
+        memory.resize(reserved, 0)
 
 
 def _check_size(size: int, limit_bytes: int) -> None:
     if size > limit_bytes:
-        raise BodyTooLargeError(f"the body has more than {limit_bytes} bytes, the limit of this server")
+        raise BodyTooLargeError(f"the body has more than {limit_bytes} bytes, the limit of this server; send less")
 
 
 class ParsedRequest(Request):
-    """A request whose JSON was read strictly."""
+    """A request whose JSON body was already parsed."""
 
     def __init__(self, request: Request, body: bytearray, value: Any) -> None:
         super().__init__(request.scope, request.receive)
@@ -238,26 +244,26 @@ class ParsedRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that reads its JSON body by the rules of this module; routes without a body are as FastAPI has them."""
+    """A route that reads its JSON body as defined in this module. Routes without a body are FastAPI's own."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
             state = request.app.state
-            async with read_body(request, state.max_body_bytes, state.body_room) as body:
+            async with read_body(request, state.max_body_bytes, state.body_memory) as body:
                 value = None
                 if body or (self.body_field is not None and self.body_field.field_info.is_required()):
                     _check_content_type(request)
-                    value = await read_json(body, state.body_turns)
+                    value = await read_json(body, state.large_body_queue)
                 return await handle(ParsedRequest(request, body, value))
 
-        return strict if WITH_BODY & set(self.methods or ()) else handle
+        return strict if METHODS_WITH_BODY & set(self.methods or ()) else handle
 
 
 def _check_content_type(request: Request) -> None:
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise InvalidRequestError(f"Content-Encoding is {encoding[:50]}; send the body as it is, uncompressed")
+        raise InvalidRequestError(f"Content-Encoding is {encoding[:50]}; send the body uncompressed")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")

@@ -1,4 +1,4 @@
-"""Errors on the wire: which status each has, and the one body they all share."""
+"""Convert errors to HTTP responses: the status of each error, and the body that all of them share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 
 log = logging.getLogger(__name__)
 
-
-# Looked up along the class's MRO, so a new error has its parent's status until it gets a row of its own.
+# Looked up along the MRO of a class, so a new error has its parent's status until it gets its own entry.
 STATUS: dict[type[LabError], int] = {
     errors.LabError: 500,
     errors.CallerError: 400,
@@ -47,8 +46,8 @@ STATUS: dict[type[LabError], int] = {
     errors.OutOfMemoryError: 503,
     errors.EngineDeadError: 503,
 }
-# Sending the same again at once cannot help, and chat clients would, twice, for every status from 500 up; unless the
-# error says after how many seconds it can.
+# An immediate retry of these requests cannot succeed. Chat clients retry every status of 500 or more twice, so the
+# response tells them not to, unless the error contains a time after which a retry can succeed.
 NO_RETRY = (
     errors.NotLoadedError,
     errors.OutOfMemoryError,
@@ -57,34 +56,37 @@ NO_RETRY = (
     errors.EngineDeadError,
     errors.ModelBusyError,
 )
-# nginx's word for it: the client has closed the request.
+# nginx's status for a request that the client has closed.
 CLIENT_CLOSED = 499
-# There is no number for "no limit"; -1 and 0 are such elsewhere.
-LEFT_OUT = {
+# There is no number for "no limit". Other servers use -1 or 0 for it.
+UNLIMITED_HINTS = {
     **dict.fromkeys(
         ("max_tokens", "max_completion_tokens"),
-        "for no limit but the model's context give a large number, such as 1000000",
+        "for no limit except the model's context, send a large number such as 1000000",
     ),
-    "top_n": "for all documents leave it out",
-    "dimensions": "for all that the model has leave it out",
+    "top_n": "for all documents, leave the field out",
+    "dimensions": "for all dimensions of the model, leave the field out",
 }
 REQUEST_PARTS = ("body", "query")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-ALTERNATIVES = ("str", "constrained-str")
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+UNION_TYPES = ("str", "constrained-str")
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def status_for(error: type[LabError]) -> int:
+    """Return the HTTP status of a class of errors."""
     return next(STATUS[kind] for kind in error.__mro__ if kind in STATUS)
 
 
 def status_of(error: LabError) -> int:
+    """Return the HTTP status of an error."""
     return status_for(type(error))
 
 
-def detail(error: LabError, request_id: str | None) -> ErrorDetail:
+def error_detail(error: LabError, request_id: str | None) -> ErrorDetail:
+    """Convert an error to its form on the wire."""
     status = status_of(error)
-    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return ErrorDetail(
         code=error.code,
         message=error.message,
@@ -101,11 +103,11 @@ def _is_final(error: LabError) -> bool:
 
 
 def respond(error: LabError, status: int | None = None, request_id: str | None = None) -> JSONResponse:
-    """The whole answer to a failed request."""
-    return _answer(error, detail(error, request_id), status or status_of(error))
+    """Return the response to a failed request."""
+    return _response(error, error_detail(error, request_id), status or status_of(error))
 
 
-def _answer(error: LabError, shown: ErrorDetail, status: int) -> JSONResponse:
+def _response(error: LabError, detail: ErrorDetail, status: int) -> JSONResponse:
     headers = {}
     if _is_final(error):
         headers["x-should-retry"] = "false"
@@ -113,102 +115,106 @@ def _answer(error: LabError, shown: ErrorDetail, status: int) -> JSONResponse:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, errors.UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(ErrorBody(error=shown).model_dump(), status_code=status, headers=headers)
+    return JSONResponse(ErrorBody(error=detail).model_dump(), status_code=status, headers=headers)
 
 
 def detail_for(connection: HTTPConnection, error: LabError) -> ErrorDetail:
-    """``detail`` as this caller may see it. If the application has ``state.without_paths``, which removes paths from a
-    message, only local callers see paths.
+    """Convert an error to the form that this caller may see.
+
+    If the application has ``state.without_paths``, which removes paths from a message, only local callers see paths.
     """
-    shown = detail(error, request_id_of(connection))
+    detail = error_detail(error, request_id_of(connection))
     without_paths: Callable[[str], str] | None = getattr(connection.app.state, "without_paths", None)
     if without_paths is None or is_local(connection.scope):
-        return shown
-    return shown.model_copy(update={"message": without_paths(shown.message)})
+        return detail
+    return detail.model_copy(update={"message": without_paths(detail.message)})
 
 
 def request_id_of(connection: HTTPConnection) -> str | None:
+    """Return the id that ``http.middleware`` assigned to a request."""
     request_id: str | None = connection.scope.get("lmx_lab.request_id")
     return request_id
 
 
-def invalid(exc: ValidationError | RequestValidationError) -> InvalidRequestError:
-    """The first thing that is wrong with a body, by field."""
-    wrong = _first(list(exc.errors()))
-    # A part may be a name that the caller chose, of any length.
-    parts = _fields(exc, wrong["loc"])
-    # What is no field may look like the name of a type.
-    last = len(parts) - 1 if wrong["type"] == "extra_forbidden" else None
-    path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_alternative(part)]
+def validation_error(exc: ValidationError | RequestValidationError) -> InvalidRequestError:
+    """Return the error for the first invalid field of a body."""
+    problem = _first_problem(list(exc.errors()))
+    # A part of the path may be a name of any length that the caller chose.
+    parts = _field_path(exc, problem["loc"])
+    # A name that is not a field may look like a type of a union.
+    last = len(parts) - 1 if problem["type"] == "extra_forbidden" else None
+    path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_union_type(part)]
     field = ".".join(path)
-    said = f"{_said(wrong)}{_given(wrong.get('input'))}"
-    if wrong["type"] == "greater_than_equal" and path[-1:] and path[-1] in LEFT_OUT:
-        said = f"{said}; {LEFT_OUT[path[-1]]}"
-    return InvalidRequestError(f"{field or 'body'}: {said}", param=field or None)
+    message = f"{_message(problem)}{_describe_input(problem.get('input'))}"
+    if problem["type"] == "greater_than_equal" and path[-1:] and path[-1] in UNLIMITED_HINTS:
+        message = f"{message}; {UNLIMITED_HINTS[path[-1]]}"
+    return InvalidRequestError(f"{field or 'body'}: {message}", param=field or None)
 
 
-def _said(wrong: dict[str, Any]) -> str:
-    """What is wrong; in words of our own where pydantic's name its steps, or do not know the number."""
-    match wrong["type"]:
+def _message(problem: dict[str, Any]) -> str:
+    """Return pydantic's message, or our own if pydantic's is about its steps or does not contain the number."""
+    match problem["type"]:
         case "extra_forbidden":
             return "is not a field of this request, or not supported by this version; leave it out"
         case "too_long":
-            most = wrong["ctx"]["max_length"]
-            return f"has {len(wrong['input'])} items, the limit is {most}; send at most {most}"
+            limit = problem["ctx"]["max_length"]
+            return f"has {len(problem['input'])} items, the limit is {limit}; send at most {limit}"
         case "too_short":
-            return f"has {len(wrong['input'])} items; send at least {wrong['ctx']['min_length']}"
+            return f"has {len(problem['input'])} items; send at least {problem['ctx']['min_length']}"
         case _:
-            return str(wrong["msg"]).removeprefix("Value error, ")
+            return str(problem["msg"]).removeprefix("Value error, ")
 
 
-def _given(value: Any) -> str:
-    # From the notebook an integer may be longer than Python writes out.
+def _describe_input(value: Any) -> str:
+    # An integer from a notebook may have more digits than Python prints.
     if not isinstance(value, str | int | float) or (isinstance(value, int) and value.bit_length() > 1000):
         return ""
-    # Cut first: the repr of a text of 8 MB takes tens of milliseconds.
+    # Truncated first: the repr of a text of 8 MB takes tens of milliseconds.
     shown = value[:80] if isinstance(value, str) else value
     return f" (given: {shown!r:.80})"
 
 
-def _first(problems: list[Any]) -> dict[str, Any]:
-    """The first problem; of a union's alternatives the one that got furthest, which is what the caller meant."""
+def _first_problem(problems: list[Any]) -> dict[str, Any]:
+    """Return the first problem. Of a union, return that of the type that matched furthest: the one the caller meant."""
     first = problems[0]
-    if not (first["loc"] and _is_alternative(first["loc"][-1])):
+    if not (first["loc"] and _is_union_type(first["loc"][-1])):
         return dict(first)
     field = first["loc"][:-1]
     alternatives = [problem for problem in problems if problem["loc"][: len(field)] == field]
-    # Of two that got equally far, the one whose type was right.
+    # Of two that matched equally far, the one with the right type.
     return dict(max(alternatives, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type"))))
 
 
-def _fields(exc: ValidationError | RequestValidationError, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """FastAPI puts the part of the request in front; a field may have the same name."""
+def _field_path(exc: ValidationError | RequestValidationError, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Remove the part of the request that FastAPI puts first, which could also be the name of a field."""
     in_front = isinstance(exc, RequestValidationError) and path[:1] and path[0] in REQUEST_PARTS
     return path[1:] if in_front else path
 
 
-def _is_alternative(part: str | int) -> bool:
-    """A union puts the type it tried into the path."""
-    return part in ALTERNATIVES or "[" in str(part)
+def _is_union_type(part: str | int) -> bool:
+    """Whether a part of a path is the type of a union that was tried, and not a field."""
+    return part in UNION_TYPES or "[" in str(part)
 
 
 async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:
+    """Respond to an error of this package."""
     assert isinstance(exc, LabError)
     if not isinstance(exc, CallerError):
         log.warning("%s %s failed (%s): %s", request.method, request.url.path, request_id_of(request), exc)
-    return _answer(exc, detail_for(request, exc), status_of(exc))
+    return _response(exc, detail_for(request, exc), status_of(exc))
 
 
 async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
+    """Respond to a body or a query that is not valid."""
     assert isinstance(exc, RequestValidationError | ValidationError)
-    return respond(invalid(exc), request_id=request_id_of(request))
+    return respond(validation_error(exc), request_id=request_id_of(request))
 
 
 async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
-    """Routes that do not exist, methods that a route does not have."""
+    """Respond to an unknown path, or a method that a route does not support."""
     assert isinstance(exc, HTTPException)
-    said = f"{request.method} {request.url.path}: {exc.detail}; see {request.app.openapi_url} for what there is"
-    error = InvalidRequestError(said)
+    message = f"{request.method} {request.url.path}: {exc.detail}; see {request.app.openapi_url} for all routes"
+    error = InvalidRequestError(message)
     response = respond(error, status=exc.status_code, request_id=request_id_of(request))
     response.headers.update(exc.headers or {})
     if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -217,21 +223,22 @@ async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """What the address takes. Starlette names the methods of one route only, and there is a route for each method."""
+    """Return the methods of a path. Starlette names those of one route only, and each method has its own route."""
 
-    def taken(method: str) -> bool:
+    def is_supported(method: str) -> bool:
         scope = {**request.scope, "method": method}
         return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
-    return [method for method in METHODS if taken(method)]
+    return [method for method in METHODS if is_supported(method)]
 
 
-async def on_gone(request: Request, exc: Exception) -> Response:
-    """The client has left, while sending or while waiting; nobody will read this."""
+async def on_disconnect(request: Request, exc: Exception) -> Response:
+    """Respond to a client that disconnected while it was sending or waiting. It does not receive this response."""
     return Response(status_code=CLIENT_CLOSED)
 
 
 async def on_bug(request: Request, exc: Exception) -> JSONResponse:
+    """Respond to any other exception, and log it."""
     request_id = request_id_of(request)
     log.error("%s %s failed (%s)", request.method, request.url.path, request_id, exc_info=exc)
-    return respond(LabError(f"internal error; the log has the details under {request_id}"), request_id=request_id)
+    return respond(LabError(f"internal error; the log contains the details for {request_id}"), request_id=request_id)

@@ -1,8 +1,7 @@
-"""One ASGI guard for Host, Origin and key, HTTP and WebSocket alike; which callers have this machine's rights; and the
-headers that tell browsers what they may do with an answer.
+"""Guard an ASGI application: check Host, Origin and key of HTTP and WebSocket requests, and tell local callers apart.
 
-Web pages reach a server on loopback in two ways: from another origin (Origin tells), and by a DNS name that they point
-at 127.0.0.1 (Host tells). Programs on the network are told apart by the key.
+Web pages can reach a server on loopback in two ways: from another origin, which the Origin header shows, and through a
+DNS name that points to 127.0.0.1, which the Host header shows. Programs on the network are distinguished by the key.
 """
 
 from __future__ import annotations
@@ -27,23 +26,26 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
-ANSWER_HEADERS = (
+RESPONSE_HEADERS = (
     ("x-content-type-options", "nosniff"),
-    # Other origins cannot embed an answer as a script or an image; origins that CORS allows still fetch it.
+    # Other origins cannot embed a response as a script or an image; origins that CORS allows can still fetch it.
     ("cross-origin-resource-policy", "same-origin"),
-    # Not no-referrer: with that, browsers send "Origin: null" with some requests of a page to its own server.
+    # With no-referrer, browsers would send "Origin: null" with some requests of a page to its own server.
     ("referrer-policy", "same-origin"),
 )
-"""Headers of every answer."""
+"""Headers of every response."""
 CONTENT_POLICY = "frame-ancestors 'self'"
-"""The ``Content-Security-Policy`` of every answer that does not bring its own. Only pages of the same origin may frame
-it; behind jupyter-server-proxy these are JupyterLab's."""
+"""The ``Content-Security-Policy`` of responses without their own. Only pages of the same origin may frame them; behind
+jupyter-server-proxy, these are the pages of JupyterLab."""
 FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
-"""Headers that proxies and tunnels add. They are never believed; their presence shows that the caller is elsewhere."""
+"""Headers that proxies and tunnels add. Their values are never trusted; they show that the caller is on another
+machine."""
 REFRESH_S = 2.0
-"""The names and addresses of this machine are read again at most this often."""
-PASSED = "lmx_lab.policy"
-"""Where a request's scope has the policy that it passed."""
+"""Minimum time between two reads of the names and addresses of this machine."""
+PASSED_POLICY = "lmx_lab.policy"
+"""Key in a request's scope: the policy that it satisfied."""
+TRUSTED_PROXY = "lmx_lab.trusted_proxy"
+"""Key in a request's scope: whether it came through the trusted proxy."""
 # RFC 3986 reg-names that occur in practice, IPv4, bracketed IPv6; no userinfo, no percent-encoding, no zone.
 _HOST = re.compile(r"(?P<name>[a-z0-9_][a-z0-9_.-]*|\[[0-9a-f:.]+\])(?::(?P<port>[1-9][0-9]{0,4}))?", re.ASCII)
 _ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[^\s/?#@]+)", re.ASCII)
@@ -51,32 +53,32 @@ _ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[^\s/?#@]+)", re
 
 @dataclass(frozen=True, kw_only=True)
 class GuardPolicy:
-    """What the guard lets pass. Names are lower-case, IPv6 addresses in brackets."""
+    """The requests that the guard allows. Names are in lower case, IPv6 addresses in brackets."""
 
     hosts: frozenset[str]
-    """Accepted Host values with their port, ``name:port``."""
+    """Accepted values of the Host header with their port, ``name:port``."""
     any_port_hosts: frozenset[str] = frozenset()
-    """Names accepted with any port, or none."""
+    """Names that are accepted with any port, or without one."""
     local_hosts: frozenset[str] = frozenset()
-    """Host values, with their port, that give a caller on loopback this machine's rights; see ``is_local``."""
+    """Values of the Host header, with their port, that make a caller on loopback a local one; see ``is_local``."""
     origins: frozenset[str] = frozenset()
-    """Accepted origins beside the server's own, ``scheme://host[:port]``."""
+    """Accepted origins in addition to the server's own, ``scheme://host[:port]``."""
     webviews: bool = False
-    """Whether VS Code's webviews are accepted: their origins are drawn by lot, and no web site can have one."""
-    passes_on: Callable[[tuple[str, int], tuple[str, int]], bool] | None = None
-    """Whether the peer of this connection (its address, and ours) has authenticated its caller and passes ``Host`` on
-    unchanged; called last, since it is slow."""
+    """Whether VS Code's webviews are accepted. Their origins are random, and no web site can have one."""
+    is_trusted_proxy: Callable[[tuple[str, int], tuple[str, int]], bool] | None = None
+    """Whether the peer of a connection authenticates its callers and forwards ``Host`` unchanged. Called with the
+    address of the peer and our own; last, because it is slow."""
     key: str | None = field(default=None, repr=False)
     key_hint: str = "send the header Authorization: Bearer KEY"
-    """What a caller without it is told."""
+    """What the error for a missing key tells the caller to do."""
     open_paths: frozenset[str] = OPEN_PATHS
     """Paths that need no key."""
     query_key_paths: frozenset[str] = frozenset()
-    """Paths of WebSockets whose key may also come as ``?token=``: in browsers they cannot have headers."""
+    """Paths of WebSockets that also accept the key as ``?token=``, because browsers cannot add headers to them."""
 
 
 def loopback_hosts(port: int) -> frozenset[str]:
-    """The Host values under which this machine reaches its own server."""
+    """Return the values of the Host header with which this machine reaches its own server."""
     names = ("localhost", "127.0.0.1", "[::1]")
     return frozenset(f"{name}:{port}" for name in names) | (frozenset(names) if port == 80 else frozenset())
 
@@ -87,34 +89,37 @@ def local_policy(
     hosts: Iterable[str] = (),
     origins: Iterable[str] = (),
     webviews: bool = False,
-    passes_on: Callable[[tuple[str, int], tuple[str, int]], bool] | None = None,
+    is_trusted_proxy: Callable[[tuple[str, int], tuple[str, int]], bool] | None = None,
     key: str | None = None,
 ) -> GuardPolicy:
-    """Loopback on this port, and what the operator adds: hosts as ``name`` (any port) or ``name:port``, and origins.
+    """Build the policy for loopback on this port, with the hosts and origins that the operator adds.
+
+    Args:
+        hosts: ``name`` for any port, or ``name:port``.
 
     Raises:
-        InvalidRequestError: an entry that could never match, an asterisk among them, or a key no header can carry.
+        InvalidRequestError: an entry could never match, such as one with an asterisk; or no header can contain the key.
     """
     if key is not None and not (key.isascii() and key.isprintable() and key.split() == [key]):
-        raise InvalidRequestError("api_key must be one word of ASCII characters, or left out", param="api_key")
-    entries = [_configured_host(text) for text in hosts]
+        raise InvalidRequestError("api_key must be a single word of ASCII characters, or left out", param="api_key")
+    entries = [_parse_allowed_host(text) for text in hosts]
     return GuardPolicy(
         hosts=loopback_hosts(port) | {text for text, any_port in entries if not any_port},
         local_hosts=loopback_hosts(port),
         any_port_hosts=frozenset(text for text, any_port in entries if any_port),
-        origins=frozenset(_configured_origin(text) for text in origins),
+        origins=frozenset(_parse_allowed_origin(text) for text in origins),
         webviews=webviews,
-        passes_on=passes_on,
+        is_trusted_proxy=is_trusted_proxy,
         key=key,
     )
 
 
 class LivePolicy:
-    """A policy that follows what it depends on. Call it for every request.
+    """A policy that is built again when a value that it depends on has changed. Call it for every request.
 
     Args:
-        make: Makes the policy.
-        depends_on: Called at most every ``REFRESH_S``; where its value has changed, the policy is made again.
+        make: Builds the policy.
+        depends_on: Returns the value; called at most every ``REFRESH_S``.
     """
 
     def __init__(self, make: Callable[[], GuardPolicy], depends_on: Callable[[], object]) -> None:
@@ -128,7 +133,7 @@ class LivePolicy:
         now = time.monotonic()
         if now - self._read_at >= REFRESH_S:
             self._read_at = now
-            # If the system cannot say, the last value stays.
+            # If the system cannot provide the value, the last one is kept.
             with suppress(OSError):
                 if (value := self._depends_on()) != self._value:
                     self._policy, self._value = self._make(), value
@@ -136,9 +141,9 @@ class LivePolicy:
 
 
 class Guard:
-    """Passes a request on to ``app`` if the policy allows it, else answers it with ``respond(error)``.
+    """Calls ``app`` if the policy allows the request, and otherwise responds with ``respond(error)``.
 
-    It belongs outside everything that answers by itself. A policy given as a function is asked for every request.
+    It must be outside all code that responds to requests. A policy given as a function is called for every request.
     """
 
     def __init__(
@@ -158,20 +163,20 @@ class Guard:
             try:
                 policy = self._policy if isinstance(self._policy, GuardPolicy) else self._policy()
                 check(scope, policy)
-                scope[PASSED] = policy
+                scope[PASSED_POLICY] = policy
             except LabError as error:
                 app = self._respond(error)
                 if scope["type"] == "websocket":
-                    app = _refusing(app)
+                    app = _refuse_handshake(app)
         await app(scope, receive, send)
 
 
 def check(scope: Scope, policy: GuardPolicy) -> None:
-    """Let the request of an ``http`` or ``websocket`` scope pass.
+    """Check the request of an ``http`` or ``websocket`` scope.
 
     Raises:
-        HostForbiddenError: no Host header, several, or one outside the policy.
-        OriginForbiddenError: the page that makes the request may not.
+        HostForbiddenError: there is no Host header, or several, or the policy does not allow it.
+        OriginForbiddenError: the policy does not allow the page that makes the request.
         UnauthorizedError: the key is missing or wrong.
     """
     host = _check_host(scope, policy)
@@ -180,8 +185,8 @@ def check(scope: Scope, policy: GuardPolicy) -> None:
         _check_key(scope, policy, policy.key)
 
 
-def passes(scope: Scope, policy: GuardPolicy) -> bool:
-    """Whether ``check`` lets this request pass."""
+def is_allowed(scope: Scope, policy: GuardPolicy) -> bool:
+    """Whether ``check`` allows this request."""
     with suppress(LabError):
         check(scope, policy)
         return True
@@ -189,25 +194,24 @@ def passes(scope: Scope, policy: GuardPolicy) -> bool:
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether the caller of a request that passed a guard has this machine's rights: to load, unload and download
-    models, to name paths and to see them.
+    """Whether the caller has the rights of this machine: to load, unload and download models, and to use and see paths.
 
-    The connection must come from loopback. Beyond that one of these must hold: ``Host`` is a loopback name with the
-    server's port, and no proxy has left its header; or the request has the key; or it comes from the Jupyter server of
-    this process, which lets in only those who may run any code here. Without a guard no caller is local.
+    The connection must come from loopback. In addition, one of these must hold: ``Host`` is a loopback name with the
+    server's port, and no proxy has added its header; the request has the key; or it comes from the Jupyter server of
+    this process, whose users may run any code here. Without a guard, no caller is local.
     """
-    policy: GuardPolicy | None = scope.get(PASSED)
+    policy: GuardPolicy | None = scope.get(PASSED_POLICY)
     peer = scope.get("client")
     if policy is None or not peer or not is_loopback(peer[0]):
         return False
     if policy.key is not None and _has_key(scope, policy, policy.key):
         return True
     is_direct = not any(name.lower() in FORWARDED for name, _ in scope["headers"])
-    return (is_direct and _names_loopback(scope, policy)) or _is_passed_on(scope, policy)
+    return (is_direct and _has_loopback_host(scope, policy)) or _is_from_trusted_proxy(scope, policy)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this is an address of loopback; also as IPv6 sockets show those of IPv4 (``::ffff:127.0.0.1``)."""
+    """Whether an address is a loopback address, also in the IPv6 form of IPv4 addresses (``::ffff:127.0.0.1``)."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -216,13 +220,13 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
-def _names_loopback(scope: Scope, policy: GuardPolicy) -> bool:
+def _has_loopback_host(scope: Scope, policy: GuardPolicy) -> bool:
     host, parsed = _host_of(scope)
     return host is not None and _is_listed(host, parsed, policy.local_hosts)
 
 
 def _host_of(scope: Scope) -> tuple[str | None, tuple[str, int] | None]:
-    """The one ``Host`` of a request in lower case, and its name and port; ``None`` for what is missing or malformed."""
+    """Return the single ``Host`` of a request in lower case, and its name and port; None if missing or malformed."""
     values = _values(scope, b"host")
     host = _text(values[0]) if len(values) == 1 else None
     return host, _parse_host(host, DEFAULT_PORTS.get(scope.get("scheme", "http"), 80)) if host else None
@@ -236,12 +240,12 @@ def _check_host(scope: Scope, policy: GuardPolicy) -> str:
     host, parsed = _host_of(scope)
     if host and _is_listed(host, parsed, policy.hosts):
         return host
-    if host and parsed and (parsed[0] in policy.any_port_hosts or _is_passed_on(scope, policy)):
+    if host and parsed and (parsed[0] in policy.any_port_hosts or _is_from_trusted_proxy(scope, policy)):
         return host
     shown = " and ".join(repr(_text(value)[:100]) for value in _values(scope, b"host")[:3]) or "missing"
     allowed = ", ".join(sorted(policy.hosts | policy.any_port_hosts))
     raise HostForbiddenError(
-        f"Host header is {shown}; this server answers to {allowed}; --allow-host (allowed_hosts) adds a name"
+        f"Host header is {shown}; this server accepts {allowed}; --allow-host (allowed_hosts) adds a name"
     )
 
 
@@ -249,7 +253,7 @@ def _check_origin(values: list[bytes], host: str, policy: GuardPolicy) -> None:
     if not values:
         return
     origin = _text(values[0])
-    if len(values) == 1 and (allows_origin(origin, policy) or _is_own(origin, host, policy)):
+    if len(values) == 1 and (allows_origin(origin, policy) or _is_own_origin(origin, host, policy)):
         return
     shown = " and ".join(repr(_text(value)[:100]) for value in values[:3])
     hint = "a page without an origin cannot be allowed" if origin == "null" else "--cors-origin adds an origin"
@@ -257,34 +261,34 @@ def _check_origin(values: list[bytes], host: str, policy: GuardPolicy) -> None:
 
 
 def allows_origin(origin: str, policy: GuardPolicy) -> bool:
-    """Whether pages of this other origin may use the server; its own pages are not meant."""
+    """Whether pages of another origin may use the server. Its own pages are not considered."""
     origin = origin.lower()
     is_webview = policy.webviews and origin.startswith("vscode-webview://") and _ORIGIN.fullmatch(origin) is not None
     return origin != "null" and (origin in policy.origins or is_webview)
 
 
-def _is_passed_on(scope: Scope, policy: GuardPolicy) -> bool:
+def _is_from_trusted_proxy(scope: Scope, policy: GuardPolicy) -> bool:
     peer, here = scope.get("client"), scope.get("server")
-    if policy.passes_on is None or not peer or not here:
+    if policy.is_trusted_proxy is None or not peer or not here:
         return False
-    if "lmx_lab.passed_on" not in scope:  # it takes milliseconds
-        scope["lmx_lab.passed_on"] = policy.passes_on(_as_ipv4(*peer), _as_ipv4(*here))
-    return bool(scope["lmx_lab.passed_on"])
+    if TRUSTED_PROXY not in scope:  # the check takes milliseconds
+        scope[TRUSTED_PROXY] = policy.is_trusted_proxy(_as_ipv4(*peer), _as_ipv4(*here))
+    return bool(scope[TRUSTED_PROXY])
 
 
 def _as_ipv4(address: str, port: int) -> tuple[str, int]:
-    """A connection's end as a socket of IPv4 alone shows it, if it is one."""
+    """Convert an address in the IPv6 form of IPv4 addresses; leave others unchanged."""
     return address.removeprefix("::ffff:"), port
 
 
-def _is_own(origin: str, host: str, policy: GuardPolicy) -> bool:
+def _is_own_origin(origin: str, host: str, policy: GuardPolicy) -> bool:
     match = _ORIGIN.fullmatch(origin)
     if match is None or match["scheme"] not in ("http", "https"):
         return False
     parsed = _parse_host(match["host"], DEFAULT_PORTS[match["scheme"]])
     if parsed is None:
         return False
-    # The host asked for was let pass. On a name that is allowed with any port, another port is another program.
+    # The host was already accepted. On a name that is allowed with any port, another port is another program.
     return f"{parsed[0]}:{parsed[1]}" in policy.hosts or match["host"] == host
 
 
@@ -296,11 +300,11 @@ def _check_key(scope: Scope, policy: GuardPolicy, key: str) -> None:
 def _has_key(scope: Scope, policy: GuardPolicy, key: str) -> bool:
     headers, queries = _values(scope, b"authorization"), _query_keys(scope, policy)
     given = [*map(_bearer, headers), *queries]
-    # Of either kind one at most; where both are given, both have to be right.
-    fits = bool(given) and len(headers) <= 1 and len(queries) <= 1
-    # Each is compared whatever the others were.
+    # At most one of each kind. If both are given, both have to be correct.
+    is_complete = bool(given) and len(headers) <= 1 and len(queries) <= 1
+    # All keys are compared, so that the time does not depend on the first result.
     same = [hmac.compare_digest(one, key.encode()) for one in given]
-    return fits and all(same)
+    return is_complete and all(same)
 
 
 def _bearer(header: bytes) -> bytes:
@@ -320,8 +324,8 @@ def _is_preflight(scope: Scope) -> bool:
     return scope.get("method") == "OPTIONS" and bool(_values(scope, b"access-control-request-method"))
 
 
-def _refusing(answer: ASGIApp) -> ASGIApp:
-    """The HTTP answer as a refused handshake; the client sees status and body where the server can send them."""
+def _refuse_handshake(response: ASGIApp) -> ASGIApp:
+    """Send an HTTP response as a refused WebSocket handshake, with status and body if the server supports it."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_http(message: Message) -> None:
@@ -330,36 +334,37 @@ def _refusing(answer: ASGIApp) -> ASGIApp:
                 message = {**message, "type": f"websocket.{message['type']}"}
             await send(message)
 
-        await receive()  # websocket.connect: ASGI allows no answer before it
+        await receive()  # websocket.connect: ASGI allows no response before it
         if "websocket.http.response" in (scope.get("extensions") or {}):
-            await answer(scope, receive, send_http)
+            await response(scope, receive, send_http)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
     return app
 
 
-def _configured_host(text: str) -> tuple[str, bool]:
-    """The normal form of a configured host, and whether it goes for any port."""
+def _parse_allowed_host(text: str) -> tuple[str, bool]:
+    """Return the normal form of a configured host, and whether it applies to any port."""
     host = text.strip().lower()
     if host.count(":") > 1 and not host.startswith("["):
         host = f"[{host}]"
     match = _HOST.fullmatch(host)
     if match is None:
         raise InvalidRequestError(
-            f"allowed_hosts has {text!r}; write name, name:port or [address]:port", param="allowed_hosts"
+            f"allowed_hosts contains {text!r}; write name, name:port or [address]:port", param="allowed_hosts"
         )
     return host, match["port"] is None
 
 
-def _configured_origin(text: str) -> str:
+def _parse_allowed_origin(text: str) -> str:
     origin = text.strip().lower().removesuffix("/")
     match = _ORIGIN.fullmatch(origin)
     if match is None or "*" in origin:
         raise InvalidRequestError(
-            f"cors_origins has {text!r}; write each origin out, such as http://localhost:3000", param="cors_origins"
+            f"cors_origins contains {text!r}; write each origin in full, such as http://localhost:3000",
+            param="cors_origins",
         )
-    # Browsers leave the scheme's own port out.
+    # Browsers omit the default port of the scheme.
     return origin.removesuffix(f":{DEFAULT_PORTS.get(match['scheme'])}")
 
 

@@ -1,7 +1,7 @@
-"""The layers around an application, outermost first: headers of every answer, CORS, guard.
+"""Wrap an application in its middleware, from the outside: response headers, CORS, guard.
 
-CORS is outside the guard, so that a page can read a refusal. It answers preflights only if the guard would let
-them pass.
+CORS is outside the guard, so that a page can read a refusal. It answers preflight requests only if the guard would
+allow them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from starlette.requests import ClientDisconnect
 
 from lmx_lab.errors import LabError
 from lmx_lab.http import error_bodies
-from lmx_lab.http.bodies import ROOM_BYTES, BodyRoom, Turns
+from lmx_lab.http.bodies import MEMORY_BYTES, BodyMemory, LargeBodyQueue
 from lmx_lab.http.guard import (
-    ANSWER_HEADERS,
     CONTENT_POLICY,
+    RESPONSE_HEADERS,
     ASGIApp,
     Guard,
     GuardPolicy,
@@ -31,37 +31,37 @@ from lmx_lab.http.guard import (
     Scope,
     Send,
     allows_origin,
-    passes,
+    is_allowed,
 )
 
 VERSION = version("lmx-lab")
 CONTENT_POLICY_HEADER = b"content-security-policy"
-ALWAYS = (
+FIXED_HEADERS = (
     (b"x-lmx-lab", VERSION.encode()),
-    *((name.encode(), value.encode()) for name, value in ANSWER_HEADERS),
+    *((name.encode(), value.encode()) for name, value in RESPONSE_HEADERS),
 )
 
 
-def wrapped(api: FastAPI, policy: Callable[[], GuardPolicy], *, methods: Sequence[str] = ("GET", "POST")) -> ASGIApp:
-    """The application as strangers may reach it, every failure in the one form.
+def wrap_app(api: FastAPI, policy: Callable[[], GuardPolicy], *, methods: Sequence[str] = ("GET", "POST")) -> ASGIApp:
+    """Wrap an application so that untrusted clients may reach it and all errors have the same form.
 
     Args:
-        policy: Asked for every request: the port is known late.
-        methods: That pages of allowed origins may use.
+        policy: Returns the policy; called for each request, because the port is not known at this time.
+        methods: Methods that pages of allowed origins may use.
     """
-    # A body that is not too large has room where it is the only one.
-    api.state.body_room = BodyRoom(max(ROOM_BYTES, api.state.max_body_bytes))
-    api.state.body_turns = Turns()
+    # A single body of the largest allowed size always fits.
+    api.state.body_memory = BodyMemory(max(MEMORY_BYTES, api.state.max_body_bytes))
+    api.state.large_body_queue = LargeBodyQueue()
     api.add_exception_handler(LabError, error_bodies.on_lab_error)
     api.add_exception_handler(RequestValidationError, error_bodies.on_invalid)
     api.add_exception_handler(HTTPException, error_bodies.on_http_error)
-    api.add_exception_handler(ClientDisconnect, error_bodies.on_gone)
+    api.add_exception_handler(ClientDisconnect, error_bodies.on_disconnect)
     api.add_exception_handler(Exception, error_bodies.on_bug)
-    return AnswerHeaders(Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods))
+    return ResponseHeaders(Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods))
 
 
 class Cors(CORSMiddleware):
-    """CORS for the origins that the guard's policy names; requests of all others are for the guard to refuse."""
+    """CORS for the origins in the guard's policy. Other origins are left to the guard, which refuses them."""
 
     def __init__(self, app: ASGIApp, *, policy: Callable[[], GuardPolicy], methods: Sequence[str]) -> None:
         exposed = ["x-request-id", "x-lmx-lab", "retry-after", "x-should-retry"]
@@ -76,23 +76,21 @@ class Cors(CORSMiddleware):
         origin = headers.get("origin")
         if origin is None or not self.is_allowed_origin(origin):
             await self.app(scope, receive, send)
-        elif scope["method"] == "OPTIONS" and not passes(scope, self._policy()):
+        elif scope["method"] == "OPTIONS" and not is_allowed(scope, self._policy()):
             await self.simple_response(scope, receive, send, request_headers=headers)
         else:
             await super().__call__(scope, receive, send)
 
 
 def _refusal(error: LabError) -> ASGIApp:
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await error_bodies.respond(error, request_id=scope["lmx_lab.request_id"])(scope, receive, send)
 
-    return answer
+    return app
 
 
-class AnswerHeaders:
-    """Gives every answer its headers: a request id, which is in the scope too, the lab's name, and what browsers may do
-    with it.
-    """
+class ResponseHeaders:
+    """Adds headers to every response: a request id (also in the scope), the version, and restrictions for browsers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -102,18 +100,19 @@ class AnswerHeaders:
             await self._app(scope, receive, send)
             return
         request_id = scope["lmx_lab.request_id"] = f"req_{secrets.token_hex(8)}"
-        named = (b"x-request-id", request_id.encode())
+        id_header = (b"x-request-id", request_id.encode())
 
         async def send_with_headers(message: Message) -> None:
             if message["type"].endswith((".response.start", "websocket.accept")):
-                message = {**message, "headers": [*_with_policy(message.get("headers", ())), named, *ALWAYS]}
+                headers = _with_content_policy(message.get("headers", ()))
+                message = {**message, "headers": [*headers, id_header, *FIXED_HEADERS]}
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
 
 
-def _with_policy(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """With a ``Content-Security-Policy``, unless the answer has its own."""
+def _with_content_policy(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Add the ``Content-Security-Policy`` unless the response has its own."""
     own = list(headers)
     has_policy = any(name.lower() == CONTENT_POLICY_HEADER for name, _ in own)
     return own if has_policy else [*own, (CONTENT_POLICY_HEADER, CONTENT_POLICY.encode())]

@@ -1,5 +1,8 @@
-"""What the OpenAPI documents of both servers say beyond what FastAPI finds out by itself: how a route may fail and with
-which codes, what the events of a stream are, WebSockets, keys, what follows on what."""
+"""Complete the OpenAPI documents of both servers with what FastAPI does not know.
+
+These are the errors of each route with their codes, the events of streams, WebSockets, keys, and links between
+requests.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,21 @@ from lmx_lab.http.error_bodies import status_for
 from lmx_lab.wire.errors import ErrorBody
 
 Responses = dict[int | str, dict[str, Any]]
-PLACE = "#/components/schemas/{model}"
-ANYWHERE: tuple[type[LabError], ...] = (UnauthorizedError, OriginForbiddenError, HostForbiddenError, LabError)
-"""What any route may answer."""
+SCHEMA_REF = "#/components/schemas/{model}"
+COMMON_ERRORS: tuple[type[LabError], ...] = (UnauthorizedError, OriginForbiddenError, HostForbiddenError, LabError)
+"""Errors that any route can return."""
 BODY: tuple[type[LabError], ...] = (InvalidRequestError, BodyTooLargeError, QueueFullError)
-"""What any route with a body may answer beside that."""
-# FastAPI promises its own 422 unless a route has this.
+"""Errors that any route with a body can return, in addition to the common ones."""
+# FastAPI documents its own status 422 unless a route has a response with this key.
 NO_422 = "4XX"
 
 
 def reference(model: type[BaseModel]) -> dict[str, str]:
-    """To a shape that the document has."""
-    return {"$ref": PLACE.format(model=model.__name__)}
+    """Return a reference to a schema in the document."""
+    return {"$ref": SCHEMA_REF.format(model=model.__name__)}
 
 
-# Failures
+# Errors
 
 
 def _header(description: str, kind: str = "string", *, required: bool = False) -> dict[str, Any]:
@@ -49,22 +52,22 @@ def _header(description: str, kind: str = "string", *, required: bool = False) -
 HEADERS = {
     "x-request-id": _header("The id of this request, as in `error.request_id` and in the server's log", required=True),
     "x-lmx-lab": _header("The version of LMX Lab", required=True),
-    "Retry-After": _header("Seconds after which it is worth another try; absent where none would help", "integer"),
-    "x-should-retry": _header("`false` where sending the same again cannot help; otherwise absent"),
+    "Retry-After": _header("Seconds after which another attempt may succeed; absent if none can", "integer"),
+    "x-should-retry": _header("`false` if sending the same request again cannot help; otherwise absent"),
 }
-_PLACES = {name: {"$ref": f"#/components/headers/{name}"} for name in HEADERS}
-ALWAYS = {name: _PLACES[name] for name in ("x-request-id", "x-lmx-lab")}
-"""Headers of every answer."""
+_HEADER_REFS = {name: {"$ref": f"#/components/headers/{name}"} for name in HEADERS}
+COMMON_HEADERS = {name: _HEADER_REFS[name] for name in ("x-request-id", "x-lmx-lab")}
+"""Headers of every response."""
 
 
 def failures(*errors: type[LabError], in_path: bool = False) -> Responses:
-    """The failures of a route, and those of any route, by status: one body for all, and the codes of each.
+    """Return the error responses of a route by status, including the common ones, with the possible codes.
 
     Args:
-        in_path: The address has an id; with a slash in it, it is another address, of nothing.
+        in_path: Whether the path contains an id. An id with a slash makes it another path, which does not exist.
     """
     codes: dict[int, list[str]] = {}
-    for error in (*errors, *ANYWHERE):
+    for error in (*errors, *COMMON_ERRORS):
         codes.setdefault(status_for(error), []).append(error.code)
     if in_path:
         codes.setdefault(HTTPStatus.NOT_FOUND, []).append(InvalidRequestError.code)
@@ -77,7 +80,7 @@ def _failure(status: int, codes: Sequence[str]) -> dict[str, Any]:
     return {
         "description": f"{HTTPStatus(status).phrase}: `error.code` is {'one of ' if len(codes) > 1 else ''}{shown}",
         "content": {"application/json": {"schema": {"allOf": [reference(ErrorBody), narrowed]}}},
-        "headers": _PLACES,
+        "headers": _HEADER_REFS,
     }
 
 
@@ -85,16 +88,16 @@ def _failure(status: int, codes: Sequence[str]) -> dict[str, Any]:
 
 
 def event_stream(*models: type[BaseModel], description: str, end: str | None = None) -> dict[str, Any]:
-    """A response of server-sent events: ``data:`` lines, each the JSON of one of these models.
+    """Return a response of server-sent events: ``data:`` lines that contain the JSON of one of these models.
 
     Args:
-        end: The data of the last event, which is no JSON.
+        end: Data of the last event, which is not JSON.
     """
-    places = [reference(model) for model in models]
+    references = [reference(model) for model in models]
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": places[0] if len(places) == 1 else {"anyOf": places},
+        "contentSchema": references[0] if len(references) == 1 else {"anyOf": references},
     }
     if end is not None:
         data = {"anyOf": [data, {"const": end}]}
@@ -102,24 +105,24 @@ def event_stream(*models: type[BaseModel], description: str, end: str | None = N
     return {"content": {"text/event-stream": {"schema": event}}, "description": description}
 
 
-def switching(description: str) -> Responses:
-    """The response of a WebSocket. OpenAPI has no more words for them than this."""
+def websocket_response(description: str) -> Responses:
+    """Return the response of a WebSocket. OpenAPI cannot describe more of it."""
     return {101: {"description": description}}
 
 
-# What follows on what
+# Links
 
 
 def link(operation: str, description: str, *, body: Any = None, **parameters: str) -> dict[str, Any]:
-    """A request that an answer makes possible; a value is where its parameter comes from."""
-    made: dict[str, Any] = {"operationId": operation, "description": description}
+    """Describe a request that a response makes possible. The values say where its parameters come from."""
+    described: dict[str, Any] = {"operationId": operation, "description": description}
     if body is not None:
-        made["requestBody"] = body
-    return {**made, "parameters": parameters} if parameters else made
+        described["requestBody"] = body
+    return {**described, "parameters": parameters} if parameters else described
 
 
 def operation_id(route: APIRoute) -> str:
-    """Such as ``sessions_create``."""
+    """Return the id of an operation, such as ``sessions_create``."""
     return "_".join([*map(str, route.tags[:1]), route.name])
 
 
@@ -127,14 +130,14 @@ def operation_id(route: APIRoute) -> str:
 
 
 class DescribedAPI(FastAPI):
-    """An application whose document has all of the above.
+    """An application whose OpenAPI document contains all of the above.
 
     Args:
-        shapes: What is sent in other ways than as the answer of a route: events, messages of sockets.
-        sockets: Operations (OpenAPI's) by the path of a WebSocket that FastAPI leaves out.
-        key: What the key is called, and how a caller gives it; None where none is needed.
-        open_paths: That need no key.
-        most: The largest value of query parameters, by operation and name: what only a running server knows.
+        shapes: Models that are not the response of a route, such as events and messages of WebSockets.
+        sockets: OpenAPI operations by the path of a WebSocket; FastAPI leaves them out.
+        key: Name of the key, and how a caller sends it; None if no key is needed.
+        open_paths: Paths that need no key.
+        maximums: Largest values of query parameters by operation and name, which only a running server knows.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class DescribedAPI(FastAPI):
         sockets: Mapping[str, dict[str, Any]] | None = None,
         key: tuple[str, str] | None = None,
         open_paths: frozenset[str] = frozenset(),
-        most: Mapping[tuple[str, str], float] | None = None,
+        maximums: Mapping[tuple[str, str], float] | None = None,
         **settings: Any,
     ) -> None:
         responses: Responses = {**failures(), NO_422: {}}
@@ -153,7 +156,7 @@ class DescribedAPI(FastAPI):
         self._sockets = dict(sockets or {})
         self._key = key
         self._open_paths = open_paths
-        self._most = dict(most or {})
+        self._maximums = dict(maximums or {})
 
     def openapi(self) -> dict[str, Any]:
         known = self.openapi_schema
@@ -164,7 +167,7 @@ class DescribedAPI(FastAPI):
 
     def _complete(self, described: dict[str, Any]) -> None:
         sent: list[tuple[type[BaseModel], Literal["serialization"]]] = [(it, "serialization") for it in self._shapes]
-        _, shapes = models_json_schema(sent, ref_template=PLACE)
+        _, shapes = models_json_schema(sent, ref_template=SCHEMA_REF)
         parts = described["components"]
         parts["headers"] = HEADERS
         parts["schemas"] = {**shapes["$defs"], **parts["schemas"]}
@@ -177,23 +180,24 @@ class DescribedAPI(FastAPI):
         for path, operation in operations(described):
             operation["responses"].pop(NO_422, None)
             for response in operation["responses"].values():
-                response["headers"] = {**ALWAYS, **response.get("headers", {})}
+                response["headers"] = {**COMMON_HEADERS, **response.get("headers", {})}
             for parameter in operation.get("parameters", ()):
-                most = self._most.get((operation["operationId"], parameter["name"]))
-                parameter["schema"] = _as_text(parameter["schema"]) | ({} if most is None else {"maximum": most})
+                maximum = self._maximums.get((operation["operationId"], parameter["name"]))
+                limit = {} if maximum is None else {"maximum": maximum}
+                parameter["schema"] = _without_null(parameter["schema"]) | limit
             if self._key is not None and path in self._open_paths:
                 operation["security"] = []
 
 
 def operations(described: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All of a document, with their paths."""
+    """Iterate over all operations of a document with their paths."""
     for path, methods in described["paths"].items():
         for operation in methods.values():
             yield path, operation
 
 
-def _as_text(schema: dict[str, Any]) -> dict[str, Any]:
-    """Of a parameter: what may be absent from an address is no null there."""
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Remove null from the schema of a parameter: a parameter of a URL can be absent, but not null."""
     alternatives = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
     if len(alternatives) != 1:
         return schema

@@ -1,7 +1,7 @@
-"""Parsing what connections send a little at a time, so that no connection keeps the event loop to itself.
+"""Parse received data a little at a time, so that no connection occupies the event loop.
 
-A parser needs about 10 µs for a chunk of a body or a frame of a WebSocket, however short it is. What asyncio reads at
-once can hold tens of thousands of them, which would take half a second.
+A parser needs about 10 µs for a chunk of a body or a frame of a WebSocket, no matter how short it is. The data that
+asyncio reads at once can contain tens of thousands of them, which would take half a second.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 PIECE_BYTES = 2048
-"""Parsed at once where chunks or frames may be short: in about 4 ms, if each has one byte."""
+"""Number of bytes parsed at once if chunks or frames may be short; takes about 4 ms if each of them has one byte."""
 STEP_S = 0.003
-"""After this time, the rest of what one connection sent waits for its next step."""
+"""Duration of a step. The rest of the data waits for the next step of the connection."""
 PAUSE_S = 0.002
-"""Between two steps that took their whole time. Everything else on the loop runs meanwhile."""
+"""Pause between two steps of full duration. The loop does all other work meanwhile."""
 READ_BYTES = 64 * 1024
-"""Read from a connection at once, and so the most that waits for its steps."""
+"""Number of bytes read from a connection at once, and so the largest amount that waits for its steps."""
 
 
-class Pieced(Protocol):
-    """A protocol that is fed by a ``PacedTransport``."""
+class PacedProtocol(Protocol):
+    """A protocol that gets its data from a ``PacedTransport``."""
 
     @property
     def piece_bytes(self) -> int:
-        """How much it can parse at once without keeping the loop for more than a few milliseconds."""
+        """Number of bytes that it can parse at once without occupying the loop for more than a few milliseconds."""
 
     def feed(self, data: bytes) -> None:
-        """Parse a piece of what came."""
+        """Parse a piece of the received data."""
 
 
 class PacedTransport:
-    """A transport that passes what comes to its protocol's ``feed``, a piece at a time.
+    """A transport that passes received data to the ``feed`` method of its protocol, one piece at a time.
 
-    The protocol calls ``take`` for what it receives. Short data are passed on at once. Longer data wait; all
-    connections of a loop take their steps in turn. No more is read while data wait, or while the protocol has paused
-    reading.
+    The protocol calls ``take`` with the data that it receives. Short data are passed on at once. Longer data wait, and
+    all connections of a loop take their steps in turn. No more is read while data wait, or while the protocol has
+    paused reading.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -45,7 +45,7 @@ class PacedTransport:
         self._waiting = bytearray()
         self._paused = False
         self._feeding = False
-        # Of asyncio's transports on selectors; others read as much as they do.
+        # An attribute of asyncio's selector transports; with others, the amount of data is not limited.
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
@@ -53,6 +53,7 @@ class PacedTransport:
 
     @property
     def waiting_bytes(self) -> int:
+        """Number of received bytes that were not passed on yet."""
         return len(self._waiting)
 
     def pause_reading(self) -> None:
@@ -62,14 +63,14 @@ class PacedTransport:
     def resume_reading(self) -> None:
         self._paused = False
         if self._waiting:
-            _turns().add(self)
+            _scheduler().add(self)
         else:
             self._transport.resume_reading()
 
-    def take(self, data: bytes, protocol: Pieced) -> None:
+    def take(self, data: bytes, protocol: PacedProtocol) -> None:
         """Pass on data that ``protocol`` received."""
         if self._feeding:
-            # A protocol passes the head of a request on to its successor.
+            # The protocol of a request passes its head to its successor, such as the protocol of WebSockets.
             protocol.feed(data)
         elif not self._waiting and len(data) <= protocol.piece_bytes:
             self._feed(protocol, data)
@@ -77,14 +78,14 @@ class PacedTransport:
             self._waiting += data
             self._transport.pause_reading()
             if not self._paused:
-                _turns().add(self)
+                _scheduler().add(self)
 
     def step(self) -> bool:
-        """Pass on some of what waits; returns whether the next step is due."""
+        """Pass on some of the waiting data, and return whether another step is needed."""
         end = time.perf_counter() + STEP_S
         while self._waiting and not self._paused and not self._transport.is_closing():
-            # Asked each time: a connection that becomes a WebSocket gets another protocol.
-            protocol = cast("Pieced", self._transport.get_protocol())
+            # Looked up each time: a connection that becomes a WebSocket gets another protocol.
+            protocol = cast("PacedProtocol", self._transport.get_protocol())
             piece = bytes(self._waiting[: protocol.piece_bytes])
             del self._waiting[: len(piece)]
             self._feed(protocol, piece)
@@ -96,7 +97,7 @@ class PacedTransport:
             self._transport.resume_reading()
         return bool(self._waiting) and not self._paused
 
-    def _feed(self, protocol: Pieced, data: bytes) -> None:
+    def _feed(self, protocol: PacedProtocol, data: bytes) -> None:
         self._feeding = True
         try:
             protocol.feed(data)
@@ -104,8 +105,8 @@ class PacedTransport:
             self._feeding = False
 
 
-class _Turns:
-    """The connections of one loop whose data wait."""
+class _Scheduler:
+    """Runs the steps of the connections of one loop in turn."""
 
     def __init__(self) -> None:
         self._transports: dict[PacedTransport, None] = {}
@@ -125,7 +126,7 @@ class _Turns:
             if transport.step():
                 self._transports[transport] = None
         except Exception as exc:
-            # As asyncio does where a protocol fails.
+            # The same as asyncio does if a protocol fails.
             loop.call_exception_handler({"message": "a protocol failed to parse what it received", "exception": exc})
             transport.abort()
         finally:
@@ -134,8 +135,8 @@ class _Turns:
                 loop.call_later(PAUSE_S if time.perf_counter() - began >= STEP_S else 0, self._run)
 
 
-_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+_SCHEDULERS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Scheduler] = WeakKeyDictionary()
 
 
-def _turns() -> _Turns:
-    return _TURNS.setdefault(asyncio.get_running_loop(), _Turns())
+def _scheduler() -> _Scheduler:
+    return _SCHEDULERS.setdefault(asyncio.get_running_loop(), _Scheduler())

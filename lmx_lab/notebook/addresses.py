@@ -69,7 +69,7 @@ class Addresses:
             hosts=[*own, *map(urls.host_of, fronts), *self.settings.allowed_hosts],
             origins=[*fronts, *self.settings.cors_origins],
             webviews=urls.is_vscode(os.environ),
-            passes_on=jupyter.owns if jupyter else None,
+            is_trusted_proxy=jupyter.owns if jupyter else None,
             key=self.settings.api_key,
         )
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, PydanticUserError, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.error_bodies import invalid
+from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import ANY_MODEL
@@ -140,7 +140,7 @@ def _validated(model: type[Body], fields: Mapping[str, Any]) -> Body:
     try:
         return model.model_validate(fields)
     except ValidationError as exc:
-        raise invalid(exc) from exc
+        raise validation_error(exc) from exc
 
 
 def model_name(model: object) -> str:

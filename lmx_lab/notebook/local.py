@@ -29,7 +29,7 @@ from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta
 from lmx_lab.values.models import LoadReport, LoadSpec
-from lmx_lab.weights.threads import in_thread
+from lmx_lab.weights.files import in_thread
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lmx_lab.engine import Engine
 from lmx_lab.errors import EngineError, HostingError
 from lmx_lab.http.guard import GuardPolicy
-from lmx_lab.http.uvicorn_server import GRACE_S, Host, bind, serve
+from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.loop_choice import LoopChoice, choose_loop
@@ -66,7 +66,7 @@ class LocalServer(LabServer):
         """The event loop that serves; None before the start."""
         self._portal: LoopPortal | None = None
         self._thread: LoopThread | None = None
-        self._host: Host | None = None
+        self._host: RunningServer | None = None
         self._stopped = False
         self._callbacks: list[Callable[[], None]] = []
 
@@ -104,7 +104,7 @@ class LocalServer(LabServer):
             self._close()
             raise
 
-    async def _serve(self, sock: socket.socket) -> Host:
+    async def _serve(self, sock: socket.socket) -> RunningServer:
         host = await serve(self.services.asgi, sock, ws_max_bytes=self.settings.max_body_bytes)
         self.lag.start()
         return host

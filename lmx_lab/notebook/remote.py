@@ -79,7 +79,7 @@ class RemoteAnswer:
             self._finish_reason = choice.finish_reason or self._finish_reason
         self._timings = chunk.timings or self._timings
         delta = _delta(chunk.choices[0].delta if chunk.choices else ChoiceDelta())
-        if self._first_at is None and delta.shows:
+        if self._first_at is None and delta.has_content:
             self._first_at = perf_counter()
         return delta
 

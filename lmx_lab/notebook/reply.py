@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend
 from lmx_lab.notebook.verbs import LoopPortal
-from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, joined, merged_calls
+from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_deltas, merge_tool_calls
 from lmx_lab.wire.admin import ModelRecord, ModelRecords
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.generation import Timings, Usage
@@ -84,7 +84,8 @@ class ReplyToolCall:
 def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ReplyToolCall, ...]:
     """Assemble complete calls from their pieces, in the order in which they started."""
     return tuple(
-        ReplyToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments) for call in merged_calls(pieces)
+        ReplyToolCall(id=call.id or "", name=call.name or "", arguments=call.arguments)
+        for call in merge_tool_calls(pieces)
     )
 
 
@@ -171,7 +172,7 @@ async def read_reply(backend: Backend, request: ChatRequest) -> Reply:
         deltas = [delta async for delta in stream]
     finally:
         stream.close()
-    return Reply.of(joined(deltas), stream.cost())
+    return Reply.of(merge_deltas(deltas), stream.cost())
 
 
 class ReplyStream:
@@ -234,7 +235,7 @@ class ReplyStream:
 
     def _end(self) -> None:
         if self._stream is not None:
-            self.reply = Reply.of(joined(self._deltas), self._stream.cost())
+            self.reply = Reply.of(merge_deltas(self._deltas), self._stream.cost())
         self.close()
 
 

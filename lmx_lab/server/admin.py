@@ -26,7 +26,7 @@ from lmx_lab.server.openapi import EVENTS, SWAPPED
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Listing
-from lmx_lab.weights.threads import in_thread
+from lmx_lab.weights.files import in_thread
 from lmx_lab.wire.admin import (
     Compute,
     EngineRecord,

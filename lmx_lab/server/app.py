@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import Engine
 from lmx_lab.http.guard import OPEN_PATHS, ASGIApp, GuardPolicy
-from lmx_lab.http.middleware import VERSION, wrapped
+from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI
 from lmx_lab.server.admin import admin_routes, listing_routes
 from lmx_lab.server.chat import chat_routes
@@ -86,7 +86,7 @@ def create_server(
     )
     api.include_router(metrics_routes(metrics))
     return InferenceServer(
-        asgi=wrapped(api, policy),
+        asgi=wrap_app(api, policy),
         api=api,
         chat=chat,
         encoding=encoding,

@@ -44,7 +44,7 @@ def chat_routes(service: ChatService) -> APIRouter:
         answer, generations = await while_connected(request, service.start(body, request_id, local=is_local(request)))
         if body.stream:
             lines = _lines(answer, generations, include_usage=body.include_usage)
-            return EventStream(until_done(lines, request), remark=lambda: generations[0].remark)
+            return EventStream(until_done(lines, request), comment=lambda: generations[0].remark)
         text = await while_connected(request, _whole(answer, generations))
         return Response(text, media_type="application/json")
 

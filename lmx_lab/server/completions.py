@@ -42,7 +42,7 @@ def completion_routes(service: ChatService, *, slots: int) -> APIRouter:
         prompts = Prompts(service, body, slots=slots, request_id=request_id, local=is_local(request))
         await while_connected(request, prompts.begin())
         if body.stream:
-            return EventStream(until_done(prompts.lines(), request), remark=lambda: prompts.remark)
+            return EventStream(until_done(prompts.lines(), request), comment=lambda: prompts.remark)
         return Response(await while_connected(request, prompts.whole()), media_type="application/json")
 
     return router

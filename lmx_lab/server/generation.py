@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from lmx_lab.engine import TokenStream
 from lmx_lab.errors import EngineError, LabError
-from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, joined
+from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
 from lmx_lab.wire.admin import RequestEvent
 
 Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]
@@ -175,7 +175,7 @@ class Generation:
 
 async def gathered(deltas: AsyncIterator[Delta]) -> Delta:
     """Everything that comes as one delta."""
-    return joined([delta async for delta in deltas])
+    return merge_deltas([delta async for delta in deltas])
 
 
 @asynccontextmanager

@@ -23,8 +23,8 @@ from lmx_lab.errors import (
 )
 from lmx_lab.values.models import KINDS_IN_WORDS, Kind, LoadReport, ModelEntry
 from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_loaded
-from lmx_lab.weights.threads import in_thread
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 
 T = TypeVar("T")

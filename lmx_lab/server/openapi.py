@@ -18,7 +18,7 @@ from lmx_lab.errors import (
     QueueFullError,
     StorageFullError,
 )
-from lmx_lab.http.openapi import BODY, failures, reference, switching
+from lmx_lab.http.openapi import BODY, failures, reference, websocket_response
 from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.completions import Completion
@@ -44,7 +44,7 @@ SOCKETS: dict[str, dict[str, Any]] = {
         "description": SOCKET,
         "operationId": "inference_chat_stream",
         "responses": {
-            **{str(status): response for status, response in switching("With `Upgrade: websocket`").items()},
+            **{str(status): response for status, response in websocket_response("With `Upgrade: websocket`").items()},
             **{str(status): response for status, response in failures(in_path=True).items()},
         },
         "x-websocket": {"sends": reference(ChatRequest), "receives": MESSAGES},

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from lmx_lab.server.translate import chat_logprobs, timings, total_timings, wire_logprob
-from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, ToolCallDelta, merged_calls
+from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.chat import AnswerMessage, ChatCompletion, Choice, ChoiceLogprobs
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionLogprobs
 from lmx_lab.wire.generation import Timings, Usage
@@ -94,7 +94,7 @@ class Answer:
 def _message(delta: Delta) -> AnswerMessage:
     calls = [
         AnswerToolCall(id=call.id or "", function=AnswerFunction(name=call.name or "", arguments=call.arguments))
-        for call in merged_calls(delta.tool_calls)
+        for call in merge_tool_calls(delta.tool_calls)
     ]
     return AnswerMessage(
         content=None if calls and not delta.text else delta.text,
@@ -115,7 +115,7 @@ def _shown(delta: Delta) -> list[str]:
 
 def _call_chunks(pieces: Iterable[ToolCallDelta]) -> Iterator[dict[str, Any]]:
     """As ``ToolCallChunk``: a call's name first, then its arguments."""
-    for call in merged_calls(pieces):
+    for call in merge_tool_calls(pieces):
         if call.name is not None:
             named = {"name": call.name, "arguments": ""}
             yield {"index": call.index, "id": call.id or "", "type": "function", "function": named}

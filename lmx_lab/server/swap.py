@@ -23,7 +23,7 @@ from lmx_lab.server.swap_order import Line, Ticket
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, ModelEntry
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.threads import in_thread
+from lmx_lab.weights.files import in_thread
 
 R = TypeVar("R", GenerationRequest, EmbeddingRequest, RerankRequest)
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from lmx_lab.wire.generation import (
     Timings,
     Usage,
 )
-from lmx_lab.wire.tools import NamedToolChoice, listed
+from lmx_lab.wire.tools import NamedToolChoice, format_names
 
 COLDEST = 1e-6
 """Temperatures below are greedy: nothing but the likeliest token has a chance."""
@@ -120,7 +120,11 @@ def _message(message: ChatMessage) -> Mapping[str, Any]:
             for call in message.tool_calls
             for one in (call.function,)
         ]
-    others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.thoughts}
+    others = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.effective_reasoning,
+    }
     return shown | {name: value for name, value in others.items() if value is not None}
 
 
@@ -146,10 +150,10 @@ def _unanswerable(given: str | None, calls: Mapping[str, bool]) -> str:
         said = "is missing" if given is None else f"{given[:80]!r:.80} answers no call"
         return f"{said}; a tool message follows an assistant message with tool_calls, and none is before this one"
     if given is None:
-        return f"is missing; the calls before this message are {listed(list(calls))}"
+        return f"is missing; the calls before this message are {format_names(list(calls))}"
     if given in calls:
         return f"{given[:80]!r:.80} was answered by a message before; a call has one answer"
-    return f"{given[:80]!r:.80} is not among the calls before this message; they are {listed(list(calls))}"
+    return f"{given[:80]!r:.80} is not among the calls before this message; they are {format_names(list(calls))}"
 
 
 def _tool_use(request: ChatRequest) -> ToolUse | None:

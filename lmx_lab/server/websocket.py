@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.http.bodies import Turns, read_json
-from lmx_lab.http.error_bodies import detail_for, invalid, request_id_of
+from lmx_lab.http.bodies import LargeBodyQueue, read_json
+from lmx_lab.http.error_bodies import detail_for, request_id_of, validation_error
 from lmx_lab.server.admin import is_local
 from lmx_lab.server.serialize import socket_token
 from lmx_lab.server.service import ChatService
@@ -40,7 +40,7 @@ def socket_routes(service: ChatService, *, max_body_bytes: int) -> APIRouter:
             try:
                 # The message is in no variable here: its memory is free as soon as it is parsed.
                 request = await _parse(
-                    await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes, socket.app.state.body_turns
+                    await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes, socket.app.state.large_body_queue
                 )
                 await _answer(socket, service, request)
             except LabError as exc:
@@ -111,15 +111,15 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
     return text if text is not None else message["bytes"]
 
 
-async def _parse(text: str | bytes, limit_bytes: int, turns: Turns) -> ChatRequest:
+async def _parse(text: str | bytes, limit_bytes: int, queue: LargeBodyQueue) -> ChatRequest:
     if isinstance(text, bytes):
         raise InvalidRequestError("the request came as a binary message; send it as text")
     if len(text) > limit_bytes:
         raise InvalidRequestError(f"the message has more than {limit_bytes} characters, the limit of this server")
     try:
-        request = ChatRequest.model_validate(await read_json(text, turns))
+        request = ChatRequest.model_validate(await read_json(text, queue))
     except ValidationError as exc:
-        raise invalid(exc) from exc
+        raise validation_error(exc) from exc
     if request.choices > 1:
         several = f"n is {request.n}; a socket carries one answer: open one for each, or POST /v1/chat/completions"
         raise InvalidRequestError(several, param="n")

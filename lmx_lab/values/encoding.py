@@ -1,4 +1,4 @@
-"""Vectors and scores of texts, and the report on what computing them cost."""
+"""Define the values of embedding and reranking: vectors, input types, rerank methods and the final report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 Vectors: TypeAlias = "NDArray[np.float32]"
+"""Embeddings, of shape (texts, dimensions), or scores, of shape (texts,)."""
 
 InputType = Literal["query", "document"]
 
@@ -19,19 +20,21 @@ RerankMethod = Literal["cross-encoder", "decoder", "cosine"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeReport:
-    """What embedding or reranking one request's texts cost."""
+    """Token counts, timings and memory of embedding or reranking the texts of one request."""
 
     model: str
     texts: int
-    """Texts computed; of a rerank by an embedding model the query is one of them."""
+    """Number of texts computed. When an embedding model reranks, this includes the query."""
     tokens: int
-    """Special tokens and prompts included, padding not."""
+    """Number of tokens, with special tokens and prompts, without padding."""
     queue_s: float
-    """From arrival to the first computation, turning texts into tokens included."""
+    """Time from the arrival of the request to the first computation; includes tokenization."""
     compute_s: float
-    """From there to the end; other requests may have been computed in between."""
+    """Time from the first computation to the last; other requests may be computed in between."""
     peak_memory_bytes: int
+    """Peak memory of the whole engine while the request ran."""
 
     @property
     def total_s(self) -> float:
+        """Time from the arrival of the request to its end."""
         return self.queue_s + self.compute_s

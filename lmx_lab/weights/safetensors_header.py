@@ -1,6 +1,7 @@
-"""Read and check the header of a safetensors file: an 8-byte little-endian length, that much JSON, the tensors.
+"""Read and check the header of a safetensors file.
 
-The file may be hostile: what its tensors claim is compared with the bytes that there are, before anything is loaded.
+The file consists of an 8-byte little-endian length, a JSON header of that length, and the tensors. It may be malicious,
+so the header is compared with the actual size before anything is loaded.
 """
 
 from __future__ import annotations
@@ -16,30 +17,32 @@ from typing import Any
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.files import open_regular
 
-# The format's own limit; a larger length means the file is something else.
+# The limit of the format itself; with a larger length, the file is something else.
 MAX_HEADER_BYTES = 100_000_000
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64, "F64": 64, "F32": 32,
     "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64,
 }  # fmt: skip
-"""Of those that MLX reads; tensors of others are compared with nothing."""
+"""Bits per element of the types that MLX reads. The sizes of tensors of other types are not checked."""
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SafetensorsSummary:
+    """The size of a safetensors file and the type of its tensors."""
+
     size_bytes: int
     dtype: str | None
-    """The type that most bytes have, as in ``float16``."""
+    """The type of most bytes, such as ``float16``."""
 
 
 def read_summary(path: Path) -> SafetensorsSummary:
-    """Check that the file is whole and sum it up, from its header and its length alone.
+    """Check a file by its header and its size, and summarize it.
 
     Raises:
-        UnusableModelError: it is cut short, longer than its header says, or no safetensors file; or its tensors claim
-            other bytes than they have, or share some.
+        UnusableModelError: the file is truncated, longer than its header says, or not a safetensors file; or tensors
+            overlap or have another size than their shape.
     """
     try:
         stat = path.stat()
@@ -48,7 +51,7 @@ def read_summary(path: Path) -> SafetensorsSummary:
         raise UnusableModelError(f"{path} cannot be read: {exc.strerror or exc}") from exc
 
 
-# Keyed by size and time as well, so that a listing does not parse every header again.
+# The size and the time are part of the cache key, so that a listing does not parse unchanged headers again.
 @lru_cache(maxsize=1024)
 def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
     header, data_start = _read_header(path, size)
@@ -60,16 +63,18 @@ def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
             bytes_of[str(dtype)] += int(stop) - int(start)
         _check_spans(path, header)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise UnusableModelError(f"{path} is no safetensors file: its header is malformed ({exc!r})") from exc
+        raise UnusableModelError(f"{path} is not a safetensors file: its header is invalid ({exc!r})") from exc
     if size != data_start + end:
-        state = "cut short" if size < data_start + end else "longer than it should be"
-        raise UnusableModelError(f"{path} is {state}: {size} bytes, its header says {data_start + end}; fetch it again")
+        state = "truncated" if size < data_start + end else "too long"
+        raise UnusableModelError(
+            f"{path} is {state}: it has {size} bytes, and {data_start + end} by its header; fetch it again"
+        )
     dtype = bytes_of.most_common(1)[0][0] if bytes_of else None
     return SafetensorsSummary(size_bytes=size, dtype=DTYPE_NAMES.get(dtype) if dtype else None)
 
 
 def _check_spans(path: Path, header: dict[str, Any]) -> None:
-    """Every tensor has the bytes that its shape needs, and no byte is two tensors'."""
+    """Check that every tensor has the size of its shape, and that tensors do not overlap."""
     behind = 0
     tensors = [(name, tensor) for name, tensor in header.items() if name != "__metadata__"]
     for name, tensor in sorted(tensors, key=lambda item: tuple(item[1]["data_offsets"])):
@@ -79,7 +84,7 @@ def _check_spans(path: Path, header: dict[str, Any]) -> None:
         fits = bits is None or math.prod(lengths) * bits == (stop - start) * 8
         if not (behind <= start <= stop and min(lengths, default=0) >= 0 and fits):
             raise UnusableModelError(
-                f"{path} is no safetensors file: {name!r:.80} has the shape {tensor['shape']!r:.80} of "
+                f"{path} is not a safetensors file: {name!r:.80} has the shape {tensor['shape']!r:.80} of "
                 f"{tensor['dtype']!r:.20} and the bytes {start} to {stop}; fetch it again"
             )
         behind = stop
@@ -89,11 +94,13 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise UnusableModelError(f"{path} is cut short or no safetensors file: {size} bytes, header of {length}")
+            raise UnusableModelError(
+                f"{path} is truncated or not a safetensors file: it has {size} bytes, and a header of {length}"
+            )
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError) as exc:
-            raise UnusableModelError(f"{path} is no safetensors file: its header is not JSON") from exc
+            raise UnusableModelError(f"{path} is not a safetensors file: its header is not JSON") from exc
     if not isinstance(header, dict):
-        raise UnusableModelError(f"{path} is no safetensors file: its header is no JSON object")
+        raise UnusableModelError(f"{path} is not a safetensors file: its header is not a JSON object")
     return header, 8 + length

@@ -1,4 +1,4 @@
-"""The scan of the disk for models: one at a time, on its own thread, shared by all callers, with a deadline."""
+"""Scan the disk for models: one scan at a time, on its own thread, shared by all callers and with a deadline."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.scan import Place, read_entry
+from lmx_lab.weights.scan import ModelLocation, read_entry
 
 SCAN_S = 4.0
-"""How long a caller waits for a scan. A first one reads the headers of all GGUF files, 0.2 s each (measured)."""
-Root = tuple[Path, Iterable[Place]]
-"""A folder that is scanned, and the places in it; they are found while they are iterated."""
+"""How long a caller waits for a scan. The first scan reads the headers of all GGUF files, 0.2 s each (measured)."""
+Root = tuple[Path, Iterable[ModelLocation]]
+"""A folder to scan, and the locations in it, which are searched during the iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Listing:
     """The usable models on the disk."""
 
     entries: tuple[ModelEntry, ...]
-    """By id."""
+    """Sorted by id."""
     problem: str | None = None
     """Why ``entries`` may be out of date or incomplete."""
 
@@ -35,26 +35,26 @@ class _Scan:
 
     found: dict[str, ModelEntry] = field(default_factory=dict)
     root: Path | None = None
-    """The one that is being read."""
+    """The folder that is being read."""
     done: Future[Listing] = field(default_factory=Future)
 
     def run(self, roots: Iterable[Root]) -> Listing:
-        for self.root, places in roots:
-            for place in places:
-                if place.id not in self.found:
+        for self.root, locations in roots:
+            for location in locations:
+                if location.id not in self.found:
                     try:
-                        self.found[place.id] = read_entry(place)
+                        self.found[location.id] = read_entry(location)
                     except UnusableModelError:
                         continue
         return self.listing()
 
     def listing(self, problem: str | None = None) -> Listing:
-        """What was found so far; from any thread."""
+        """Return what was found so far. Any thread may call it."""
         return Listing(entries=tuple(sorted(self.found.values(), key=lambda entry: entry.id)), problem=problem)
 
 
 class Scanner:
-    """Scans when asked. A caller gets a scan that began after its call, so that it sees all that was there before.
+    """Scans on demand. A caller gets the result of a scan that began after its call, so it misses no older change.
 
     While a scan runs, later callers share the next one. The thread ends with the last scan.
     """
@@ -62,8 +62,8 @@ class Scanner:
     def __init__(self, roots: Callable[[], Iterable[Root]], *, limit_s: float = SCAN_S) -> None:
         """
         Args:
-            roots: Called on the scanning thread at each scan; of two places with one id the first counts.
-            limit_s: How long a caller waits. After that, it gets the last list, with the problem named.
+            roots: Called on the scanning thread at each scan. Of two locations with the same id, the first is used.
+            limit_s: How long a caller waits. After that, it gets the last list together with the problem.
         """
         self._roots = roots
         self._limit_s = limit_s
@@ -76,26 +76,26 @@ class Scanner:
         """The result of the last complete scan."""
 
     def listing(self) -> Listing:
-        """The models on the disk; blocks for ``limit_s`` at most."""
-        asked = self._ask()
-        wait([asked.done], self._wait_s)
-        return self._outcome(asked)
+        """Return the models on the disk; blocks for at most ``limit_s``."""
+        scan = self._request_scan()
+        wait([scan.done], self._wait_s)
+        return self._result(scan)
 
     async def alisting(self) -> Listing:
-        """As ``listing``, on an event loop."""
-        asked = self._ask()
-        waiting = asyncio.wrap_future(asked.done)
-        # The failure is raised below. Without this, asyncio would also log it.
+        """Return the same as ``listing``, on an event loop."""
+        scan = self._request_scan()
+        waiting = asyncio.wrap_future(scan.done)
+        # A failure is raised below; without this, asyncio would also log it.
         waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.wait([waiting], timeout=self._wait_s)
-        return self._outcome(asked)
+        return self._result(scan)
 
     @property
     def _wait_s(self) -> float:
-        # Once one caller's wait has timed out, others are answered at once.
+        # After the wait of one caller has timed out, the others are answered at once.
         return 0.0 if self._overdue else self._limit_s
 
-    def _ask(self) -> _Scan:
+    def _request_scan(self) -> _Scan:
         with self._lock:
             if self._running is not None:
                 self._next = self._next or _Scan()
@@ -104,17 +104,17 @@ class Scanner:
         threading.Thread(target=self._run, args=(scan,), name="lmx-lab-scan", daemon=True).start()
         return scan
 
-    def _outcome(self, asked: _Scan) -> Listing:
-        if asked.done.done():
-            return asked.done.result()
+    def _result(self, scan: _Scan) -> Listing:
+        if scan.done.done():
+            return scan.done.result()
         with self._lock:
             running = self._running
-            if running is None or asked.done.done():  # it has just ended
-                return asked.done.result()
+            if running is None or scan.done.done():  # it has just ended
+                return scan.done.result()
             self._overdue = True
         problem = (
             f"{running.root} has not been read within {self._limit_s:g} s, so this list may be incomplete or out of "
-            "date: check the disk that it lies on"
+            "date: check its disk"
         )
         if self._last is None:
             return running.listing(problem)

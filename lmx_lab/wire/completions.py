@@ -1,4 +1,4 @@
-"""The legacy completions format, as evaluation harnesses use it: plain prompts in, text and log-probabilities out."""
+"""Shapes of the legacy completions format, which evaluation harnesses use for text and log-probabilities."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationInfo, field_validator
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.generation import FinishReason
 from lmx_lab.wire import unsupported
-from lmx_lab.wire.generation import WHOLE, Alternatives, Choices, FinishReason, GenerationFields, Timings, Usage
+from lmx_lab.wire.generation import WHOLE, Alternatives, Choices, GenerationFields, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT
 
 PROMPT_LIMIT = 1024
-# As named types, since a union needs members with a hash, and FailFast has none.
+# Named types, because members of a union must be hashable, and FailFast is not.
 TokenIds = TypeAliasType(
     "TokenIds",
     Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1, max_length=ITEM_LIMIT)],
@@ -24,7 +25,7 @@ TokenLists = TypeAliasType(
 
 
 def shape_of(prompt: Any) -> str:
-    """Which of the prompt's shapes is meant, by its first item: trying all of them on a million ids takes seconds."""
+    """Return the tag of a prompt's type by its first item. Trying all types on a million ids would take seconds."""
     if not isinstance(prompt, list):
         return "str"
     first = prompt[0] if prompt else ""
@@ -50,54 +51,56 @@ class CompletionRequest(GenerationFields):
     prompt: Prompt
     """A text, texts, the token ids of one prompt, or those of several."""
     echo: bool | None = None
-    """Put the prompt before the text; with ``logprobs``, its tokens before the text's."""
+    """Whether to put the prompt before the text and, with ``logprobs``, its tokens before those of the text."""
     max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = 16
-    """0 generates nothing and needs ``echo``."""
+    """0 generates nothing and requires ``echo``."""
     logprobs: Alternatives | None = None
-    """How many alternatives to report for each token; 0 reports the tokens alone."""
+    """Number of alternatives to return for each token; 0 returns only the tokens."""
 
-    # Known to the format, not offered: only the value that means "no".
+    # Fields of the format that are not supported; only the value without effect is valid.
     best_of: Choices | None = None
     suffix: Annotated[Any, unsupported.NO_SUFFIX] = None
 
     @field_validator("max_tokens")
     @classmethod
-    def _something_is_asked_for(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_max_tokens(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value == 0 and not info.data.get("echo"):
-            raise ValueError("0 generates nothing: it needs echo: true")
+            raise ValueError("0 generates nothing, so it requires echo: true")
         return value
 
     @field_validator("best_of")
     @classmethod
-    def _all_are_answered(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and value != (info.data.get("n") or 1):
-            raise ValueError("must equal n: this server answers every text that it generates")
+            raise ValueError("must equal n: this server returns every text that it generates")
         return value
 
 
 class CompletionLogprobs(BaseModel):
-    """One item a token, in all four lists."""
+    """Log-probabilities of a choice. All four lists have one item per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    """Null for the first token of a prompt, which nothing precedes."""
+    """Null for the first token of a prompt."""
     top_logprobs: list[dict[str, float] | None]
-    """The likeliest tokens in this place and the token itself."""
+    """The most likely tokens at this position, and the token itself."""
     text_offset: list[int]
-    """Where the token begins in the choice's whole text, in characters."""
+    """Position of the token in the whole text of the choice, in characters."""
 
 
 class CompletionChoice(BaseModel):
+    """One of several answers, or a piece of one."""
+
     text: str
     index: int
-    """Which prompt, times ``n``, plus which of its choices."""
+    """Index of the prompt times ``n``, plus the index of its choice."""
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    """Null in every chunk but a choice's last."""
+    """Null in every chunk of a choice except the last."""
 
 
 class Completion(BaseModel):
-    """The whole answer, and without ``usage`` one SSE ``data:`` line. Dump it with ``exclude_unset``."""
+    """The whole answer or, without ``usage``, one ``data:`` line of a stream. Dump it with ``exclude_unset``."""
 
     id: str
     object: Literal["text_completion"]
@@ -108,4 +111,4 @@ class Completion(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     timings: Timings | None = None
-    """Of all choices, as in ``ChatCompletion``, or of the one that ends with this chunk."""
+    """Timings of all choices, as in ``ChatCompletion``, or of the choice that ends with this chunk."""

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the chat format's own shapes, specification section 2.5, and three fields of ours."""
+"""Shapes of POST /v1/embeddings: the format of specification section 2.5, with two extensions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lmx_lab.wire.completions import TokenIds, shape_of
 from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestShape
 
 INPUT_LIMIT = 16_384
-"""Texts in one request, of reranking too."""
-# As named types, for the reason given where TokenIds is defined.
+"""Largest number of texts in one request, also for reranking."""
+# Named types, for the reason given above TokenIds.
 InputTexts = TypeAliasType("InputTexts", Annotated[list[str], FailFast(), Field(min_length=1, max_length=INPUT_LIMIT)])
 InputTokens = TypeAliasType(
     "InputTokens", Annotated[list[TokenIds], FailFast(), Field(min_length=1, max_length=INPUT_LIMIT)]
@@ -28,50 +28,56 @@ Purpose = Literal["query", "document", "search_query", "search_document"]
 
 
 class EmbeddingsBody(RequestShape):
-    """Texts, or the token ids of texts, whose vectors are wanted."""
+    """The body of POST /v1/embeddings."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model": "default", "input": ["The sea is blue.", "Bread is baked."]}]}
     )
 
     model: NonEmpty
-    """An embedding model in memory; ``default`` is whichever is."""
+    """An embedding model in memory; ``default`` is the one in memory."""
     input: Input
     """A text, texts, the token ids of one text, or those of several."""
     encoding_format: Literal["float", "base64"] | None = "float"
-    """``base64`` is of little-endian float32."""
+    """``base64`` encodes little-endian float32."""
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Keep so many leading components and normalize again."""
+    """Number of leading components to keep; the shortened vectors are normalized again."""
 
-    # Ours.
+    # Extensions.
     truncate: bool | None = False
-    """Cut what is too long for the model, instead of refusing it."""
+    """Whether to truncate texts that are too long for the model, instead of refusing them."""
     input_type: Purpose | None = None
-    """Which of the model's prompts goes before each text; the longer names are Cohere's words for the same."""
+    """The model's prompt to put before each text; the longer names are Cohere's."""
 
-    # Known to the format, changing nothing here.
+    # A field of the format that has no effect here.
     user: str | None = None
 
     @property
     def is_single(self) -> bool:
-        """Whether the input is one text, or the token ids of one, and not a list of them."""
+        """Whether the input is a single text, or the token ids of a single text."""
         return isinstance(self.input, str) or isinstance(self.input[0], int)
 
 
 class EncodingUsage(BaseModel):
+    """Number of tokens of a request without generation."""
+
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingItem(BaseModel):
+    """The vector of one input."""
+
     object: Literal["embedding"] = "embedding"
     index: int
-    """Which of the inputs."""
+    """Index of the input."""
     embedding: list[float] | str
-    """Base64, where that was asked for."""
+    """A list of numbers, or base64 if requested."""
 
 
 class EmbeddingList(BaseModel):
+    """The answer of POST /v1/embeddings."""
+
     object: Literal["list"] = "list"
     data: list[EmbeddingItem]
     model: str

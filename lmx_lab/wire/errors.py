@@ -1,4 +1,4 @@
-"""The error body: ``code`` and ``message`` are the specification's, the rest is what chat-format clients expect."""
+"""The body of error responses: ``code`` and ``message`` as specified, and the fields that chat clients expect."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ Expiry = Literal["pruned", "ahead", "other-stream"]
 
 
 class ErrorDetail(BaseModel):
+    """An error."""
+
     code: str
     message: str
     type: str
     param: str | None = None
     retryable: bool = False
-    """Whether the same request can succeed at another time, without anybody doing anything about it."""
+    """Whether the same request can succeed later without any change."""
     request_id: str | None = None
     reason: Expiry | None = Field(None, exclude_if=lambda reason: reason is None)
-    """Of ``cursor-expired``, and there alone."""
+    """Only for ``cursor-expired``: why the cursor is not valid."""
 
 
 class ErrorBody(BaseModel):
+    """The body of an error response."""
+
     error: ErrorDetail

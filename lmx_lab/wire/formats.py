@@ -1,4 +1,4 @@
-"""``response_format``: what the whole answer has to be. Regular expressions and grammars are extensions."""
+"""Shapes of ``response_format``: the required form of the answer. Regular expressions and grammars are extensions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Stri
 from lmx_lab.wire.generation import NonEmpty, RequestShape
 
 SCHEMA_CHARACTERS = 262_144
-"""Of a schema, as JSON without spaces."""
+"""Largest size of a schema, as JSON without spaces."""
 PATTERN_CHARACTERS = 65_536
-"""Of a regular expression or a grammar."""
+"""Largest size of a regular expression or a grammar."""
 NAME_CHARACTERS = 64
 LABEL_CHARACTERS = 256
 NAME_SHAPE = re.compile(r"[a-zA-Z0-9_-]+")
@@ -23,14 +23,14 @@ FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
 
 
 def json_text(value: Any) -> str:
-    """The value as JSON, without spaces.
+    """Convert a value to JSON without spaces.
 
     Raises:
-        ValueError: JSON cannot say it; what comes from a notebook may be anything.
+        ValueError: it has no JSON form; a value from a notebook can be any object.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        # A lone surrogate would fail where the text leaves Python.
+        # A lone surrogate would fail later, when the text is encoded.
         text.encode()
     except (TypeError, ValueError, RecursionError) as exc:
         raise ValueError(f"cannot be written as JSON: {exc!s:.200}") from exc
@@ -38,16 +38,17 @@ def json_text(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls it, for messages."""
+    """Return the JSON name of a value's type, for messages."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "true" if value else "false"
     return KINDS.get(type(value), f"of Python's type {type(value).__name__}")
 
 
 def check_length(characters: int, limit: int) -> None:
-    """
+    """Check the length of a text.
+
     Raises:
-        ValueError: too many.
+        ValueError: it exceeds the limit.
     """
     if characters > limit:
         raise ValueError(f"has {characters:,} characters, the limit is {limit:,}; send at most {limit:,}")
@@ -57,7 +58,7 @@ def _check_name(name: str) -> str:
     if len(name) > NAME_CHARACTERS:
         raise ValueError(f"has {len(name):,} characters, the limit is {NAME_CHARACTERS}; give a shorter name")
     if not NAME_SHAPE.fullmatch(name):
-        raise ValueError("may have letters (a to z, A to Z), digits, underscores and hyphens, no spaces; rename it")
+        raise ValueError("may contain only letters (a to z, A to Z), digits, underscores and hyphens; rename it")
     return name
 
 
@@ -66,7 +67,7 @@ Name = Annotated[
     AfterValidator(_check_name),
     WithJsonSchema({"type": "string", "pattern": f"^{NAME_SHAPE.pattern}$", "maxLength": NAME_CHARACTERS}),
 ]
-"""Of a tool, as the format has it."""
+"""Name of a tool."""
 
 
 Label = Annotated[str, StringConstraints(min_length=1, max_length=LABEL_CHARACTERS)]
@@ -89,31 +90,31 @@ Pattern = Annotated[
 
 def _check_schema(schema: Any) -> Any:
     if not isinstance(schema, dict | bool):
-        raise ValueError(f"has to be a JSON schema, which is an object, true or false; it is {kind_of(schema)}")
+        raise ValueError(f"must be a JSON schema (an object, true or false); it is {kind_of(schema)}")
     check_length(len(json_text(schema)), SCHEMA_CHARACTERS)
     return schema
 
 
 def _check_object_schema(schema: Any) -> Any:
     if schema is not None and not isinstance(schema, dict):
-        raise ValueError(f"has to be a JSON schema as an object; it is {kind_of(schema)}")
+        raise ValueError(f"must be a JSON schema as an object; it is {kind_of(schema)}")
     return _check_schema(schema) if schema is not None else None
 
 
 def _check_type(kind: Any) -> Any:
     if kind not in FORMATS:
-        raise ValueError(f"is no format; there are {', '.join(FORMATS)}")
+        raise ValueError(f"is not a format; supported are {', '.join(FORMATS)}")
     return kind
 
 
 class TextFormat(RequestShape):
-    """Any text; the default. What has an unknown type, or none, is read as this, to say what there is."""
+    """Any text; the default. Unknown and missing types are also validated as this one, for a helpful error."""
 
     type: Annotated[Literal["text"], BeforeValidator(_check_type)]
 
 
 class JsonObjectFormat(RequestShape):
-    """A JSON object; with a schema, as llama.cpp has it, one that follows it."""
+    """A JSON object. With a schema, as in llama.cpp, it has to satisfy the schema."""
 
     type: Literal["json_object"]
     schema_: Annotated[
@@ -122,37 +123,41 @@ class JsonObjectFormat(RequestShape):
 
 
 class NamedSchema(RequestShape):
+    """A JSON schema with a name."""
+
     name: Label
-    """Nothing is done with it; a client may send the name of a generic class."""
+    """Not used. Clients may send the name of a generic class."""
     schema_: Annotated[
         Any, AfterValidator(_check_schema), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}]})
     ] = Field(alias="schema")
     """JSON schema, draft 2020-12."""
 
-    # Known to the format, changing nothing here: a schema is always enforced.
+    # Fields of the format that have no effect here: a schema is always enforced.
     description: str | None = None
     strict: bool | None = None
 
 
 class JsonSchemaFormat(RequestShape):
+    """JSON that satisfies a schema."""
+
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
 class RegexFormat(RequestShape):
-    """An extension: a text that the whole expression matches."""
+    """An extension: a text that a regular expression matches as a whole."""
 
     type: Literal["regex"]
     regex: Pattern
-    """In Rust's syntax."""
+    """The expression, in Rust's syntax."""
 
 
 class GrammarFormat(RequestShape):
-    """An extension: a text of the grammar's language."""
+    """An extension: a text that a grammar generates."""
 
     type: Literal["grammar"]
     grammar: Pattern
-    """Lark, as llguidance reads it."""
+    """The grammar, in llguidance's variant of Lark."""
     syntax: Literal["lark"] | None = "lark"
 
 
@@ -172,6 +177,6 @@ ResponseFormat = Annotated[
     Discriminator(
         _format_shape,
         custom_error_type="format_shape",
-        custom_error_message=f'has to be an object, such as {{"type": "json_object"}}; types are {", ".join(FORMATS)}',
+        custom_error_message=f'must be an object, such as {{"type": "json_object"}}; types are {", ".join(FORMATS)}',
     ),
 ]

@@ -1,12 +1,12 @@
-"""What chat and plain completions share: the fields that steer a generation, usage, timings.
+"""Shapes that chat and plain completions share: parameters of the generation, usage and timings.
 
-Requests are strict: a number in quotes is a mistake, an unknown field too. ``null`` always means the default. What the
-format knows and this server cannot honour is refused unless it has its neutral value.
+Requests are strict: a number in quotes and an unknown field are errors. ``null`` always means the default. A field of
+the format that this server does not support is refused unless its value has no effect.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -24,37 +24,36 @@ from lmx_lab.wire.limits import check_members
 
 STOP_LIMIT = 16
 STOP_CHARACTERS = 1000
-"""Longer ones would cost every stream time at every token."""
+"""Longer stop strings would cost every stream time at every token."""
 CHOICE_LIMIT = 8
 LOGPROB_LIMIT = 20
 BIAS_LIMIT = 1024
 LOWEST_LOGPROB = -9999.0
-"""The chat format's word for "impossible": JSON has no infinity."""
+"""Stands for "impossible" in the chat-completions format, because JSON has no infinity."""
 ANY_MODEL = "default"
 """The model name that stands for the loaded model."""
-FinishReason = Literal["stop", "length", "tool_calls"]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS)]
-# As a named type, since a union needs members with a hash, and FailFast has none.
+# A named type, because members of a union must be hashable, and FailFast is not.
 Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_length=STOP_LIMIT)])
-# JSON has one kind of number: 5.0 counts five.
+# JSON has only one type of number: 5.0 is a valid count.
 WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-"""Behind the bounds of a field, which then are in its JSON schema too."""
+"""Accepts 5.0 for 5. It comes after the bounds of a field, so that these are in its JSON schema too."""
 LISTED = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-"""For tuples in strict shapes, which from Python take no list."""
+"""Accepts a list for a tuple, which strict shapes do not when they are validated from Python objects."""
 
 
 def _check_token_id(key: str) -> str:
-    # Twelve digits are more than any vocabulary has, and a bound on what int() is given.
+    # No vocabulary has ids of more than twelve digits, and this limits the input of int().
     if not (key.isascii() and key.isdigit() and len(key) <= 12):
-        raise ValueError("the keys of logit_bias are token ids, in digits")
+        raise ValueError("the keys of logit_bias must be token ids, written in digits")
     return key
 
 
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-# vLLM's range, but for its lower end: a divisor near 0 would push logits out of float16.
+# vLLM's range, except for the lower end: a divisor near 0 would exceed the range of float16.
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenKey = Annotated[str, AfterValidator(_check_token_id)]
@@ -64,21 +63,25 @@ Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
 
 
 class RequestShape(BaseModel):
+    """Base class of request bodies: strict, immutable, without unknown fields."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _members_are_few(cls, value: Any) -> Any:
+    def _check_members(cls, value: Any) -> Any:
         return check_members(value)
 
 
 class StreamOptions(RequestShape):
+    """Options of a streamed answer."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class GenerationFields(RequestShape):
-    """How tokens are drawn and when the text ends; the same in every route."""
+    """Parameters of the generation that all routes share."""
 
     model: NonEmpty
     stream: bool | None = False
@@ -86,7 +89,7 @@ class GenerationFields(RequestShape):
     temperature: Temperature | None = 1.0
     top_p: Probability | None = 1.0
     top_k: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    """-1 and 0 cut nothing."""
+    """-1 and 0 disable it."""
     min_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
@@ -97,7 +100,7 @@ class GenerationFields(RequestShape):
     stop: Stop | Stops | None = None
     ignore_eos: bool | None = None
 
-    # Known to the format, changing nothing here.
+    # Fields of the format that have no effect here.
     user: str | None = None
 
     @property
@@ -110,14 +113,20 @@ class GenerationFields(RequestShape):
 
 
 class PromptTokensDetails(BaseModel):
+    """Details of the prompt tokens."""
+
     cached_tokens: int
 
 
 class CompletionTokensDetails(BaseModel):
+    """Details of the generated tokens."""
+
     reasoning_tokens: int
 
 
 class Usage(BaseModel):
+    """Number of tokens of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -126,9 +135,9 @@ class Usage(BaseModel):
 
 
 class Timings(BaseModel):
-    """llama.cpp's ``timings``: milliseconds, tokens per second; ``prompt_n`` counts the tokens that were computed.
+    """llama.cpp's ``timings``: milliseconds and tokens per second. ``prompt_n`` counts the tokens that were computed.
 
-    The last three are the lab's own, and None where somebody else made the answer.
+    The last three fields are extensions; they are null if another server generated the answer.
     """
 
     cache_n: int
@@ -141,8 +150,8 @@ class Timings(BaseModel):
     predicted_per_token_ms: float
     predicted_per_second: float
     queue_ms: float | None = None
-    """From arrival until the prompt was begun."""
+    """Time from arrival to the start of the prompt."""
     ttft_ms: float | None = None
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     peak_memory_gb: float | None = None
-    """The most memory that the engine had while the request ran, models included; GB are 10^9 bytes."""
+    """Largest memory use of the engine while the request ran, including models; 1 GB is 10^9 bytes."""

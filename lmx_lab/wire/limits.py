@@ -1,4 +1,4 @@
-"""How much a request may hold. Counts are checked before validation, which is what takes long."""
+"""Limits on the contents of a request. They are checked before validation, which is the slow part."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import Any
 from pydantic import BeforeValidator
 
 ITEM_LIMIT = 400_000
-"""Items of lists and members of objects in one body: token ids, above all."""
+"""Items of lists and members of objects in one body. Most of them are token ids."""
 MEMBERS_LIMIT = 150_000
-"""Members of objects in one body: enough for 16,384 documents of nine fields."""
+"""Members of objects in one body: enough for 16,384 documents with nine fields."""
 CONTAINER_LIMIT = 50_000
 """Lists and objects in one body. Each costs the parser and Python's garbage collector as much as ten numbers."""
 TEXT_LIMIT = ITEM_LIMIT + MEMBERS_LIMIT + CONTAINER_LIMIT
-"""Texts and names of members in one body: more are not valid JSON within the limits above."""
+"""Texts and names of members in one body. Valid JSON within the limits above cannot contain more."""
 MEMBER_LIMIT = 256
-"""Members of one object, unless its field has a limit of its own."""
+"""Members of one object, unless its field has another limit."""
 PIECE_CHARACTERS = 65_536
-"""Counted at a time. Counting stops at the piece in which a limit is exceeded."""
+"""Number of characters counted at a time. Counting stops after the piece in which a limit is exceeded."""
 VALUE_LIMIT = 10_000
-"""Values at all depths of an object whose shape is the caller's own, such as metadata."""
+"""Values at all depths of an object with arbitrary contents, such as metadata."""
 
 
 class Structure:
-    """Counts what JSON holds without parsing it. The counts are exact if the text is valid JSON."""
+    """Counts the contents of JSON without parsing it. The counts are exact if the text is valid JSON."""
 
     def __init__(self) -> None:
         self.items = 0
-        """Commas: one for each item or member beyond the first of its list or object."""
+        """Number of commas: one for each item or member after the first of its list or object."""
         self.members = 0
         self.containers = 0
-        """Lists and objects."""
+        """Number of lists and objects."""
         self.quotes = 0
         self._in_string = False
 
     @property
     def excess(self) -> str | None:
-        """The limit that is exceeded, if any."""
+        """The exceeded limit, or None."""
         for count, limit, what in (
             (self.containers, CONTAINER_LIMIT, "lists and objects"),
             (self.members, MEMBERS_LIMIT, "members of objects"),
@@ -49,11 +49,11 @@ class Structure:
         return None
 
     def add(self, text: bytes | bytearray | str, start: int, size: int) -> int:
-        """Count the piece of about ``size`` that begins at ``start``; returns where the next one begins."""
+        """Count a piece of about ``size`` that begins at ``start``. Return where the next piece begins."""
         piece = text[start : start + size]
         data = piece.encode() if isinstance(piece, str) else piece
         if (len(data) - len(data.rstrip(b"\\"))) % 2:
-            # It ends within an escape, whose second character belongs to it.
+            # The piece ends within an escape; its second character belongs to it.
             piece = text[start : start + size + 1]
             data = piece.encode() if isinstance(piece, str) else piece
         parts = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
@@ -66,7 +66,7 @@ class Structure:
         return start + len(piece)
 
     def add_whole(self, text: str) -> None:
-        """Count another text, beginning outside of a string."""
+        """Count another text that does not begin within a string."""
         self._in_string = False
         start = 0
         while start < len(text) and self.excess is None:
@@ -74,9 +74,10 @@ class Structure:
 
 
 def check_members(value: Any) -> Any:
-    """
+    """Check the number of members of an object. Each unknown member would cause an error of its own.
+
     Raises:
-        ValueError: an object with more members than any request has fields. Each unknown one would be an error.
+        ValueError: the object has more members than any request has fields.
     """
     if isinstance(value, dict) and len(value) > MEMBER_LIMIT:
         raise ValueError(f"has {len(value):,} members, the limit is {MEMBER_LIMIT}; send only fields that exist")
@@ -84,9 +85,10 @@ def check_members(value: Any) -> Any:
 
 
 def check_values(value: Any) -> Any:
-    """
+    """Check the number of values in an object. Counting stops at the limit, so cyclic Python objects end too.
+
     Raises:
-        ValueError: more than ``VALUE_LIMIT`` values. Stops counting there, so that a cycle of Python objects ends too.
+        ValueError: there are more than ``VALUE_LIMIT`` values.
     """
     count, waiting = 0, [value]
     while waiting:

@@ -1,6 +1,6 @@
-"""POST /v1/rerank: Jina's and Cohere's body, or the one of Text Embeddings Inference, each with its own answer.
+"""Shapes of POST /v1/rerank: the body of Jina and Cohere, or that of Text Embeddings Inference, and their answers.
 
-Results are specification section 2.6: a document is a string there, also where it came as an object.
+The results are those of specification section 2.6: documents are strings, even if they were sent as objects.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from lmx_lab.values.encoding import RerankMethod
 from lmx_lab.wire import unsupported
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EncodingUsage, InputTexts
 from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestShape
@@ -30,7 +31,7 @@ PAIR: JsonValue = ["Bread needs a little salt.", "Sea water is about 3.5 percent
 
 def _check_query(text: str) -> str:
     if not text.strip():
-        raise ValueError("is blank; say what the documents are to be relevant to")
+        raise ValueError("is blank; send the text that the documents are compared with")
     return text
 
 
@@ -38,7 +39,7 @@ Query = Annotated[str, AfterValidator(_check_query), WithJsonSchema({"type": "st
 
 
 class Document(BaseModel):
-    """A document with fields. Only its text is scored; other fields are the caller's own and stay there."""
+    """A document as an object. Only its text is scored; other fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -53,36 +54,36 @@ def _document_shape(document: Any) -> str:
 AnyDocument = Annotated[
     Annotated[str, Tag("str")] | Annotated[Document, Tag("dict[text]")], Discriminator(_document_shape)
 ]
-# As a named type, for the reason given where TokenIds is defined.
+# A named type, for the reason given above TokenIds.
 Documents = TypeAliasType(
     "Documents", Annotated[list[AnyDocument], FailFast(), Field(min_length=1, max_length=INPUT_LIMIT)]
 )
 
 
 class RerankBody(RequestShape):
-    """Documents to be ordered by how relevant they are to a query."""
+    """The body of POST /v1/rerank as Jina and Cohere define it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"model": "default", "query": SEA, "documents": PAIR}]})
 
     model: NonEmpty
-    """A reranker or an embedding model in memory; ``default`` is whichever is, a reranker first."""
+    """A reranker or an embedding model in memory; ``default`` prefers a reranker."""
     query: Query
     documents: Documents
     top_n: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Leave out the results after these."""
+    """Number of results to return."""
     return_documents: bool | None = True
-    """False leaves the documents out of the results."""
+    """Whether the results contain the documents."""
 
-    # Ours.
+    # Extensions.
     truncate: bool | None = False
-    """Cut documents that are too long for the model, instead of refusing them. A query is never cut."""
+    """Whether to truncate documents that are too long, instead of refusing them. A query is never truncated."""
     raw_scores: bool | None = False
-    """Scores as the model's head has them."""
+    """Whether to return scores without the activation."""
 
-    # Known to the formats, changing nothing here.
+    # A field of the formats that has no effect here.
     user: str | None = None
 
-    # Known to the formats, not offered: only the value that means "no".
+    # Fields of the formats that are not supported; only the value without effect is valid.
     max_tokens_per_doc: Annotated[Any, unsupported.NO_DOCUMENT_LIMITS] = None
     return_embeddings: Annotated[Any, unsupported.NO_VECTORS] = None
     priority: Annotated[Any, unsupported.NO_PRIORITY] = None
@@ -91,29 +92,29 @@ class RerankBody(RequestShape):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The documents, whichever shape they came in."""
+        """The texts of all documents."""
         return tuple(item if isinstance(item, str) else item.text for item in self.documents)
 
 
 class TextsRerankBody(RequestShape):
-    """The same as Text Embeddings Inference has it."""
+    """The body of POST /v1/rerank as Text Embeddings Inference defines it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"query": SEA, "texts": PAIR}]})
 
     model: NonEmpty | None = None
-    """The format has none: the one in memory answers."""
+    """Not part of the format. If it is missing, the model in memory is used."""
     query: Query
     texts: InputTexts
     return_text: bool | None = False
     truncate: bool | None = False
     raw_scores: bool | None = False
 
-    # Known to the format, not offered: only the value that means "no".
+    # A field of the format that is not supported; only the value without effect is valid.
     truncation_direction: Annotated[Any, unsupported.NO_LEFT_CUTS] = None
 
 
 def _body_shape(body: Any) -> str:
-    # A body that is neither is told what the first one lacks.
+    # If a body matches neither, the errors are those of the first one.
     return "dict[texts]" if isinstance(body, dict) and "texts" in body else "dict[documents]"
 
 
@@ -124,30 +125,32 @@ AnyRerankBody = Annotated[
 
 
 class RerankItem(BaseModel):
+    """A document and its score."""
+
     index: int
-    """Position in the documents of the request."""
+    """Index of the document in the request."""
     relevance_score: float
-    """Larger is better; between 0 and 1 where the model's files name such an activation."""
+    """Larger is better. It is between 0 and 1 if the model's files define such an activation."""
     document: str | None = None
     """Absent with ``return_documents: false``."""
 
 
 class RerankResults(BaseModel):
-    """The most relevant document comes first; of equals, the one that came first."""
+    """The answer to a ``RerankBody``, the most relevant document first; equal ones in the order of the request."""
 
     id: str
     object: Literal["list"] = "list"
     model: str
-    method: Literal["cross-encoder", "decoder", "cosine"]
-    """How the scores came about; ``cosine`` is of two vectors by an embedding model."""
+    method: RerankMethod
+    """How the scores were computed; ``cosine`` compares the vectors of an embedding model."""
     results: list[RerankItem]
     usage: EncodingUsage
 
 
 class TextRank(BaseModel):
-    """A row of the bare array that answers a ``TextsRerankBody``, in the same order."""
+    """An item of the array that answers a ``TextsRerankBody``, in the same order as in ``RerankResults``."""
 
     index: int
     score: float
     text: str | None = None
-    """Only with ``return_text: true``."""
+    """Present only with ``return_text: true``."""

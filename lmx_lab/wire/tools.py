@@ -1,4 +1,4 @@
-"""Tools, the choice among them, and their calls: in histories, in answers, in chunks."""
+"""Shapes of tools, of the choice among them, and of their calls in histories, answers and chunks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lmx_lab.wire.limits import VALUE_LIMIT, Structure
 
 TOOL_LIMIT = 128
 PARAMETERS_CHARACTERS = 262_144
-"""Of the parameters of all tools together, as JSON without spaces."""
+"""Largest size of the parameters of all tools together, as JSON without spaces."""
 CALL_LIMIT = 4096
-"""Calls in one history, which would take as many messages to answer; reading 100,000 takes seconds."""
+"""Largest number of calls in a history; it has as many messages with results. Validating 100,000 takes seconds."""
 PART_LIMIT = 4096
-"""Parts of content in one history."""
+"""Largest number of content parts in a history."""
 SHOWN = 5
-"""Names in a message that lists what there is."""
+"""Number of names in an error message."""
 
 
-def listed(names: Sequence[str]) -> str:
-    """Some of the names, for messages: a caller chose them, so there may be many and long ones."""
+def format_names(names: Sequence[str]) -> str:
+    """Format some of the names for a message. The caller chose them, so they can be many and long."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(f"{name[:80]!r:.80}" for name in names[:SHOWN]) + more
 
@@ -47,26 +47,30 @@ def _check_parameters(parameters: Any) -> Any:
     if parameters is None:
         return None
     if not isinstance(parameters, dict):
-        raise ValueError(f"has to be a JSON schema as an object; it is {kind_of(parameters)}")
+        raise ValueError(f"must be a JSON schema as an object; it is {kind_of(parameters)}")
     kind = parameters.get("type", "object")
     if kind != "object":
-        raise ValueError(f"has the type {kind!r:.80}; arguments are an object, so the type has to be 'object'")
+        raise ValueError(f"has the type {kind!r:.80}; arguments are an object, so the type must be 'object'")
     return parameters
 
 
 class FunctionDefinition(RequestShape):
+    """A function that the model can call."""
+
     name: Name
     description: str | None = None
     parameters: Annotated[
         Any, AfterValidator(_check_parameters), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
     ] = None
-    """JSON schema of the object of its arguments; null is a function without any."""
+    """JSON schema of the object of its arguments; null for a function without arguments."""
 
-    # Known to the format, changing nothing here: where a call is forced, its schema is enforced.
+    # A field of the format that has no effect here: the schema of a forced call is always enforced.
     strict: bool | None = None
 
 
 class FunctionTool(RequestShape):
+    """A tool."""
+
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -77,7 +81,7 @@ def _check_tools(tools: list[FunctionTool]) -> list[FunctionTool]:
     for number, tool in enumerate(tools):
         name, parameters = tool.function.name, tool.function.parameters
         if (first := seen.setdefault(name, number)) != number:
-            raise ValueError(f"number {first} and number {number} are both named {name!r}; names have to differ")
+            raise ValueError(f"number {first} and number {number} are both named {name!r}; names must be unique")
         try:
             characters += len(json_text(parameters)) if parameters is not None else 0
         except ValueError as exc:
@@ -89,7 +93,7 @@ def _check_tools(tools: list[FunctionTool]) -> list[FunctionTool]:
     return tools
 
 
-# As a named type, for the reason given where TokenIds is defined; so are the calls below.
+# Named types, here and for the calls below, for the reason given above TokenIds in wire.completions.
 Tools = TypeAliasType(
     "Tools", Annotated[list[FunctionTool], FailFast(), Field(max_length=TOOL_LIMIT), AfterValidator(_check_tools)]
 )
@@ -99,16 +103,20 @@ Tools = TypeAliasType(
 
 
 class FunctionName(RequestShape):
+    """The name of a function."""
+
     name: NonEmpty
 
 
 def _check_choice_type(kind: Any) -> Any:
     if kind == "allowed_tools":
-        raise ValueError("allowed_tools is not supported; send only the tools that may be called, and auto or required")
+        raise ValueError("allowed_tools is not supported; send only the allowed tools, with auto or required")
     return kind
 
 
 class NamedToolChoice(RequestShape):
+    """A tool choice that names the function to call."""
+
     type: Annotated[Literal["function"], BeforeValidator(_check_choice_type)]
     function: FunctionName
 
@@ -122,27 +130,28 @@ ToolChoice = Annotated[
     Discriminator(
         _choice_shape,
         custom_error_type="tool_choice_shape",
-        custom_error_message="has to be 'none', 'auto', 'required' or an object that names a function, "
+        custom_error_message="must be 'none', 'auto', 'required' or an object that names a function, "
         'such as {"type": "function", "function": {"name": "..."}}',
     ),
 ]
 
 
 def check_choice(choice: NamedToolChoice | str | None, tools: Sequence[FunctionTool]) -> None:
-    """
+    """Check that the function to call exists.
+
     Raises:
-        ValueError: what has to be called is not there.
+        ValueError: it does not.
     """
     if choice in (None, "none", "auto"):
         return
     if not tools:
-        asked = repr(choice) if isinstance(choice, str) else f"the function {choice.function.name[:80]!r:.80}"
-        raise ValueError(f"is {asked}, and there are no tools; send tools, or leave tool_choice out")
+        required = repr(choice) if isinstance(choice, str) else f"the function {choice.function.name[:80]!r:.80}"
+        raise ValueError(f"is {required}, but there are no tools; send tools, or leave tool_choice out")
     if isinstance(choice, NamedToolChoice):
         names = [tool.function.name for tool in tools]
         if choice.function.name not in names:
             named = choice.function.name[:80]
-            raise ValueError(f"names {named!r:.80}, which is not in tools; there are {listed(names)}")
+            raise ValueError(f"names {named!r:.80}, which is not in tools; tools contains {format_names(names)}")
 
 
 # In a history
@@ -151,12 +160,12 @@ _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 def _read_arguments(given: Any) -> Any:
-    """The object that arguments are, which the format has as a text; read once, here."""
+    """Read the arguments of a call. In the format they are JSON as a text, which is parsed only here."""
     value = _parsed(given) if isinstance(given, str) else given
     if not isinstance(value, dict):
-        raise ValueError(f"has to be a JSON object, as an object or as its text; it is {kind_of(value)}")
+        raise ValueError(f"must be a JSON object, as an object or as its text; it is {kind_of(value)}")
     if value is given:
-        # For the error: a notebook's object may hold anything.
+        # Called for its error: an object from a notebook may contain anything.
         json_text(value)
     return value
 
@@ -167,11 +176,13 @@ def _parsed(text: str) -> Any:
     try:
         return _JSON.validate_json(text)
     except ValidationError as exc:
-        said = exc.errors()[0]["msg"].removeprefix("Invalid JSON: ")
-        raise ValueError(f"is no JSON, {said}; it has to be the text of a JSON object") from exc
+        reason = exc.errors()[0]["msg"].removeprefix("Invalid JSON: ")
+        raise ValueError(f"is not JSON, {reason}; it must be the text of a JSON object") from exc
 
 
 class CalledFunction(RequestShape):
+    """The function of a call in a history."""
+
     name: NonEmpty
     arguments: Annotated[
         dict[str, Any],
@@ -180,18 +191,20 @@ class CalledFunction(RequestShape):
         BeforeValidator(_read_arguments),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
     ]
-    """An object, or JSON of one as answers have it; an empty text is an empty object."""
+    """An object, or its JSON as in answers. An empty text means an empty object."""
 
-    # What openai-python's ``parse`` adds to an answer: the same again.
+    # openai-python's ``parse`` adds this field to an answer; it repeats the arguments.
     parsed_arguments: Any = None
 
 
 class MessageToolCall(RequestShape):
+    """A call in a history."""
+
     id: NonEmpty
     type: Literal["function"] | None = "function"
     function: CalledFunction
 
-    # Left over from the chunks of a stream; the order is that of the list.
+    # Present if the call was copied from a stream. Not used: the order is that of the list.
     index: int | None = None
 
 
@@ -199,7 +212,7 @@ def _check_ids(calls: list[MessageToolCall]) -> list[MessageToolCall]:
     seen: set[str] = set()
     for call in calls:
         if call.id in seen:
-            raise ValueError(f"two calls have the id {call.id[:80]!r:.80}; ids have to differ within a message")
+            raise ValueError(f"two calls have the id {call.id[:80]!r:.80}; ids must be unique within a message")
         seen.add(call.id)
     return calls
 
@@ -211,14 +224,14 @@ MessageToolCalls = TypeAliasType(
 
 
 def check_counts(messages: Any) -> Any:
-    """Count what all messages hold together, before they are validated, since that is what takes long.
+    """Check the number of calls and parts in all messages. It runs before validation, which is the slow part.
 
     Raises:
-        ValueError: too many tool calls, or too many parts of content.
+        ValueError: there are too many tool calls or content parts.
     """
     given = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
-    for field, what, limit in (("tool_calls", "tool calls", CALL_LIMIT), ("content", "parts of content", PART_LIMIT)):
-        count = sum(len(_listed(message.get(field))) for message in given)
+    for field, what, limit in (("tool_calls", "tool calls", CALL_LIMIT), ("content", "content parts", PART_LIMIT)):
+        count = sum(len(_as_list(message.get(field))) for message in given)
         if count > limit:
             raise ValueError(f"have {count:,} {what} together, the limit is {limit:,}; leave the oldest out")
     _check_arguments(given)
@@ -226,12 +239,13 @@ def check_counts(messages: Any) -> Any:
 
 
 def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
-    """
+    """Check the arguments of all calls, which are JSON within texts.
+
     Raises:
-        ValueError: the arguments of all calls, which are JSON within texts, hold more than a body may.
+        ValueError: together they contain more than a body may.
     """
     structure = Structure()
-    for call in (call for message in messages for call in _listed(message.get("tool_calls"))):
+    for call in (call for message in messages for call in _as_list(message.get("tool_calls"))):
         function = call.get("function") if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(arguments, str):
@@ -243,7 +257,7 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
@@ -251,27 +265,33 @@ def _listed(value: Any) -> list[Any]:
 
 
 class AnswerFunction(BaseModel):
+    """The function of a call in an answer."""
+
     name: str
     arguments: str
-    """JSON of an object, as the model wrote it; only a part of one if the answer was cut off."""
+    """JSON of an object as the model wrote it; incomplete if the answer was cut off."""
 
 
 class AnswerToolCall(BaseModel):
+    """A call in an answer."""
+
     id: str
     type: Literal["function"] = "function"
     function: AnswerFunction
 
 
 class FunctionChunk(BaseModel):
+    """A piece of a call's function."""
+
     name: str | None = None
     arguments: str
 
 
 class ToolCallChunk(BaseModel):
-    """The first of a call has its id and its name, and empty arguments; the others have a piece of the arguments."""
+    """A piece of a call. The first has id, name and empty arguments; the others have a piece of the arguments."""
 
     index: int
-    """Which call of the answer."""
+    """Index of the call in the answer."""
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionChunk

@@ -1,4 +1,4 @@
-"""Tests of escaped text on a terminal, and of events as lines."""
+"""Tests of text on a terminal, and of events as lines."""
 
 from __future__ import annotations
 
@@ -7,24 +7,9 @@ import pytest
 from lmx_lab.cli import app as application
 from lmx_lab.cli.app import run
 from lmx_lab.cli.event_printer import as_line_of_json
-from lmx_lab.cli.terminal import shown, single_line
+from lmx_lab.cli.terminal import single_line
 from lmx_lab.errors import LabError
 from lmx_lab.wire.event_stream import Envelope
-
-
-@pytest.mark.parametrize(
-    ("text", "safe"),
-    [
-        ("plain\n\ttext", "plain\n\ttext"),
-        ("Grüße, 你好 🙂", "Grüße, 你好 🙂"),
-        ("\x1b[2Jgone\x07", "\\x1b[2Jgone\\x07"),
-        ("abc\u202edef\u2066", "abc\\u202edef\\u2066"),
-        ("back\rspace\x08", "back\\rspace\\x08"),
-        ("\u200d joins", "\u200d joins"),
-    ],
-)
-def test_control_characters_are_escaped(text: str, safe: str) -> None:
-    assert shown(text) == safe
 
 
 def test_an_event_as_json_is_ascii_and_can_be_parsed() -> None:

@@ -1,4 +1,4 @@
-"""Both programs, running: the inference server with the echo engine or tiny models, and a daemon whose turns ask it."""
+"""Fixtures that run the inference server (with the echo engine or tiny models) and a daemon that uses it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.contract.keeping import Contract
+from tests.contract.openapi import OpenApiContract
 from tests.engine.encoders.models import write_tiny_bert
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama
 
 CONTEXT = 64
-"""Tokens: whatever a request asks for, its answer is short."""
+"""Context length in tokens, so that all answers are short."""
 HERE = Path(__file__).parent
 
 
@@ -33,31 +33,31 @@ def home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_lab(home: Path) -> Iterator[Lab]:
-    # Names of models are drawn too: none of them may be looked for elsewhere than on this disk.
+    # The names of models are generated too, and must not be searched on the hub.
     with serving(home, "tiny", embedder="tiny-embedder", reranker="tiny-reranker", downloads=False) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def tiny_server(tiny_lab: Lab) -> Contract:
-    return Contract(f"{tiny_lab.url}/openapi.json", config=HERE / "server.toml")
+def tiny_server(tiny_lab: Lab) -> OpenApiContract:
+    return OpenApiContract(f"{tiny_lab.url}/openapi.json", config=HERE / "server.toml")
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """On the echo engine."""
+    """Run a lab with the echo engine."""
     with serving(tmp_path_factory.mktemp("echo"), "echo", downloads=False) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def server(lab: Lab) -> Contract:
-    return Contract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
+def server(lab: Lab) -> OpenApiContract:
+    return OpenApiContract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
 
 
 @pytest.fixture(scope="module")
 def _no_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Commands of MCP servers are drawn too: by name none is found."""
+    """Use an empty PATH: the commands of MCP servers are generated too, and none of them must be found."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PATH", str(tmp_path_factory.mktemp("no-programs")))
         yield
@@ -65,7 +65,7 @@ def _no_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def daemon(lab: Lab, tmp_path_factory: pytest.TempPathFactory, _no_programs: None) -> Iterator[Daemon]:
-    # Whatever a request may wait for, it does not wait long.
+    # Requests that wait for an event return after a short time.
     settings, limits = Settings(home=tmp_path_factory.mktemp("daemon"), daemon_port=0), Limits(wait_s=0.1)
     daemon = Daemon(settings=settings, limits=limits, upstream_url=lab.url)
     daemon.start()
@@ -76,5 +76,5 @@ def daemon(lab: Lab, tmp_path_factory: pytest.TempPathFactory, _no_programs: Non
 
 
 @pytest.fixture(scope="module")
-def api(daemon: Daemon) -> Contract:
-    return Contract(f"{daemon.url}/v3/openapi.json", key=daemon.token, config=HERE / "daemon.toml")
+def api(daemon: Daemon) -> OpenApiContract:
+    return OpenApiContract(f"{daemon.url}/v3/openapi.json", key=daemon.token, config=HERE / "daemon.toml")

@@ -1,4 +1,4 @@
-"""Answers as a model gives them, cut into any tokens, and what a splitter makes of them."""
+"""Divide answers into arbitrary tokens and run them through a text splitter."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.splitter import TextSplitter
+from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
 
 THOUGHTS = ("<think>", "</think>")
 
 
 class Tokens:
-    """The text as tokens that end at these bytes; each special token is one of its own, which decoding skips."""
+    """A text as tokens that end at the given bytes. Each special token is a token of its own, which decoding skips."""
 
     def __init__(self, text: str, cuts: Iterable[int], specials: Collection[str] = ()) -> None:
         data, self.special_at = text.encode(), set[int]()
@@ -44,7 +45,7 @@ class Answer:
     text: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
-    """Name and arguments."""
+    """Name and arguments of each call."""
     stopped: bool = False
     entries: list[int] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Answer:
 
 
 def merge(deltas: Iterable[ToolCallDelta]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Calls and ids, of pieces that come in order: a call's first has its id and name, the others arguments."""
+    """Return the calls, as names and arguments, and their ids. Only the first delta of a call has id and name."""
     calls: list[tuple[str, str]] = []
     ids: list[str] = []
     for delta in deltas:
@@ -72,12 +73,15 @@ def merge(deltas: Iterable[ToolCallDelta]) -> tuple[list[tuple[str, str]], list[
     return calls, ids
 
 
-def answer(tokens: Tokens, shape: AnswerShape, stops: Sequence[str] = ()) -> Answer:
-    """All the tokens, each its own entry, through a splitter."""
-    shape = AnswerShape(
-        initial=shape.initial, transitions=shape.transitions, calls=shape.calls, literals=tokens.literals
+def answer(tokens: Tokens, channel_format: ChannelFormat, stops: Sequence[str] = ()) -> Answer:
+    """Feed all tokens, each as its own entry, to a splitter and return the whole answer."""
+    channel_format = ChannelFormat(
+        initial=channel_format.initial,
+        transitions=channel_format.transitions,
+        calls=channel_format.calls,
+        literals=tokens.literals,
     )
-    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, shape)
+    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, channel_format)
     pieces = []
     for token in range(len(tokens.chunks)):
         pieces.append(splitter.add(token, token))
@@ -86,7 +90,7 @@ def answer(tokens: Tokens, shape: AnswerShape, stops: Sequence[str] = ()) -> Ans
     else:
         pieces.append(splitter.finish())
     calls, ids = merge(delta for piece in pieces for delta in piece.calls)
-    assert splitter.called == bool(calls)
+    assert splitter.has_called == bool(calls)
     return Answer(
         text="".join(piece.text for piece in pieces),
         reasoning="".join(piece.reasoning for piece in pieces),
@@ -98,19 +102,21 @@ def answer(tokens: Tokens, shape: AnswerShape, stops: Sequence[str] = ()) -> Ans
     )
 
 
-def shape_of(calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True) -> AnswerShape:
-    """As the engine makes it for one of mlx-lm's tool parsers."""
+def channel_format_of(
+    calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True
+) -> ChannelFormat:
+    """Return the channel format that an engine creates for one of mlx-lm's tool parsers."""
     transitions: dict[str, list[tuple[str, str]]] = {CONTENT: []}
     if thinks:
         transitions[CONTENT].append((THOUGHTS[0], REASONING))
         transitions[REASONING] = [(THOUGHTS[1], CONTENT)]
     if calls is None:
-        return AnswerShape(initial=initial, transitions=transitions)
+        return ChannelFormat(initial=initial, transitions=transitions)
     for state in list(transitions):
         transitions[state].append((calls.tool_call_start, TOOL))
     transitions[TOOL] = [(calls.tool_call_end, CONTENT)] if calls.tool_call_end else []
     parse = (lambda text: calls.parse_tool_call(text, None)) if parsed else None
-    return AnswerShape(
+    return ChannelFormat(
         initial=initial,
         transitions=transitions,
         calls=CallFormat(start=calls.tool_call_start, end=calls.tool_call_end, parse=parse),
@@ -118,7 +124,7 @@ def shape_of(calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, 
 
 
 def places(chunks: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Where each token's text begins and ends, in characters; a part of a character counts as the whole."""
+    """Return the range of characters of each token. A part of a character counts as the whole character."""
     data, edges = b"".join(chunks), [0]
     for chunk in chunks:
         edges.append(edges[-1] + len(chunk))

@@ -1,4 +1,4 @@
-"""The wall clock is set back and forth by hours and weeks, at every look: what lasts is measured by the other one."""
+"""Tests with a wall clock that jumps by hours and weeks: durations are measured with the monotonic clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
 
 @pytest.fixture
 def _wild_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look at the wall clock finds it somewhere else."""
+    """Make the wall clock jump at every call."""
     wall, jumps = time.time, itertools.cycle(JUMPS_S)
     monkeypatch.setattr(time, "time", lambda: wall() + next(jumps))
     monkeypatch.setattr(time, "time_ns", lambda: round((wall() + next(jumps)) * 1e9))
@@ -48,7 +48,7 @@ def longs(tmp_path: Path, tiny: ModelEntry, long_gguf: Path) -> Mapping[Format, 
 
 @pytest.mark.usefixtures("_wild_clock")
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-async def test_deadlines_and_idle_models_know_nothing_of_the_wall_clock(
+async def test_deadlines_and_idle_timeouts_do_not_depend_on_the_wall_clock(
     longs: Mapping[Format, ModelEntry], made_for: Format
 ) -> None:
     async with Engine(replace(SETTINGS, idle_unload_s=0.4)) as engine:
@@ -67,7 +67,7 @@ async def test_deadlines_and_idle_models_know_nothing_of_the_wall_clock(
 
 
 @pytest.mark.usefixtures("_wild_clock")
-async def test_a_permission_does_not_expire_before_its_time(tmp_path: Path) -> None:
+async def test_a_permission_does_not_expire_early(tmp_path: Path) -> None:
     with Scripted() as upstream:
         upstream.then(calls((ASKS, {})), says("done"))
         async with daemon(tmp_path, upstream, permission_timeout_s=60) as here:
@@ -80,7 +80,7 @@ async def test_a_permission_does_not_expire_before_its_time(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("_wild_clock")
-async def test_a_permission_expires_in_its_time(tmp_path: Path) -> None:
+async def test_a_permission_expires_after_its_timeout(tmp_path: Path) -> None:
     with Scripted() as upstream:
         upstream.then(calls((ASKS, {})), says("pity"))
         async with daemon(tmp_path, upstream, permission_timeout_s=0.05) as here:
@@ -92,7 +92,7 @@ async def test_a_permission_expires_in_its_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_wild_clock")
-async def test_events_and_turns_are_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+async def test_events_and_turns_are_in_the_order_of_writing(tmp_path: Path) -> None:
     with Scripted() as upstream:
         upstream.then(*(says(str(at)) for at in range(8)))
         async with daemon(tmp_path, upstream) as here:
@@ -105,13 +105,13 @@ async def test_events_and_turns_are_in_the_order_in_which_they_were_written(tmp_
     assert texts == [str(at) for at in range(8)]
     assert [event["seq"] for event in events] == sorted(event["seq"] for event in events)
     assert [event.seq for event in page.events] == [event["seq"] for event in events][: len(page.events)]
-    assert [event["at"] for event in events] != sorted(event["at"] for event in events), "or the clock did not jump"
+    assert [event["at"] for event in events] != sorted(event["at"] for event in events), "the clock jumped"
     assert [e["turn_id"] for e in events if e["event"] == "turn.done"] == turns
     assert snapshot
     check_invariants(events)
 
 
-# What is forgotten, does not come back
+# Retention of events
 
 
 class Clocks:
@@ -123,7 +123,7 @@ class Clocks:
         self.steady += seconds
 
 
-def test_a_step_forward_is_believed_when_it_has_lasted() -> None:
+def test_a_step_forward_is_accepted_after_some_time() -> None:
     clocks = Clocks()
     clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     clocks.go_on(60)
@@ -138,7 +138,7 @@ def test_a_step_forward_is_believed_when_it_has_lasted() -> None:
     assert clock.now_s() == clocks.wall
 
 
-def test_a_step_forward_that_is_taken_back_never_happened() -> None:
+def test_a_step_forward_that_is_reversed_is_ignored() -> None:
     clocks = Clocks()
     clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_a_step_forward_that_is_taken_back_never_happened() -> None:
         assert clock.now_s() == clocks.wall
 
 
-def test_a_step_back_and_a_clock_that_drifts_are_followed() -> None:
+def test_steps_back_and_drift_are_followed() -> None:
     clocks = Clocks()
     clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     clocks.wall -= DAY_S
@@ -160,7 +160,7 @@ def test_a_step_back_and_a_clock_that_drifts_are_followed() -> None:
         assert clock.now_s() == clocks.wall
 
 
-async def test_a_clock_that_is_weeks_ahead_for_a_moment_empties_no_log(
+async def test_a_clock_that_is_weeks_ahead_for_a_moment_deletes_no_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, rounds, limits = await Store.open(tmp_path / "daemon.db"), asyncio.Semaphore(0), Limits(keep_days=30)
@@ -176,7 +176,7 @@ async def test_a_clock_that_is_weeks_ahead_for_a_moment_empties_no_log(
     keeping = asyncio.create_task(retention.run_retention(store, EventLog(store, limits), limits, interval_s=0.001))
     await rounds.acquire()
     ahead_s = 40 * DAY_S
-    # One may have looked at the clock before.
+    # One call may have read the clock before.
     for _ in range(3):
         await rounds.acquire()
     keeping.cancel()
@@ -185,7 +185,7 @@ async def test_a_clock_that_is_weeks_ahead_for_a_moment_empties_no_log(
     await store.close()
 
 
-async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_log(
+async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, limits = await Store.open(tmp_path / "daemon.db"), Limits(keep_days=30)

@@ -1,4 +1,4 @@
-"""A hub that is slow, breaks off, or sends something else than it announced; and a download that is killed."""
+"""Tests of slow, interrupted and wrong downloads from the hub, and of killed download processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
-from lmx_lab.weights.hub.unverified import NOTE, note
-from tests.faults.hub import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirected_for_ever
+from lmx_lab.weights.hub.verify import MARKER, mark_unverified
+from tests.faults.hub_server import REPO, HalfFirst, Handler, Hub, Sends, git_id, hub_with, instead, redirect_forever
 from tests.flows.conftest import wait_until
 from tests.weights.conftest import LLAMA, safetensors_bytes
 
@@ -34,18 +34,18 @@ from pathlib import Path
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 
-def stand_still(progress):
+def pause(progress):
     if progress.stage in sys.argv[2:]:
         print(progress.stage, flush=True)
         sys.stdin.read()
 
-Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("org/tiny", stand_still)
+Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("org/tiny", pause)
 """
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that passes every check and is never loaded."""
+    """Return a model folder that passes every check but is never loaded."""
     folder = tmp_path_factory.mktemp("small")
     for name, content in (
         ("config.json", LLAMA),
@@ -73,7 +73,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def catalog(tmp_path: Path, cache: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     real = download.download
     monkeypatch.setattr(download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
-    # The pauses between tries are huggingface_hub's, and its patience.
+    # Shorten the pauses and timeouts of huggingface_hub.
     monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)
@@ -88,29 +88,29 @@ def partial(cache: Path) -> list[Path]:
     return list(cache.rglob("*.incomplete"))
 
 
-# Something else
+# Wrong files
 
 
-def spoiled(server: Hub, name: str) -> bytes:
+def corrupted(server: Hub, name: str) -> bytes:
     data = bytearray(server.files[name])
     data[len(data) // 2] ^= 1
     return bytes(data)
 
 
 WRONG: dict[str, tuple[str, Callable[[Hub, str], Sends], str]] = {
-    "other content": (WEIGHTS, lambda server, name: instead(spoiled(server, name)), "sha256"),
-    "other content of a small file": ("config.json", lambda server, name: instead(spoiled(server, name)), "git"),
+    "other content": (WEIGHTS, lambda server, name: instead(corrupted(server, name)), "sha256"),
+    "other content of a small file": ("config.json", lambda server, name: instead(corrupted(server, name)), "git"),
     "shorter": (WEIGHTS, lambda server, name: instead(server.files[name][:-1]), "bytes"),
     "longer": (WEIGHTS, lambda server, name: instead(server.files[name] + b"x"), "bytes"),
     "a page": (WEIGHTS, lambda server, name: instead(b"<html>Please log in</html>", "text/html"), "bytes"),
     "a page for the API": ("api", lambda server, name: instead(b"<html>Please log in</html>", "text/html"), "hub"),
-    "a redirect to itself": (WEIGHTS, lambda server, name: redirected_for_ever, "edirect"),
-    "a redirect of the API": ("api", lambda server, name: redirected_for_ever, "edirect"),
+    "a redirect to itself": (WEIGHTS, lambda server, name: redirect_forever, "edirect"),
+    "a redirect of the API": ("api", lambda server, name: redirect_forever, "edirect"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_not_the_announced_file_is_said_and_not_kept(
+def test_a_file_that_differs_from_the_announced_one_is_an_error_and_is_not_kept(
     catalog: Catalog, cache: Path, server: Hub, wrong: str
 ) -> None:
     name, sends, said = WRONG[wrong]
@@ -125,15 +125,15 @@ def test_what_is_not_the_announced_file_is_said_and_not_kept(
     assert contents(catalog.fetch(REPO)) == server.files
 
 
-def test_of_several_wrong_files_none_is_kept(catalog: Catalog, server: Hub) -> None:
-    server.faults |= {name: instead(spoiled(server, name)) for name in server.files}
+def test_none_of_several_wrong_files_is_kept(catalog: Catalog, server: Hub) -> None:
+    server.faults |= {name: instead(corrupted(server, name)) for name in server.files}
     with pytest.raises(DownloadError, match="announced"):
         catalog.fetch(REPO)
     server.faults.clear()
     assert contents(catalog.fetch(REPO)) == server.files
 
 
-def test_what_has_come_is_compared_and_the_watcher_told(catalog: Catalog, server: Hub) -> None:
+def test_verification_reports_its_progress(catalog: Catalog, server: Hub) -> None:
     seen: list[Progress] = []
     catalog.fetch(REPO, seen.append)
     total = sum(map(len, server.files.values()))
@@ -143,62 +143,60 @@ def test_what_has_come_is_compared_and_the_watcher_told(catalog: Catalog, server
     assert 0 < verified[-1].done_bytes <= total
 
 
-# Breaking off
+# Interrupted connections
 
 
-def test_a_connection_that_breaks_off_is_gone_on_from_where_it_was(catalog: Catalog, cache: Path, server: Hub) -> None:
+def test_an_interrupted_download_is_continued_where_it_stopped(catalog: Catalog, cache: Path, server: Hub) -> None:
     server.faults[WEIGHTS] = HalfFirst(lambda handler: None, times=3)
     assert contents(catalog.fetch(REPO)) == server.files
-    ranges = [asked for name, asked in server.asked if name == WEIGHTS]
+    ranges = [asked for name, asked in server.requests if name == WEIGHTS]
     assert ranges[0] == ""
     assert len(ranges) == 4
     assert all(asked.startswith("bytes=") for asked in ranges[1:])
     assert partial(cache) == []
 
 
-def test_a_hub_that_falls_silent_is_asked_again(catalog: Catalog, server: Hub) -> None:
-    go_on = threading.Event()
-    server.faults[WEIGHTS] = HalfFirst(lambda handler: go_on.wait(60), times=1)
+def test_a_download_is_retried_after_a_timeout(catalog: Catalog, server: Hub) -> None:
+    proceed = threading.Event()
+    server.faults[WEIGHTS] = HalfFirst(lambda handler: proceed.wait(60), times=1)
     try:
         assert contents(catalog.fetch(REPO)) == server.files
     finally:
-        go_on.set()
+        proceed.set()
 
 
-def test_a_hub_that_stays_silent_is_a_download_error_and_no_endless_wait(
-    catalog: Catalog, cache: Path, server: Hub
-) -> None:
-    go_on = threading.Event()
+def test_a_hub_that_never_responds_is_a_download_error(catalog: Catalog, cache: Path, server: Hub) -> None:
+    proceed = threading.Event()
 
     def silent(handler: Handler, data: bytes) -> None:
         handler.begin(len(data), 200, {"ETag": f'"{git_id(data)}"'})
         if handler.command == "GET":
-            go_on.wait(60)
+            proceed.wait(60)
 
     server.faults[WEIGHTS] = silent
     try:
         with pytest.raises(DownloadError, match=r"org/tiny could not be downloaded.*Check the network"):
             catalog.fetch(REPO)
     finally:
-        go_on.set()
+        proceed.set()
     assert partial(cache) == []
     server.faults.clear()
     assert contents(catalog.fetch(REPO)) == server.files
 
 
-# A download that is killed
+# Killed download processes
 
 
-def killed_half_way(server: Hub, home: Path, cache: Path) -> None:
-    """Half of the weights have come, and all other files."""
-    half, go_on = threading.Event(), threading.Event()
+def kill_half_way(server: Hub, home: Path, cache: Path) -> None:
+    """Kill a process that has downloaded half of the weights and all other files."""
+    half, proceed = threading.Event(), threading.Event()
 
-    def stand_still(handler: Handler) -> None:
-        wait_until(lambda: partial(cache) != [] and whole_files(cache) == server.files.keys() - {WEIGHTS})
+    def pause(handler: Handler) -> None:
+        wait_until(lambda: partial(cache) != [] and complete_files(cache) == server.files.keys() - {WEIGHTS})
         half.set()
-        go_on.wait(60)
+        proceed.wait(60)
 
-    server.faults[WEIGHTS] = HalfFirst(stand_still)
+    server.faults[WEIGHTS] = HalfFirst(pause)
     environ = {**os.environ, "HF_ENDPOINT": server.url}
     with subprocess.Popen([sys.executable, "-c", FETCH, str(home)], env=environ) as process:
         try:
@@ -206,27 +204,27 @@ def killed_half_way(server: Hub, home: Path, cache: Path) -> None:
             process.send_signal(signal.SIGKILL)
         finally:
             process.kill()
-            go_on.set()
+            proceed.set()
     assert process.returncode == -signal.SIGKILL
     server.faults.clear()
 
 
-def whole_files(cache: Path) -> set[str]:
+def complete_files(cache: Path) -> set[str]:
     return {path.name for path in cache.glob("models--org--tiny/snapshots/*/*")}
 
 
-def test_what_a_killed_download_has_left_is_removed_and_whole_files_are_not_fetched_again(
+def test_partial_files_of_a_killed_download_are_removed_and_complete_files_are_kept(
     catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
 ) -> None:
-    killed_half_way(server, tmp_path / "home", cache)
+    kill_half_way(server, tmp_path / "home", cache)
     assert partial(cache)
-    server.asked.clear()
+    server.requests.clear()
     assert contents(catalog.fetch(REPO)) == server.files
     assert partial(cache) == []
-    assert {name for name, _ in server.asked} == {WEIGHTS}
+    assert {name for name, _ in server.requests} == {WEIGHTS}
 
 
-def test_what_another_program_is_just_fetching_is_left_alone(catalog: Catalog, cache: Path, server: Hub) -> None:
+def test_partial_files_that_another_program_is_downloading_are_kept(catalog: Catalog, cache: Path, server: Hub) -> None:
     part = cache / "models--org--tiny/blobs/abc.12345678.incomplete"
     lock = cache / ".locks/models--org--tiny/abc.lock"
     for file in (part, lock):
@@ -244,12 +242,12 @@ def hub_commit(cache: Path) -> str:
     return (cache / "models--org--tiny/refs/main").read_text()
 
 
-# Killed or broken off before what has come was compared
+# Downloads that ended before the verification
 
 
 @contextmanager
-def comparing(server: Hub, home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has fetched all files and compared none of them; it goes on when its standard input ends."""
+def download_unverified(server: Hub, home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that has downloaded all files and verified none. It continues when its standard input ends."""
     command = [sys.executable, "-c", FETCH, str(home), "verify"]
     environ = {**os.environ, "HF_ENDPOINT": server.url}
     with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -261,18 +259,18 @@ def comparing(server: Hub, home: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def notes(cache: Path) -> list[Path]:
-    return list(cache.rglob(f"{NOTE}*"))
+def markers(cache: Path) -> list[Path]:
+    return list(cache.rglob(f"{MARKER}*"))
 
 
-def test_a_wrong_file_of_a_killed_download_is_not_listed_or_loaded_and_the_next_one_replaces_it(
+def test_a_wrong_file_of_a_killed_download_is_not_used_and_is_replaced(
     catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
 ) -> None:
-    server.faults[WEIGHTS] = instead(spoiled(server, WEIGHTS))
-    with comparing(server, tmp_path / "home") as process:
+    server.faults[WEIGHTS] = instead(corrupted(server, WEIGHTS))
+    with download_unverified(server, tmp_path / "home") as process:
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    assert len(notes(cache)) == len(server.files)
+    assert len(markers(cache)) == len(server.files)
     snapshot = cache / "models--org--tiny/snapshots" / hub_commit(cache)
     assert (snapshot / WEIGHTS).stat().st_size == len(server.files[WEIGHTS])
     assert catalog.scan() == []
@@ -283,21 +281,21 @@ def test_a_wrong_file_of_a_killed_download_is_not_listed_or_loaded_and_the_next_
         catalog.fetch(REPO)
     assert catalog.scan() == []
     server.faults.clear()
-    server.asked.clear()
+    server.requests.clear()
     entry = catalog.fetch(REPO)
     assert contents(entry) == server.files
     assert catalog.scan() == [entry]
-    assert {name for name, _ in server.asked} == {WEIGHTS}
-    assert notes(cache) == []
+    assert {name for name, _ in server.requests} == {WEIGHTS}
+    assert markers(cache) == []
 
 
-def test_a_fetch_that_is_interrupted_hides_what_it_brought_and_nothing_else(
+def test_only_the_unverified_files_of_an_interrupted_download_are_hidden(
     catalog: Catalog, cache: Path, server: Hub, tiny_gguf: Path
 ) -> None:
     data = tiny_gguf.read_bytes()
     server.files |= {"Tiny-Q4_0.gguf": data, "Tiny-Q8_0.gguf": data[:-1] + bytes([data[-1] ^ 1])}
     before = [catalog.fetch(REPO), catalog.fetch(f"{REPO}:Q4_0")]
-    assert notes(cache) == []
+    assert markers(cache) == []
 
     def interrupted(progress: Progress) -> None:
         if progress.stage == "verify":
@@ -309,38 +307,38 @@ def test_a_fetch_that_is_interrupted_hides_what_it_brought_and_nothing_else(
     again = f"{REPO}:Tiny-Q8_0.gguf"
     with pytest.raises(UnusableModelError, match=f"lmx-lab pull {again}`"):
         catalog.resolve(f"{REPO}:Q8_0")
-    server.asked.clear()
+    server.requests.clear()
     entry = catalog.fetch(again)
     assert catalog.scan() == [*before, entry]
-    assert server.asked == []
+    assert server.requests == []
 
 
-def test_no_link_leads_around_the_comparison_and_files_for_people_do_not_matter(
+def test_links_do_not_bypass_the_verification_and_documentation_needs_none(
     catalog: Catalog, cache: Path, server: Hub, tmp_path: Path
 ) -> None:
     entry = catalog.fetch(REPO)
     link = tmp_path / "link"
     link.symlink_to(entry.path)
-    for_people = [entry.path / name for name in ("README.md", "LICENSE", "LICENSE-CODE")]
-    for file in for_people:
-        file.write_text("For people.")
-    note(for_people)
+    documentation = [entry.path / name for name in ("README.md", "LICENSE", "LICENSE-CODE")]
+    for file in documentation:
+        file.write_text("Documentation.")
+    mark_unverified(documentation)
     assert catalog.scan() == [entry]
-    note([entry.path / "config.json"])
+    mark_unverified([entry.path / "config.json"])
     for path in (entry.path, link, entry.path / "sub" / ".."):
         with pytest.raises(LabError):
             catalog.resolve(str(path))
 
 
-def test_of_two_homes_with_one_cache_each_compares_for_the_other(
+def test_two_homes_share_the_verification_of_one_cache(
     catalog: Catalog, cache: Path, tmp_path: Path, server: Hub
 ) -> None:
-    with comparing(server, tmp_path / "other") as process:
+    with download_unverified(server, tmp_path / "other") as process:
         assert catalog.scan() == []
         entry = catalog.fetch(REPO)
         assert catalog.scan() == [entry]
         process.communicate(timeout=60)
     assert process.returncode == 0
     assert catalog.scan() == [entry]
-    assert len(server.asked) == len(server.files)
-    assert notes(cache) == []
+    assert len(server.requests) == len(server.files)
+    assert markers(cache) == []

@@ -1,4 +1,4 @@
-"""A fault inside an engine, wherever it happens: every request has one end, and the next one is answered."""
+"""Tests of errors inside an engine: every request ends once, and the next one is answered."""
 
 from __future__ import annotations
 
@@ -31,38 +31,40 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
 from tests.engine.llama_cpp.conftest import process_of
-from tests.faults.asking import WAIT_S, WAYS, End, Way, at_once
-from tests.faults.injecting import inject
+from tests.faults.chat_requests import WAIT_S, WAYS, End, Way, send_all
+from tests.faults.fault_injection import inject
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 
 DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "^[0-9]{60}$"}}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a fault is injected, at which call, and what is asked for, so that it comes by."""
+class ModelLocation:
+    """A function in which a fault is injected, the number of the call, and a request that reaches it."""
 
     at: tuple[Any, str]
     call: int
     asked: dict[str, Any] = field(default_factory=dict)
     alone: bool = False
-    """One request fails of it, and none of those that run beside it."""
+    """Whether only one request fails, and none of those that run at the same time."""
     exc: Exception = field(default_factory=lambda: RuntimeError("injected"))
 
 
 PLACES = {
-    "tokenizing": Place(at=(PromptTokenizer, "encode"), call=1, alone=True),
-    "prefill": Place(at=(llama.Model, "__call__"), call=1),
-    "decoding": Place(at=(llama.Model, "__call__"), call=9),
-    "sampling": Place(at=(Cut, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
-    "grammar mask": Place(at=(Constraint, "mask"), call=5, asked={"response_format": DIGITS}),
-    "detokenizing": Place(at=(AnswerText, "decode"), call=31, alone=True),
-    "log-probabilities": Place(at=(batch, "answer_token"), call=15, alone=True, asked={"logprobs": True}),
+    "tokenizing": ModelLocation(at=(PromptTokenizer, "encode"), call=1, alone=True),
+    "prefill": ModelLocation(at=(llama.Model, "__call__"), call=1),
+    "decoding": ModelLocation(at=(llama.Model, "__call__"), call=9),
+    "sampling": ModelLocation(at=(Cut, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
+    "grammar mask": ModelLocation(at=(Constraint, "mask"), call=5, asked={"response_format": DIGITS}),
+    "detokenizing": ModelLocation(at=(AnswerText, "decode"), call=31, alone=True),
+    "log-probabilities": ModelLocation(at=(batch, "answer_token"), call=15, alone=True, asked={"logprobs": True}),
 }
 GGUF_PLACES = {
-    "tokenizing": Place(at=(Hosted, "tokenized"), call=1, alone=True),
-    "reading": Place(at=(Answer, "take"), call=5, alone=True),
-    "llama.cpp": Place(at=(Jobs, "_follow"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")),
+    "tokenizing": ModelLocation(at=(Hosted, "tokenized"), call=1, alone=True),
+    "reading": ModelLocation(at=(Answer, "take"), call=5, alone=True),
+    "llama.cpp": ModelLocation(
+        at=(Jobs, "_follow"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")
+    ),
 }
 
 
@@ -80,7 +82,7 @@ def gguf_lab(tiny_home: Path, tiny_gguf: Path) -> Iterator[Lab]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_fault_ends_requests_with_an_error_and_the_queue_goes_on(
+def test_a_fault_in_mlx_ends_requests_with_an_error_and_the_next_one_is_answered(
     mlx_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
 ) -> None:
     check_fault(mlx_lab, monkeypatch, PLACES[place], WAYS[way])
@@ -88,20 +90,20 @@ def test_a_fault_ends_requests_with_an_error_and_the_queue_goes_on(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", GGUF_PLACES)
-def test_a_fault_beside_llama_cpp_does_too(
+def test_a_fault_in_llama_cpp_ends_requests_with_an_error_and_the_next_one_is_answered(
     gguf_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
 ) -> None:
     check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], WAYS[way])
 
 
-def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: Place, way: Way) -> None:
+def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: ModelLocation, way: Way) -> None:
     asked = {"model": "default", "max_tokens": 24, **place.asked}
     good = way(lab, chat_body(**asked))
     assert good.text
     with monkeypatch.context() as patched:
         fault = inject(patched, place.at, place.exc, at_call=place.call)
-        # Two that run, and one that waits.
-        ends = [asked.result(WAIT_S) for asked in at_once(lab, [way] * 3, **asked)]
+        # Two running requests and one in the queue.
+        ends = [asked.result(WAIT_S) for asked in send_all(lab, [way] * 3, **asked)]
     assert fault.happened
     failed = [end for end in ends if end.error is not None]
     assert 1 <= len(failed) <= (1 if place.alone else 2)
@@ -120,14 +122,14 @@ def check_envelope(end: End) -> None:
     assert end.status in (None, 500)
 
 
-# What is left
+# Leftovers
 
 
 FORM = AnswerFormat(kind="regex", text="[0-9]{200}")
 
 
 @pytest.mark.anyio
-async def test_nothing_of_failed_requests_is_left(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_requests_leave_no_objects_and_memory(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     made: weakref.WeakSet[Constraint] = weakref.WeakSet()
     begin = Constraint.__init__
 
@@ -147,7 +149,7 @@ async def test_nothing_of_failed_requests_is_left(tiny: ModelEntry, monkeypatch:
         assert fault.happened
         await until_idle(engine)
 
-    # Without a prefix cache: what that keeps of ended requests is meant.
+    # Without the prefix cache, which keeps parts of ended requests on purpose.
     async with Engine(Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as engine:
         await engine.load(tiny)
         seen = []
@@ -161,23 +163,23 @@ async def test_nothing_of_failed_requests_is_left(tiny: ModelEntry, monkeypatch:
 
 
 async def used_bytes(engine: Engine) -> int:
-    """Of MLX, without what it keeps for its next array."""
+    """Return the memory that MLX uses, without its cache for new arrays."""
     await engine._mlx._thread.call(lambda core: memory.release())
     return await engine._mlx._thread.call(lambda core: memory.used_bytes())
 
 
-# What computes dies
+# Death of an engine
 
 
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-def test_what_was_asked_of_an_engine_that_dies_ends_and_a_load_starts_another(
+def test_requests_of_an_engine_that_dies_end_and_a_load_starts_a_new_one(
     tiny_home: Path, long_gguf: Path, made_for: str
 ) -> None:
-    # Longer on llama.cpp, which would be done before all three are seen at once.
+    # Longer answers on llama.cpp, which would otherwise finish before all three requests run.
     name, tokens = ("tiny", 450) if made_for == "mlx" else (str(long_gguf), 7000)
     with serving(tiny_home, name, slots=3, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
         before = lab.engine.snapshot.output_tokens
-        asked = at_once(lab, list(WAYS.values()), model="default", max_tokens=tokens, ignore_eos=True)
+        asked = send_all(lab, list(WAYS.values()), model="default", max_tokens=tokens, ignore_eos=True)
         wait_until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.output_tokens > before)
         if made_for == "mlx":
             asyncio.run(poison(lab.engine, SystemExit("injected")))

@@ -1,4 +1,4 @@
-"""A disk that fills up, a real one of a few megabytes: 507 with numbers, nothing half stays, and room is used again."""
+"""Tests with a real full file system of a few megabytes: errors with numbers, no partial files, and recovery."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.wire.events import ToolOutput
 from tests.daemon.daemon_process import Program
-from tests.faults.asking import CHAT, WAIT_S
-from tests.faults.hub import REPO, Handler, git_id, hub_with, whole
+from tests.faults.chat_requests import CHAT, WAIT_S
+from tests.faults.hub_server import REPO, Handler, git_id, hub_with, whole
 from tests.flows.conftest import chat_body, serving
 
 NUMBERS = re.compile(r"\d+ bytes are free")
@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 class Disk:
-    """A file system in memory, which can be filled to its last byte, and freed again."""
+    """A file system in memory that can be filled to its last byte and freed again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,11 +67,11 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def files_of(folder: Path) -> set[str]:
-    """What has content, but for the filler."""
+    """Return the files with content, except the one that fills the disk."""
     return {path.name for path in folder.rglob("*") if path.is_file() and path.name != "filler" and path.stat().st_size}
 
 
-def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_there_is_room(
+def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_space_is_free(
     disk: Disk, tiny: ModelEntry, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(disk.folder / "hub"))
@@ -92,7 +92,7 @@ def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_there_is_room(
         server.faults["model.safetensors"] = half_then_full
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=WAIT_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage-full")
-        assert re.search(r"\d+ bytes were to come, \d+ bytes are free", answer.json()["error"]["message"])
+        assert re.search(r"\d+ bytes are needed, \d+ bytes are free", answer.json()["error"]["message"])
         assert list(disk.folder.rglob("*.incomplete")) == []
         assert "model.safetensors" not in files_of(disk.folder)
         disk.free()
@@ -101,7 +101,7 @@ def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_there_is_room(
         assert httpx2.post(lab.url + CHAT, json=chat_body(model=REPO), timeout=WAIT_S).status_code == 200
 
 
-def test_a_conversion_that_fills_the_disk_leaves_nothing_and_succeeds_when_there_is_room(
+def test_a_conversion_that_fills_the_disk_leaves_no_files_and_succeeds_when_space_is_free(
     disk: Disk, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(disk.folder / "hub"))
@@ -131,7 +131,7 @@ async def write_until_full(store: Store, written: list[int]) -> None:
 
 
 @pytest.mark.anyio
-async def test_events_that_fill_the_disk_are_whole_or_not_there_and_what_ends_has_a_reserve(disk: Disk) -> None:
+async def test_events_on_a_full_disk_are_complete_or_missing_and_turns_can_still_end(disk: Disk) -> None:
     store = await Store.open(disk.folder / "daemon.db")
     written = [await store.write(long_event)]
     await asyncio.to_thread(disk.fill)
@@ -154,12 +154,12 @@ async def test_events_that_fill_the_disk_are_whole_or_not_there_and_what_ends_ha
 
 
 @pytest.mark.anyio
-async def test_a_daemon_on_a_full_disk_says_so_and_goes_on_when_there_is_room(disk: Disk) -> None:
+async def test_a_daemon_on_a_full_disk_responds_with_507_and_recovers_when_space_is_free(disk: Disk) -> None:
     program = Program(disk.folder, "http://127.0.0.1:9").start()
     try:
         async with program.client() as client:
             body = {"system_prompt": "x" * 50_000}
-            # It has started when it answers; a start that finds no room is another matter.
+            # The daemon has started when it responds. Its start needs space too, so the disk is filled afterwards.
             assert (await client.post("/sessions", json=body)).status_code == 201
             disk.fill()
             answer = await client.post("/sessions", json=body)

@@ -1,4 +1,4 @@
-"""A load on llama.cpp that hangs, as on a file system that does not answer: what is asked next ends it."""
+"""Tests of a load on llama.cpp that hangs, as on a file system that does not respond: the next request ends it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import run
 from tests.engine.llama_cpp.conftest import entry_of
-from tests.faults.asking import CHAT, WAIT_S
+from tests.faults.chat_requests import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import unknown_architecture
 
@@ -35,7 +35,7 @@ while True:
 
 
 class Hanging:
-    """Whether a process that is started from now on hears what to load, and says nothing any more."""
+    """Makes processes that are started from now on stop responding when they receive the load request."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._script, self._works = folder / "still.py", process_module.SCRIPT
@@ -47,12 +47,12 @@ class Hanging:
 
     @property
     def begun(self) -> bool:
-        """Whether one has begun to hang."""
+        """Whether a process has begun to hang."""
         return Path(f"{self._script}.begun").exists()
 
     @property
     def processes(self) -> int:
-        """How many hang, or are not yet forgotten by the system."""
+        """Number of hanging processes, including ended ones that the system still lists."""
         found = 0
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -72,7 +72,7 @@ async def engine() -> AsyncIterator[Engine]:
 
 
 async def hanging(engine: Engine, hangs: Hanging, entry: ModelEntry) -> asyncio.Task[object]:
-    """A load that has come so far."""
+    """Start a load and wait until it hangs."""
     hangs(True)
     load = asyncio.create_task(engine.load(entry), name="hangs")
     await begun(load, hangs)
@@ -94,14 +94,14 @@ async def told(load: asyncio.Task[object]) -> str:
 
 @pytest.fixture(params=["nothing", "mlx", "gguf"])
 async def before(request: pytest.FixtureRequest, engine: Engine, tiny: ModelEntry, tiny_gguf: Path) -> None:
-    """What is loaded when the other load begins to hang."""
+    """Load the model that is in memory before the other load begins to hang."""
     if request.param != "nothing":
         await engine.load(tiny if request.param == "mlx" else entry_of(tiny_gguf))
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-async def test_an_unload_ends_it_and_nothing_comes_back(
+async def test_an_unload_ends_a_hanging_load_and_no_model_is_restored(
     engine: Engine, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
 ) -> None:
     load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
@@ -119,7 +119,7 @@ async def test_an_unload_ends_it_and_nothing_comes_back(
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-async def test_another_load_ends_it_and_takes_its_place(
+async def test_another_load_replaces_a_hanging_load(
     engine: Engine, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: Hanging, made_for: str
 ) -> None:
     load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
@@ -131,7 +131,7 @@ async def test_another_load_ends_it_and_takes_its_place(
 
 
 @pytest.mark.anyio
-async def test_of_several_loads_that_hang_one_after_the_other_the_last_one_counts(
+async def test_the_last_of_several_hanging_loads_is_completed(
     engine: Engine, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
 ) -> None:
     first = await hanging(engine, hangs, entry_of(long_gguf, "long"))
@@ -145,7 +145,7 @@ async def test_of_several_loads_that_hang_one_after_the_other_the_last_one_count
 
 
 @pytest.mark.anyio
-async def test_who_asks_for_the_same_model_again_waits_for_the_same_load(
+async def test_a_second_request_for_the_same_model_waits_for_the_same_load(
     engine: Engine, long_gguf: Path, hangs: Hanging
 ) -> None:
     first = await hanging(engine, hangs, entry_of(long_gguf, "long"))
@@ -160,7 +160,7 @@ async def test_who_asks_for_the_same_model_again_waits_for_the_same_load(
 
 
 @pytest.mark.anyio
-async def test_a_model_that_was_to_come_back_and_hangs_holds_nobody_up_either(
+async def test_restoring_a_model_that_hangs_blocks_no_other_request(
     engine: Engine, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: Hanging
 ) -> None:
     await engine.load(entry_of(tiny_gguf))
@@ -174,7 +174,7 @@ async def test_a_model_that_was_to_come_back_and_hangs_holds_nobody_up_either(
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-async def test_an_encoder_that_hangs_holds_no_unload_up(
+async def test_a_hanging_load_of_an_encoder_does_not_block_an_unload(
     engine: Engine, tiny_gguf: Path, minilm_gguf: Path, hangs: Hanging
 ) -> None:
     hangs(True)
@@ -182,7 +182,7 @@ async def test_an_encoder_that_hangs_holds_no_unload_up(
     await begun(pin, hangs)
     await asyncio.wait_for(engine.unload(), WAIT_S)
     assert (engine.snapshot.state, engine.snapshot.entry) == ("empty", None)
-    # A load waits for what it has to know: how much memory the encoder takes.
+    # A load has to wait, because it needs the memory size of the encoder.
     load: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(tiny_gguf)))
     await asyncio.sleep(0.3)
     assert not load.done()
@@ -196,7 +196,7 @@ async def test_an_encoder_that_hangs_holds_no_unload_up(
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_stops_ends_it(long_gguf: Path, hangs: Hanging) -> None:
+async def test_stopping_the_engine_ends_a_hanging_load(long_gguf: Path, hangs: Hanging) -> None:
     async with Engine(SETTINGS) as engine:
         load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
     with pytest.raises(LabError, match="the engine was stopped"):
@@ -204,7 +204,7 @@ async def test_an_engine_that_stops_ends_it(long_gguf: Path, hangs: Hanging) -> 
     assert hangs.processes == 0
 
 
-def test_a_server_takes_an_unload_while_a_load_hangs(tiny_home: Path, long_gguf: Path, hangs: Hanging) -> None:
+def test_a_server_accepts_an_unload_while_a_load_hangs(tiny_home: Path, long_gguf: Path, hangs: Hanging) -> None:
     with serving(tiny_home, None, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
         hangs(True)
         answers: list[httpx2.Response] = []
@@ -212,13 +212,13 @@ def test_a_server_takes_an_unload_while_a_load_hangs(tiny_home: Path, long_gguf:
         load = threading.Thread(target=lambda: answers.append(http.post("/admin/models/load", json=body)))
         load.start()
         wait_until(lambda: hangs.begun)
-        # It may be asked again in a second, and the client is told so.
+        # The response tells the client to retry in a second.
         refused = http.post(CHAT, json=chat_body(model="default"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
         assert refused.json()["error"]["retryable"]
         assert (refused.headers["retry-after"], refused.headers.get("x-should-retry")) == ("1", None)
         assert http.get("/readyz").json()["error"]["retryable"]
-        # Another load would take the place of what somebody waits for.
+        # Another load would replace the one for which a client waits.
         assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 409
         assert http.post("/admin/models/unload").status_code == 200
         load.join(WAIT_S)

@@ -1,4 +1,4 @@
-"""A model's files are cut short, replaced, overwritten or removed while they are loaded, or while they are read."""
+"""Tests of model files that are truncated, replaced, overwritten or removed while they are read or loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
 from tests.engine.conftest import run
 from tests.engine.llama_cpp.conftest import process_of
-from tests.faults.asking import CHAT, WAIT_S
+from tests.faults.chat_requests import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import with_context
 from tests.tiny import write_tiny_llama
@@ -40,7 +40,7 @@ def weights_of(path: Path) -> Path:
 
 @pytest.fixture
 def copy(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path) -> Callable[[Format], Path]:
-    """``tiny`` where a test may do with it what it likes."""
+    """Return a function that copies ``tiny`` to a folder that the test can change."""
 
     def made(made_for: Format) -> Path:
         if made_for == "mlx":
@@ -52,7 +52,7 @@ def copy(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path) -> Callable[[Format]
 
 @pytest.fixture
 def other(tmp_path: Path, smollm2: ModelEntry, tiny_gguf: Path) -> Callable[[Format], Path]:
-    """A model that is not ``tiny``: its weights, or its context, are others."""
+    """Return a function that writes a model with other weights or another context length than ``tiny``."""
 
     def made(made_for: Format) -> Path:
         if made_for == "gguf":
@@ -69,12 +69,12 @@ async def engine() -> AsyncIterator[Engine]:
         yield engine
 
 
-# While it is loaded
+# After the load
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("spoil", ["cut", "overwritten", "removed"])
-async def test_what_mlx_has_read_does_not_depend_on_its_files_any_more(
+async def test_a_loaded_mlx_model_does_not_depend_on_its_files(
     engine: Engine, copy: Callable[[Format], Path], spoil: str
 ) -> None:
     path = copy("mlx")
@@ -91,7 +91,7 @@ async def test_what_mlx_has_read_does_not_depend_on_its_files_any_more(
 
 
 @pytest.mark.anyio
-async def test_a_gguf_file_that_is_overwritten_ends_its_process_which_would_compute_with_what_is_there_now(
+async def test_overwriting_a_loaded_gguf_file_stops_its_process(
     engine: Engine, copy: Callable[[Format], Path], tiny_gguf: Path
 ) -> None:
     path = copy("gguf")
@@ -109,7 +109,7 @@ async def test_a_gguf_file_that_is_overwritten_ends_its_process_which_would_comp
 
 
 @pytest.mark.anyio
-async def test_a_gguf_file_that_is_replaced_or_removed_stays_what_it_was_for_those_who_have_it(
+async def test_a_loaded_gguf_model_is_unaffected_if_its_file_is_replaced_or_removed(
     engine: Engine, copy: Callable[[Format], Path], other: Callable[[Format], Path]
 ) -> None:
     path = copy("gguf")
@@ -126,12 +126,12 @@ async def test_a_gguf_file_that_is_replaced_or_removed_stays_what_it_was_for_tho
     assert not process_of(engine).died.is_set()
 
 
-# A load that follows
+# The next load
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("made_for", MAKES)
-async def test_a_load_after_the_files_were_replaced_reads_the_new_ones(
+async def test_a_load_after_the_files_were_replaced_reads_the_new_files(
     engine: Engine, copy: Callable[[Format], Path], other: Callable[[Format], Path], made_for: Format
 ) -> None:
     path = copy(made_for)
@@ -151,7 +151,7 @@ async def test_a_load_after_the_files_were_replaced_reads_the_new_ones(
 
 @pytest.mark.parametrize("spoil", ["cut", "removed"])
 @pytest.mark.parametrize("made_for", MAKES)
-def test_a_server_says_what_is_wrong_with_the_files_of_a_loaded_model(
+def test_a_server_reports_damaged_files_of_a_loaded_model(
     tiny_home: Path, copy: Callable[[Format], Path], made_for: Format, spoil: str
 ) -> None:
     path = copy(made_for)
@@ -165,9 +165,9 @@ def test_a_server_says_what_is_wrong_with_the_files_of_a_loaded_model(
             assert (again.status_code, again.json()["error"]["code"]) == (404, "model-not-found")
         else:
             assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid-request")
-            assert "cut short" in again.json()["error"]["message"]
+            assert "truncated" in again.json()["error"]["message"]
         if (made_for, spoil) == ("gguf", "cut"):
-            # It is mapped: what computes with it is ended, soon.
+            # The file is memory-mapped, so its process is stopped soon.
             wait_until(lambda: http.get("/readyz").status_code == 503)
         else:
             (record,) = [it for it in http.get("/admin/models").json()["models"] if it["path"] == str(path)]
@@ -179,30 +179,30 @@ def test_a_server_says_what_is_wrong_with_the_files_of_a_loaded_model(
         assert str(path) not in [it["path"] for it in http.get("/admin/models").json()["models"]]
 
 
-# While it is read
+# During a load
 
 
 def _after_the_header(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[], object]) -> None:
-    """Do this once, when the next load has looked at its file and not yet read all of it."""
+    """Call a function once, when the next load has read the header of its file but not the rest."""
     read, start = mx.load, LlamaProcess.start
 
-    def spoil_and_go_on(*args: Any, **options: Any) -> Any:
+    def damage_and_continue(*args: Any, **options: Any) -> Any:
         found = read(*args, **options)
         monkeypatch.undo()
         spoil()
         return found
 
-    async def spoil_and_start(*args: Any, **options: Any) -> LlamaProcess:
+    async def damage_and_start(*args: Any, **options: Any) -> LlamaProcess:
         monkeypatch.undo()
         spoil()
         return await start(*args, **options)
 
-    monkeypatch.setattr(mx, "load", spoil_and_go_on)
-    monkeypatch.setattr(LlamaProcess, "start", spoil_and_start)
+    monkeypatch.setattr(mx, "load", damage_and_continue)
+    monkeypatch.setattr(LlamaProcess, "start", damage_and_start)
 
 
 @pytest.mark.anyio
-async def test_an_mlx_file_that_is_cut_while_it_is_read_is_refused_and_what_was_there_comes_back(
+async def test_an_mlx_file_that_is_truncated_during_a_load_is_an_error_and_the_previous_model_is_restored(
     engine: Engine, tiny: ModelEntry, copy: Callable[[Format], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = copy("mlx")
@@ -217,7 +217,7 @@ async def test_an_mlx_file_that_is_cut_while_it_is_read_is_refused_and_what_was_
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("made_for", MAKES)
-async def test_a_model_whose_files_change_while_they_are_read_is_not_used(
+async def test_a_model_whose_files_change_during_a_load_is_not_used(
     engine: Engine,
     tiny: ModelEntry,
     *,

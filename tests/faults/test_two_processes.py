@@ -1,4 +1,4 @@
-"""Two processes on one home: they fetch, convert, load and delete the same model at the same moment."""
+"""Tests of two processes that download, convert, load and delete the same model at the same time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 
 from lmx_lab.values.models import ModelEntry
 from tests.command_process import Serving
-from tests.faults.asking import CHAT, WAIT_S
-from tests.faults.hub import REPO, Hub, hub_with, instead
+from tests.faults.chat_requests import CHAT, WAIT_S
+from tests.faults.hub_server import REPO, Hub, hub_with, instead
 from tests.flows.conftest import chat_body
 
 pytestmark = pytest.mark.long
@@ -31,7 +31,7 @@ def server(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @contextmanager
 def two_servers(home: Path, *arguments: str) -> Iterator[list[httpx2.Client]]:
-    """Started at the same moment; both are ready."""
+    """Start two servers at the same time and wait until both are ready."""
     with ExitStack() as stack:
         started = [Serving(home, "--port", "0", *arguments) for _ in range(2)]
         for each in started:
@@ -42,16 +42,16 @@ def two_servers(home: Path, *arguments: str) -> Iterator[list[httpx2.Client]]:
         ]
 
 
-def test_a_model_that_two_servers_want_is_fetched_once_and_may_be_deleted_under_them(
+def test_a_model_that_two_servers_need_is_downloaded_once_and_can_be_deleted_while_loaded(
     tmp_path: Path, server: Hub
 ) -> None:
     body = chat_body(model=REPO)
     with two_servers(tmp_path, "--model", REPO) as servers:
         first, second = servers
-        assert Counter(name for name, _ in server.asked) == dict.fromkeys(server.files, 1)
+        assert Counter(name for name, _ in server.requests) == dict.fromkeys(server.files, 1)
         texts = [each.post(CHAT, json=body).json()["choices"][0]["message"]["content"] for each in servers]
         assert texts[0] == texts[1]
-        # One takes it away from the disk; the other has it.
+        # One server deletes the files; the other has loaded the model.
         assert first.post("/admin/models/unload").status_code == 200
         shutil.rmtree(tmp_path / "hub/hub/models--org--tiny")
         server.faults["api"] = instead(b"no hub any more")
@@ -80,7 +80,7 @@ print(entry.path, sum(progress.stage == "convert" and not progress.done_bytes fo
 """
 
 
-def test_a_file_that_two_convert_at_once_is_converted_once(tmp_path: Path, tiny_gguf: Path) -> None:
+def test_a_file_that_two_processes_convert_at_the_same_time_is_converted_once(tmp_path: Path, tiny_gguf: Path) -> None:
     command = [sys.executable, "-c", CONVERT, str(tmp_path), str(tiny_gguf)]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:

@@ -146,7 +146,7 @@ class TestWhatCannotBeLoaded:
 
     @pytest.mark.parametrize(
         ("content", "reason"),
-        [(b"GGUF", "is no GGUF file"), (gguf_bytes({"general.type": "adapter"}, {}), "an adapter")],
+        [(b"GGUF", "is not a GGUF file"), (gguf_bytes({"general.type": "adapter"}, {}), "an adapter")],
     )
     def test_a_gguf_file_that_is_torn_or_no_model_of_its_own(
         self, http: httpx2.Client, tmp_path: Path, content: bytes, reason: str

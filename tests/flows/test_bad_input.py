@@ -154,7 +154,7 @@ def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None)
         ({"logit_bias": {str(token): 1 for token in range(3000)}}, ["3000", "1024"]),
         ({"messages": []}, ["0 items", "at least 1"]),
         ({f"a{number}": 1 for number in range(300)}, ["members", "256"]),
-        ({"messages": [{"role": "user", "content": [{}] * 5000}]}, ["5,000 parts", "4,096"]),
+        ({"messages": [{"role": "user", "content": [{}] * 5000}]}, ["5,000 content parts", "4,096"]),
         ({"metadata": {"a": [1] * 20_000}}, ["10,000 values"]),
         ({"max_tokens": -1}, ["-1", "no limit"]),
         ({"max_completion_tokens": -1}, ["-1", "no limit"]),

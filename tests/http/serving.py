@@ -1,15 +1,22 @@
-"""A server of a few routes on a socket, and clients that send what they like, as slowly as they like."""
+"""A server with a few routes, and clients that send raw bytes at any speed."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lmx_lab.http.uvicorn_server import Host, bind, serve
+from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
 
+ROOT = Path(__file__).parents[2]
+"""The working directory of scripts that import from ``tests``."""
 WAIT_S = 20.0
 SHORT_S = 0.2
 READ_LATER_S = 3.5 * SHORT_S
@@ -18,8 +25,8 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Line:
-    """One connection."""
+class RawClient:
+    """A client connection that sends and receives raw bytes."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -27,15 +34,15 @@ class Line:
     def send(self, data: bytes) -> None:
         self.writer.write(data)
 
-    async def answer(self) -> bytes:
-        """One answer with a Content-Length."""
+    async def read_response(self) -> bytes:
+        """Read one response with a Content-Length."""
         async with asyncio.timeout(WAIT_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             sizes = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
             return head + await self.reader.readexactly(int(sizes[0] if sizes else 0))
 
-    async def rest(self, drip: bytes = b"") -> bytes:
-        """Everything that comes until the server closes, while ``drip`` is sent again and again."""
+    async def read_to_end(self, drip: bytes = b"") -> bytes:
+        """Read until the server closes the connection, and send ``drip`` repeatedly meanwhile."""
         async with asyncio.timeout(WAIT_S):
             reading = asyncio.ensure_future(self.reader.read())
             while not (await asyncio.wait({reading}, timeout=0.02))[0]:
@@ -44,7 +51,7 @@ class Line:
 
 
 @asynccontextmanager
-async def running(app: App) -> AsyncIterator[Host]:
+async def running(app: App) -> AsyncIterator[RunningServer]:
     host = await serve(app, bind("127.0.0.1", 0, explicit=True))
     try:
         yield host
@@ -53,17 +60,17 @@ async def running(app: App) -> AsyncIterator[Host]:
 
 
 @asynccontextmanager
-async def connected(host: Host) -> AsyncIterator[Line]:
-    line = Line(*await asyncio.open_connection("127.0.0.1", host.port))
+async def connect_raw(host: RunningServer) -> AsyncIterator[RawClient]:
+    client = RawClient(*await asyncio.open_connection("127.0.0.1", host.port))
     try:
-        yield line
+        yield client
     finally:
-        line.writer.close()
+        client.writer.close()
         with suppress(OSError):
-            await line.writer.wait_closed()
+            await client.writer.wait_closed()
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110 (it is the other side's to change)
             await asyncio.sleep(0.01)
@@ -81,8 +88,8 @@ async def respond(send: Any, text: bytes = b"", status: int = 200) -> None:
     await send({"type": "http.response.body", "body": text})
 
 
-gone: list[str] = []
-"""Where clients have left, as the application was told."""
+disconnected: list[str] = []
+"""Paths of the requests whose disconnect the application received."""
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -104,7 +111,7 @@ async def read(receive: Any, send: Any) -> None:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            gone.append("/read")
+            disconnected.append("/read")
             return
         size, more = size + len(message["body"]), message["more_body"]
     await respond(send, str(size).encode())
@@ -125,3 +132,74 @@ async def stream(receive: Any, send: Any) -> None:
         await asyncio.sleep(SHORT_S / 2)
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
     await send({"type": "http.response.body"})
+
+
+class HealthApp:
+    """Responds to /healthz as the lab does, hangs on /hang, echoes over WebSocket; its lifespan can fail."""
+
+    def __init__(self, *, fail_at: str | None = None, name: str = "lmx-lab") -> None:
+        self.fail_at = fail_at
+        self.name = name
+        self.hanging = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.ended = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self.live(receive, send)
+        elif scope["type"] == "websocket":
+            await self.echo(receive, send)
+        else:
+            await self.answer(scope, send)
+
+    async def live(self, receive: Any, send: Any) -> None:
+        await receive()
+        if self.fail_at == "startup":
+            raise ValueError("no such model")
+        if self.fail_at == "startup.failed":
+            await send({"type": "lifespan.startup.failed", "message": "Traceback…\nValueError: no such model\n"})
+            return
+        if self.fail_at == "exit":
+            sys.exit(7)
+        if self.fail_at == "never":
+            await asyncio.Event().wait()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self.fail_at == "shutdown hangs":
+            await asyncio.Event().wait()
+        self.ended = True
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def echo(self, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": message["text"]})
+
+    async def answer(self, scope: Any, send: Any) -> None:
+        body = json.dumps({"status": "ok", "name": self.name}).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/hang":
+            self.hanging.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        await send({"type": "http.response.body", "body": body})
+
+
+def fetch(port: int, path: str = "/healthz", host: str = "127.0.0.1") -> Any:
+    """Return the status in the JSON of a response."""
+    connection = http.client.HTTPConnection(host, port, timeout=60)
+    try:
+        connection.request("GET", path)
+        return json.loads(connection.getresponse().read())["status"]
+    finally:
+        connection.close()
+
+
+def script_result(source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script, which can import from ``tests``, in a new process."""
+    command = [sys.executable, *options, "-c", source]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT, check=False)

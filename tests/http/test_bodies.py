@@ -1,4 +1,4 @@
-"""Large bodies are counted before they are parsed, and no step of reading them keeps the loop for long."""
+"""Tests that large bodies are counted before they are parsed, and are read in short steps."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import asyncio
 import contextlib
 import gc
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pydantic_core
 import pytest
+from fastapi import APIRouter, FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.errors import BodyTooLargeError, InvalidRequestError
+from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, QueueFullError
 from lmx_lab.http import bodies
-from lmx_lab.http.bodies import SMALL_BODY_BYTES, Turns, read_json
+from lmx_lab.http.bodies import SMALL_BODY_BYTES, BodyMemory, LargeBodyQueue, StrictRoute, read_json
+from lmx_lab.http.guard import local_policy
+from lmx_lab.http.middleware import wrap_app
+from lmx_lab.http.uvicorn_server import RunningServer
 from lmx_lab.wire.limits import CONTAINER_LIMIT, ITEM_LIMIT, MEMBERS_LIMIT, Structure
+from tests.http.serving import RawClient, connect_raw, running, wait_until
 
 pytestmark = pytest.mark.anyio
 LARGE = b" " * SMALL_BODY_BYTES
@@ -27,7 +34,7 @@ VALUES = st.recursive(
 
 
 def counts(value: Any) -> tuple[int, int, int]:
-    """Items and members after the first of each list or object, members, lists and objects."""
+    """Count commas (items and members after the first), members, lists and objects."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = [counts(child) for child in (value.values() if isinstance(value, dict) else value)]
@@ -36,9 +43,11 @@ def counts(value: Any) -> tuple[int, int, int]:
 
 
 @given(value=VALUES, size=st.integers(1, 40), ascii_only=st.booleans(), as_bytes=st.booleans())
-def test_the_count_is_exact_however_the_text_is_cut(value: Any, size: int, ascii_only: bool, as_bytes: bool) -> None:
+def test_the_count_is_exact_at_any_division_of_the_text(
+    value: Any, size: int, ascii_only: bool, as_bytes: bool
+) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
-    # Bytes may be cut within a character, which is none of those that are counted.
+    # The division can be within a character; none of the counted characters has several bytes.
     whole: str | bytes = text.encode() if as_bytes else text
     structure, start = Structure(), 0
     while start < len(whole):
@@ -56,30 +65,30 @@ def test_the_count_is_exact_however_the_text_is_cut(value: Any, size: int, ascii
         (b"[" + b"," * (ITEM_LIMIT + 1), ITEM_LIMIT),
     ],
 )
-async def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(
+async def test_a_body_with_too_many_values_is_rejected_before_it_is_parsed(
     monkeypatch: pytest.MonkeyPatch, body: bytes, limit: int
 ) -> None:
     monkeypatch.setattr(pydantic_core, "from_json", None)
     for text in (body, body.decode()):
         with pytest.raises(BodyTooLargeError, match=f"{limit:,}"):
-            await read_json(text, Turns())
+            await read_json(text, LargeBodyQueue())
 
 
-async def test_what_is_in_texts_is_not_counted() -> None:
+async def test_characters_in_strings_are_not_counted() -> None:
     text = '[{":"' * ITEM_LIMIT
-    assert await read_json(json.dumps({"a": text}), Turns()) == {"a": text}
+    assert await read_json(json.dumps({"a": text}), LargeBodyQueue()) == {"a": text}
 
 
 async def test_a_body_within_the_limits_is_read() -> None:
     ids = [12345] * ITEM_LIMIT
-    assert await read_json(json.dumps(ids).encode(), Turns()) == ids
+    assert await read_json(json.dumps(ids).encode(), LargeBodyQueue()) == ids
 
 
 @pytest.mark.parametrize(
     ("body", "match"),
     [
         (b"[" + b"1," * SMALL_BODY_BYTES, "not valid JSON"),
-        (b"[" + b"1," * SMALL_BODY_BYTES + b"1e400]", "beyond"),
+        (b"[" + b"1," * SMALL_BODY_BYTES + b"1e400]", "exceeds"),
         (b"[" * 65 + b"1," * SMALL_BODY_BYTES + b"1" + b"]" * 65, "deeper than 64"),
         (b'{"a":"\\ud800"}' + LARGE, "lone surrogate"),
         (b"\xef\xbb\xbf1" + LARGE, "byte order mark"),
@@ -87,12 +96,12 @@ async def test_a_body_within_the_limits_is_read() -> None:
         (b'"' * 2 * SMALL_BODY_BYTES, "not valid JSON"),
     ],
 )
-async def test_what_is_wrong_with_a_large_body_is_said_as_of_a_small_one(body: bytes, match: str) -> None:
+async def test_errors_in_large_and_small_bodies_have_the_same_messages(body: bytes, match: str) -> None:
     with pytest.raises(InvalidRequestError, match=match):
-        await read_json(body, Turns())
+        await read_json(body, LargeBodyQueue())
 
 
-async def test_the_loop_runs_between_the_pieces_of_a_large_body() -> None:
+async def test_the_event_loop_runs_between_the_pieces_of_a_large_body() -> None:
     steps = 0
 
     async def count() -> None:
@@ -102,15 +111,15 @@ async def test_the_loop_runs_between_the_pieces_of_a_large_body() -> None:
             await asyncio.sleep(0)
 
     other = asyncio.create_task(count())
-    await read_json(json.dumps([12345] * 5 * SMALL_BODY_BYTES), Turns())
+    await read_json(json.dumps([12345] * 5 * SMALL_BODY_BYTES), LargeBodyQueue())
     other.cancel()
-    # Once a piece of the text, and of the list in it.
+    # Once for each piece of the text and of the list in it.
     assert steps > 5 * 7 + 5 * SMALL_BODY_BYTES // bodies.WALK_ITEMS
 
 
-async def test_large_bodies_take_their_steps_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "TURN_S", 0)
-    turns, now, steps = Turns(), 0, []
+async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "PAUSE_S", 0)
+    turns, now, steps = LargeBodyQueue(), 0, []
 
     async def clock() -> None:
         nonlocal now
@@ -130,20 +139,20 @@ async def test_large_bodies_take_their_steps_one_at_a_time(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"[", b"]"), (b'{"a":', b"}")])
-def test_64_levels_are_read_and_65_are_not(before: bytes, after: bytes) -> None:
+def test_64_levels_of_nesting_are_accepted_and_65_are_rejected(before: bytes, after: bytes) -> None:
     bodies.parse_json(before * 64 + b"1" + after * 64)
     with pytest.raises(InvalidRequestError, match="deeper than 64"):
         bodies.parse_json(before * 65 + b"1" + after * 65)
 
 
 @pytest.mark.parametrize("text", [b"1e400", b"[1, -1e999]", b'{"a": [{"b": 1e309}]}'])
-def test_a_number_that_would_be_read_as_infinity_is_refused(text: bytes) -> None:
-    with pytest.raises(InvalidRequestError, match="beyond"):
+def test_a_number_that_would_be_parsed_as_infinity_is_rejected(text: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="exceeds"):
         bodies.parse_json(text)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_of_garbage_is_left_as_it_was(enabled: bool) -> None:
+def test_the_state_of_the_garbage_collector_is_restored(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
     try:
         for text in (b"[1]", b"[1"):
@@ -152,3 +161,101 @@ def test_the_collector_of_garbage_is_left_as_it_was(enabled: bool) -> None:
             assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+LARGE_BYTES = SMALL_BODY_BYTES + 30_000
+LIMIT_BYTES = 8 * LARGE_BYTES
+
+
+def application(max_body_bytes: int = LIMIT_BYTES) -> FastAPI:
+    api, router = FastAPI(), APIRouter(route_class=StrictRoute)
+
+    @router.post("/size")
+    async def size(text: list[str]) -> int:
+        return len(text[0])
+
+    api.include_router(router)
+    api.state.max_body_bytes = max_body_bytes
+    return api
+
+
+@asynccontextmanager
+async def serving(memory_bytes: int) -> AsyncIterator[tuple[RunningServer, BodyMemory]]:
+    api = application()
+    ports: list[int] = []
+    app = wrap_app(api, lambda: local_policy(ports[0]))
+    memory = api.state.body_memory = BodyMemory(memory_bytes)
+    async with running(app) as host:
+        ports.append(host.port)
+        yield host, memory
+
+
+def body_of(size: int) -> bytes:
+    return json.dumps(["x" * (size - 4)]).encode()
+
+
+def begin(client: RawClient, host: RunningServer, body: bytes, part: int | None = None) -> None:
+    names = f"host: 127.0.0.1:{host.port}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    client.send(f"POST /size HTTP/1.1\r\n{names}\r\n\r\n".encode() + body[:part])
+
+
+async def status(client: RawClient, host: RunningServer, body: bytes) -> tuple[int, Any, bytes]:
+    begin(client, host, body)
+    head, _, said = (await client.read_response()).partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(said), head.lower()
+
+
+async def test_large_bodies_share_a_memory_limit_and_small_ones_are_not_counted() -> None:
+    async with (
+        serving(memory_bytes=50_000) as (host, memory),
+        connect_raw(host) as slow,
+        connect_raw(host) as second,
+        connect_raw(host) as third,
+    ):
+        body = body_of(LARGE_BYTES)
+        begin(slow, host, body, part=LARGE_BYTES - 1)
+        await wait_until(lambda: memory.used_bytes == LARGE_BYTES - 1 - SMALL_BODY_BYTES)
+
+        code, said, head = await status(second, host, body)
+        assert (code, said["error"]["code"], said["error"]["retryable"]) == (429, "queue-full", True)
+        assert b"retry-after: 2" in head
+        assert (await status(second, host, body_of(SMALL_BODY_BYTES)))[:2] == (200, SMALL_BODY_BYTES - 4)
+        # An error that waiting cannot resolve precedes the one about memory.
+        assert (await status(third, host, body_of(LIMIT_BYTES + 1)))[0] == 413
+        assert memory.used_bytes == LARGE_BYTES - 1 - SMALL_BODY_BYTES
+
+        slow.send(body[-1:])
+        assert (await slow.read_response()).endswith(str(LARGE_BYTES - 4).encode())
+        assert memory.used_bytes == 0
+        assert (await status(second, host, body))[0] == 200
+
+
+async def test_a_client_that_disconnects_in_the_middle_releases_its_memory() -> None:
+    async with serving(memory_bytes=50_000) as (host, memory):
+        async with connect_raw(host) as slow:
+            begin(slow, host, body_of(LARGE_BYTES), part=LARGE_BYTES - 1)
+            await wait_until(lambda: memory.used_bytes > 0)
+        await wait_until(lambda: memory.used_bytes == 0)
+
+
+@pytest.mark.parametrize("content", [b"[1", b'{"a": 1}'])
+async def test_a_rejected_body_releases_its_memory(content: bytes) -> None:
+    async with serving(memory_bytes=50_000) as (host, memory), connect_raw(host) as client:
+        assert (await status(client, host, content + b" " * LARGE_BYTES))[0] == 400
+        assert memory.used_bytes == 0
+
+
+async def test_a_single_body_within_the_size_limit_is_always_accepted() -> None:
+    for limit, size in ((LIMIT_BYTES, bodies.MEMORY_BYTES), (2 * bodies.MEMORY_BYTES, 2 * bodies.MEMORY_BYTES)):
+        api = application(limit)
+        wrap_app(api, lambda: local_policy(1))
+        assert api.state.body_memory.size_bytes == size
+
+
+async def test_a_body_without_memory_keeps_its_reservation_until_it_is_released() -> None:
+    memory = BodyMemory(10)
+    held = memory.resize(0, SMALL_BODY_BYTES + 4)
+    with pytest.raises(QueueFullError):
+        memory.resize(held, SMALL_BODY_BYTES + 11)
+    assert memory.used_bytes == 4
+    assert memory.resize(held, 0) == memory.used_bytes == 0

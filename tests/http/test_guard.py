@@ -10,7 +10,7 @@ from websockets.exceptions import InvalidStatus
 
 from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
 from lmx_lab.http.guard import (
-    PASSED,
+    PASSED_POLICY,
     REFRESH_S,
     Guard,
     GuardPolicy,
@@ -45,7 +45,7 @@ def scope(host="localhost:8400", *, kind="http", path="/v1/models", method="GET"
     "host",
     ["localhost:8400", "LocalHost:8400", "127.0.0.1:8400", "[::1]:8400", "mybox", "mybox:1", "[fe80::7]:8400"],
 )
-def test_a_listed_host_passes(host):
+def test_an_allowed_host_is_accepted(host):
     check(scope(host), POLICY)
 
 
@@ -59,12 +59,12 @@ FOREIGN_HOSTS = [
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
-def test_any_other_host_is_refused(host):
+def test_any_other_host_is_rejected(host):
     with pytest.raises(HostForbiddenError):
         check(scope(host), POLICY)
 
 
-def test_the_refusal_names_the_value_the_allowed_hosts_and_the_setting():
+def test_the_error_names_the_value_the_allowed_hosts_and_the_setting():
     with pytest.raises(HostForbiddenError) as caught:
         check(scope("evil.example:8400"), POLICY)
     for part in ("evil.example:8400", "localhost:8400", "mybox", "--allow-host", "allowed_hosts"):
@@ -79,13 +79,13 @@ def test_a_host_without_port_means_the_port_of_the_scheme(scheme, port):
         check(scope("lab.example", scheme=scheme), GuardPolicy(hosts=frozenset({f"lab.example:{523 - port}"})))
 
 
-def test_only_on_port_80_a_bare_loopback_name_is_listed():
+def test_a_loopback_name_without_a_port_is_allowed_only_on_port_80():
     assert "localhost" in loopback_hosts(80)
     assert "localhost" not in loopback_hosts(8400)
 
 
 @given(st.text(alphabet=st.characters(max_codepoint=255), max_size=40))
-def test_no_text_outside_the_list_passes_as_host(text):
+def test_no_other_text_is_accepted_as_host(text):
     allowed = POLICY.hosts | {"mybox"}
     lowered = text.encode("latin-1").decode("latin-1").lower()
     if lowered not in allowed and not lowered.startswith(("mybox:", "[fe80::7]")):
@@ -100,7 +100,7 @@ def test_no_text_outside_the_list_passes_as_host(text):
     ),
     st.sampled_from(["", ":8400", ":3000", ":80", ":443", ":8400/", ":8400.evil.example"]),
 )
-def test_no_origin_outside_the_list_passes(scheme, name, port):
+def test_no_other_origin_is_accepted(scheme, name, port):
     origin = f"{scheme}://{name}{port}"
     own = scheme.lower() in ("http", "https") and name in ("localhost", "127.0.0.1", "[::1]") and port == ":8400"
     if own or origin.lower() == "http://localhost:3000":
@@ -111,17 +111,17 @@ def test_no_origin_outside_the_list_passes(scheme, name, port):
 
 
 @pytest.mark.parametrize("origin", ["null", "", "*", "http://", ["http://localhost:3000", "http://localhost:3000"]])
-def test_an_origin_that_is_none_is_refused(origin):
+def test_an_invalid_origin_is_rejected(origin):
     with pytest.raises(OriginForbiddenError):
         check(scope(origin=origin), POLICY)
 
 
-def test_null_stays_refused_even_when_listed():
+def test_the_origin_null_is_rejected_even_if_it_is_listed():
     with pytest.raises(OriginForbiddenError):
         check(scope(origin="null"), GuardPolicy(hosts=loopback_hosts(8400), origins=frozenset({"null"})))
 
 
-def test_on_an_any_port_name_another_port_is_another_program():
+def test_the_origin_of_an_any_port_name_must_have_the_same_port():
     check(scope("mybox:8400", origin="http://mybox:8400"), POLICY)
     check(scope("mybox", origin="https://mybox"), POLICY)
     with pytest.raises(OriginForbiddenError, match="--cors-origin"):
@@ -132,14 +132,14 @@ KEYED = local_policy(8400, origins=["http://localhost:3000"], key="s3cret")
 
 
 @pytest.mark.parametrize("header", ["Bearer s3cret", "bearer s3cret", "Bearer  s3cret"])
-def test_the_key_opens(header):
+def test_the_key_is_accepted(header):
     check(scope(authorization=header), KEYED)
 
 
 @pytest.mark.parametrize(
     "header", ["", "Bearer", "Bearer ", "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret x", "Bearer \xff"]
 )
-def test_anything_but_the_key_is_refused_alike(header):
+def test_everything_but_the_key_is_rejected_with_the_same_error(header):
     with pytest.raises(UnauthorizedError) as caught:
         check(scope(authorization=header), KEYED)
     with pytest.raises(UnauthorizedError) as missing:
@@ -155,7 +155,7 @@ def asking(query="", kind="websocket", path="/events", **more):
 
 
 @pytest.mark.parametrize("query", ["token=s3cret", "a=1&token=s3cret&b=", "t%6Fken=s3cre%74"])
-def test_a_websocket_may_bring_the_key_in_its_query_where_the_policy_says_so(query):
+def test_a_websocket_can_have_the_key_in_its_query_if_the_policy_allows_it(query):
     check(asking(query), IN_QUERY)
     check(asking(query, authorization="Bearer s3cret"), IN_QUERY)
     for request, policy in (
@@ -184,7 +184,7 @@ def test_a_websocket_may_bring_the_key_in_its_query_where_the_policy_says_so(que
         "?",
     ],
 )
-def test_any_other_query_is_refused_even_beside_the_right_header(query):
+def test_any_other_query_is_rejected_even_with_the_right_header(query):
     with pytest.raises(UnauthorizedError, match="look in the drawer"):
         check(asking(query), IN_QUERY)
     if "oken" in query and "Token" not in query:
@@ -192,13 +192,13 @@ def test_any_other_query_is_refused_even_beside_the_right_header(query):
             check(asking(query, authorization="Bearer s3cret"), IN_QUERY)
 
 
-def test_two_keys_are_refused_even_if_one_is_right():
+def test_two_keys_are_rejected_even_if_one_is_right():
     with pytest.raises(UnauthorizedError):
         check(scope(authorization=["Bearer s3cret", "Bearer s3cret"]), KEYED)
 
 
 @given(st.text(max_size=20))
-def test_no_other_text_is_the_key(text):
+def test_no_other_text_is_accepted_as_key(text):
     if text.strip() != "s3cret":
         request = scope()
         request["headers"].append((b"authorization", b"Bearer " + text.encode("utf-8", "surrogatepass")))
@@ -217,29 +217,29 @@ def test_probes_and_preflights_need_no_key():
         check(scope(path="/healthz/"), KEYED)
 
 
-def test_a_probe_under_a_foreign_name_is_refused_all_the_same():
+def test_a_probe_with_another_host_is_rejected():
     with pytest.raises(HostForbiddenError):
         check(scope("evil.example:8400", path="/healthz"), KEYED)
 
 
-def test_the_key_never_shows_in_a_repr():
+def test_the_key_is_in_no_repr():
     assert "s3cret" not in repr(KEYED)
 
 
 @pytest.mark.parametrize("host", ["*", "*:8400", "http://mybox", "a b", "", "mybox:", "mybox:port"])
-def test_a_configured_host_that_could_never_match_is_refused(host):
+def test_a_configured_host_that_cannot_match_is_an_error(host):
     with pytest.raises(InvalidRequestError, match="allowed_hosts"):
         local_policy(8400, hosts=[host])
 
 
 @pytest.mark.parametrize("origin", ["*", "http://*", "localhost:3000", "http://a/b", "null", ""])
-def test_a_configured_origin_that_could_never_match_is_refused(origin):
+def test_a_configured_origin_that_cannot_match_is_an_error(origin):
     with pytest.raises(InvalidRequestError, match="cors_origins"):
         local_policy(8400, origins=[origin])
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "schlüssel", "a\n"])
-def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key):
+def test_a_key_that_is_invalid_in_headers_is_an_error_that_does_not_contain_it(key):
     with pytest.raises(InvalidRequestError) as caught:
         local_policy(8400, key=key)
     assert "schl" not in caught.value.message
@@ -254,7 +254,7 @@ HERE = ("127.0.0.1", 8400)
 
 
 def behind(*peers):
-    return local_policy(8400, hosts=["mybox"], passes_on=lambda peer, here: peer in peers and here == HERE)
+    return local_policy(8400, hosts=["mybox"], is_trusted_proxy=lambda peer, here: peer in peers and here == HERE)
 
 
 def from_peer(port, host="hub.example", **more):
@@ -262,7 +262,7 @@ def from_peer(port, host="hub.example", **more):
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_who_passes_requests_on_may_name_any_host_and_its_own_pages(kind):
+def test_a_trusted_proxy_can_send_any_host_and_its_own_origin(kind):
     policy = behind(("127.0.0.1", 5000))
     check(from_peer(5000, kind=kind), policy)
     check(from_peer(5000, kind=kind, origin="https://hub.example"), policy)
@@ -272,7 +272,7 @@ def test_who_passes_requests_on_may_name_any_host_and_its_own_pages(kind):
             check(from_peer(5000, host, kind=kind, origin=origin), policy)
 
 
-def test_the_same_host_from_anybody_else_is_refused():
+def test_the_same_host_from_other_clients_is_rejected():
     policy = behind(("127.0.0.1", 5000))
     elsewhere = {**from_peer(5000), "server": ("127.0.0.1", 8401)}
     for request in (from_peer(5001), elsewhere, scope("hub.example"), {**scope("hub.example"), "client": None}):
@@ -281,14 +281,14 @@ def test_the_same_host_from_anybody_else_is_refused():
 
 
 @pytest.mark.parametrize("host", ["", "hub.example/", "a@b", ["hub.example", "hub.example"], []])
-def test_who_passes_requests_on_must_name_one_host_all_the_same(host):
+def test_a_trusted_proxy_must_send_exactly_one_host(host):
     with pytest.raises(HostForbiddenError):
         check(from_peer(5000, host), behind(("127.0.0.1", 5000)))
 
 
-def test_who_passes_requests_on_is_looked_for_only_when_nothing_else_lets_pass():
+def test_the_proxy_is_checked_only_if_no_other_rule_allows_the_request():
     asked = []
-    policy = local_policy(8400, hosts=["mybox"], passes_on=lambda *ends: asked.append(ends))
+    policy = local_policy(8400, hosts=["mybox"], is_trusted_proxy=lambda *ends: asked.append(ends))
     check(from_peer(5000, "localhost:8400"), policy)
     check(from_peer(5000, "mybox:1"), policy)
     assert asked == []
@@ -298,60 +298,60 @@ EVERYWHERE = local_policy(8400, hosts=["mybox:8400", "192.168.1.5:8400", "127.0.
 
 
 def local(client, policy=EVERYWHERE, host="localhost:8400", **more):
-    """Whether a request that passes has this machine's rights."""
+    """Return whether an allowed request has the rights of a local caller."""
     request = {**scope(host, **more), "client": (client, 5000), "server": HERE}
     check(request, policy)
-    return is_local({**request, PASSED: policy})
+    return is_local({**request, PASSED_POLICY: policy})
 
 
 @pytest.mark.parametrize("client", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
 @pytest.mark.parametrize("host", ["localhost:8400", "LOCALHOST:8400", "127.0.0.1:8400", "[::1]:8400"])
-def test_a_caller_on_loopback_that_names_loopback_is_local(client, host):
+def test_a_caller_on_loopback_with_a_loopback_host_is_local(client, host):
     assert local(client, host=host)
 
 
 @pytest.mark.parametrize("host", ["mybox:8400", "192.168.1.5:8400", "127.0.0.1", "127.0.0.1:8888"])
-def test_under_another_name_or_port_a_caller_on_loopback_is_not_local(host):
+def test_a_caller_on_loopback_with_another_host_or_port_is_not_local(host):
     assert not local("127.0.0.1", host=host)
 
 
 @pytest.mark.parametrize("client", ["192.168.1.5", "10.0.0.1", "::ffff:192.168.1.5", "fe80::1%eth0", "not an address"])
-def test_a_caller_elsewhere_is_never_local(client):
+def test_a_caller_on_another_machine_is_never_local(client):
     assert not local(client)
     assert not local(client, replace(EVERYWHERE, key="s3cret"), authorization="Bearer s3cret")
-    assert not local(client, replace(EVERYWHERE, passes_on=lambda peer, here: True))
+    assert not local(client, replace(EVERYWHERE, is_trusted_proxy=lambda peer, here: True))
 
 
 @pytest.mark.parametrize("name", ["x_forwarded_for", "x_forwarded_host", "forwarded", "x_real_ip", "via"])
-def test_what_a_proxy_has_forwarded_is_not_local_whatever_it_says(name):
+def test_a_request_that_a_proxy_forwarded_is_not_local(name):
     assert not local("127.0.0.1", **{name: "127.0.0.1"})
     assert not local("127.0.0.1", **{name: ""})
 
 
-def test_from_loopback_the_key_makes_local_under_any_allowed_name():
+def test_a_caller_on_loopback_with_the_key_is_local_for_any_allowed_host():
     keyed = replace(EVERYWHERE, key="s3cret")
     right = {"authorization": "Bearer s3cret"}
     assert local("127.0.0.1", keyed, host="mybox:8400", **right)
     assert local("::ffff:127.0.0.1", keyed, host="mybox:8400", x_forwarded_for="10.0.0.1", **right)
-    # Probes pass without it.
+    # Probes are accepted without a key.
     assert not local("127.0.0.1", keyed, host="mybox:8400", path="/readyz")
     assert not local("127.0.0.1", keyed, host="mybox:8400", path="/readyz", authorization="Bearer wrong")
 
 
-def test_where_no_key_is_configured_none_makes_a_caller_local():
+def test_a_key_does_not_make_a_caller_local_if_none_is_configured():
     assert not local("127.0.0.1", host="mybox:8400", authorization="Bearer ")
 
 
-def test_the_notebooks_own_jupyter_server_makes_its_callers_local():
-    """Also over a socket for both protocols, which shows IPv4 addresses in another form; it is asked once."""
+def test_callers_through_the_jupyter_server_of_the_notebook_are_local():
+    """Also on a dual-stack socket, which reports IPv4 addresses in another form. The proxy is checked once."""
     asked = []
 
-    def passes_on(peer, here):
+    def is_trusted_proxy(peer, here):
         asked.append((peer, here))
         return (peer, here) == (("127.0.0.1", 5000), HERE)
 
-    policy = local_policy(8400, passes_on=passes_on)
-    ends = {"client": ("::ffff:127.0.0.1", 5000), "server": ("::ffff:127.0.0.1", 8400), PASSED: policy}
+    policy = local_policy(8400, is_trusted_proxy=is_trusted_proxy)
+    ends = {"client": ("::ffff:127.0.0.1", 5000), "server": ("::ffff:127.0.0.1", 8400), PASSED_POLICY: policy}
     request = {**scope("hub.example", x_forwarded_for="10.0.0.1"), **ends}
     check(request, policy)
     assert is_local(request)
@@ -362,7 +362,7 @@ def test_without_a_guard_no_caller_is_local():
     assert not is_local({**scope(), "client": ("127.0.0.1", 5000), "server": HERE})
 
 
-def test_a_live_policy_is_made_again_only_where_something_has_changed(monkeypatch):
+def test_a_live_policy_is_created_again_only_after_a_change(monkeypatch):
     now, names, made = 0.0, ["192.0.2.1"], []
 
     def make():
@@ -372,7 +372,7 @@ def test_a_live_policy_is_made_again_only_where_something_has_changed(monkeypatc
     monkeypatch.setattr("lmx_lab.http.guard.time.monotonic", lambda: now)
     policy = LivePolicy(make, lambda: list(names))
     names.append("192.0.2.2")
-    assert "192.0.2.2:8400" not in policy().hosts, "read a moment ago"
+    assert "192.0.2.2:8400" not in policy().hosts, "it was read a moment ago"
     now = REFRESH_S
     assert {"192.0.2.1:8400", "192.0.2.2:8400"} <= policy().hosts
     names.remove("192.0.2.1")
@@ -383,7 +383,7 @@ def test_a_live_policy_is_made_again_only_where_something_has_changed(monkeypatc
     assert len(made) == 3
 
 
-def test_webviews_pass_only_where_they_are_expected():
+def test_webviews_are_accepted_only_if_the_policy_allows_them():
     expecting = local_policy(8400, webviews=True)
     webview = "vscode-webview://0k3l9c2m"
     check(scope(origin=webview), expecting)
@@ -403,7 +403,7 @@ def test_webviews_pass_only_where_they_are_expected():
 
 
 async def hello(scope, receive, send):
-    """A tiny application: says hello over HTTP and WebSocket, and has a lifespan."""
+    """A small application that says hello over HTTP and WebSocket and has a lifespan."""
     if scope["type"] == "lifespan":
         while (message := await receive())["type"] != "lifespan.shutdown":
             await send({"type": message["type"] + ".complete"})
@@ -459,7 +459,7 @@ async def get(address, headers):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("headers", "status", "code"), REFUSED)
-async def test_a_refused_request_sees_status_and_body(address, headers, status, code):
+async def test_a_rejected_request_receives_status_and_body(address, headers, status, code):
     got, body = await get(address, headers)
     assert (got, json.loads(body)["error"]["code"]) == (status, code)
 
@@ -472,7 +472,7 @@ async def test_an_allowed_request_reaches_the_application(address):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("headers", "status", "code"), REFUSED)
-async def test_a_refused_handshake_sees_status_and_body(address, headers, status, code):
+async def test_a_rejected_handshake_receives_status_and_body(address, headers, status, code):
     extra = [(name, value) for name, value in headers.items() if name != "Host"]
     name = headers.get("Host", address)
     ip, port = address.split(":")

@@ -1,18 +1,34 @@
-"""Connections whose other end may vanish, and WebSocket texts as bytes."""
+"""Tests of connections, deadlines, connection limits and WebSocket frames."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import httpx2
 import pytest
-from websockets.frames import Frame, Opcode
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import CloseCode, Frame, Opcode
 
+from lmx_lab.client.errors import parse_error
+from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.http import protocol
-from lmx_lab.http.uvicorn_server import bind, serve
+from lmx_lab.http.error_bodies import status_for
+from lmx_lab.http.protocol import WebSocketProtocol
+from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
+from lmx_lab.wire.errors import ErrorBody
+from tests.conftest import ROOT
+from tests.http.serving import GET, READ_LATER_S, SHORT_S, WAIT_S, app, connect_raw, disconnected, running, wait_until
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(
@@ -28,42 +44,41 @@ from lmx_lab.http.uvicorn_server import bind, serve
         ("", False),
     ],
 )
-def test_only_another_machine_can_vanish(host: str, elsewhere: bool) -> None:
-    assert protocol.is_elsewhere(host) is elsewhere
+def test_only_peers_on_other_machines_are_remote(host: str, elsewhere: bool) -> None:
+    assert protocol.is_remote(host) is elsewhere
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[socket.socket]:
-    """The accepted end of a connection."""
+def socket_pair() -> Iterator[socket.socket]:
+    """Yield the accepted end of a connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
             yield accepted
 
 
-def test_a_connection_of_this_machine_stays_as_it_is() -> None:
-    with connected() as sock:
-        protocol.notice_vanishing(sock)
+def test_a_local_connection_has_no_keepalive() -> None:
+    with socket_pair() as sock:
+        protocol.enable_keepalive(sock)
         assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-def test_a_connection_from_elsewhere_is_cut_within_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "is_elsewhere", lambda host: True)
-    with connected() as sock:
-        protocol.notice_vanishing(sock)
+def test_a_remote_connection_that_is_lost_is_closed_within_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "is_remote", lambda host: True)
+    with socket_pair() as sock:
+        protocol.enable_keepalive(sock)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
         names = (idle, "TCP_KEEPINTVL", "TCP_KEEPCNT")
         first, between, times = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names)
-        # What is sent in the last moment of the one begins the other.
+        # Data sent at the end of the first period starts the second one.
         assert 5 <= first + between * times < 15
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             assert 5000 <= sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 15_000
 
 
-@pytest.mark.anyio
-async def test_a_server_watches_over_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "is_elsewhere", lambda host: True)
+async def test_a_server_enables_keepalive_on_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "is_remote", lambda host: True)
     host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
     reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
     writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -75,7 +90,6 @@ async def test_a_server_watches_over_its_connections(monkeypatch: pytest.MonkeyP
     await host.stop()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("header", "status"),
     [
@@ -86,7 +100,7 @@ async def test_a_server_watches_over_its_connections(monkeypatch: pytest.MonkeyP
         ("sec-websocket-key: x", 400),
     ],
 )
-async def test_a_handshake_that_is_none_is_answered_and_ended(header: str, status: int) -> None:
+async def test_an_invalid_handshake_is_answered_and_closed(header: str, status: int) -> None:
     name = header.partition(":")[0]
     right = ("sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", "sec-websocket-version: 13")
     lines = ("GET / HTTP/1.1", "host: localhost", "upgrade: websocket", "connection: Upgrade", header)
@@ -97,7 +111,6 @@ async def test_a_handshake_that_is_none_is_answered_and_ended(header: str, statu
     assert b"x-content-type-options: nosniff\r\n" in answer
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("request_line", "headers"),
     [
@@ -105,13 +118,12 @@ async def test_a_handshake_that_is_none_is_answered_and_ended(header: str, statu
         ("GET /", ("upgrade: websocket", "connection: upgrade")),
     ],
 )
-async def test_what_is_no_handshake_is_an_ordinary_request(request_line: str, headers: tuple[str, ...]) -> None:
+async def test_a_request_without_an_upgrade_is_an_ordinary_request(request_line: str, headers: tuple[str, ...]) -> None:
     answer = await _answered("\r\n".join([f"{request_line} HTTP/1.1", "host: localhost", *headers, "", ""]))
     assert answer.startswith(b"HTTP/1.1 204 ")
 
 
-@pytest.mark.anyio
-async def test_head_with_a_broken_body_is_refused_without_one(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_error_for_a_head_request_with_an_invalid_body_has_no_body(caplog: pytest.LogCaptureFixture) -> None:
     head = "HEAD / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     answer = await _answered(f"{head}x\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -120,7 +132,7 @@ async def test_head_with_a_broken_body_is_refused_without_one(caplog: pytest.Log
 
 
 async def _answered(request: str) -> bytes:
-    """Everything that comes until the server closes the connection, or the answer's head."""
+    """Read until the server closes the connection, or until the end of the response's head."""
     host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
     reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
     writer.write(request.encode())
@@ -143,17 +155,17 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": f"lifespan.{what}.complete"})
 
 
-def test_a_connection_that_has_ended_already_is_no_error() -> None:
-    with connected() as sock:
+def test_a_connection_that_has_already_closed_is_not_an_error() -> None:
+    with socket_pair() as sock:
         sock.close()
-        protocol.notice_vanishing(sock)
+        protocol.enable_keepalive(sock)
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
-def test_texts_are_framed_as_the_protocol_has_it(size: int) -> None:
+def test_texts_are_framed_as_the_websocket_protocol_defines(size: int) -> None:
     texts = ["x" * size, "é"]
     expected = b"".join(Frame(Opcode.TEXT, text.encode()).serialize(mask=False) for text in texts)
-    assert protocol.text_frames(texts) == expected
+    assert protocol.encode_text_frames(texts) == expected
 
 
 REQUEST = b"GET /other HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -166,7 +178,7 @@ FRAGMENT, PING = b"\x00\x81\0\0\0\0a", b"\x89\x80\0\0\0\0"
 
 
 async def _echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answer with the length of the body or of the message."""
+    """Respond with the length of the body or message."""
     if scope["type"] == "http":
         size, more = 0, True
         while more:
@@ -195,23 +207,21 @@ async def _opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamW
         await host.stop()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("sent", "answer"),
     [
-        (CHUNKED + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n", b"chunks of a few bytes"),
+        (CHUNKED + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n", b"only a few bytes"),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 5000 + b"\r\n", b"more than 256 lines"),
     ],
 )
-async def test_what_costs_the_parser_much_for_few_bytes_is_refused(sent: bytes, answer: bytes) -> None:
+async def test_tiny_chunks_and_fragments_are_rejected(sent: bytes, answer: bytes) -> None:
     async with _opened() as (reader, writer):
         writer.write(sent)
         assert answer in await reader.read()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("sent", [b"\x01\x81\0\0\0\0a" + FRAGMENT * 20_000, PING * 20_000])
-async def test_a_flood_of_short_frames_ends_the_socket(sent: bytes) -> None:
+async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None:
     async with _opened() as (reader, writer):
         writer.write(SOCKET)
         await reader.readuntil(b"\r\n\r\n")
@@ -219,8 +229,7 @@ async def test_a_flood_of_short_frames_ends_the_socket(sent: bytes) -> None:
         assert (1008).to_bytes(2) in await reader.read()
 
 
-@pytest.mark.anyio
-async def test_long_chunks_and_fragments_are_received_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_chunks_and_fragments_are_received_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n"
     async with _opened() as (reader, writer):
         writer.write(CHUNKED + chunk * 500 + b"0\r\n\r\n" + REQUEST)
@@ -237,8 +246,7 @@ async def test_long_chunks_and_fragments_are_received_whole(monkeypatch: pytest.
             assert size in await reader.readuntil(b" characters")
 
 
-@pytest.mark.anyio
-async def test_the_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_event_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "FRAMES_PER_S", 10**9)
     pieces: list[int] = []
     feed = protocol.WebSocketProtocol.feed
@@ -255,3 +263,333 @@ async def test_the_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pyt
         assert b"40002" in await reader.readuntil(b" characters")
     assert sum(pieces) > 40_000 * len(FRAGMENT)
     assert max(pieces) <= protocol.PIECE_BYTES
+
+
+HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+CHUNKED_READ = b"POST /read HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use very short deadlines and a minimum speed that only complete bodies reach."""
+    monkeypatch.setattr(protocol, "HEAD_S", SHORT_S)
+    monkeypatch.setattr(protocol, "BODY_S", SHORT_S)
+    monkeypatch.setattr(protocol, "BODY_BYTES", 10**9)
+    monkeypatch.setattr(protocol, "LATE_S", SHORT_S / 4)
+    disconnected.clear()
+
+
+def check_timeout_error(answer: bytes) -> str:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"\r\nx-content-type-options: nosniff\r\n" in head
+    assert b"connection: close" in head.lower()
+    error = ErrorBody.model_validate_json(body).error
+    assert (error.code, error.type, error.retryable) == (InvalidRequestError.code, "invalid_request_error", False)
+    return error.message
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("drip", [b"", b"y"])
+@pytest.mark.parametrize("kept", [False, True])
+async def test_an_incomplete_head_is_answered_with_408(kept: bool, drip: bytes) -> None:
+    async with running(app) as host, connect_raw(host) as client:
+        if kept:
+            client.send(GET)
+            assert (await client.read_response()).endswith(b"0")
+        client.send(b"GET /read HTTP/1.1\r\nx: ")
+        assert "head" in check_timeout_error(await client.read_to_end(drip))
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("drip", [b"", b"y"])
+@pytest.mark.parametrize("begin", [HEAD % (b"/read", 10**6) + b"y", CHUNKED_READ + b"ffff\r\ny"])
+async def test_an_incomplete_body_is_answered_with_408_and_the_application_sees_a_disconnect(
+    begin: bytes, drip: bytes
+) -> None:
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(begin)
+        assert "body" in check_timeout_error(await client.read_to_end(drip))
+        await wait_until(lambda: disconnected == ["/read"])
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_body_that_fills_the_buffer_for_a_moment_still_has_its_deadline() -> None:
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(HEAD % (b"/read", 10**9))
+        assert "body" in check_timeout_error(await client.read_to_end(b"y" * 70_000))
+
+
+@pytest.mark.usefixtures("short")
+async def test_the_408_for_a_head_request_has_no_body() -> None:
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(b"HEAD" + (HEAD % (b"/read", 9)).removeprefix(b"POST"))
+        answer = await client.read_to_end()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.usefixtures("short")
+async def test_the_rest_of_a_rejected_body_is_read_only_for_a_limited_time() -> None:
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(HEAD % (b"/refuse", 10**6))
+        assert (await client.read_response()).startswith(b"HTTP/1.1 403 ")
+        assert await client.read_to_end(b"y") == b""
+
+
+def idle_for(host: RunningServer, after_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host._server.config, "timeout_keep_alive", after_s)
+
+
+async def test_an_idle_connection_is_closed_without_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(app) as host:
+        idle_for(host, SHORT_S, monkeypatch)
+        async with connect_raw(host) as client:
+            assert await client.read_to_end() == b""
+
+
+async def test_a_connection_that_is_idle_after_a_rejected_body_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(app) as host:
+        idle_for(host, SHORT_S, monkeypatch)
+        async with connect_raw(host) as client:
+            client.send(HEAD % (b"/refuse", 2) + b"y")
+            assert (await client.read_response()).endswith(b"no")
+            client.send(b"y")
+            assert await client.read_to_end() == b""
+
+
+async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "BODY_S", 0.6)
+    monkeypatch.setattr(protocol, "BODY_BYTES", 3)
+    monkeypatch.setattr(protocol, "LATE_S", 0.05)
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(HEAD % (b"/read", 15))
+        for _ in range(15):
+            await asyncio.sleep(0.1)
+            client.send(b"y")
+        assert (await client.read_response()).endswith(b"\r\n15")
+
+
+async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", SHORT_S)
+    monkeypatch.setattr(protocol, "LATE_S", SHORT_S / 5)
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(GET[:9])
+        await wait_until(lambda: bool(host._server.server_state.connections))
+        (connection,) = host._server.server_state.connections
+        assert isinstance(connection, protocol.HttpProtocol)
+        await wait_until(lambda: bool(connection.conn.trailing_data[0]))
+        time.sleep(3 * SHORT_S)  # noqa: ASYNC251 (that is the case)
+        # Data that arrives in the next moment counts too.
+        await asyncio.sleep(SHORT_S / 10)
+        client.send(GET[9:])
+        assert (await client.read_response()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_body_that_the_application_does_not_read_yet_has_no_deadline() -> None:
+    body = b"y" * 400_000
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(HEAD % (b"/read-later", len(body)) + body)
+        assert (await client.read_response()).endswith(b"\r\n400000")
+
+
+@pytest.mark.usefixtures("short")
+async def test_the_deadline_of_a_body_begins_when_the_application_reads_it() -> None:
+    body = b"y" * 400_000
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(HEAD % (b"/read-later", len(body)) + body[:100_000])
+        await asyncio.sleep(READ_LATER_S + 0.75 * SHORT_S)
+        client.send(body[100_000:])
+        assert (await client.read_response()).endswith(b"\r\n400000")
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_body_after_expect_continue_has_no_deadline_before_it_is_read() -> None:
+    async with running(app) as host, connect_raw(host) as client:
+        client.send((HEAD % (b"/read-later", 3)).replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
+        assert (await client.read_response()).startswith(b"HTTP/1.1 100 ")
+        client.send(b"yyy")
+        assert (await client.read_response()).endswith(b"\r\n3")
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("size", [0, 5])
+async def test_a_response_can_take_any_time(size: int) -> None:
+    """Also the response to a request that announces a body and never sends it."""
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(HEAD % (b"/stream", size))
+        async with asyncio.timeout(20):
+            answer = await client.reader.readuntil(b"\r\n0\r\n\r\n")
+    assert answer.count(b"1\r\nx\r\n") == 6
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_response_can_begin_at_any_time() -> None:
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(HEAD % (b"/read-later", 0))
+        assert (await client.read_response()).endswith(b"\r\n0")
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_websocket_can_be_silent_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(app) as host:
+        idle_for(host, SHORT_S, monkeypatch)
+        async with connect(f"ws://127.0.0.1:{host.port}/", proxy=None) as socket:
+            await asyncio.sleep(3 * SHORT_S)
+
+            async def slowly() -> Any:
+                for piece in "abc":
+                    yield piece
+                    await asyncio.sleep(SHORT_S)
+
+            await socket.send(slowly())
+            assert await socket.recv() == "abc"
+
+
+FULL = status_for(QueueFullError)
+
+
+async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)
+    async with running(app) as host, httpx2.AsyncClient(base_url=host.url, trust_env=False, timeout=WAIT_S) as http:
+        async with connect(host.url.replace("http", "ws"), proxy=None) as socket_, connect_raw(host) as client:
+            await wait_until(lambda: len(host._server.server_state.connections) == 2)
+            answer = await http.get("/read")
+            assert answer.status_code == FULL
+            ErrorBody.model_validate_json(answer.content)
+            error = parse_error(answer.content, retry_after=answer.headers["retry-after"])
+            assert isinstance(error, QueueFullError)
+            assert error.retry_after_s == protocol.FULL_RETRY_S
+            assert "2 connections" in error.message
+            with pytest.raises(InvalidStatus) as refused:
+                await connect(host.url.replace("http", "ws"), proxy=None)
+            assert refused.value.response.status_code == FULL
+            # Existing connections are still served.
+            await socket_.send("hello")
+            assert await socket_.recv() == "hello"
+            client.send(GET)
+            assert (await client.read_response()).startswith(b"HTTP/1.1 200 ")
+        await wait_until(lambda: not host._server.server_state.connections)
+        assert (await http.get("/read")).status_code == 200
+
+
+async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "UNFINISHED_BYTES", 50_000)
+    size = protocol.SMALL_BYTES + 40_000
+    go_on = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[str]:
+        yield "x" * size
+        await go_on.wait()
+        yield "end"
+
+    async with running(app) as host:
+        url = host.url.replace("http", "ws")
+        async with (
+            connect(url, proxy=None) as first,
+            connect(url, proxy=None) as second,
+            connect(url, proxy=None) as third,
+        ):
+            sending = [asyncio.create_task(first.send(slowly()))]
+            await wait_until(lambda: held_by(host) >= size)
+            sending.append(asyncio.create_task(second.send(slowly())))
+            with pytest.raises(ConnectionClosed) as refused:
+                await second.recv()
+            assert refused.value.rcvd is not None
+            assert refused.value.rcvd.code == CloseCode.TRY_AGAIN_LATER
+            await third.send("hello")
+            assert await third.recv() == "hello"
+            go_on.set()
+            assert await first.recv() == "x" * size + "end"
+            assert held_by(host) == 0
+            await asyncio.gather(*sending, return_exceptions=True)
+
+
+def held_by(host: RunningServer) -> int:
+    sockets = [each for each in host._server.server_state.connections if isinstance(each, WebSocketProtocol)]
+    return sum(each.held_bytes for each in sockets)
+
+
+@pytest.mark.parametrize(
+    ("limit", "descriptor", "reserved"),
+    [(1024, 895, False), (1024, 896, True), (256, 191, False), (256, 192, True), (-1, 10**6, False)],
+)
+def test_the_last_file_descriptors_are_reserved_for_the_process(
+    limit: int, descriptor: int, reserved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    assert protocol.is_reserved(descriptor) is reserved
+
+
+async def test_many_connections_can_wait_for_a_busy_event_loop() -> None:
+    async with running(app) as host:
+        with contextlib.ExitStack() as crowd:
+            # The event loop does not run meanwhile; with a full backlog the connection attempt would fail.
+            address = ("127.0.0.1", host.port)
+            waiting = [crowd.enter_context(socket.create_connection(address, WAIT_S)) for _ in range(100)]
+            for each in waiting:
+                each.sendall(GET)
+            answers = await asyncio.gather(*(asyncio.to_thread(each.recv, 12) for each in waiting))
+        assert set(answers) == {b"HTTP/1.1 200"}
+
+
+DESCRIPTORS = 256
+CROWD = 300
+SERVER = f"""
+import asyncio, logging, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from lmx_lab.http.uvicorn_server import bind, serve
+from tests.http.serving import lifespan, respond
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        await lifespan(receive, send)
+    else:
+        with open(__import__("os").devnull, "rb"):
+            await respond(send, b"opened")
+
+async def main():
+    sock = bind("127.0.0.1", 0, explicit=True)
+    print(sock.getsockname()[1], flush=True)
+    sys.stdin.readline()
+    host = await serve(app, sock)
+    await asyncio.to_thread(sys.stdin.readline)
+    await host.stop()
+
+logging.basicConfig()
+asyncio.run(main())
+"""
+
+
+def test_many_waiting_connections_leave_the_reserved_file_descriptors() -> None:
+    """They are accepted in one step, before they can be counted. Asyncio alone would log thousands of errors."""
+    command = [sys.executable, "-c", SERVER]
+    piped = subprocess.PIPE
+    with (
+        subprocess.Popen(command, text=True, cwd=ROOT, stdin=piped, stdout=piped, stderr=piped) as process,
+        contextlib.ExitStack() as crowd,
+    ):
+        crowd.callback(process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        first = crowd.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+        rest = [crowd.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S)) for _ in range(CROWD)]
+        process.stdin.write("serve\n")
+        process.stdin.flush()
+        # Rejected connections were made after all accepted ones.
+        told = rest[-1].recv(4096)
+        first.sendall(GET)
+        answer = b""
+        while not answer.endswith(b"opened") and (piece := first.recv(4096)):
+            answer += piece
+        _, said = process.communicate("stop\n", timeout=WAIT_S)
+    assert told.startswith(b"HTTP/1.1 %d " % FULL)
+    assert answer.endswith(b"opened")
+    assert said == ""
+    assert process.returncode == 0

@@ -154,7 +154,7 @@ class Odd(BaseModel):
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(Odd, "Odd has no JSON schema"), (dict, "has to be an object"), (Town(name="a"), "has to be an object")],
+    [(Odd, "Odd has no JSON schema"), (dict, "must be an object"), (Town(name="a"), "must be an object")],
 )
 def test_a_type_without_a_schema_is_refused(value: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:

@@ -126,7 +126,7 @@ async def test_a_stopped_lab_cannot_be_used_or_started_again(tmp_path: Path) -> 
 
 async def test_a_failing_start_releases_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = lab_threads()
-    monkeypatch.setattr("lmx_lab.http.uvicorn_server.ANSWER_S", 0.05)
+    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other:
         taken = Settings(home=tmp_path, port=other.getsockname()[1])
         with pytest.raises(PortTakenError):

@@ -32,7 +32,7 @@ def test_launching_on_the_labs_own_port_returns_the_same_lab(launched: lmx_lab.L
 def test_a_restart_that_cannot_listen_keeps_the_running_lab(
     launched: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmx_lab.http.uvicorn_server.ANSWER_S", 0.05)
+    monkeypatch.setattr("lmx_lab.http.uvicorn_server.RESPONSE_S", 0.05)
     with bind("127.0.0.1", 0, explicit=True) as other, pytest.raises(PortTakenError):
         lmx_lab.launch(port=other.getsockname()[1], home=launched.settings.home, echo_tokens_per_s=1000)
     with pytest.raises(HostingError):

@@ -70,4 +70,4 @@ def last(hidden: Any, mask: Any) -> Vectors:
 
 def check(loaded: LoadedEncoder, batch: Sequence[TextTokens], expected: Vectors) -> None:
     """Assert that the lab's results for a batch equal the expected ones within ``TOLERANCE``."""
-    np.testing.assert_allclose(run(loaded.passes(batch)), expected, atol=TOLERANCE)
+    np.testing.assert_allclose(run(loaded.forward(batch)), expected, atol=TOLERANCE)

@@ -77,7 +77,7 @@ def test_the_logit_of_a_classifier_equals_that_of_transformers(tmp_path: Path, f
 def test_the_segments_of_a_pair_are_used(tmp_path: Path) -> None:
     model = build(transformers.BertForSequenceClassification, config("bert", num_labels=1))
     loaded = save(tmp_path / "m", model, {})
-    batch = [TextTokens(text.tokens, second_at=4) for text in texts(11, 6)]
+    batch = [TextTokens(text.tokens, second_start=4) for text in texts(11, 6)]
     inputs = padded(batch)
     with torch.no_grad():
         kinds = (torch.arange(11) >= 4).int()[None] * inputs["attention_mask"]
@@ -135,7 +135,7 @@ def test_the_window_of_modernbert_changes_the_result(tmp_path: Path) -> None:
     batch = texts(100)
     narrow, wide = (
         run(
-            save(tmp_path / str(size), build(transformers.ModernBertModel, modern(local_attention=size)), MEAN).passes(
+            save(tmp_path / str(size), build(transformers.ModernBertModel, modern(local_attention=size)), MEAN).forward(
                 batch
             )
         )

@@ -1,5 +1,5 @@
 """What callers without this machine's rights may do and see. Tests send no traffic off loopback, so the scope is made;
-``tests/strangers/test_lan.py`` has two machines."""
+``tests/security/test_lan.py`` has two machines."""
 
 from __future__ import annotations
 

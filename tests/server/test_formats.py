@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from lmx_lab.engine import AnswerFormat
-from lmx_lab.http.error_bodies import invalid
+from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.server.translate import generation_request
 from tests.server.test_translate import chat
 
@@ -56,7 +56,7 @@ def test_each_format_arrives_in_the_engines_terms(given: Any, kind: Any, text: s
 @pytest.mark.parametrize(
     ("given", "param", "said"),
     [
-        ("json", "response_format", ["has to be an object", "json_schema", "'json'"]),
+        ("json", "response_format", ["must be an object", "json_schema", "'json'"]),
         ({}, "response_format.type", ["required"]),
         ({"type": "xml"}, "response_format.type", ["'xml'", "text, json_object, json_schema, regex, grammar"]),
         ({"type": ["text"]}, "response_format.type", ["json_schema"]),
@@ -85,7 +85,7 @@ def test_each_format_arrives_in_the_engines_terms(given: Any, kind: Any, text: s
 def test_a_wrong_format_is_named_with_what_is_wrong(given: Any, param: str, said: list[str]) -> None:
     with pytest.raises(ValidationError) as wrong:
         chat(response_format=given)
-    error = invalid(wrong.value)
+    error = validation_error(wrong.value)
     assert error.param == param
     assert error.message.startswith(f"{param}: ")
     assert [part for part in said if part not in error.message] == []
@@ -95,7 +95,7 @@ def test_a_wrong_format_is_named_with_what_is_wrong(given: Any, param: str, said
 def test_a_schema_that_is_nested_too_deep_to_be_written_is_refused() -> None:
     with pytest.raises(ValidationError) as wrong:
         chat(response_format=schema(deep(100_000)))
-    assert "recursion" in invalid(wrong.value).message
+    assert "recursion" in validation_error(wrong.value).message
 
 
 def test_the_limits_are_the_last_that_is_taken() -> None:
@@ -110,7 +110,7 @@ def test_the_limits_are_the_last_that_is_taken() -> None:
 def test_a_format_without_an_end_is_refused() -> None:
     with pytest.raises(ValidationError) as wrong:
         chat(response_format={"type": "json_object"}, ignore_eos=True)
-    error = invalid(wrong.value)
+    error = validation_error(wrong.value)
     assert error.param == "response_format"
     assert "ignore_eos" in error.message
     assert answer_format(response_format={"type": "text"}, ignore_eos=True) is None

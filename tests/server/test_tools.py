@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from lmx_lab.engine import ChatPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.error_bodies import invalid
+from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.server.translate import generation_request
-from lmx_lab.values.generation import ToolCallDelta, merged_calls
+from lmx_lab.values.generation import ToolCallDelta, merge_tool_calls
 from lmx_lab.wire import tools
 from tests.server.test_translate import chat
 
@@ -36,7 +36,7 @@ def refusal(**changes: Any) -> InvalidRequestError:
     try:
         generation_request(chat(**changes))
     except ValidationError as exc:
-        return invalid(exc)
+        return validation_error(exc)
     except InvalidRequestError as exc:
         return exc
     pytest.fail("nothing was refused")
@@ -113,8 +113,8 @@ LARGE = {"description": "x" * 140_000}
     [
         ({"tools": "look"}, "tools", ["list"]),
         ({"tools": [function()] * 200}, "tools", ["200", "128"]),
-        ({"tools": [function("a"), function("b"), function("a")]}, "tools", ["0", "2", "'a'", "differ"]),
-        ({"tools": [function("look up")]}, "tools.0.function.name", ["no spaces", "'look up'"]),
+        ({"tools": [function("a"), function("b"), function("a")]}, "tools", ["0", "2", "'a'", "unique"]),
+        ({"tools": [function("look up")]}, "tools.0.function.name", ["letters", "digits", "'look up'"]),
         ({"tools": [function("")]}, "tools.0.function.name", ["letters"]),
         ({"tools": [function("a" * 65)]}, "tools.0.function.name", ["65", "64"]),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", ["'function'", "'web_search'"]),
@@ -142,7 +142,11 @@ LARGE = {"description": "x" * 140_000}
         ({"tool_choice": "any", "tools": [function()]}, "tool_choice", ["'required'", "'any'"]),
         ({"tool_choice": 5, "tools": [function()]}, "tool_choice", ["'required'", '{"type": "function"']),
         ({"tool_choice": {"type": "function"}, "tools": [function()]}, "tool_choice.function", ["required"]),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", ["allowed_tools", "send only the tools"]),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.type",
+            ["allowed_tools", "send only the allowed tools"],
+        ),
         ({"tool_choice": "required", "tools": [function()], "ignore_eos": True}, "tool_choice", ["ignore_eos"]),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", ["boolean"]),
         ({"functions": [{"name": "f"}]}, "functions", ["tools"]),
@@ -244,15 +248,15 @@ ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
         ([USER, asks(call("true"))], ARGUMENTS, ["a JSON object", "true"]),
         ([USER, asks(call("null"))], ARGUMENTS, ["a JSON object", "null"]),
         ([USER, asks(call(None))], ARGUMENTS, ["a JSON object", "null"]),
-        ([USER, asks(call('{"a": 1'))], ARGUMENTS, ["no JSON", "a JSON object"]),
-        ([USER, asks(call('{"a": "\\ud800"}'))], ARGUMENTS, ["no JSON"]),
-        ([USER, asks(call("[" * 40_000))], ARGUMENTS, ["no JSON", "recursion"]),
+        ([USER, asks(call('{"a": 1'))], ARGUMENTS, ["is not JSON", "a JSON object"]),
+        ([USER, asks(call('{"a": "\\ud800"}'))], ARGUMENTS, ["is not JSON"]),
+        ([USER, asks(call("[" * 40_000))], ARGUMENTS, ["is not JSON", "recursion"]),
         ([USER, asks(call("[" * 60_000))], "messages", ["50,000 lists", "arguments"]),
         ([USER, asks(call({"a": {1}}))], ARGUMENTS, ["cannot be written as JSON"]),
         ([USER, asks({"id": "c1", "function": {"name": "look"}})], ARGUMENTS, ["required"]),
         ([asks(call(id=""))], "messages.0.tool_calls.0.id", ["at least 1"]),
         ([asks(call(colour="blue"))], "messages.0.tool_calls.0.colour", ["leave it out"]),
-        ([asks(call(), call())], "messages.0.tool_calls", ["'c1'", "differ"]),
+        ([asks(call(), call())], "messages.0.tool_calls", ["'c1'", "unique"]),
         ([asks(*[call(id=str(n)) for n in range(2049)])] * 2, "messages", ["4,098", "4,096"]),
         ([USER, answers()], "messages.1.tool_call_id", ["'c1'", "tool_calls"]),
         ([asks(call()), USER, answers()], "messages.2.tool_call_id", ["'c1'", "tool_calls"]),
@@ -333,8 +337,8 @@ def test_pieces_may_be_merged_in_any_two_parts(pieces: list[tuple[int, str]], cu
         for at, (index, text) in enumerate(pieces)
         for first in [index not in [other for other, _ in pieces[:at]]]
     ]
-    whole = merged_calls(deltas)
-    assert merged_calls([*merged_calls(deltas[:cut]), *merged_calls(deltas[cut:])]) == whole
+    whole = merge_tool_calls(deltas)
+    assert merge_tool_calls([*merge_tool_calls(deltas[:cut]), *merge_tool_calls(deltas[cut:])]) == whole
     for merged in whole:
         assert merged.arguments == "".join(text for index, text in pieces if index == merged.index)
         assert (merged.id, merged.name) == (f"c{merged.index}", "f")

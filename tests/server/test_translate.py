@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from lmx_lab.engine import ChatPrompt, Sampling, TextPrompt, TokenPrompt
-from lmx_lab.http.error_bodies import invalid
+from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.server.translate import (
     chat_logprobs,
     completion_requests,
@@ -61,7 +61,7 @@ def report(
 def refusal(make: Any, **changes: Any) -> str | None:
     with pytest.raises(ValidationError) as wrong:
         make(**changes)
-    return invalid(wrong.value).param
+    return validation_error(wrong.value).param
 
 
 @pytest.mark.parametrize(

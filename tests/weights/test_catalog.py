@@ -1,4 +1,4 @@
-"""What is on disk, and what is not a model."""
+"""Tests of listing, finding and checking models on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, ModelEntry
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.folder import read_folder
+from lmx_lab.weights.scan import read_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MakeModel = Callable[..., Path]
@@ -39,7 +39,9 @@ def test_scan_lists_store_hub_cache_and_extra_folders_by_id(
     assert found == [("hub-org/big--model", "hub"), ("mine", "folder"), ("org/name", "store"), ("small", "store")]
 
 
-def test_of_one_id_the_store_wins_and_then_the_hub(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+def test_a_model_of_the_store_precedes_one_of_the_hub_with_the_same_id(
+    catalog: Catalog, tmp_path: Path, make_model: MakeModel
+) -> None:
     for folder in ("home/models/org/a", "extra/org/a", "extra/org/b"):
         make_model(tmp_path / folder)
     for repo in ("org/a", "org/b"):
@@ -48,23 +50,25 @@ def test_of_one_id_the_store_wins_and_then_the_hub(catalog: Catalog, tmp_path: P
     assert catalog.resolve("org/b").source == "hub"
 
 
-def test_a_damaged_copy_gives_way_to_a_whole_one(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+def test_a_complete_copy_precedes_a_damaged_one(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
     (make_model(tmp_path / "home/models/org/a") / "model.safetensors").write_bytes(b"")
     put_in_hub_cache(make_model, tmp_path / "hub", "org/a")
     assert [entry.source for entry in catalog.scan()] == ["hub"]
     assert catalog.resolve("org/a").source == "hub"
 
 
-def test_an_extra_folder_may_be_a_model_itself(tmp_path: Path, make_model: MakeModel) -> None:
+def test_an_extra_folder_can_be_a_model_itself(tmp_path: Path, make_model: MakeModel) -> None:
     catalog = Catalog(Settings(home=tmp_path / "home", model_folders=(make_model(tmp_path / "one"),)))
     assert [entry.id for entry in catalog.scan()] == ["one"]
 
 
-def test_nothing_on_disk_is_an_empty_list(catalog: Catalog) -> None:
+def test_without_models_on_disk_the_list_is_empty(catalog: Catalog) -> None:
     assert catalog.scan() == []
 
 
-def test_a_ref_of_the_hub_cache_cannot_lead_elsewhere(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+def test_a_ref_of_the_hub_cache_cannot_lead_outside_its_snapshots(
+    catalog: Catalog, tmp_path: Path, make_model: MakeModel
+) -> None:
     snapshot = put_in_hub_cache(make_model, tmp_path / "hub", "org/a")
     make_model(tmp_path / "elsewhere")
     (snapshot.parents[1] / "refs" / "main").write_text("../../../elsewhere")
@@ -88,7 +92,7 @@ def test_a_ref_of_the_hub_cache_cannot_lead_elsewhere(catalog: Catalog, tmp_path
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, {}, "chat"),
     ],
 )
-def test_the_kind_is_told_from_the_files(
+def test_the_kind_of_a_model_is_determined_by_its_files(
     tmp_path: Path, make_model: MakeModel, config: Mapping[str, Any], files: Mapping[str, Any], kind: str
 ) -> None:
     assert read_folder(make_model(tmp_path / "reranker-embedding-chat", config, files)).kind == kind
@@ -107,7 +111,9 @@ def test_the_kind_is_told_from_the_files(
         ("\xff\xfe---", "chat"),
     ],
 )
-def test_the_model_card_says_what_a_decoder_is_for(tmp_path: Path, make_model: MakeModel, card: str, kind: str) -> None:
+def test_the_model_card_determines_the_kind_of_a_decoder(
+    tmp_path: Path, make_model: MakeModel, card: str, kind: str
+) -> None:
     folder = make_model(tmp_path / "m", {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     (folder / "README.md").write_bytes(card.encode("latin-1"))
     assert read_folder(folder).kind == kind
@@ -123,7 +129,7 @@ def test_the_model_card_says_what_a_decoder_is_for(tmp_path: Path, make_model: M
         ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
     ],
 )
-def test_quantization_is_named_in_one_way(
+def test_quantizations_have_one_format(
     catalog: Catalog, tmp_path: Path, make_model: MakeModel, config: Mapping[str, Any], quantization: str
 ) -> None:
     make_model(tmp_path / "extra/m", config)
@@ -145,7 +151,7 @@ def test_context_length_is_read_from_the_files(
     assert read_folder(make_model(tmp_path / "m", config, files)).context_length == length
 
 
-def spoil(folder: Path, how: str) -> None:
+def damage(folder: Path, how: str) -> None:
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     index = {"weight_map": {"w": "model-00002-of-00002.safetensors"}}
@@ -178,29 +184,29 @@ def spoil(folder: Path, how: str) -> None:
 
 DAMAGES = {
     "no config": "no config.json", "config no JSON": "JSON", "config deeply nested": "JSON", "config a list": "JSON",
-    "no model_type": "model_type", "own code": "code of its own", "only own code": "code of its own",
-    "no tokenizer": "tokenizer", "no weights": "safetensors", "empty weights": "cut short",
-    "cut in the data": "cut short", "cut in the header": "cut short", "longer than said": "longer",
-    "huge header": "no safetensors", "header no object": "no JSON object", "header malformed": "malformed",
-    "missing shard": "lacks 2 of 3", "missing shard, no index": "lacks 1 of 2", "index elsewhere": "malformed",
-    "index malformed": "malformed",
+    "no model_type": "model_type", "own code": "custom code", "only own code": "custom code",
+    "no tokenizer": "tokenizer", "no weights": "safetensors", "empty weights": "truncated",
+    "cut in the data": "truncated", "cut in the header": "truncated", "longer than said": "too long",
+    "huge header": "not a safetensors", "header no object": "not a JSON object", "header malformed": "invalid",
+    "missing shard": "lacks 2 of 3", "missing shard, no index": "lacks 1 of 2", "index elsewhere": "invalid",
+    "index malformed": "invalid",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_folder_is_refused_with_the_reason_and_left_out_of_the_list(
+def test_a_damaged_folder_is_rejected_with_the_reason_and_not_listed(
     catalog: Catalog, tmp_path: Path, make_model: MakeModel, how: str
 ) -> None:
     folder = make_model(tmp_path / "model")
     entry = catalog.resolve(str(folder))
-    spoil(folder, how)
+    damage(folder, how)
     for look in (lambda: catalog.check(entry), lambda: catalog.resolve(str(folder))):
         with pytest.raises(UnusableModelError, match=DAMAGES[how]):
             look()
     assert Catalog(Settings(home=tmp_path / "home", model_folders=(tmp_path,))).scan() == []
 
 
-def test_a_path_is_taken_from_local_callers_only(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+def test_paths_are_accepted_from_local_callers_only(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "model")
     entry = catalog.resolve(str(folder))
     assert (entry.id, entry.path, entry.source) == (str(folder), folder, "path")
@@ -209,7 +215,7 @@ def test_a_path_is_taken_from_local_callers_only(catalog: Catalog, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../extra/m", "/etc", "~", "a\0b", "\ud800", "x" * 5000, "org/../m"])
-def test_odd_names_from_elsewhere_find_nothing(
+def test_unusual_names_from_remote_callers_find_nothing(
     catalog: Catalog, tmp_path: Path, make_model: MakeModel, name: str
 ) -> None:
     make_model(tmp_path / "extra/m")
@@ -217,7 +223,7 @@ def test_odd_names_from_elsewhere_find_nothing(
         catalog.resolve(name, local=False)
 
 
-def test_a_missing_model_names_what_there_is_and_the_next_step(
+def test_the_error_for_a_missing_model_names_the_available_models_and_the_next_step(
     catalog: Catalog, tmp_path: Path, make_model: MakeModel
 ) -> None:
     make_model(tmp_path / "extra/present")
@@ -225,7 +231,7 @@ def test_a_missing_model_names_what_there_is_and_the_next_step(
         catalog.resolve("absent")
 
 
-def test_a_starters_id_never_means_a_folder_that_happens_to_be_here(
+def test_the_id_of_a_starter_never_refers_to_a_folder_in_the_working_directory(
     catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "smollm2-135m").mkdir()
@@ -234,7 +240,7 @@ def test_a_starters_id_never_means_a_folder_that_happens_to_be_here(
         catalog.resolve("smollm2-135m")
 
 
-def test_echo_is_a_reserved_id_and_a_folder_of_that_name_is_found_by_its_path(
+def test_echo_is_a_reserved_id_and_a_folder_with_this_name_is_found_by_its_path(
     catalog: Catalog, tmp_path: Path, make_model: MakeModel
 ) -> None:
     folders = [make_model(tmp_path / "home/models/echo"), make_model(tmp_path / "extra/echo")]
@@ -246,14 +252,16 @@ def test_echo_is_a_reserved_id_and_a_folder_of_that_name_is_found_by_its_path(
         assert catalog.resolve(str(folder)).id == str(folder)
 
 
-def test_fetching_what_is_there_returns_it_at_once(catalog: Catalog, tmp_path: Path, make_model: MakeModel) -> None:
+def test_fetching_a_stored_model_returns_it_immediately(
+    catalog: Catalog, tmp_path: Path, make_model: MakeModel
+) -> None:
     make_model(tmp_path / "extra/m")
     entry = catalog.fetch("m")
     assert isinstance(entry, ModelEntry)
     assert entry == catalog.resolve("m")
 
 
-def test_fetching_an_unknown_bare_name_asks_no_hub(catalog: Catalog) -> None:
+def test_fetching_an_unknown_name_without_a_slash_does_not_contact_the_hub(catalog: Catalog) -> None:
     with pytest.raises(ModelNotFoundError):
         catalog.fetch("unheard-of")
 

@@ -1,4 +1,4 @@
-"""One scan of the disk at a time, for all callers, with a deadline."""
+"""Tests of the shared scan of the model folders and its time limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.scan import Place, folder_places
+from lmx_lab.weights.scan import ModelLocation, folder_locations
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from tests.tiny import write_tiny_llama
 
@@ -20,7 +20,7 @@ AT_ONCE = 40
 
 
 class Disk:
-    """A folder with models that can stop answering."""
+    """A folder with models that can stop responding."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,10 +34,10 @@ class Disk:
         self.scans += 1
         yield self.folder, self._places()
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[ModelLocation]:
         if self.failure is not None:
             raise self.failure
-        for place in folder_places(self.folder, "folder"):
+        for place in folder_locations(self.folder, "folder"):
             yield place
             self.asked.release()
             self.answers.wait(WAIT_S)
@@ -56,7 +56,7 @@ def ids(listing: Listing) -> list[str]:
     return [entry.id for entry in listing.entries]
 
 
-def test_callers_at_once_share_scans_and_see_what_was_there_when_they_asked(disk: Disk, smollm2: ModelEntry) -> None:
+def test_concurrent_callers_share_scans_that_begin_after_their_calls(disk: Disk, smollm2: ModelEntry) -> None:
     scanner = Scanner(disk.roots, limit_s=WAIT_S)
     disk.answers.clear()
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -68,11 +68,11 @@ def test_callers_at_once_share_scans_and_see_what_was_there_when_they_asked(disk
         disk.answers.set()
         assert ids(first.result(WAIT_S))[-2:] == ["one", "two"]
         assert {tuple(ids(other.result(WAIT_S))) for other in others} == {("late", "one", "two")}
-    # Some of the others may have asked when the second scan had begun.
+    # Some of the others may have called after the second scan began.
     assert disk.scans <= 3
 
 
-def test_a_disk_that_does_not_answer_gives_the_last_list_and_names_the_folder(disk: Disk) -> None:
+def test_a_disk_that_does_not_respond_gives_the_last_list_and_the_name_of_the_folder(disk: Disk) -> None:
     scanner = Scanner(disk.roots, limit_s=0.2)
     assert scanner.listing() == Listing(entries=scanner.listing().entries)
     threads = threading.active_count()
@@ -87,13 +87,13 @@ def test_a_disk_that_does_not_answer_gives_the_last_list_and_names_the_folder(di
     assert ids(scanner.listing()) == ["one", "two"]
 
 
-def test_a_first_scan_that_is_not_at_its_end_gives_what_it_has_found(disk: Disk) -> None:
+def test_a_first_scan_that_takes_too_long_gives_the_models_found_so_far(disk: Disk) -> None:
     disk.answers.clear()
     listing = Scanner(disk.roots, limit_s=0.2).listing()
     assert (ids(listing), "may be incomplete" in str(listing.problem)) == (["one"], True)
 
 
-def test_a_failure_is_raised_in_every_caller_and_the_next_call_scans_again(disk: Disk) -> None:
+def test_an_error_is_raised_in_every_caller_and_the_next_call_scans_again(disk: Disk) -> None:
     scanner = Scanner(disk.roots, limit_s=WAIT_S)
     disk.failure = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):

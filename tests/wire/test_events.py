@@ -1,4 +1,4 @@
-"""The union of the daemon's events is complete: every event is in it, has a text for people and is documented."""
+"""Tests that every event of the daemon is in the union, has a text for display and is documented."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ STATS = {
 
 
 def classes() -> set[type[BaseEvent]]:
-    """All classes of events that the wire defines, in the union or not."""
+    """Return all event classes that the wire package defines, in the union or not."""
     found = {it for module in (events, event_stream) for it in vars(module).values() if inspect.isclass(it)}
     return {it for it in found if issubclass(it, BaseEvent) and not inspect.isabstract(it) and it is not UnknownEvent}
 
 
 def sample(annotation: Any) -> Any:
-    """A value of the type, as JSON has it."""
+    """Return a JSON value of the type."""
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return {
             name: sample(field.annotation) for name, field in annotation.model_fields.items() if field.is_required()
@@ -50,13 +50,13 @@ def frame(kind: str) -> dict[str, Any]:
     return made | {"seq": 1 if kind in LOG_EVENTS else None} | ({"stats": STATS} if kind == "turn.done" else {})
 
 
-def test_every_class_of_event_is_in_the_union() -> None:
+def test_every_event_class_is_in_the_union() -> None:
     assert set(EVENT_CLASSES.values()) == classes()
     assert {kind for kind, it in EVENT_CLASSES.items() if not issubclass(it, BaseControlFrame)} == LOG_EVENTS
 
 
 @pytest.mark.parametrize("kind", EVENT_CLASSES)
-def test_every_event_is_parsed_as_its_class_and_has_a_text_for_people(kind: str) -> None:
+def test_every_event_is_parsed_as_its_class_and_has_a_display_text(kind: str) -> None:
     event = daemon_event(json.dumps(frame(kind)))
     assert type(event) is EVENT_CLASSES[kind]
     assert event.display_text().strip()
@@ -72,11 +72,11 @@ def test_every_event_has_a_topic_and_a_row_in_the_documentation(kind: str) -> No
     assert documented <= set(EVENT_CLASSES)
 
 
-def test_an_event_of_a_newer_daemon_has_a_text_too() -> None:
+def test_an_unknown_event_of_a_newer_daemon_has_a_display_text() -> None:
     event = daemon_event(json.dumps(frame("turn.token") | {"event": "turn.new", "data": {"so": "so"}}))
     assert isinstance(event, UnknownEvent)
     assert (event.display_text(), topic_of("turn.new"), topic_of("quite.new")) == ('{"so": "so"}', "turns", "other")
 
 
-def test_the_client_offers_every_class_of_event() -> None:
+def test_the_client_exports_every_event_class() -> None:
     assert all(getattr(daemon_events, it.__name__) is it for it in classes())

@@ -1,4 +1,4 @@
-"""No body of a request can hold more than a bounded number of items and members, whichever model reads it."""
+"""Tests that every model of a request body limits the number of items and members."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ def routes(router: Any) -> Iterator[APIRoute]:
 
 
 def bodies(api: FastAPI) -> dict[str, Any]:
-    """What each route's body is read as."""
+    """Return the type of the body of each route."""
     found = [(route, route.body_field) for route in routes(api) if route.body_field is not None]
     return {f"{sorted(route.methods)} {route.path}": body.field_info.annotation for route, body in found}
 
 
-def request_shapes() -> dict[str, Any]:
-    """Every model that is made to read requests: the message of the WebSocket is one."""
+def request_models() -> dict[str, Any]:
+    """Return all models that parse requests, including the one of WebSocket messages."""
     for module in pkgutil.iter_modules(wire.__path__, f"{wire.__name__}."):
         importlib.import_module(module.name)
     waiting, found = [RequestShape], {}
     while waiting:
-        shape = waiting.pop()
-        waiting += shape.__subclasses__()
-        found |= {shape.__qualname__: shape} if shape.__module__.startswith(wire.__name__) else {}
+        model = waiting.pop()
+        waiting += model.__subclasses__()
+        found |= {model.__qualname__: model} if model.__module__.startswith(wire.__name__) else {}
     return found
 
 
 def nodes(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every part of a core schema, and the names of the fields on the way to it; nothing below a count of values."""
+    """Yield all nodes of a core schema with their field paths, except those below a validator that counts values."""
     waiting: list[tuple[str, Any]] = [("", schema)]
     definitions: dict[str, Any] = {}
     while waiting:
@@ -96,11 +96,11 @@ def counts_values(node: Mapping[str, Any]) -> bool:
     return node.get("type") == "function-before" and isinstance(function, dict) and function["function"] is check_values
 
 
-def endless(shape: Any) -> list[str]:
-    """Lists and objects of a shape that have no limit, or whose every item is validated whatever is wrong."""
+def unlimited(model: Any) -> list[str]:
+    """Return the lists and objects of a type without a limit, or validated beyond the first invalid item."""
     return [
         f"{path}: {node['type']}"
-        for path, node in nodes(TypeAdapter(shape).core_schema)
+        for path, node in nodes(TypeAdapter(model).core_schema)
         if (node["type"] in LISTS and not is_bounded(node)) or node.get("extra_behavior") == "allow"
     ]
 
@@ -112,7 +112,7 @@ def is_bounded(node: Mapping[str, Any]) -> bool:
 
 APIS = (server_api(), daemon_api())
 BODIES = bodies(APIS[0]) | bodies(APIS[1])
-SHAPES = request_shapes()
+MODELS = request_models()
 
 
 def test_all_bodies_of_all_routes_are_found() -> None:
@@ -120,13 +120,13 @@ def test_all_bodies_of_all_routes_are_found() -> None:
         operations = [operation for path in api.openapi()["paths"].values() for operation in path.values()]
         assert len(bodies(api)) == sum("requestBody" in operation for operation in operations)
     assert {"ChatRequest", "EmbeddingsBody", "RerankBody", "CreateSession", "McpServerConfig", "LoadRequest"} <= {
-        *SHAPES
+        *MODELS
     }
 
 
-@pytest.mark.parametrize("name", [*BODIES, *SHAPES])
+@pytest.mark.parametrize("name", [*BODIES, *MODELS])
 def test_every_list_and_object_of_a_request_has_a_limit(name: str) -> None:
-    assert endless((BODIES | SHAPES)[name]) == []
+    assert unlimited((BODIES | MODELS)[name]) == []
 
 
 class Inner(BaseModel):
@@ -141,7 +141,7 @@ Bounded = Annotated[list[str], FailFast(), Field(max_length=5)]
 
 
 @pytest.mark.parametrize(
-    "shape",
+    "model",
     [
         list[int],
         dict[str, Any],
@@ -157,21 +157,21 @@ Bounded = Annotated[list[str], FailFast(), Field(max_length=5)]
         Annotated[dict[str, list[str]], FailFast(), Field(max_length=5)],
     ],
 )
-def test_a_list_or_an_object_without_a_limit_is_seen(shape: Any) -> None:
-    assert endless(shape) != []
+def test_a_list_or_object_without_a_limit_is_found(model: Any) -> None:
+    assert unlimited(model) != []
 
 
 @pytest.mark.parametrize(
-    "shape", [int, Bounded, tuple[int, int], Annotated[JsonValue, FEW_VALUES], Annotated[Any, FEW_VALUES]]
+    "model", [int, Bounded, tuple[int, int], Annotated[JsonValue, FEW_VALUES], Annotated[Any, FEW_VALUES]]
 )
-def test_what_has_a_limit_is_not(shape: Any) -> None:
-    assert endless(shape) == []
+def test_lists_and_objects_with_a_limit_are_not_found(model: Any) -> None:
+    assert unlimited(model) == []
 
 
-@pytest.mark.parametrize("name", [*BODIES, *SHAPES])
-def test_unknown_members_are_counted_and_not_listed(name: str) -> None:
+@pytest.mark.parametrize("name", [*BODIES, *MODELS])
+def test_unknown_members_are_counted_and_not_kept(name: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        TypeAdapter((BODIES | SHAPES)[name]).validate_python({f"member-{number}": 1 for number in range(10_000)})
+        TypeAdapter((BODIES | MODELS)[name]).validate_python({f"member-{number}": 1 for number in range(10_000)})
     assert caught.value.error_count() < 20
 
 

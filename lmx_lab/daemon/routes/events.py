@@ -24,7 +24,7 @@ from lmx_lab.daemon.routes.responses import read_failures
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.event_log import EventFilter, LogPage
 from lmx_lab.errors import CursorExpiredError, QueueFullError, SessionNotFoundError
-from lmx_lab.http.openapi import switching
+from lmx_lab.http.openapi import websocket_response
 from lmx_lab.wire.event_stream import EventPage
 
 SOCKET = """With `Upgrade: websocket` this address is a stream of events without an end.
@@ -44,7 +44,7 @@ def event_routes(services: Services) -> APIRouter:
     @router.get(
         "/events",
         response_model=EventPage,
-        responses={**switching(SOCKET), **read_failures(CursorExpiredError, QueueFullError)},
+        responses={**websocket_response(SOCKET), **read_failures(CursorExpiredError, QueueFullError)},
     )
     async def events(
         *,

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from lmx_lab.daemon.storage.event_log import ALL_EVENTS, EventFilter
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import invalid
+from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.wire.events import LOG_EVENTS
 from lmx_lab.wire.identifiers import Identifier
 
@@ -131,7 +131,7 @@ class StreamQuery(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as exc:
-            raise invalid(exc) from exc
+            raise validation_error(exc) from exc
 
 
 class StrictQueryRoute(StrictRoute):

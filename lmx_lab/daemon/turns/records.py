@@ -15,7 +15,7 @@ from lmx_lab.daemon import sessions
 from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
 from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.errors import TurnNotFoundError
-from lmx_lab.http.error_bodies import detail
+from lmx_lab.http.error_bodies import error_detail
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (
     MessageDone,
@@ -128,7 +128,7 @@ def end(tx: Transaction, key: TurnKey, ending: TurnEnding, *, text: str, stats: 
     Raises:
         RuntimeError: The turn has ended already or does not exist. This is a bug in the caller.
     """
-    error = None if ending.error is None else detail(ending.error, None)
+    error = None if ending.error is None else error_detail(ending.error, None)
     reason = ending.reason if error is None else None
     changed = tx.execute(
         "UPDATE turns SET status = ?, stop_reason = ?, text = ?, error = ?, stats = ?, ended_at = ?"

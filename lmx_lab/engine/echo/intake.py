@@ -14,12 +14,12 @@ from lmx_lab.engine.echo.jobs import Prepared
 from lmx_lab.engine.echo.model import EchoModel
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
 from lmx_lab.engine.echo.vocabulary import BEGIN, END, LONGEST_PIECE, MESSAGE
-from lmx_lab.engine.grammar.compile import Grammars
+from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
-from lmx_lab.engine.grammar.trials import Trials
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
-from lmx_lab.engine.templates.tool_prompt import START, written_out
-from lmx_lab.engine.text.chat_format_detection import Dialect, Thinking
+from lmx_lab.engine.templates.tool_prompt import START, write_tools_as_text
+from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.validation import (
     check_characters,
     check_length,
@@ -40,15 +40,17 @@ class Intake:
         self._model = model
         self._entry = entry
         self._tokens_per_s = tokens_per_s
-        self._trials = Trials()
+        self._trials = GrammarSandbox()
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-echo-grammars")
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarCompiler | None = None
         vocabulary = model.vocabulary
-        self._dialect = Dialect(thoughts=THOUGHTS, end_of_thoughts=tuple(vocabulary.encode(END_OF_THOUGHTS)))
+        self._chat_format = ChatFormat(
+            reasoning_markers=THOUGHTS, reasoning_end=tuple(vocabulary.encode(END_OF_THOUGHTS))
+        )
 
     def stop(self) -> None:
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        self._trials.end()
+        self._trials.close()
 
     async def prepared(
         self, request: GenerationRequest, choices: int, script: ScriptAnswer | None, *, timeout_s: float
@@ -71,8 +73,8 @@ class Intake:
             _check_calls(script, _tools(request))
         text = self._text(request, script)
         thinks = vocabulary.decode(text[:16]).startswith(THINK) and _may_think(request)
-        thinking: Thinking = "possible" if thinks else "closed"
-        grammar = self._dialect.grammar(request, thinking)
+        thinking: ReasoningState = "possible" if thinks else "closed"
+        grammar = self._chat_format.grammar(request, thinking)
         matchers: list[LLMatcher] | list[None] = [None] * choices
         if grammar is not None:
             matchers = await asyncio.get_running_loop().run_in_executor(
@@ -83,7 +85,7 @@ class Intake:
             request=request,
             prompt=prompt,
             text=text,
-            shape=self._dialect.shape(request, thinking),
+            shape=self._chat_format.channel_format(request, thinking),
             max_tokens=min(request.max_tokens, limit - len(prompt)),
             interval_s=1 / pace if pace is not None else 0.0,
             timeout_s=timeout_s,
@@ -105,7 +107,7 @@ class Intake:
                     _check_message(message)
                 if not chat.messages:
                     return []
-                written = written_out(chat.messages, chat.tools)
+                written = write_tools_as_text(chat.messages, chat.tools)
                 prompt = [BEGIN]
                 for message in written:
                     text = f"{message['role']}\n{message['content'] or ''}"
@@ -140,11 +142,11 @@ class Intake:
 
     def _matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
         if self._grammars is None:
-            self._grammars = Grammars(self._model.vocabulary.words, self._trials)
+            self._grammars = GrammarCompiler(self._model.vocabulary.words, self._trials)
         return self._grammars.matchers(grammar, count, tools)
 
     def _constraint(
-        self, request: GenerationRequest, thinking: Thinking, matcher: LLMatcher | None
+        self, request: GenerationRequest, thinking: ReasoningState, matcher: LLMatcher | None
     ) -> Constraint | None:
         budget = None
         if request.thinking_budget is not None and thinking != "closed":
@@ -152,7 +154,7 @@ class Intake:
             budget = ThinkingBudget(
                 request.thinking_budget,
                 markers=THOUGHTS,
-                end=self._dialect.end_of_thoughts,
+                end=self._chat_format.reasoning_end,
                 open=thinking == "open",
                 bytes_of=known.__getitem__,
             )

@@ -21,8 +21,8 @@ from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.scheduler import Scheduler, Verdict
 from lmx_lab.engine.stream import Item, Mailbox, Outbox
-from lmx_lab.engine.text.answer_shape import AnswerShape
-from lmx_lab.engine.text.splitter import Piece, TextSplitter
+from lmx_lab.engine.text.channels import ChannelFormat
+from lmx_lab.engine.text.splitter import SplitText, TextSplitter
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError
 from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, PromptScores, TokenLogprob
 
@@ -48,7 +48,7 @@ class Prepared:
     prompt: list[int]
     text: list[int]
     """The tokens to say."""
-    shape: AnswerShape | None
+    shape: ChannelFormat | None
     max_tokens: int
     interval_s: float
     """Between two tokens."""
@@ -156,7 +156,7 @@ class Job:
         piece = self.splitter.finish()
         if piece.stopped:
             reason = "stop"
-        self.finish = "tool_calls" if self.splitter.called and reason == "stop" else reason
+        self.finish = "tool_calls" if self.splitter.has_called and reason == "stop" else reason
         return [_delta(piece, 0)]
 
     def _on_grid(self, due_at: float) -> float:
@@ -165,7 +165,7 @@ class Job:
         return math.ceil(due_at / interval - 1e-6) * interval if interval else due_at
 
 
-def _delta(piece: Piece[TokenLogprob], tokens: int) -> Delta:
+def _delta(piece: SplitText[TokenLogprob], tokens: int) -> Delta:
     return Delta(
         text=piece.text, tokens=tokens, logprobs=piece.entries, reasoning=piece.reasoning, tool_calls=piece.calls
     )

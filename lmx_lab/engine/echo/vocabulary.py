@@ -13,7 +13,7 @@ import string
 import sys
 from collections.abc import Iterable, Sequence
 
-from lmx_lab.engine.grammar.sandbox import Words
+from lmx_lab.engine.grammar.worker import TokenTable
 
 SPECIAL = ("<|begin|>", "<|message|>", "<|end|>")
 BEGIN, MESSAGE, END = range(3)
@@ -55,9 +55,9 @@ class EchoVocabulary:
         return sum(map(sys.getsizeof, self.bytes)) + sys.getsizeof(self.bytes) + sys.getsizeof(self._ids)
 
     @functools.cached_property
-    def words(self) -> Words:
+    def words(self) -> TokenTable:
         """The vocabulary for llguidance."""
-        return Words(self.bytes, list(range(FIRST_BYTE)), [END])
+        return TokenTable(self.bytes, list(range(FIRST_BYTE)), [END])
 
     def encode(self, text: str) -> list[int]:
         """The tokens of the text; names of special tokens in it are text like any other."""

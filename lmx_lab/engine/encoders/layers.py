@@ -1,4 +1,4 @@
-"""What all encoders are made of: linear layers, norms, activations, attention. Engine thread only."""
+"""Building blocks of encoders: linear layers, norms, activations and attention. Engine thread only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import mlx.core as mx
 from lmx_lab.errors import UnusableModelError
 
 SCORES_BYTES = 32 * 2**20
-"""Attention scores written out at a time, which takes about a tenth of a second. A GPU writes out none."""
+"""Size of the attention scores that a CPU computes at a time, which takes about 0.1 s. A GPU does not store scores."""
 GELU_LIMIT = 5.0
-"""From here on, Phi is taken to be what it is here, which differs from 0 and 1 by 3e-7."""
+"""Beyond this, Phi is replaced by its value here, which differs from 0 and 1 by 3e-7."""
 GELU_ABOVE = (-1.7212912e-08, 5.6393287e-06, 4.2466857e-04, 6.1244462e-03, 6.1223544e-02, 3.9894080e-01)
 GELU_BELOW = (1.4408740e-04, 3.3059956e-03, 4.3731447e-02, 3.2011339e-01, 1.0)
-"""(Phi(x) - 1/2) / x as a fraction of polynomials in x squared, the highest power first; Phi is the normal
-distribution. Fitted to math.erf by least squares, reweighted until the errors of gelu were even: below 3e-6 from -8 to
-8, and 3e-7 of the number itself beyond."""
+"""(Phi(x) - 1/2) / x as a fraction of two polynomials in x squared, with the highest power first; Phi is the cumulative
+normal distribution. Fitted to math.erf by least squares, reweighted until the errors of gelu were even. The error is
+below 3e-6 for x from -8 to 8, and below 3e-7 of x beyond."""
 
 
 def on_cpu() -> bool:
@@ -27,8 +27,10 @@ def on_cpu() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
+    """A linear layer."""
+
     weight: mx.array
-    """(inputs, outputs), contiguous: MLX's BLAS takes twice as long with the transpose that files have."""
+    """(inputs, outputs), contiguous. MLX's BLAS takes twice as long with the transposed form, which files contain."""
     bias: mx.array | None
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -37,6 +39,8 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
+    """A layer norm."""
+
     weight: mx.array
     bias: mx.array | None
     eps: float
@@ -46,10 +50,10 @@ class Norm:
 
 
 def gelu(x: mx.array) -> mx.array:
-    """x Phi(x), not approximated by tanh."""
+    """Return x Phi(x), without the tanh approximation."""
     if x.dtype != mx.float32 or not on_cpu():
         return x * (mx.erf(x * math.sqrt(0.5)) + 1) * 0.5
-    # On a CPU, MLX computes erf number by number: six times as long as all of this, and more than the products.
+    # On a CPU, MLX computes erf element by element. It takes six times as long as this, and longer than the products.
     near = mx.clip(x, -GELU_LIMIT, GELU_LIMIT)
     square = mx.square(near)
     above, below = mx.array(GELU_ABOVE[0]), mx.array(GELU_BELOW[0])
@@ -90,7 +94,7 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "sigmoid": mx.sigmoid,
     "linear": lambda x: x,
 }
-"""By the names of transformers' configurations."""
+"""Activations by their names in transformers' configurations."""
 TORCH_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "Identity": lambda x: x,
     "Tanh": mx.tanh,
@@ -99,22 +103,27 @@ TORCH_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "GELU": gelu,
     "SiLU": silu,
 }
-"""By the names of PyTorch's classes, in sentence-transformers' files."""
+"""Activations by the names of PyTorch's classes, which sentence-transformers' files contain."""
 
 
-def activation(name: object, table: dict[str, Callable[[mx.array], mx.array]]) -> Callable[[mx.array], mx.array]:
+def find_activation(name: object, table: dict[str, Callable[[mx.array], mx.array]]) -> Callable[[mx.array], mx.array]:
+    """Look up an activation.
+
+    Raises:
+        UnusableModelError: the table does not contain the name.
+    """
     found = table.get(str(name))
     if found is None:
-        raise UnusableModelError(f"the activation {name!r} is not known here; known are {', '.join(table)}")
+        raise UnusableModelError(f"the activation {name!r} is not supported; supported are {', '.join(table)}")
     return found
 
 
 Steps = Generator[mx.array, None, mx.array]
-"""A computation in steps: each is yielded, not yet computed, and the last one is returned."""
+"""A computation in steps. Each step is yielded before it is evaluated; the result is returned."""
 
 
-def finished(steps: Steps) -> mx.array:
-    """What comes of it, for those who need not do anything in between."""
+def run_to_end(steps: Steps) -> mx.array:
+    """Run all steps and return the result."""
     try:
         while True:
             next(steps)
@@ -124,7 +133,7 @@ def finished(steps: Steps) -> mx.array:
 
 
 def split_heads(qkv: mx.array, heads: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries, keys and values (rows, heads, length, head size) from one product (rows, length, 3 * size)."""
+    """Split a product (rows, length, 3 * size) into queries, keys and values (rows, heads, length, head size)."""
     rows, length, width = qkv.shape
     shape = (rows, length, heads, width // 3 // heads)
     queries, keys, values = (part.reshape(shape).transpose(0, 2, 1, 3) for part in mx.split(qkv, 3, axis=-1))
@@ -132,18 +141,19 @@ def split_heads(qkv: mx.array, heads: int) -> tuple[mx.array, mx.array, mx.array
 
 
 def join_heads(x: mx.array) -> mx.array:
+    """Convert (rows, heads, length, head size) to (rows, length, size)."""
     rows, heads, length, size = x.shape
     return x.transpose(0, 2, 1, 3).reshape(rows, length, heads * size)
 
 
 def attend(
-    queries: mx.array, keys: mx.array, values: mx.array, real: mx.array | None, window: int | None = None
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, window: int | None = None
 ) -> Steps:
-    """Attention of all tokens to all, or to those that are at most ``window`` away. A step is a block of bounded size.
+    """Compute attention of all tokens to all, or to tokens that are at most ``window`` away, in blocks of bounded size.
 
     Args:
         queries: (rows, heads, length, head size), like keys and values.
-        real: (rows, length), False for padding; None if there is none.
+        mask: (rows, length), False for padding; None if there is no padding.
     """
     rows, heads, length, size = queries.shape
     block = block_length(rows, heads, length, window)
@@ -156,7 +166,7 @@ def attend(
             keys[:, :, low:high],
             values[:, :, low:high],
             scale=size**-0.5,
-            mask=_mask(real, window, (start, stop), (low, high)),
+            mask=_mask(mask, window, (start, stop), (low, high)),
         )
         blocks.append(part)
         if block < length:
@@ -165,7 +175,7 @@ def attend(
 
 
 def block_length(rows: int, heads: int, length: int, window: int | None) -> int:
-    """How many queries are computed together: few enough for their scores, and for a window to save work."""
+    """Return the number of queries per block: few enough for ``SCORES_BYTES``, and for a window to save work."""
     if window is not None and length > 4 * window:
         length = 2 * window
     if not on_cpu():
@@ -175,13 +185,13 @@ def block_length(rows: int, heads: int, length: int, window: int | None) -> int:
 
 
 def _mask(
-    real: mx.array | None, window: int | None, queries: tuple[int, int], keys: tuple[int, int]
+    padding: mx.array | None, window: int | None, queries: tuple[int, int], keys: tuple[int, int]
 ) -> mx.array | None:
-    """Which keys a query sees, to be broadcast to (rows, heads, queries, keys); None: all of them."""
-    mask = None if real is None else real[:, None, None, keys[0] : keys[1]]
+    """Return which keys each query attends to, broadcastable to (rows, heads, queries, keys); None for all keys."""
+    mask = None if padding is None else padding[:, None, None, keys[0] : keys[1]]
     if window is None or (queries[1] - keys[0] - 1 <= window and keys[1] - queries[0] - 1 <= window):
         return mask
     distance = mx.abs(mx.arange(*queries)[:, None] - mx.arange(*keys)[None])
     near = distance <= window
-    # Padding far from any text sees itself: a softmax of nothing is NaN, which no mask takes away again.
+    # Padding far from any text attends to itself: a softmax over nothing is NaN, which no later mask can remove.
     return near if mask is None else (mask & near) | (distance == 0)

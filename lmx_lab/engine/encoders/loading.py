@@ -1,4 +1,4 @@
-"""An embedder or reranker in memory: reading its files on the engine thread, and running it there."""
+"""Load embedders and rerankers from their files, and run them. Engine thread only."""
 
 from __future__ import annotations
 
@@ -17,91 +17,108 @@ from lmx_lab.engine.encoders.bert import Bert, FirstTokenHead
 from lmx_lab.engine.encoders.decoder import read_classifier, read_decoder, read_logit_reranker
 from lmx_lab.engine.encoders.layers import on_cpu
 from lmx_lab.engine.encoders.modernbert import ModernBert, ModernBertHead
-from lmx_lab.engine.encoders.network import Config, Head, Network
-from lmx_lab.engine.encoders.padding import PaddedBatch
-from lmx_lab.engine.encoders.pooling import Operation, PooledHead, operation
-from lmx_lab.engine.encoders.prompts import ChatPairs, PairForm, QwenPairs
-from lmx_lab.engine.encoders.recipe import ChatForm, LogitTokens, Normalize, Pooling, PoolingMode, Recipe, read_recipe
-from lmx_lab.engine.encoders.tensors import Tensors
-from lmx_lab.engine.encoders.tokens import TextRules, TextTokenizer, TextTokens
+from lmx_lab.engine.encoders.network import Head, ModelConfig, Network, PaddedBatch
+from lmx_lab.engine.encoders.pooling import Operation, PooledHead, build_operation
+from lmx_lab.engine.encoders.sentence_transformers import (
+    ChatTemplateInput,
+    LogitTokens,
+    Normalize,
+    Pooling,
+    PoolingMode,
+    SentenceTransformersConfig,
+    read_sentence_transformers,
+)
+from lmx_lab.engine.encoders.tensors import Tensors, require_memory
+from lmx_lab.engine.encoders.tokenizer import (
+    ChatPairFormat,
+    PairFormat,
+    QwenPairFormat,
+    TextRules,
+    TextTokenizer,
+    TextTokens,
+)
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.weights_dtype import DTYPES
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.encoding import RerankMethod, Vectors
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.folder import ENCODERS, read_card, read_json
+from lmx_lab.weights.files import read_json
+from lmx_lab.weights.scan import ENCODERS, read_card
 
 log = logging.getLogger(__name__)
-HERE = frozenset({"bert", "modernbert"}) | bert.ROBERTAS
-"""Encoders whose layers are known here, by ``model_type``."""
+SUPPORTED = frozenset({"bert", "modernbert"}) | bert.ROBERTAS
+"""Encoders that are implemented here, by ``model_type``."""
 NO_LIMIT_TOKENS = 10**9
-"""Tokenizers without a limit give one beyond this."""
+"""Tokenizers without a limit have a ``model_max_length`` above this."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedEncoder:
-    """An embedder or a reranker in memory. ``texts`` belongs to the texts' thread, the rest to the engine's."""
+    """An embedder or a reranker in memory.
+
+    ``texts`` is used by the thread that tokenizes texts, everything else by the engine thread.
+    """
 
     entry: ModelEntry
     memory_bytes: int
-    """What the model takes, measured."""
+    """Measured memory of the model."""
     context_length: int | None
-    """Tokens of one text at most, special ones included."""
+    """Largest number of tokens of one text, including special ones."""
     dimensions: int | None
-    """Of a vector; None for rerankers."""
+    """Size of a vector; None for rerankers."""
     method: RerankMethod
     texts: TextTokenizer
     network: Network
     head: Head
     sigmoid: bool
-    """Whether the model's files want a score to be one between 0 and 1."""
+    """Whether scores are converted to the range 0 to 1, as the model's files require."""
 
-    def passes(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
-        """Compute a batch layer by layer; texts of about the same length waste least.
+    def forward(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
+        """Compute a batch layer by layer. Texts of similar length need the least padding.
 
-        Yields the hidden state after each layer, in general not yet computed (of long texts partly): a caller may
-        compute it, do something else, or close the generator. Returns (texts, dimensions) vectors as the model's files
-        want them or, of a reranker, (texts,) scores before the activation.
+        Yields the hidden state after each layer, and parts of it for long texts, usually not evaluated. The caller may
+        evaluate it, do other work, or close the generator. Returns vectors (texts, dimensions) as the model's files
+        define them or, for a reranker, scores (texts,) before the activation.
 
         Raises:
             EngineError: a result is not finite.
         """
-        padded = PaddedBatch.of(batch)
-        hidden = yield from self.network.passes(padded)
+        padded = PaddedBatch.from_texts(batch)
+        hidden = yield from self.network.forward(padded)
         result: Vectors = np.array(self.head(hidden, padded).astype(mx.float32))
         if not np.isfinite(result).all():
             raise EngineError(
-                f"{self.entry.id} computed numbers that are not finite; a wider type may help: dtype float32"
+                f"{self.entry.id} computed numbers that are not finite; try a wider type, such as dtype float32"
             )
         return result
 
     def activate(self, raw: Vectors) -> Vectors:
-        """Scores as the model's files want them, by default between 0 and 1; vectors stay as they are."""
+        """Apply the activation of the model to scores, by default to the range 0 to 1. Vectors are unchanged."""
         if not self.sigmoid:
             return raw
         scores: Vectors = (0.5 + 0.5 * np.tanh(0.5 * raw)).astype(np.float32)
         return scores
 
     def batch_bytes(self, rows: int, length: int) -> int:
-        """What computing a batch of so many texts of so many tokens takes beside the weights, about."""
+        """Estimate the memory of a batch of ``rows`` texts of ``length`` tokens, in addition to the weights."""
         return self.network.batch_bytes(rows, length)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """What the small files say, before any weight is read."""
+class EncoderFiles:
+    """The contents of the small files of a model, which are read before the weights."""
 
     entry: ModelEntry
-    config: Config
-    recipe: Recipe
+    config: ModelConfig
+    modules_config: SentenceTransformersConfig
     tokenizer: Any
     limit_bytes: int
     dtype: str
 
     @property
     def is_encoder(self) -> bool:
-        return self.entry.architecture in HERE
+        return self.entry.architecture in SUPPORTED
 
     @property
     def is_reranker(self) -> bool:
@@ -109,14 +126,14 @@ class Plan:
 
 
 def load_encoder(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> LoadedEncoder:
-    """Read an embedding model's or a reranker's files into memory. Engine thread only; takes seconds.
+    """Load an embedder or a reranker; takes seconds. Engine thread only.
 
     Args:
         dtype: As in ``Settings``.
 
     Raises:
-        UnusableModelError: the files are damaged, or ask for something that is not known here; both by name.
-        OutOfMemoryError: it does not fit.
+        UnusableModelError: a file is damaged, or requires something that is not supported; the message names it.
+        OutOfMemoryError: the model does not fit into the limit.
     """
     failure: LabError
     try:
@@ -131,159 +148,157 @@ def load_encoder(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") ->
             failure = OutOfMemoryError(f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB allowed): {exc}")
         else:
             failure = UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model")
-    # Not from the exception: its frames hold weights.
+    # Raised without the original exception as context: its frames hold weights.
     memory.release()
     raise failure
 
 
 def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     before = memory.used_bytes()
-    _require(entry.size_bytes, limit_bytes)
-    # The tokenizer before the weights: most that goes wrong goes wrong there, and it is small.
-    plan = Plan(
+    require_memory(entry.size_bytes, limit_bytes)
+    # The tokenizer is loaded before the weights: it is small, and most errors occur there.
+    files = EncoderFiles(
         entry=entry,
-        config=Config(read_json(entry.path / "config.json")),
-        recipe=read_recipe(entry.path),
+        config=ModelConfig(read_json(entry.path / "config.json")),
+        modules_config=read_sentence_transformers(entry.path),
         tokenizer=without_word_cache(tokenizer_utils.load(entry.path)),
         limit_bytes=limit_bytes,
         dtype=dtype,
     )
-    _check_known(plan)
-    pairs = _pair_form(plan) if plan.is_reranker else None
-    network, head = _encoder(plan) if plan.is_encoder else _decoder(plan)
+    _check_supported(files)
+    pairs = _pair_format(files) if files.is_reranker else None
+    network, head = _read_encoder(files) if files.is_encoder else _read_decoder(files)
     dimensions: int | None = None
     if head is None:
-        head, dimensions = _pooled(plan, network)
-    context = _context_length(plan, network)
-    pooling = plan.recipe.pooling
+        head, dimensions = _pooled_head(files, network)
+    context = _context_length(files, network)
+    pooling = files.modules_config.pooling
     rules = TextRules(
         context_length=context,
         vocabulary_size=network.vocabulary_size,
-        segments=_has_segments(plan, network),
+        segments=_has_segments(files, network),
         include_prompt=pooling is None or pooling.include_prompt,
-        prompts=plan.recipe.prompts,
-        lower_case=plan.recipe.lower_case,
+        prompts=files.modules_config.prompts,
+        lower_case=files.modules_config.lower_case,
         pairs=pairs,
     )
-    decoder_method: RerankMethod = "cross-encoder" if plan.is_encoder else "decoder"
+    rerank_method: RerankMethod = "cross-encoder" if files.is_encoder else "decoder"
     return LoadedEncoder(
         entry=entry,
         memory_bytes=max(0, memory.used_bytes() - before),
         context_length=context,
-        dimensions=None if plan.is_reranker else dimensions,
-        method=decoder_method if plan.is_reranker else "cosine",
-        texts=TextTokenizer(plan.tokenizer, entry.id, rules),
+        dimensions=None if files.is_reranker else dimensions,
+        method=rerank_method if files.is_reranker else "cosine",
+        texts=TextTokenizer(files.tokenizer, entry.id, rules),
         network=network,
         head=head,
-        sigmoid=plan.is_reranker and plan.recipe.activation == "sigmoid",
+        sigmoid=files.is_reranker and files.modules_config.activation == "sigmoid",
     )
 
 
-def _require(needed_bytes: int, limit_bytes: int) -> None:
-    if needed_bytes > limit_bytes:
-        raise OutOfMemoryError(
-            f"its weights take {needed_bytes / 1e9:.2f} GB, {limit_bytes / 1e9:.2f} GB are allowed; choose a smaller "
-            "model, or raise memory_limit_bytes"
-        )
+def _check_supported(files: EncoderFiles) -> None:
+    kind = files.entry.architecture
+    if not files.is_encoder and kind.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS}:
+        supported = ", ".join(sorted(SUPPORTED))
+        raise UnusableModelError(f"encoders of type {kind} are not supported; supported are {supported}")
+    if files.modules_config.chat is not None and not files.is_reranker:
+        raise UnusableModelError("its texts require a chat template, which is supported for rerankers only")
 
 
-def _check_known(plan: Plan) -> None:
-    kind = plan.entry.architecture
-    if not plan.is_encoder and kind.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS}:
-        raise UnusableModelError(f"encoders of type {kind} are not known here; known are {', '.join(sorted(HERE))}")
-    if plan.recipe.chat is not None and not plan.is_reranker:
-        raise UnusableModelError("its texts go through a chat template; that is known here for rerankers only")
-
-
-def _encoder(plan: Plan) -> tuple[Network, Head | None]:
-    """The network, and the head of a classifier; None where pooling and modules do its work."""
-    part = modernbert if plan.entry.architecture == "modernbert" else bert
-    wanted = DTYPES.get(plan.dtype, mx.float32 if on_cpu() else None)
-    tensors = Tensors.read(plan.entry.path, wanted, part.rename, part.IGNORED)
-    quantization = plan.config.values.get("quantization")
+def _read_encoder(files: EncoderFiles) -> tuple[Network, Head | None]:
+    """Read the network, and the head of a classifier; None if the head consists of pooling and modules."""
+    part = modernbert if files.entry.architecture == "modernbert" else bert
+    wanted = DTYPES.get(files.dtype, mx.float32 if on_cpu() else None)
+    tensors = Tensors.read(files.entry.path, wanted, part.rename, part.IGNORED)
+    quantization = files.config.values.get("quantization")
     if isinstance(quantization, dict):
-        tensors.expand(Config(quantization).size("bits"), Config(quantization).size("group_size"))
-    _require(tensors.nbytes, plan.limit_bytes)
-    classifies = plan.is_reranker and plan.recipe.pooling is None
+        tensors.expand(ModelConfig(quantization).size("bits"), ModelConfig(quantization).size("group_size"))
+    require_memory(tensors.nbytes, files.limit_bytes)
+    classifies = files.is_reranker and files.modules_config.pooling is None
     network: Network
     head: Head | None = None
-    if plan.entry.architecture == "modernbert":
-        network = ModernBert.take(tensors, plan.config)
-        head = ModernBertHead.take(tensors, plan.config) if classifies else None
+    if files.entry.architecture == "modernbert":
+        network = ModernBert.take(tensors, files.config)
+        head = ModernBertHead.take(tensors, files.config) if classifies else None
     else:
-        network = Bert.take(tensors, plan.config)
-        roberta = plan.entry.architecture in bert.ROBERTAS
+        network = Bert.take(tensors, files.config)
+        roberta = files.entry.architecture in bert.ROBERTAS
         head = FirstTokenHead.take(tensors, network.hidden_size, roberta=roberta) if classifies else None
     tensors.finish()
     return network, head
 
 
-def _decoder(plan: Plan) -> tuple[Network, Head | None]:
-    """As ``_encoder``, from mlx-lm's architectures."""
-    path, config, limit, dtype = plan.entry.path, plan.config, plan.limit_bytes, plan.dtype
-    if not plan.is_reranker or plan.recipe.pooling is not None:
+def _read_decoder(files: EncoderFiles) -> tuple[Network, Head | None]:
+    """Read network and head as ``_read_encoder`` does, for an architecture of mlx-lm."""
+    path, config, limit, dtype = files.entry.path, files.config, files.limit_bytes, files.dtype
+    if not files.is_reranker or files.modules_config.pooling is not None:
         return read_decoder(path, config, limit_bytes=limit, dtype=dtype), None
     heads = config.values.get("architectures") or []
     if any(str(name).endswith("ForSequenceClassification") for name in heads):
         return read_classifier(path, config, limit_bytes=limit, dtype=dtype)
-    tokens = plan.recipe.logit_tokens or _yes_and_no(plan)
+    tokens = files.modules_config.logit_tokens or _yes_and_no_tokens(files)
     return read_logit_reranker(path, config, tokens, limit_bytes=limit, dtype=dtype)
 
 
-def _yes_and_no(plan: Plan) -> LogitTokens:
-    """The answers of Qwen3-Reranker as it was published, without files of sentence-transformers'."""
-    if plan.entry.architecture != "qwen3":
+def _yes_and_no_tokens(files: EncoderFiles) -> LogitTokens:
+    """Return the tokens of Qwen3-Reranker, which was published without sentence-transformers files."""
+    if files.entry.architecture != "qwen3":
         raise UnusableModelError(
-            "its files do not say how it ranks: there is neither a LogitScore module nor a classifier's head"
+            "its files do not define how it ranks: there is no LogitScore module and no classifier head"
         )
-    true, false = (plan.tokenizer.convert_tokens_to_ids(token) for token in ("yes", "no"))
-    unknown = getattr(plan.tokenizer, "unk_token_id", None)
+    true, false = (files.tokenizer.convert_tokens_to_ids(token) for token in ("yes", "no"))
+    unknown = getattr(files.tokenizer, "unk_token_id", None)
     if not isinstance(true, int) or not isinstance(false, int) or unknown in {true, false}:
         raise UnusableModelError("its tokenizer has no single tokens for yes and no")
     return LogitTokens(true=true, false=false)
 
 
-def _pair_form(plan: Plan) -> PairForm | None:
-    """How a pair becomes text. Files that do not say leave it to the chat template, if that knows the two roles."""
-    if plan.recipe.chat is not None:
-        return ChatPairs(plan.tokenizer, plan.recipe.chat, plan.entry.id)
-    if plan.is_encoder or plan.recipe.plain:
+def _pair_format(files: EncoderFiles) -> PairFormat | None:
+    """Return how pairs become text. Without a definition in the files, the chat template is used if it supports it."""
+    modules_config = files.modules_config
+    if modules_config.chat is not None:
+        return ChatPairFormat(files.tokenizer, modules_config.chat, files.entry.id)
+    if files.is_encoder or modules_config.plain:
         return None
     with contextlib.suppress(UnusableModelError):
-        return ChatPairs(plan.tokenizer, ChatForm(system=plan.recipe.prompts.of(None)), plan.entry.id)
-    as_published = not plan.recipe.listed and "Qwen3ForCausalLM" in (plan.config.values.get("architectures") or [])
-    return QwenPairs() if as_published or "Qwen3-Reranker" in read_card(plan.entry.path) else None
+        input_ = ChatTemplateInput(system=modules_config.prompts.prompt_for(None))
+        return ChatPairFormat(files.tokenizer, input_, files.entry.id)
+    architectures = files.config.values.get("architectures") or []
+    as_published = not modules_config.has_modules and "Qwen3ForCausalLM" in architectures
+    return QwenPairFormat() if as_published or "Qwen3-Reranker" in read_card(files.entry.path) else None
 
 
-def _pooled(plan: Plan, network: Network) -> tuple[Head, int]:
-    """The head of pooling and modules, and how many numbers it leaves."""
-    recipe = plan.recipe
-    pooling, steps = recipe.pooling, recipe.steps
+def _pooled_head(files: EncoderFiles, network: Network) -> tuple[Head, int]:
+    """Build the head from pooling and modules; return it and the width of its result."""
+    pooling, modules = files.modules_config.pooling, files.modules_config.modules
     if pooling is None:
-        mode: PoolingMode = "mean" if plan.is_encoder else "lasttoken"
-        log.warning("%s has no files about pooling: %s pooling, vectors of length 1", plan.entry.id, mode)
-        pooling, steps = Pooling(modes=(mode,)), (*(step for step in steps if step != Normalize()), Normalize())
+        mode: PoolingMode = "mean" if files.is_encoder else "lasttoken"
+        log.warning("%s has no pooling files; using %s pooling and vectors of length 1", files.entry.id, mode)
+        others = (module for module in modules if module != Normalize())
+        pooling, modules = Pooling(modes=(mode,)), (*others, Normalize())
     width = len(pooling.modes) * network.hidden_size
     operations: list[Operation] = []
-    for step in steps:
-        act, width = operation(step, width)
-        operations.append(act)
-    if plan.is_reranker and width != 1:
-        raise UnusableModelError(f"its modules leave {width} numbers; a reranker has one")
-    return PooledHead(pooling, tuple(operations), score=plan.is_reranker), width
+    for module in modules:
+        operation, width = build_operation(module, width)
+        operations.append(operation)
+    if files.is_reranker and width != 1:
+        raise UnusableModelError(f"its modules return {width} numbers; a reranker returns one")
+    return PooledHead(pooling, tuple(operations), score=files.is_reranker), width
 
 
-def _context_length(plan: Plan, network: Network) -> int | None:
-    """The smallest limit of the model and its files; those of sentence-transformers go before the tokenizer's."""
+def _context_length(files: EncoderFiles, network: Network) -> int | None:
+    """Return the smallest limit of the model and its files. sentence-transformers overrides the tokenizer."""
     own = (
-        getattr(plan.tokenizer, "model_max_length", None) if plan.recipe.max_tokens is None else plan.recipe.max_tokens
+        getattr(files.tokenizer, "model_max_length", None)
+        if files.modules_config.max_tokens is None
+        else files.modules_config.max_tokens
     )
-    limits = [own, plan.entry.context_length, network.positions]
+    limits = [own, files.entry.context_length, network.positions]
     return min((int(limit) for limit in limits if limit is not None and limit < NO_LIMIT_TOKENS), default=None)
 
 
-def _has_segments(plan: Plan, network: Network) -> bool:
-    """BERT's tokenizer tells segments apart, RoBERTa's does not, unless its files say so."""
-    usual = ["token_type_ids"] if plan.entry.architecture == "bert" else []
-    names = plan.tokenizer.init_kwargs.get("model_input_names") or usual
+def _has_segments(files: EncoderFiles, network: Network) -> bool:
+    """Whether pairs have two segments: with BERT's tokenizers, and with others whose files say so."""
+    usual = ["token_type_ids"] if files.entry.architecture == "bert" else []
+    names = files.tokenizer.init_kwargs.get("model_input_names") or usual
     return isinstance(network, Bert) and network.segments > 1 and "token_type_ids" in names

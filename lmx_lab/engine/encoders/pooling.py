@@ -1,4 +1,4 @@
-"""From hidden states to vectors: pooling and what comes after it. Engine thread only."""
+"""Convert hidden states to vectors: pooling and the modules after it. Engine thread only."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from lmx_lab.engine.encoders.layers import TORCH_ACTIVATIONS, Norm, activation
-from lmx_lab.engine.encoders.padding import PaddedBatch
-from lmx_lab.engine.encoders.recipe import Dense, LayerNorm, Normalize, Pooling, PoolingMode, Step
+from lmx_lab.engine.encoders.layers import TORCH_ACTIVATIONS, Norm, find_activation
+from lmx_lab.engine.encoders.network import PaddedBatch
+from lmx_lab.engine.encoders.sentence_transformers import Dense, LayerNorm, Module, Normalize, Pooling, PoolingMode
 from lmx_lab.engine.encoders.tensors import Tensors
 
 SMALLEST_LENGTH = 1e-12
-"""Shorter vectors are not brought to length 1."""
+"""Shorter vectors are not scaled to length 1."""
 TORCH_NORM_EPS = 1e-5
 
 Operation = Callable[[mx.array], mx.array]
+"""Converts vectors (rows, width) to vectors (rows, new width)."""
 
 
 @dataclass(frozen=True, eq=False)
 class PooledHead:
-    """One vector for each text, or one score if the last operation leaves one number."""
+    """Computes a vector for each text, or a score if the last operation returns a single number."""
 
     pooling: Pooling
     operations: tuple[Operation, ...]
@@ -37,47 +38,48 @@ class PooledHead:
 
 
 def pool(hidden: mx.array, batch: PaddedBatch, mode: PoolingMode) -> mx.array:
-    """(rows, size) of (rows, length, size); padding and skipped tokens count for nothing."""
+    """Pool hidden states (rows, length, size) to (rows, size), without padding and skipped tokens."""
     match mode:
         case "cls":
-            return hidden[mx.arange(len(batch.skipped)), mx.array(batch.skipped)]
+            return hidden[mx.arange(len(batch.skipped_tokens)), mx.array(batch.skipped_tokens)]
         case "lasttoken":
-            return batch.last(hidden)
-    place = np.arange(hidden.shape[1])
-    counted = (place < batch.lengths[:, None]) & (place >= batch.skipped[:, None])
+            return batch.last_token(hidden)
+    position = np.arange(hidden.shape[1])
+    counted = (position < batch.lengths[:, None]) & (position >= batch.skipped_tokens[:, None])
     if mode == "max":
         return mx.where(mx.array(counted)[..., None], hidden, -mx.inf).max(axis=1)
-    weights = counted * (place + 1) if mode == "weightedmean" else counted
+    weights = counted * (position + 1) if mode == "weightedmean" else counted
     total = weights.sum(axis=1, keepdims=True)
     shares = weights / (np.sqrt(total) if mode == "mean_sqrt_len_tokens" else total)
     return (mx.array(shares.astype(np.float32))[:, None] @ hidden).squeeze(1)
 
 
-def operation(step: Step, width: int) -> tuple[Operation, int]:
-    """What a module does to vectors of ``width`` numbers, and how many it leaves; its weights are float32.
+def build_operation(module: Module, width: int) -> tuple[Operation, int]:
+    """Return what a module does to vectors of ``width`` numbers, and the width of the result. Weights are float32.
 
     Raises:
-        UnusableModelError: as of ``Tensors``, or of an activation that is not known.
+        UnusableModelError: a tensor is missing or invalid, or the activation is not supported.
     """
-    match step:
+    match module:
         case Normalize():
             return normalize, width
         case LayerNorm():
-            tensors = Tensors.read(step.folder, mx.float32)
+            tensors = Tensors.read(module.folder, mx.float32)
             norm = Norm(tensors.take("norm.weight", width), tensors.take("norm.bias", width), TORCH_NORM_EPS)
             tensors.finish()
             return norm, width
         case Dense():
-            return _dense(step, width), step.outputs
+            return _dense(module, width), module.outputs
 
 
-def _dense(step: Dense, width: int) -> Operation:
-    act = activation(step.activation, TORCH_ACTIVATIONS)
-    tensors = Tensors.read(step.folder, mx.float32)
-    linear = tensors.linear("linear", width, step.outputs, bias=step.bias)
+def _dense(module: Dense, width: int) -> Operation:
+    act = find_activation(module.activation, TORCH_ACTIVATIONS)
+    tensors = Tensors.read(module.folder, mx.float32)
+    linear = tensors.linear("linear", width, module.outputs, bias=module.bias)
     tensors.finish()
     return lambda x: act(linear(x))
 
 
 def normalize(x: mx.array) -> mx.array:
+    """Scale vectors to length 1."""
     return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), SMALLEST_LENGTH)

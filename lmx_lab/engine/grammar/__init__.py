@@ -1,1 +1,1 @@
-"""Constrain answers to schemas, regular expressions and grammars."""
+"""Constrain answers to JSON schemas, regular expressions and grammars."""

@@ -1,73 +1,74 @@
-"""The grammar of an answer, for llguidance: the format that is asked for, forced or possible calls, thoughts before.
+"""Build llguidance grammars for answers: the requested format, forced or possible tool calls, and reasoning before.
 
-Pure. What comes out is a JSON list of Lark and JSON-schema grammars (llguidance's ``docs/syntax.md``).
+Pure code. A grammar is a JSON list of Lark and JSON-schema grammars (llguidance's ``docs/syntax.md``).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmx_lab.engine.grammar.schemas import enforceable
 from lmx_lab.engine.requests import AnswerFormat, ToolUse
 from lmx_lab.engine.templates.tool_prompt import END, START
 
 WHITESPACE = r"[ ]|\n[ ]{0,24}"
-"""Between the parts of JSON: one space, or one new line and its indentation. With more a model may go on for ever."""
+"""Allowed between the parts of JSON: one space, or one line break with indentation. With more whitespace allowed, a
+model may never end its answer."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
-"""llguidance would work out at each step how long the answer is determined: seconds for some, and of no use here."""
-MOST_CALLS = 16
-"""In a forced answer: small models would call until they have no tokens left."""
+"""Disables fast-forward tokens. llguidance would compute at each step how much of the answer is already determined,
+which takes seconds for some grammars, and the result is not used here."""
+MAX_CALLS = 16
+"""Tool calls in a forced answer. Small models would call until they have no tokens left."""
 Marker = tuple[int | str, ...]
-"""Special tokens and texts, or one text."""
+"""A marker as special tokens and texts, or as one text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Thoughts:
-    """What comes before the answer itself."""
+class ReasoningSection:
+    """The reasoning before the answer itself."""
 
     start: Marker
     end: Marker
     open: bool
-    """They have begun in the prompt; else they may begin."""
+    """Whether the prompt has already opened it. If not, the model may begin it."""
 
 
 @dataclass(frozen=True)
 class _Lark:
     rules: list[str]
     parts: list[dict[str, Any]]
-    """Grammars that the rules name."""
+    """GrammarCompiler that the rules refer to by name."""
 
 
-def grammar(
+def build_grammar(
     answer_format: AnswerFormat | None,
     tools: ToolUse | None,
-    thoughts: Thoughts | None,
+    reasoning: ReasoningSection | None,
     *,
     markers: Mapping[str, Marker],
 ) -> str | None:
-    """The grammar in llguidance's form; None if any text will do.
+    """Build the grammar in llguidance's format; None if any text is allowed.
 
     Args:
-        tools: Those that may or must be called in the generic format; None where calls are not a grammar's concern.
-        markers: The generic format's, where they are special tokens.
+        tools: Tools that may or must be called in the generic format; None if no grammar applies to calls.
+        markers: Markers of the generic format, if they are special tokens.
     """
     if answer_format is None and tools is None:
         return None
     lark = _Lark([], [])
     body = _body(lark, answer_format, tools, [markers.get(marker, (marker,)) for marker in (START, END)])
-    if thoughts is not None:
-        body = f"{_thoughts(lark, thoughts)} {body}"
+    if reasoning is not None:
+        body = f"{_reasoning(lark, reasoning)} {body}"
     lark.rules[:0] = [NO_FORCING, f"start: {body}"]
     main = {"name": "main", "lark_grammar": "\n".join(lark.rules)}
     return json.dumps({"grammars": [main, *lark.parts]}, ensure_ascii=False)
 
 
-def alone(part: Mapping[str, Any]) -> str:
-    """One of a grammar's parts as a grammar."""
+def as_grammar(part: Mapping[str, Any]) -> str:
+    """Wrap one part of a grammar as a grammar of its own."""
     main = {"name": "main", "lark_grammar": f"{NO_FORCING}\nstart: @{part['name']}"}
     return json.dumps({"grammars": [main, part]}, ensure_ascii=False)
 
@@ -78,19 +79,19 @@ def _body(lark: _Lark, answer_format: AnswerFormat | None, tools: ToolUse | None
         assert formatted is not None
         return formatted
     start, end = markers
-    lark.rules.append(f'call: "\\n" ({_each(lark, tools)}) "\\n" {_written(end)}')
+    lark.rules.append(f'call: "\\n" ({_call_alternatives(lark, tools)}) "\\n" {_marker_rule(end)}')
     once = tools.only is not None or not tools.parallel
     if formatted is None and not tools.forced:
-        _until(lark, "words", start)
+        _add_until(lark, "words", start)
         lark.rules.append(r"text: /(?s:.*)/")
         return "(words call | text)" if once else "(words call)* text"
-    more = "" if once else f' ("\\n" {_written(start)} call){{0,{MOST_CALLS - 1}}}'
-    calls = f"{_written(start)} call{more}"
+    more = "" if once else f' ("\\n" {_marker_rule(start)} call){{0,{MAX_CALLS - 1}}}'
+    calls = f"{_marker_rule(start)} call{more}"
     return calls if formatted is None or tools.forced else f"({calls} | {formatted})"
 
 
-def _each(lark: _Lark, tools: ToolUse) -> str:
-    """The alternatives, one for each tool that may be called."""
+def _call_alternatives(lark: _Lark, tools: ToolUse) -> str:
+    """Add a rule for each tool that may be called, and return the alternatives."""
     names = []
     for at, tool in enumerate(tools.tools):
         if tools.only in (None, tool.name):
@@ -108,34 +109,28 @@ def _format(lark: _Lark, answer_format: AnswerFormat) -> str:
         case "json_schema":
             lark.parts.append({"name": "answer", "json_schema": enforceable_json(json.loads(answer_format.text))})
         case "regex":
-            lark.parts.append({"name": "answer", "lark_grammar": f"start: /{_in_slashes(answer_format.text)}/"})
+            lark.parts.append({"name": "answer", "lark_grammar": f"start: /{_escape_slashes(answer_format.text)}/"})
         case "lark":
             lark.parts.append({"name": "answer", "lark_grammar": answer_format.text})
     return "@answer"
 
 
-def enforceable_json(schema: Any) -> Any:
-    """With our rule about whitespace; a schema may bring options of its own for llguidance, which are dropped."""
-    schema = {} if schema is True else enforceable(schema)
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}} if isinstance(schema, dict) else schema
-
-
-def _thoughts(lark: _Lark, thoughts: Thoughts) -> str:
-    _until(lark, "thoughts", thoughts.end)
+def _reasoning(lark: _Lark, reasoning: ReasoningSection) -> str:
+    _add_until(lark, "reasoning", reasoning.end)
     lark.rules.append(r"gap: /\s{0,4}/")
-    return "thoughts gap" if thoughts.open else f"({_written(thoughts.start)} thoughts gap)?"
+    return "reasoning gap" if reasoning.open else f"({_marker_rule(reasoning.start)} reasoning gap)?"
 
 
-def _until(lark: _Lark, name: str, marker: Marker) -> None:
-    """A rule for any text up to the marker, which is part of it. What follows is then no more any text."""
+def _add_until(lark: _Lark, name: str, marker: Marker) -> None:
+    """Add a rule for any text up to and including the marker. What follows the rule is then not arbitrary text."""
     first = marker[0]
     if isinstance(first, int):
-        lark.rules.extend([f"{name}: {name}_text {_written(marker)}", rf"{name}_text: /(?s:.*)/"])
+        lark.rules.extend([f"{name}: {name}_text {_marker_rule(marker)}", rf"{name}_text: /(?s:.*)/"])
     else:
-        lark.rules.append(f"{name}[lazy]: /(?s:.*){_escaped(first)}/")
+        lark.rules.append(f"{name}[lazy]: /(?s:.*){_escape_marker(first)}/")
 
 
-def _written(marker: Marker) -> str:
+def _marker_rule(marker: Marker) -> str:
     return " ".join(f"<[{part}]>" if isinstance(part, int) else _literal(part) for part in marker)
 
 
@@ -143,11 +138,92 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _in_slashes(pattern: str) -> str:
-    """Escapes what would end Lark's literal."""
+def _escape_slashes(pattern: str) -> str:
+    """Escape the characters that would end a regular expression in Lark."""
     escapes = {"/": r"\/", "\n": r"\n"}
     return re.sub(r"\\.|/|\n", lambda found: escapes.get(found[0], found[0]), pattern, flags=re.DOTALL)
 
 
-def _escaped(marker: str) -> str:
+def _escape_marker(marker: str) -> str:
     return "".join(rf"\x{ord(character):02x}" if not character.isalnum() else character for character in marker)
+
+
+# JSON schemas
+
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLE_SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+COMBINING_KEYS = ("anyOf", "oneOf", "$ref", "$dynamicRef")
+OPEN_KEYS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "propertyNames")
+"""With one of these keys, a schema defines itself which other properties an object has, or requires more than the
+named ones."""
+IGNORED_FORMATS = ("password", "binary", "byte", "path", "file-path", "directory-path")
+"""Values of ``format`` that say nothing about the text; pydantic writes them for secrets, bytes and paths."""
+
+
+def enforceable_json(schema: Any) -> Any:
+    """Return the schema as it is enforced, with our rule for whitespace.
+
+    The schema's own options for llguidance are replaced.
+    """
+    schema = {} if schema is True else close_objects(schema)
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}} if isinstance(schema, dict) else schema
+
+
+def close_objects(schema: Any) -> Any:
+    """Allow no properties except the named ones in objects, unless the schema says otherwise.
+
+    Every answer that satisfies the result satisfies the given schema. With open objects, small models add properties
+    until they have no tokens left; other local servers close objects too. A schema with combined parts is returned
+    unchanged, because closed parts could exclude each other.
+    """
+    return _rewrite(schema, close=not any(_is_combined(part) for part in _subschemas(schema)))
+
+
+def _rewrite(schema: Any, *, close: bool) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    rewritten = {key: _rewrite_value(key, value, close=close) for key, value in schema.items()}
+    if rewritten.get("format") in IGNORED_FORMATS:
+        del rewritten["format"]
+    if close and _can_be_closed(schema):
+        rewritten["additionalProperties"] = False
+    return rewritten
+
+
+def _can_be_closed(schema: dict[str, Any]) -> bool:
+    """Whether objects of this schema need no properties except the named ones."""
+    named, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(named, dict) or any(key in schema for key in OPEN_KEYS):
+        return False
+    return isinstance(required, list) and all(isinstance(name, str) and name in named for name in required)
+
+
+def _rewrite_value(key: str, value: Any, *, close: bool) -> Any:
+    if key in SCHEMAS_BY_NAME and isinstance(value, dict):
+        return {name: _rewrite(part, close=close) for name, part in value.items()}
+    if key in SCHEMA_LISTS and isinstance(value, list):
+        return [_rewrite(part, close=close) for part in value]
+    return _rewrite(value, close=close) if key in SINGLE_SCHEMAS else value
+
+
+def _is_combined(schema: dict[str, Any]) -> bool:
+    """Whether an object has to satisfy two parts of the schema at once."""
+    return "allOf" in schema or ("properties" in schema and any(key in schema for key in COMBINING_KEYS))
+
+
+def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Iterate over the schema and all schemas in it."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        yield part
+        for key, value in part.items():
+            if key in SCHEMAS_BY_NAME and isinstance(value, dict):
+                waiting.extend(value.values())
+            elif key in SCHEMA_LISTS and isinstance(value, list):
+                waiting.extend(value)
+            elif key in SINGLE_SCHEMAS:
+                waiting.append(value)

@@ -1,4 +1,4 @@
-"""Grammars compiled for one model's vocabulary by llguidance, and kept."""
+"""Compile grammars for one model's vocabulary with llguidance, and cache them."""
 
 from __future__ import annotations
 
@@ -10,130 +10,138 @@ from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.grammar.build import alone, enforceable_json
-from lmx_lab.engine.grammar.sandbox import Words, compiled, tokenizer_of
-from lmx_lab.engine.grammar.trials import TOO_LARGE, Trials
+from lmx_lab.engine.grammar.build import as_grammar, enforceable_json
+from lmx_lab.engine.grammar.sandbox import TOO_LARGE, GrammarSandbox
+from lmx_lab.engine.grammar.worker import TokenTable, build_tokenizer, compile_grammar
 from lmx_lab.engine.requests import ToolUse
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.errors import InvalidRequestError
 
-KEPT = 32
-LONGEST_REASON = 1000
+CACHE_SIZE = 32
+MAX_REASON_CHARACTERS = 1000
 ANY_OBJECT = enforceable_json({"type": "object"})
 T = TypeVar("T")
-DEAD_ENDS = {
+STOP_REASONS = {
     "NoExtensionBias": "no text can be a whole answer of this form",
     "ParserTooComplex": "it has become too complex",
     "LexerTooComplex": "it has become too complex",
 }
-"""llguidance's words for ways in which a grammar stops."""
+"""llguidance's names for the ways in which a grammar stops, and our words for them."""
 
 
-def words_of(tokenizer: Any, *, width: int, markers: Set[int]) -> Words:
-    """
+def read_token_table(tokenizer: Any, *, width: int, markers: Set[int]) -> TokenTable:
+    """Read the bytes and the special tokens of a vocabulary.
+
     Args:
-        width: Logits for so many token ids.
-        markers: Tokens that no text of an answer may contain, beside the special ones.
+        tokenizer: mlx-lm's ``TokenizerWrapper``.
+        width: Number of logits, which may exceed the tokenizer's size.
+        markers: Tokens that the text of an answer may not contain, in addition to the special ones.
 
     Raises:
-        InvalidRequestError: no token ends an answer.
+        InvalidRequestError: the model has no token that ends an answer.
     """
     vocabulary = Vocabulary(tokenizer)
     ends = sorted(int(token) for token in tokenizer.eos_token_ids if token < width)
     if not ends:
-        raise InvalidRequestError("this model has no token that ends an answer, so no form can be enforced")
-    return Words(
+        raise InvalidRequestError("this model has no token that ends an answer, so no answer format can be enforced")
+    return TokenTable(
         [vocabulary.bytes_of(token) for token in range(width)],
         [id_ for id_ in range(width) if vocabulary.is_special(id_) or id_ in markers or id_ in ends],
         ends,
     )
 
 
-class Grammars:
-    """Belongs to the thread that compiles; the matchers that it hands out belong to whoever gets them."""
+class GrammarCompiler:
+    """Compiles grammars and caches the results, also the errors. Use it on one thread at a time.
 
-    def __init__(self, words: Words, trials: Trials) -> None:
-        self._words = words
-        self._trials = trials
-        self._tokenizer = tokenizer_of(words)
+    The matchers that it returns are independent copies, which any one thread can use.
+    """
+
+    def __init__(self, table: TokenTable, sandbox: GrammarSandbox) -> None:
+        self._table = table
+        self._sandbox = sandbox
+        self._tokenizer = build_tokenizer(table)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._tried: OrderedDict[str, str] = OrderedDict()
+        self._checked: OrderedDict[str, str] = OrderedDict()
         self._refused: OrderedDict[str, InvalidRequestError] = OrderedDict()
 
     def matchers(self, grammar: str, count: int, tools: ToolUse | None = None) -> list[LLMatcher]:
-        """So many at the beginning of the grammar.
+        """Return ``count`` matchers at the beginning of the grammar.
 
         Args:
-            tools: Those that the grammar calls, to name the one whose parameters are wrong.
+            tools: The tools that the grammar contains, so that an error can name the one with invalid parameters.
 
         Raises:
-            InvalidRequestError: it cannot be compiled; the message has llguidance's reason.
-            QueueFullError: it takes long, and others wait.
+            InvalidRequestError: the grammar cannot be compiled; the message contains llguidance's reason.
+            QueueFullError: it takes long to compile, and others wait.
         """
         matcher = self._compiled.pop(grammar, None)
         if matcher is None:
-            matcher = compiled(self._tokenizer, self.tried(grammar, tools))
-        _keep(self._compiled, grammar, matcher)
+            matcher = compile_grammar(self._tokenizer, self.check(grammar, tools))
+        _put(self._compiled, grammar, matcher)
         return [matcher.deep_copy() for _ in range(count)]
 
-    def tried(self, grammar: str, tools: ToolUse | None = None) -> str:
-        """The grammar as it can be compiled; raises as ``matchers``.
+    def check(self, grammar: str, tools: ToolUse | None = None) -> str:
+        """Return the grammar in the form in which it can be compiled.
 
-        Of tools that may be called but need not be, parameters that cannot be enforced are left to the model: whoever
-        offers many tools has not written them all.
+        Parameters that cannot be enforced are replaced by any object if the tool may be called but need not be: a
+        client that offers many tools has often not written all of them itself.
+
+        Raises:
+            InvalidRequestError, QueueFullError: as ``matchers``.
         """
         if (refused := self._refused.get(grammar)) is not None:
             raise InvalidRequestError(refused.message, param=refused.param)
-        enforced = self._tried.pop(grammar, None) or self._try(grammar, tools)
-        _keep(self._tried, grammar, enforced)
+        enforced = self._checked.pop(grammar, None) or self._check_in_sandbox(grammar, tools)
+        _put(self._checked, grammar, enforced)
         return enforced
 
-    def _try(self, grammar: str, tools: ToolUse | None) -> str:
+    def _check_in_sandbox(self, grammar: str, tools: ToolUse | None) -> str:
         whole = json.loads(grammar)
         parts = whole["grammars"][1:]
         while True:
-            tried = json.dumps(whole, ensure_ascii=False)
-            reason, part = self._trials.reason(self._words, [tried, *map(alone, parts)])
+            text = json.dumps(whole, ensure_ascii=False)
+            reason, part = self._sandbox.find_problem(self._table, [text, *map(as_grammar, parts)])
             if not reason:
-                return tried
-            called = part is not None and _tool_of(parts[part]["name"]) is not None
-            if part is None or not called or tools is None or tools.forced or parts[part]["json_schema"] == ANY_OBJECT:
+                return text
+            is_call = part is not None and _tool_number(parts[part]["name"]) is not None
+            if part is None or not is_call or tools is None or tools.forced or parts[part]["json_schema"] == ANY_OBJECT:
                 refusal = _refusal(reason, None if part is None else parts[part]["name"], tools)
+                # Not cached if the process ended: the cause may have been another one than the grammar.
                 if reason != TOO_LARGE:
-                    # That process may have been ended by something else.
-                    _keep(self._refused, grammar, refusal)
+                    _put(self._refused, grammar, refusal)
                 raise InvalidRequestError(refusal.message, param=refusal.param)
             parts[part]["json_schema"] = ANY_OBJECT
 
 
-def _keep(kept: OrderedDict[str, T], grammar: str, value: T) -> None:
-    kept[grammar] = value
-    kept.move_to_end(grammar)
-    if len(kept) > KEPT:
-        kept.popitem(last=False)
+def _put(cache: OrderedDict[str, T], grammar: str, value: T) -> None:
+    cache[grammar] = value
+    cache.move_to_end(grammar)
+    if len(cache) > CACHE_SIZE:
+        cache.popitem(last=False)
 
 
 def _refusal(reason: str, part: str | None, tools: ToolUse | None) -> InvalidRequestError:
-    """Names the part that is wrong, if it is wrong by itself."""
-    what, param = "the answer's form", None
+    """Build the error; it names the part that is invalid by itself, if one is."""
+    what, param = "the format of the answer", None
     if part is not None:
         what, param = "this format", "response_format"
-        if (at := _tool_of(part)) is not None and tools is not None:
-            what = f"what the parameters of the tool {tools.tools[at].name!r} ask for"
-            param = f"tools.{at}.function.parameters"
-    return InvalidRequestError(f"{what} cannot be enforced: {short_reason(reason)}", param=param)
+        if (number := _tool_number(part)) is not None and tools is not None:
+            what = f"the parameters of the tool {tools.tools[number].name!r}"
+            param = f"tools.{number}.function.parameters"
+    return InvalidRequestError(f"{what} cannot be enforced: {shorten_reason(reason)}", param=param)
 
 
-def _tool_of(part: str) -> int | None:
+def _tool_number(part: str) -> int | None:
     found = re.fullmatch(r"call_(\d+)_arguments", part)
     return int(found[1]) if found is not None else None
 
 
-def short_reason(reason: str) -> str:
-    """What llguidance says without what it says of its own state."""
+def shorten_reason(reason: str) -> str:
+    """Shorten an error message of llguidance, and remove what it says about its own state."""
     reason = reason.partition("<state>")[0].strip()
-    reason = DEAD_ENDS.get(reason, reason)
-    if len(reason) <= LONGEST_REASON:
+    reason = STOP_REASONS.get(reason, reason)
+    if len(reason) <= MAX_REASON_CHARACTERS:
         return reason
-    # The beginning says where, the end says what; what is between them is the caller's own grammar.
-    return f"{reason[: LONGEST_REASON // 2]} ... {reason[-LONGEST_REASON // 2 :]}"
+    # The beginning names the place and the end the error; the caller's own grammar is between them.
+    return f"{reason[: MAX_REASON_CHARACTERS // 2]} ... {reason[-MAX_REASON_CHARACTERS // 2 :]}"

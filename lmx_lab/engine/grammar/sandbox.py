@@ -1,161 +1,97 @@
-"""Compiling a grammar, and trying it in a process of its own: callers write grammars, and some crash or take for ever.
+"""Check in a sandboxed process whether grammars can be compiled, before this process compiles them.
 
-The process runs this file, so it imports nothing of the package. It gets ``Words`` and lists of grammars, and answers
-each list with JSON: ``reason``, empty if the first compiles, and ``part``, which of the others is to blame.
+Callers write grammars. Some crash the compiler, and others take forever to compile.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
-import random
-import resource
-import sys
-import threading
-import time
+import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from lmx_lab.engine.grammar.worker import TokenTable
+from lmx_lab.engine.sandbox_process import SandboxDiedError, SandboxProcess, SandboxStartError, SandboxTimeoutError
+from lmx_lab.errors import QueueFullError
+from lmx_lab.settings import without_secrets
 
-T = TypeVar("T")
-# Twenty times the default: an object with 1,000 optional properties has 4,000 items in a row. A step's are fewer than
-# the default: they are computed between the tokens of other answers, 20,000 in about 40 ms.
-LIMITS = LLParserLimits(max_items_in_row=40_000, step_max_items=20_000)
-STACK_BYTES = 512 * 2**20
-"""Chains of rules and references recurse: 3,000 overflow the usual 8 MB. Only what is used takes memory."""
-MEMORY_BYTES = 4 * 2**30
-CPU_S = 30
-STEPS, WALKS = 24, 2
-SLOWEST_S = 0.25
-SLOW_WALK_S = 0.6
-_stacks = threading.Lock()
+log = logging.getLogger(__name__)
+WORKER = Path(__file__).with_name("worker.py")
+START_S = 30.0
+LIMIT_S = 5.0
+SHARE_S = 0.5
+"""Time that one grammar may take while others wait."""
+TOO_SLOW = f"it takes longer than {LIMIT_S:g} s to compile; simplify it"
+TOO_LARGE = "it is too large, or nested too deeply, to be compiled; simplify it"
 
 
-@dataclass(frozen=True, eq=False)
-class Words:
-    """A vocabulary as llguidance wants to see it."""
+class GrammarSandbox:
+    """Checks grammars in a process that is started at the first check, and again after it had to be ended.
 
-    tokens: list[bytes]
-    special_token_ids: list[int]
-    eos_tokens: list[int]
-    bos_token_id: None = None
+    One thread at a time may check grammars. Any thread may call ``close``.
 
-    @property
-    def eos_token_id(self) -> int:
-        return self.eos_tokens[0]
+    Args:
+        has_waiting: Whether other grammars wait to be checked.
+    """
 
-    def __call__(self, text: str) -> list[int]:
-        # For forced text, which our grammars forbid to look for: see ``grammar.NO_FORCING``.
-        return []
+    def __init__(self, has_waiting: Callable[[], bool] = lambda: False) -> None:
+        self._has_waiting = has_waiting
+        self._process = SandboxProcess(WORKER, lambda: without_secrets(os.environ), start_s=START_S)
+        self._known: tuple[int, TokenTable] | None = None
+        """Number of the process start, and the token table that this process has."""
 
+    def find_problem(self, table: TokenTable, grammars: list[str]) -> tuple[str, int | None]:
+        """Check whether the first grammar can be enforced.
 
-def tokenizer_of(words: Words) -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=words.eos_tokens)
+        Args:
+            grammars: The grammar, followed by each of its parts as a grammar of its own.
 
+        Returns:
+            The reason why it cannot be enforced, empty if it can, and the index of the part that causes it.
 
-def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the beginning, its first mask computed; it may be in its error state."""
-
-    def compile_() -> LLMatcher:
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return matcher
-
-    return _on_large_stack(compile_)
-
-
-def _on_large_stack(work: Callable[[], T]) -> T:
-    results: list[T] = []
-    thread = threading.Thread(target=lambda: results.append(work()), name="lmx-lab-compile")
-    with _stacks:
-        before = threading.stack_size(STACK_BYTES)
+        Raises:
+            QueueFullError: it takes longer than ``SHARE_S``, and others wait.
+        """
         try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    return results[0]
-
-
-def _tried(tokenizer: LLTokenizer, grammar: str) -> str:
-    matcher = compiled(tokenizer, grammar)
-    for seed in range(WALKS):
-        if matcher.is_error():
-            break
-        if reason := _walk(matcher.deep_copy(), random.Random(seed)):
-            return reason
-    return matcher.get_error()
-
-
-def _walk(matcher: LLMatcher, draw: random.Random) -> str:
-    """Some steps of an answer, as the engine's thread would take them; what is wrong with them, if anything is."""
-    spent = 0.0
-    for step in range(STEPS):
-        started = time.thread_time()
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        if mask and not matcher.is_error():
-            matcher.consume_token(_drawn(mask, draw))
-        took = time.thread_time() - started
-        spent += took
-        if matcher.is_error():
-            return matcher.get_error()
-        if not mask or matcher.is_stopped():
-            return "" if mask or step else "no text can follow it"
-        if took > SLOWEST_S or spent > SLOW_WALK_S:
-            return f"a token of such an answer takes {1e3 * spent / (step + 1):.0f} ms to check; simplify it"
-    return ""
-
-
-def _drawn(mask: int, draw: random.Random) -> int:
-    """One of the allowed tokens, by the first that is allowed after a place drawn at random."""
-    behind = mask >> (place := draw.randrange(mask.bit_length()))
-    return place + (behind & -behind).bit_length() - 1
-
-
-def _answer(tokenizer: LLTokenizer, grammars: list[str]) -> str:
-    reason, part = _tried(tokenizer, grammars[0]), None
-    if reason:
-        reasons = (_tried(tokenizer, grammar) for grammar in grammars[1:])
-        part, reason = next(((at, own) for at, own in enumerate(reasons) if own), (None, reason))
-    return json.dumps({"reason": reason, "part": part})
-
-
-def _limit(kind: int, soft: int, hard: int) -> None:
-    # Not every system has every limit, and a container may have set lower ones.
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(kind, (soft, hard))
-
-
-def _watch(parent: int) -> None:
-    """End with the parent, even while a grammar is being compiled."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def main(channel: Connection, parent: int) -> None:
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    _limit(resource.RLIMIT_AS, MEMORY_BYTES, MEMORY_BYTES)
-    tokenizer: LLTokenizer | None = None
-    while True:
+            self._send_table(table)
+        except SandboxStartError as exc:
+            log.warning("grammars are compiled without a check, because no process could be started: %s", exc)
+            return "", None
+        except (SandboxTimeoutError, SandboxDiedError):
+            return TOO_LARGE, None
         try:
-            asked = channel.recv()
-        except (EOFError, OSError):
-            return
-        # Nobody may be left to end a process that is busy.
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + CPU_S, resource.RLIM_INFINITY)
-        if isinstance(asked, list):
-            assert tokenizer is not None
-            channel.send_bytes(_answer(tokenizer, asked).encode())
-        else:
-            tokenizer = tokenizer_of(Words(*asked))
-            channel.send_bytes(b"{}")
+            reply = self._request(grammars, LIMIT_S, while_waiting=self._give_way)
+        except SandboxTimeoutError:
+            return TOO_SLOW, None
+        except SandboxDiedError:
+            return TOO_LARGE, None
+        return reply["reason"], reply["part"]
 
+    def close(self) -> None:
+        """End the process for good, and with it a running check."""
+        self._process.close()
 
-if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), parent=int(sys.argv[2]))
+    def _send_table(self, table: TokenTable) -> None:
+        self._process.start()
+        known = self._process.starts, table
+        if self._known is None or self._known[0] != known[0] or self._known[1] is not table:
+            self._request((table.tokens, table.special_token_ids, table.eos_tokens), START_S)
+            self._known = known
+
+    def _request(
+        self, message: Any, limit_s: float, *, while_waiting: Callable[[float], None] | None = None
+    ) -> dict[str, Any]:
+        reply = self._process.request(pickle.dumps(message), limit_s, while_waiting=while_waiting)
+        decoded: dict[str, Any] = json.loads(reply)
+        return decoded
+
+    def _give_way(self, waited_s: float) -> None:
+        if waited_s > SHARE_S and self._has_waiting():
+            raise QueueFullError(
+                f"the grammar takes longer than {SHARE_S:g} s to compile, and other requests wait; try again in 1 s, "
+                "or simplify it",
+                retry_after_s=1,
+            )

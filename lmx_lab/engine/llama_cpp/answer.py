@@ -8,8 +8,8 @@ from typing import Any
 
 from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.requests import GenerationRequest
-from lmx_lab.engine.text.answer_shape import AnswerShape
-from lmx_lab.engine.text.splitter import Piece, TextSplitter
+from lmx_lab.engine.text.channels import ChannelFormat
+from lmx_lab.engine.text.splitter import SplitText, TextSplitter
 from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, TokenLogprob, ToolCallDelta
 
 FINISHES: Mapping[str, FinishReason] = {
@@ -27,7 +27,7 @@ class Answer:
         self,
         request: GenerationRequest,
         route: Route,
-        shape: AnswerShape | None,
+        shape: ChannelFormat | None,
         *,
         model: str,
         prompt_tokens: int,
@@ -155,7 +155,7 @@ class Answer:
         yield _delta(piece, 0)
         if piece.stopped:
             reason = "stop"
-        called = self._called or self._splitter.called
+        called = self._called or self._splitter.has_called
         self.finish = "tool_calls" if called and reason == "stop" else reason
 
     def _entries(self, given: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
@@ -189,7 +189,7 @@ def _call(call: Mapping[str, Any]) -> ToolCallDelta:
     )
 
 
-def _delta(piece: Piece[TokenLogprob], tokens: int) -> Delta:
+def _delta(piece: SplitText[TokenLogprob], tokens: int) -> Delta:
     return Delta(
         text=piece.text,
         tokens=tokens,

@@ -26,8 +26,8 @@ from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import Kind, LoadReport, ModelEntry
+from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.gguf.model import read_gguf
-from lmx_lab.weights.threads import in_thread
 
 T = TypeVar("T")
 STOP_S = 15.0

@@ -16,9 +16,9 @@ from concurrent.futures import Executor
 from typing import Any
 
 from lmx_lab.engine.grammar.build import NO_FORCING
-from lmx_lab.engine.grammar.compile import ANY_OBJECT, Grammars
-from lmx_lab.engine.grammar.sandbox import Words
-from lmx_lab.engine.grammar.trials import Trials
+from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.words import as_lark, check
 from lmx_lab.engine.requests import ToolUse
@@ -36,12 +36,14 @@ Part = Mapping[str, Any]
 class Forms:
     """Of one model. Belongs to the engine's loop; grammars are compiled on ``compiling``, one at a time."""
 
-    def __init__(self, words: Words, trials: Trials, compiling: Executor, connection: LlamaConnection) -> None:
+    def __init__(
+        self, words: TokenTable, trials: GrammarSandbox, compiling: Executor, connection: LlamaConnection
+    ) -> None:
         self._words = words
         self._trials = trials
         self._compiling = compiling
         self._connection = connection
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarCompiler | None = None
         self._kept: OrderedDict[str, str] = OrderedDict()
 
     async def enforced(self, grammar: str, tools: ToolUse | None) -> str:
@@ -109,8 +111,8 @@ class Forms:
 
     def _compiled(self, grammar: str, tools: ToolUse | None) -> str:
         if self._grammars is None:
-            self._grammars = Grammars(self._words, self._trials)
-        return self._grammars.tried(grammar, tools)
+            self._grammars = GrammarCompiler(self._words, self._trials)
+        return self._grammars.check(grammar, tools)
 
     def _forbidden(self, grammar: str, tools: ToolUse | None) -> int | None:
         """An ordinary token with which no such answer begins; None if any may."""

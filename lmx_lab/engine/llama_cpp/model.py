@@ -13,22 +13,22 @@ from typing import Any
 
 from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.grammar.build import Marker
-from lmx_lab.engine.grammar.sandbox import Words
-from lmx_lab.engine.llama_cpp.chat_format import ALL_MARKERS, dialect_of
+from lmx_lab.engine.grammar.worker import TokenTable
+from lmx_lab.engine.llama_cpp.chat_format import ALL_MARKERS, detect_chat_format
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import Plan, plan
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
-from lmx_lab.engine.llama_cpp.words import words_of
-from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, shared
-from lmx_lab.engine.text.chat_format_detection import Dialect
+from lmx_lab.engine.llama_cpp.words import read_token_table
+from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
+from lmx_lab.engine.text.chat_format_detection import ChatFormat
 from lmx_lab.engine.validation import AMPLE_CHARACTERS
 from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.fingerprint import overwritten, require_unchanged, stamped
+from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged, with_marks
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.model import read_gguf
-from lmx_lab.weights.threads import in_thread
 
 SPINS = "3000"
 """See ``_environ``."""
@@ -65,7 +65,7 @@ class Hosted:
     process: LlamaProcess
     connection: LlamaConnection
     vocabulary_size: int
-    dialect: Dialect = field(default_factory=Dialect)
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
     templated: bool = False
     """It has a chat template."""
     dimensions: int | None = None
@@ -78,18 +78,18 @@ class Hosted:
     """Why it takes no more requests."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of an encoder: one slice of texts at a time."""
-    words: Words | None = None
+    words: TokenTable | None = None
     """Of grammars; read when the first is asked for."""
 
     @property
     def context_length(self) -> int:
         return self.plan.context_length
 
-    async def read_words(self) -> Words:
+    async def read_words(self) -> TokenTable:
         """Its vocabulary, for grammars."""
         if self.words is None:
             read = functools.partial(read_header, self.entry.path, arrays=True)
-            self.words = await asyncio.to_thread(lambda: words_of(read()))
+            self.words = await asyncio.to_thread(lambda: read_token_table(read()))
         return self.words
 
     async def tokenized(self, text: str, *, most: int, parse_special: bool) -> list[int]:
@@ -107,7 +107,7 @@ class Hosted:
     def look(self) -> None:
         """Measure its memory. End it if somebody has written to its file: it would compute with what that is now."""
         self.memory_bytes = self.process.memory_bytes or self.memory_bytes
-        if overwritten(self.entry):
+        if is_overwritten(self.entry):
             self.process.condemn()
 
     def death(self) -> EngineDeadError:
@@ -123,7 +123,7 @@ async def host(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> Ho
     Raises:
         UnusableModelError, OutOfMemoryError: with llama.cpp's reason.
     """
-    entry = await in_thread(functools.partial(stamped, entry))
+    entry = await in_thread(functools.partial(with_marks, entry))
     header = await in_thread(functools.partial(read_gguf, entry.path))
     if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
         await asyncio.to_thread(_try_out, template, entry)
@@ -152,7 +152,7 @@ def _try_out(template: str, entry: ModelEntry) -> None:
     for given in TRIALS:
         with contextlib.suppress(TemplateRefusalError):
             try:
-                shared().render(template, {"add_generation_prompt": True, **given})
+                default_sandbox().render(template, {"add_generation_prompt": True, **given})
             except TemplateLimitError as exc:
                 raise UnusableModelError(
                     f"{entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
@@ -228,7 +228,7 @@ async def _described(
         hosted.templated = header.text("tokenizer.chat_template") is not None
         props = await connection.get("/props")
         markers = {name: marker for name in ALL_MARKERS if (marker := await _marker(connection, name)) is not None}
-        hosted.dialect = dialect_of(props["chat_template"], props["chat_template_caps"], markers)
+        hosted.chat_format = detect_chat_format(props["chat_template"], props["chat_template_caps"], markers)
     else:
         hosted.dimensions = int(model["meta"]["n_embd"])
         if entry.kind == "rerank" and (form := header.text("tokenizer.chat_template.rerank")) is not None:

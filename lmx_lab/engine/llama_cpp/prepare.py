@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lmx_lab.engine.grammar.trials import Trials
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.llama_cpp.answer import Answer
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.grammar import Forms
 from lmx_lab.engine.llama_cpp.model import Hosted
 from lmx_lab.engine.llama_cpp.request import Route, chat_body, chat_input, completion_body, route_of
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from lmx_lab.engine.text.chat_format_detection import Thinking
+from lmx_lab.engine.text.chat_format_detection import ReasoningState
 from lmx_lab.engine.validation import (
     AMPLE_CHARACTERS,
     check_characters,
@@ -42,7 +42,7 @@ class Prepared:
     request: GenerationRequest
     route: Route
     tokens: list[int]
-    thinking: Thinking
+    thinking: ReasoningState
     given: Mapping[str, Any]
     """Of the chat route."""
     grammar: str | None
@@ -68,7 +68,7 @@ class Prepared:
                 max_tokens=self.max_tokens,
                 context_length=self.context_length,
                 grammar=self.grammar,
-                markers=list(hosted.dialect.markers),
+                markers=list(hosted.chat_format.markers),
             )
         return chat_body(
             self.request,
@@ -79,7 +79,7 @@ class Prepared:
         )
 
     def answer(self, hosted: Hosted, arrived_at: float) -> Answer:
-        shape = hosted.dialect.shape(self.request, self.thinking) if self.route == "/completion" else None
+        shape = hosted.chat_format.channel_format(self.request, self.thinking) if self.route == "/completion" else None
         return Answer(
             self.request,
             self.route,
@@ -94,14 +94,14 @@ class Intake:
     """Belongs to the engine's loop; grammars are tried on a thread."""
 
     def __init__(self) -> None:
-        self._trials = Trials()
+        self._trials = GrammarSandbox()
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-gguf-grammars")
         self._forms: tuple[Hosted, Forms] | None = None
         self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
 
     def stop(self) -> None:
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        self._trials.end()
+        self._trials.close()
         for task in self._rendering:
             task.cancel()
 
@@ -110,15 +110,15 @@ class Intake:
         Raises:
             InvalidRequestError, ContextLengthError, QueueFullError: as ``Engine.submit``.
         """
-        route = route_of(request, hosted.dialect)
+        route = route_of(request, hosted.chat_format)
         given: dict[str, Any] = {}
-        thinking: Thinking = "closed"
+        thinking: ReasoningState = "closed"
         match prompt := request.prompt:
             case ChatPrompt():
                 check_messages(prompt.messages)
                 given = _given(request, prompt, hosted, route)
                 text = await self._templated(given, hosted)
-                thinking = hosted.dialect.thinking(text)
+                thinking = hosted.chat_format.reasoning_state(text)
                 tokens = await _tokenized(text, request, hosted)
             case TextPrompt():
                 check_characters(prompt.text, "prompt")
@@ -159,11 +159,11 @@ class Intake:
             # Whoever waited has it; without this the loop would complain where nobody did.
             task.exception()
 
-    async def _grammar(self, request: GenerationRequest, hosted: Hosted, thinking: Thinking) -> str | None:
+    async def _grammar(self, request: GenerationRequest, hosted: Hosted, thinking: ReasoningState) -> str | None:
         """The grammar in llama.cpp's spelling, which enforces it."""
-        if route_of(request, hosted.dialect) != "/completion":
+        if route_of(request, hosted.chat_format) != "/completion":
             return None
-        grammar = hosted.dialect.grammar(request, thinking)
+        grammar = hosted.chat_format.grammar(request, thinking)
         if grammar is None:
             return None
         if self._forms is None or self._forms[0] is not hosted:
@@ -177,7 +177,7 @@ def _given(request: GenerationRequest, prompt: ChatPrompt, hosted: Hosted, route
     if not prompt.messages:
         raise InvalidRequestError("messages is empty; send at least one", param="messages")
     try:
-        return chat_input(request, prompt, hosted.dialect, route)
+        return chat_input(request, prompt, hosted.chat_format, route)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise _unreadable(hosted, exc) from exc
 

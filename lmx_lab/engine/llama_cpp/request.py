@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
 from lmx_lab.engine.templates.tool_prompt import template_tools
-from lmx_lab.engine.text.chat_format_detection import Dialect
+from lmx_lab.engine.text.chat_format_detection import ChatFormat
 from lmx_lab.errors import InvalidRequestError
 
 Route = Literal["/completion", "/v1/chat/completions"]
@@ -25,7 +25,7 @@ SEEDS = 2**32 - 1
 """The largest means "any"."""
 
 
-def route_of(request: GenerationRequest, dialect: Dialect) -> Route:
+def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
     """Which way this request goes.
 
     Raises:
@@ -35,8 +35,8 @@ def route_of(request: GenerationRequest, dialect: Dialect) -> Route:
     prompt = request.prompt
     if not isinstance(prompt, ChatPrompt):
         return "/completion"
-    own_calls = prompt.tools is not None and dialect.takes_tools and not prompt.tools.forced
-    if not dialect.headed and (not own_calls or request.answer_format is not None):
+    own_calls = prompt.tools is not None and chat_format.supports_tools and not prompt.tools.forced
+    if not chat_format.has_headers and (not own_calls or request.answer_format is not None):
         return "/completion"
     if request.top_logprobs is not None and prompt.tools is not None:
         raise InvalidRequestError(
@@ -58,10 +58,10 @@ def _refuse(request: GenerationRequest) -> None:
         )
 
 
-def chat_input(request: GenerationRequest, prompt: ChatPrompt, dialect: Dialect, route: Route) -> dict[str, Any]:
+def chat_input(request: GenerationRequest, prompt: ChatPrompt, chat_format: ChatFormat, route: Route) -> dict[str, Any]:
     """Messages, tools and template variables, for ``/apply-template`` and for the chat route."""
     own = route != "/completion"
-    given = dialect.template_input(request, prompt)
+    given = chat_format.template_input(request, prompt)
     body: dict[str, Any] = {"messages": [_message(message) for message in given.pop("messages")]}
     if (tools := given.pop("tools", None)) is not None:
         body["tools"] = tools

@@ -13,8 +13,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.grammar.sandbox import Words
-from lmx_lab.engine.text.vocabulary import byte_level, replaced
+from lmx_lab.engine.grammar.worker import TokenTable
+from lmx_lab.engine.text.vocabulary import decode_byte_level, replace_text
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.tokenizer import CONTROL, eos_ids, read_vocabulary
@@ -26,7 +26,7 @@ REFERENCE = re.compile(r"(?<=[ (])@(answer|call_\d+_arguments)\b")
 """As ``engine.grammar`` writes it."""
 
 
-def words_of(header: GgufHeader) -> Words:
+def read_token_table(header: GgufHeader) -> TokenTable:
     """The vocabulary of a file, for grammars.
 
     Args:
@@ -40,10 +40,14 @@ def words_of(header: GgufHeader) -> Words:
     ends = sorted(eos_ids(vocabulary))
     if not ends:
         raise InvalidRequestError("this model has no token that ends an answer, so no form can be enforced")
-    spells = byte_level if header.text("tokenizer.ggml.model") == "gpt2" else partial(replaced, [(SPACE, " ")], True)
+    spells = (
+        decode_byte_level
+        if header.text("tokenizer.ggml.model") == "gpt2"
+        else partial(replace_text, [(SPACE, " ")], True)
+    )
     control = {at for at, kind in enumerate(vocabulary.types) if kind == CONTROL} | set(ends)
     tokens = [name.encode() if at in control else spells(name) for at, name in enumerate(vocabulary.tokens)]
-    return Words(tokens, sorted(control), ends)
+    return TokenTable(tokens, sorted(control), ends)
 
 
 def as_lark(grammar: str) -> str:

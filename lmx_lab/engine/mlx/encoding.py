@@ -292,7 +292,7 @@ class Encoding:
 
     def _pass_of(self, encoder: LoadedEncoder, members: list[tuple[EncodeJob, int]]) -> Pass:
         lanes = [
-            Lane(stream=stream, layers=encoder.passes([job.texts[index] for job, index in part]), members=part)
+            Lane(stream=stream, layers=encoder.forward([job.texts[index] for job, index in part]), members=part)
             for at, stream in enumerate(self._streams)
             if (part := members[at :: len(self._streams)])
         ]

@@ -21,7 +21,7 @@ from lmx_lab.engine.mlx.request import Generation
 from lmx_lab.engine.mlx.sampling import Samplers
 from lmx_lab.engine.scheduler import Scheduler
 from lmx_lab.engine.stream import Outbox
-from lmx_lab.engine.text.splitter import Piece
+from lmx_lab.engine.text.splitter import SplitText
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, TokenLogprob
@@ -204,7 +204,7 @@ class Generating:
             self._outbox.post(generation.mailbox, _delta(piece, tokens=0, ends=ends))
         reason = "stop" if piece.stopped else finish
         if reason is not None:
-            called = reason == "stop" and generation.splitter.called
+            called = reason == "stop" and generation.splitter.has_called
             self._end(generation, generation.report("tool_calls" if called else reason, now))
 
     def _relieve(self, batch: Batch) -> None:
@@ -294,7 +294,7 @@ def _finish(generation: Generation, event: Token) -> Literal["stop", "length"] |
     return "stop" if constraint.complete else event.finish
 
 
-def _delta(piece: Piece[TokenLogprob], *, tokens: int, ends: tuple[TokenLogprob, ...] = ()) -> Delta:
+def _delta(piece: SplitText[TokenLogprob], *, tokens: int, ends: tuple[TokenLogprob, ...] = ()) -> Delta:
     return Delta(
         text=piece.text,
         tokens=tokens,

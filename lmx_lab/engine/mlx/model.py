@@ -9,15 +9,15 @@ from typing import Any
 
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
-from lmx_lab.engine.grammar.compile import Grammars, words_of
-from lmx_lab.engine.grammar.sandbox import Words
+from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
+from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.kv_cache import Traits, measure
 from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.mlx.weights_dtype import fit_weights
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from lmx_lab.engine.templates.renderer import TemplateLimitError, rendered
-from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, Dialect, Thinking, dialect_of
+from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
+from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.validation import AMPLE_CHARACTERS, check_characters, check_messages
 from lmx_lab.engine.word_cache import without_word_cache
@@ -31,19 +31,19 @@ LEAST_CONTEXT_TOKENS = 256
 @dataclass(frozen=True)
 class EncodedPrompt:
     tokens: list[int]
-    thinking: Thinking
+    thinking: ReasoningState
 
 
 class PromptTokenizer:
     """Prompts to token ids. Used by one thread at a time, beside the engine's (Rust tokenizers refuse to be shared);
     ``rendered`` by any."""
 
-    def __init__(self, tokenizer: Any, model: str, context_length: int | None, dialect: Dialect) -> None:
+    def __init__(self, tokenizer: Any, model: str, context_length: int | None, chat_format: ChatFormat) -> None:
         self._tokenizer = tokenizer
         self._model = model
         self._context_length = context_length
-        self.dialect = dialect
-        self.grammars: Grammars | None = None
+        self.chat_format = chat_format
+        self.grammars: GrammarCompiler | None = None
         """Of the thread that compiles; made when the first is asked for."""
 
     def rendered(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
@@ -60,9 +60,11 @@ class PromptTokenizer:
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError(f"{self._model} has no chat template: it takes plain prompts only", param="model")
         try:
-            given = self.dialect.template_input(request, prompt)
+            given = self.chat_format.template_input(request, prompt)
             messages = given.pop("messages")
-            return rendered(self._tokenizer, messages, add_generation_prompt=True, **given, **prompt.template_options)
+            return render_chat(
+                self._tokenizer, messages, add_generation_prompt=True, **given, **prompt.template_options
+            )
         except TemplateLimitError as exc:
             raise InvalidRequestError(
                 f"the chat template of {self._model} {exc}, its limit; send less, or take another model",
@@ -84,15 +86,15 @@ class PromptTokenizer:
             InvalidRequestError: the prompt is empty, or has half characters.
             ContextLengthError: the text is so long that its beginning alone does not fit.
         """
-        thinking: Thinking = "closed"
+        thinking: ReasoningState = "closed"
         match prompt := request.prompt:
             case ChatPrompt():
                 assert text is not None
                 check_characters(text, "messages")
                 self._check_beginning(text, "messages")
                 tokens = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
-                if self.dialect.thoughts is not None:
-                    thinking = self.dialect.thinking(self.decode(tokens[-TAIL_TOKENS:]))
+                if self.chat_format.reasoning_markers is not None:
+                    thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
             case TextPrompt():
                 check_characters(prompt.text, "prompt")
                 self._check_beginning(prompt.text, "prompt")
@@ -104,9 +106,9 @@ class PromptTokenizer:
             raise InvalidRequestError("the prompt is empty: no token came out of it", param=param)
         return EncodedPrompt(tokens, thinking)
 
-    def words(self, width: int) -> Words:
+    def words(self, width: int) -> TokenTable:
         """The vocabulary, for grammars."""
-        return words_of(self._tokenizer, width=width, markers=self.dialect.marker_tokens)
+        return read_token_table(self._tokenizer, width=width, markers=self.chat_format.marker_tokens)
 
     def _check_beginning(self, text: str, param: str) -> None:
         # Others wait while a prompt becomes tokens: eight megabytes of text would take 13 s (measured).
@@ -182,7 +184,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model") from exc
     context_length = _context_length(entry, traits.footprint, limit_bytes)
     try:
-        dialect = dialect_of(tokenizer)
+        chat_format = detect_chat_format(tokenizer)
     except TemplateLimitError as exc:
         raise UnusableModelError(
             f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
@@ -193,7 +195,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         entry=entry,
         model=model,
         tokenizer=tokenizer,
-        prompts=PromptTokenizer(own, entry.id, context_length, dialect),
+        prompts=PromptTokenizer(own, entry.id, context_length, chat_format),
         context_length=context_length,
         memory_bytes=traits.footprint.weights_bytes,
         traits=traits,

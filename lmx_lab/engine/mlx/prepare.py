@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.grammar.compile import Grammars
+from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
-from lmx_lab.engine.grammar.trials import Trials
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.request import Generation
 from lmx_lab.engine.mlx.thread import EngineThread
@@ -37,7 +37,7 @@ class Intake:
         self._templates: ThreadPoolExecutor | None = None
         self._prompts: ThreadPoolExecutor | None = None
         self._compiling: ThreadPoolExecutor | None = None
-        self._trials = Trials()
+        self._trials = GrammarSandbox()
         self._to_compile = 0
         self._counting = threading.Lock()
         self._tokenizing = 0
@@ -52,7 +52,7 @@ class Intake:
         self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
         if self._compiling is None:
             self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
-            self._trials = Trials(lambda: self._to_compile > 1)
+            self._trials = GrammarSandbox(lambda: self._to_compile > 1)
 
     def stop(self) -> None:
         executors = (self._templates, self._prompts, self._compiling)
@@ -61,7 +61,7 @@ class Intake:
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
         # What is being compiled ends with it.
-        self._trials.end()
+        self._trials.close()
 
     async def generations(self, request: GenerationRequest, choices: int) -> list[Generation]:
         """What the engine thread needs for so many answers to one request.
@@ -93,7 +93,7 @@ class Intake:
                 arrived_at=arrived_at,
                 timeout_s=request.timeout_s or self._settings.request_timeout_s,
                 choice=choice,
-                shape=prompts.dialect.shape(request, prompt.thinking),
+                shape=prompts.chat_format.channel_format(request, prompt.thinking),
                 constraint=_constraint(request, prompt, matcher, model),
             )
             for choice, matcher in enumerate(matchers)
@@ -114,7 +114,7 @@ class Intake:
         self, request: GenerationRequest, prompts: PromptTokenizer, prompt: EncodedPrompt, *, width: int, count: int
     ) -> list[LLMatcher] | list[None]:
         """A grammar's state for each answer, if there is a grammar."""
-        grammar = prompts.dialect.grammar(request, prompt.thinking)
+        grammar = prompts.chat_format.grammar(request, prompt.thinking)
         if grammar is None:
             return [None] * count
         loop = asyncio.get_running_loop()
@@ -124,7 +124,7 @@ class Intake:
         def compiled() -> list[LLMatcher]:
             if prompts.grammars is None:
                 assert words is not None
-                prompts.grammars = Grammars(words, self._trials)
+                prompts.grammars = GrammarCompiler(words, self._trials)
             return prompts.grammars.matchers(grammar, count, tools)
 
         with self._counting:
@@ -158,12 +158,16 @@ class Intake:
 def _constraint(
     request: GenerationRequest, prompt: EncodedPrompt, matcher: LLMatcher | None, model: LoadedModel
 ) -> Constraint | None:
-    budget, dialect = None, model.prompts.dialect
-    if request.thinking_budget is not None and dialect.thoughts is not None and prompt.thinking != "closed":
+    budget, chat_format = None, model.prompts.chat_format
+    if (
+        request.thinking_budget is not None
+        and chat_format.reasoning_markers is not None
+        and prompt.thinking != "closed"
+    ):
         budget = ThinkingBudget(
             request.thinking_budget,
-            markers=dialect.thoughts,
-            end=dialect.end_of_thoughts,
+            markers=chat_format.reasoning_markers,
+            end=chat_format.reasoning_end,
             open=prompt.thinking == "open",
             bytes_of=model.vocabulary.bytes_of,
         )

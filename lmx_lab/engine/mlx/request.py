@@ -12,7 +12,7 @@ from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefix_cache import Tokens
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.stream import Mailbox
-from lmx_lab.engine.text.answer_shape import AnswerShape
+from lmx_lab.engine.text.channels import ChannelFormat
 from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.values.generation import FinishReason, GenerationReport, TokenLogprob
 
@@ -30,7 +30,7 @@ class Generation:
     timeout_s: float
     choice: int = 0
     """Which of the answers to one request."""
-    shape: AnswerShape | None = None
+    shape: ChannelFormat | None = None
     constraint: Constraint | None = None
     admitted_at: float = 0.0
     decoding_at: float = 0.0

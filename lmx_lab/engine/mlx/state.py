@@ -26,7 +26,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, UnloadCause
 from lmx_lab.values.models import Kind, LoadReport, ModelEntry
 from lmx_lab.weights.files import check_files
-from lmx_lab.weights.fingerprint import is_loaded, require_unchanged, stamped
+from lmx_lab.weights.fingerprint import is_loaded, require_unchanged, with_marks
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class EngineCore:
         return failure
 
     def _read(self, entry: ModelEntry, *, limit_bytes: int) -> Loaded:
-        entry, load = stamped(entry), load_chat if entry.kind == "chat" else load_encoder
+        entry, load = with_marks(entry), load_chat if entry.kind == "chat" else load_encoder
         check_files(entry.path)
         model: Loaded = load(entry, limit_bytes=limit_bytes, dtype=self._settings.dtype)
         require_unchanged(entry)

@@ -1,7 +1,7 @@
-"""Chat templates, rendered in a process of their own, within limits of time, memory and size.
+"""Render chat templates in a sandboxed process, with limits on time, memory and size.
 
-A template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's inside, but not
-from running for ever or from taking all memory, and one long multiplication would stop every thread of this process.
+A template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's internals, but
+not from running forever or from taking all memory, and one long multiplication would stop every thread of this process.
 """
 
 from __future__ import annotations
@@ -10,131 +10,105 @@ import atexit
 import functools
 import json
 import os
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.engine import sandbox_process
+from lmx_lab.engine.sandbox_process import (
+    SandboxDiedError,
+    SandboxProcess,
+    SandboxSendError,
+    SandboxStartError,
+    SandboxTimeoutError,
+)
 
-SCRIPT = Path(__file__).with_name("sandbox.py")
+WORKER = Path(__file__).with_name("worker.py")
 START_S = 60.0
-"""A machine may be busy with other things."""
+"""Generous, because the machine may be busy."""
 LIMIT_S = 5.0
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-"""All that the process gets of our environment, where keys may be."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The only environment variables that the process gets; others may contain keys."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateRefusalError(Exception):
-    """What the template says is wrong with its input."""
+    """The template rejected its input, or failed; the message contains the reason."""
 
 
 class TemplateLimitError(Exception):
-    """The limit that the template has gone over, as in "runs longer than 5 s"."""
+    """The template exceeded a limit; the message names it, as in "runs longer than 5 s"."""
 
 
-class TemplateProcess:
-    """Starts the process when it is first needed, and again after it had to be ended. For any thread, one at a time."""
+class TemplateSandbox:
+    """Renders templates in a process that is started at the first one, and again after it had to be ended.
+
+    Any thread may use it; templates are rendered one at a time.
+    """
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
-        self._turn = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Connection | None = None
+        self._lock = threading.Lock()
+        self._process = SandboxProcess(WORKER, _environ, start_s=START_S)
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """
+        """Render a template.
+
         Args:
-            variables: By name; what JSON cannot say is there as its text.
+            variables: Values by name. A value that has no JSON form is passed as its ``str``.
 
         Raises:
-            TemplateRefusalError: the template fails, or refuses this; or no process could be started.
-            TemplateLimitError: it has gone over a limit.
+            TemplateRefusalError: the template failed or rejected its input, or no process could be started.
+            TemplateLimitError: the template exceeded a limit.
         """
         try:
-            question = json.dumps({"template": template, "variables": variables}, default=str).encode()
+            request = json.dumps({"template": template, "variables": variables}, default=str).encode()
         except (TypeError, ValueError, RecursionError) as exc:
-            raise TemplateRefusalError(f"they cannot be written as JSON: {exc}") from exc
-        with self._turn:
-            answer = self._ask(question)
+            raise TemplateRefusalError(f"its variables cannot be written as JSON: {exc}") from exc
+        with self._lock:
+            answer = self._request(request)
         if "text" in answer:
             return answer["text"]
         if "limit" in answer:
             raise TemplateLimitError(answer["limit"])
         raise TemplateRefusalError(answer["error"])
 
-    def end(self) -> None:
-        """End the process; the next who asks gets another one."""
-        with self._turn:
-            self._stop()
+    def stop(self) -> None:
+        """End the process. The next template starts another one."""
+        with self._lock:
+            self._process.stop()
 
-    def _ask(self, question: bytes) -> dict[str, str]:
+    def _request(self, request: bytes) -> dict[str, str]:
         try:
-            channel = self._sent(question)
-        except OSError as exc:
-            self._stop()
-            raise TemplateRefusalError(f"no process could be started for it: {exc}; try again") from exc
-        try:
-            if channel.poll(self._limit_s):
-                answer: dict[str, str] = json.loads(channel.recv_bytes())
-                return answer
-            reason = f"runs longer than {self._limit_s:g} s"
-        except (EOFError, OSError):
-            # Where the system refuses memory so that Python cannot say it.
-            reason = "has ended the process in which it ran"
-        except BaseException:
-            # An interrupt: whose answer comes next, nobody would know.
-            self._stop()
-            raise
-        self._stop()
-        raise TemplateLimitError(reason)
-
-    def _sent(self, question: bytes) -> Connection:
-        if self._channel is not None:
             try:
-                self._channel.send_bytes(question)
-            except OSError:
-                # Somebody has killed it meanwhile.
-                self._stop()
-            else:
-                return self._channel
-        channel = self._start()
-        channel.send_bytes(question)
-        return channel
+                reply = self._process.request(request, self._limit_s)
+            except SandboxSendError:
+                # The process was killed from outside since the last template.
+                reply = self._process.request(request, self._limit_s)
+        except SandboxStartError as exc:
+            raise TemplateRefusalError(f"no process could be started for it: {exc}; try again") from exc
+        except SandboxTimeoutError as exc:
+            raise TemplateLimitError(f"runs longer than {self._limit_s:g} s") from exc
+        except SandboxDiedError as exc:
+            # The system refused memory in a way that Python could not report.
+            raise TemplateLimitError("has ended the process in which it ran") from exc
+        answer: dict[str, str] = json.loads(reply)
+        return answer
 
-    def _start(self) -> Connection:
-        environ = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        self._process, self._channel = sandbox_process.start(SCRIPT, environ)
-        try:
-            if not self._channel.poll(START_S):
-                raise TimeoutError(f"it was not ready within {START_S:g} s")
-            self._channel.recv_bytes()
-        except EOFError as exc:
-            raise OSError("it ended at once") from exc
-        return self._channel
 
-    def _stop(self) -> None:
-        process, self._process = self._process, None
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
-        if process is not None:
-            process.kill()
-            process.wait()
+def _environ() -> dict[str, str]:
+    return {name: os.environ[name] for name in INHERITED if name in os.environ}
 
 
 @functools.cache
-def shared() -> TemplateProcess:
-    """The process for all models of this one: it takes 20 MB and 0.1 s to start."""
-    process = TemplateProcess()
-    atexit.register(process.end)
-    return process
+def default_sandbox() -> TemplateSandbox:
+    """Return the sandbox that all models of this process share: it takes 20 MB and 0.1 s to start."""
+    sandbox = TemplateSandbox()
+    atexit.register(sandbox.stop)
+    return sandbox
 
 
-def rendered(
+def render_chat(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     /,
@@ -143,40 +117,40 @@ def rendered(
     add_generation_prompt: bool = False,
     **options: Any,
 ) -> str:
-    """A conversation through the model's chat template; what goes in is what transformers would put in.
+    """Render a conversation with the chat template of a model, with the same variables as transformers.
 
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``.
-        options: Variables of the template.
+        options: More variables of the template.
 
     Raises:
-        TemplateRefusalError, TemplateLimitError: as ``TemplateProcess.render``.
-        Exception: where the form is written in Python, by mlx-lm or transformers: whatever that raises.
+        TemplateRefusalError, TemplateLimitError: as ``TemplateSandbox.render``.
+        Exception: whatever mlx-lm or transformers raise, for models whose chat format is written in Python there.
     """
-    # mlx-lm's rule: a template that may think is told so.
+    # The same default as in mlx-lm: templates with optional reasoning get True.
     options.setdefault("enable_thinking", tokenizer.has_thinking)
-    if _is_code(tokenizer):
+    if _is_written_in_python(tokenizer):
         given = {**options, **({} if tools is None else {"tools": tools})}
-        shown = tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **given
         )
-        return str(shown)
+        return str(text)
     if not messages:
-        raise TemplateRefusalError("there are none")
+        raise TemplateRefusalError("there are no messages")
     variables = {
         **tokenizer.special_tokens_map,
         **options,
-        "messages": [_plain(message) for message in messages],
+        "messages": [_template_message(message) for message in messages],
         "tools": tools,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    return shared().render(_template(tokenizer, tools), variables)
+    return default_sandbox().render(_template(tokenizer, tools), variables)
 
 
-def _is_code(tokenizer: Any) -> bool:
-    """Whether a function of mlx-lm's or a class of transformers' writes the prompt: no template of the model's does."""
-    # Imported with the tokenizer already; by itself it takes a second.
+def _is_written_in_python(tokenizer: Any) -> bool:
+    """Whether code of mlx-lm or transformers writes the prompt, and no template of the model."""
+    # Slow to import: a second, unless the tokenizer has imported it already.
     from mlx_lm.tokenizer_utils import PreTrainedTokenizerBase  # type: ignore[attr-defined]
 
     own: Any = type(tokenizer._tokenizer).apply_chat_template
@@ -190,8 +164,8 @@ def _template(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> str:
         raise TemplateRefusalError(str(exc)) from exc
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is not there; thoughts under either name that templates have for them."""
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop fields that are None, and pass the reasoning under both names that templates use."""
     given = {name: value for name, value in message.items() if value is not None}
-    thoughts = next((given[name] for name in REASONING if name in given), None)
-    return given if thoughts is None else {"thinking": thoughts, **given, "reasoning_content": thoughts}
+    reasoning = next((given[name] for name in REASONING_FIELDS if name in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}

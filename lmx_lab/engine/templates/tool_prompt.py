@@ -1,8 +1,9 @@
-"""The generic way to tell a model of tools, for models whose templates have none that is known.
+"""Describe tools to models whose chat templates have no known way to do so.
 
-It is that of the Hermes models (and of Qwen's, whose templates write it themselves), which small models, too, have
-often seen: the tools as JSON in the system message, a call between ``<tool_call>`` and ``</tool_call>`` in the answer,
-its result between ``<tool_response>`` and ``</tool_response>`` in the name of the user.
+The generic format is that of the Hermes models (and of Qwen, whose templates write it themselves), which small models
+have often seen in training. The system message lists the tools as JSON. The answer contains calls between
+``<tool_call>`` and ``</tool_call>``. A user message contains the results, between ``<tool_response>`` and
+``</tool_response>``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ The results come in the next message, between <tool_response> and </tool_respons
 
 
 def template_tools(tools: ToolUse) -> list[dict[str, Any]]:
-    """The tools as the chat format has them, which is what chat templates know."""
+    """Return the tools in the form of the chat-completions format, which chat templates expect."""
     return [
         {
             "type": "function",
@@ -43,13 +44,13 @@ def template_tools(tools: ToolUse) -> list[dict[str, Any]]:
     ]
 
 
-def written_out(
+def write_tools_as_text(
     messages: Iterable[Mapping[str, Any]], tools: ToolUse | None, *, system: bool = True
 ) -> list[dict[str, Any]]:
-    """The same conversation with tools, calls and results as text.
+    """Return the conversation with tools, calls and results written as text.
 
     Args:
-        system: The template has a place for the system's message; else the first of the user tells of the tools.
+        system: Whether the template supports a system message. If not, the first user message describes the tools.
     """
     written: list[dict[str, Any]] = []
     results: list[str] = []
@@ -58,29 +59,29 @@ def written_out(
             results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
             continue
         if results:
-            written.append(_user(results))
+            written.append(_results_message(results))
             results = []
-        written.append(_called(message))
+        written.append(_with_calls_as_text(message))
     if results:
-        written.append(_user(results))
-    return _instructed(written, tools, system) if tools is not None else written
+        written.append(_results_message(results))
+    return _with_instructions(written, tools, system) if tools is not None else written
 
 
-def _user(results: list[str]) -> dict[str, Any]:
+def _results_message(results: list[str]) -> dict[str, Any]:
     return {"role": "user", "content": "\n".join(results)}
 
 
-def _called(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    calls = [f"{START}\n{_call(call['function'])}\n{END}" for call in message.get("tool_calls") or ()]
+    calls = [f"{START}\n{_call_text(call['function'])}\n{END}" for call in message.get("tool_calls") or ()]
     return {**rest, "content": "\n".join(filter(None, [rest["content"], *calls]))} if calls else rest
 
 
-def _call(function: Mapping[str, Any]) -> str:
+def _call_text(function: Mapping[str, Any]) -> str:
     return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
 
 
-def _instructed(messages: list[dict[str, Any]], tools: ToolUse, system: bool) -> list[dict[str, Any]]:
+def _with_instructions(messages: list[dict[str, Any]], tools: ToolUse, system: bool) -> list[dict[str, Any]]:
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in template_tools(tools))
     instructions = INSTRUCTIONS.format(tools=described)
     first = messages[0] if messages else {"role": "", "content": ""}

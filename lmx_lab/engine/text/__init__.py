@@ -1,1 +1,1 @@
-"""Turn tokens into text, thoughts and tool calls. Pure code."""
+"""Convert tokens to text, reasoning and tool calls. Pure code."""

@@ -1,234 +1,294 @@
-"""The channels of an answer, thoughts, content and tool calls, divided as its text comes. Pure code.
+"""Split the text of an answer into channels as it arrives: reasoning, content and tool calls. Pure code.
 
-All positions are in characters of the raw text: everything the model wrote, markers included. What is held back is
-always the end of it, so ``passed`` is a number.
+All positions are in characters of the raw text, which is everything that the model wrote, including markers. Text that
+is held back is always the end of the raw text, so a single number (``passed``) describes the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape
-from lmx_lab.engine.text.stop_strings import StopStrings, overlap
-from lmx_lab.engine.text.tool_calls import CallReader, Numbering, reader
+from lmx_lab.engine.text.tool_calls import CallFormat, CallNumbering, CallReader, create_reader
 from lmx_lab.values.generation import ToolCallDelta
+
+CONTENT, REASONING, TOOL = "normal", "reasoning", "tool"
+"""States of mlx-lm's ``TextStateMachine``. Text in any other state, such as a header, is dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelFormat:
+    """The markers that divide the text of an answer into reasoning, content and tool calls."""
+
+    initial: str = CONTENT
+    """The state in which the answer begins. The prompt may have opened the reasoning already."""
+    transitions: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    """For each state, the markers that end it and the states that follow. Markers are not part of any channel."""
+    reasoning_first: bool = False
+    """Whether reasoning can begin only before any content. Later its start marker is ordinary text."""
+    calls: CallFormat | None = None
+    literals: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens by id, as text, except those that end an answer. They count as text inside a marker and inside a
+    call in the model's own format; elsewhere they are dropped."""
+
+
+class StopStrings:
+    """Cuts a text stream at the first stop string, and holds back text that may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    @property
+    def held(self) -> int:
+        """Number of characters held back."""
+        return len(self._held)
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Return the text that is certain, and whether a stop string was found. The stop string is not part of it."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            # The one that is complete first, as if the text had arrived one character at a time.
+            self._held = ""
+            return text[: min(found)[1]], True
+        held = max(overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def finish(self) -> str:
+        """Return the text that was held back; it turned out not to be a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[len(text) - size :]):
+            return size
+    return 0
 
 
 @dataclass(slots=True)
-class Parts:
-    """What some text has set free, in pieces."""
+class ChannelOutput:
+    """The pieces of each channel that some text completed."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallDelta] = field(default_factory=list)
     stopped: bool = False
+    """Whether a stop string was found."""
 
 
-class TrailingSpace:
-    """Holds back whitespace until something else follows."""
+class TrailingWhitespace:
+    """Holds back whitespace until other text follows."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
         self.held = 0
-        """Characters."""
+        """Number of characters held back."""
 
     def feed(self, text: str) -> str:
-        """The text that is free to go: it does not end in whitespace."""
-        kept = text.rstrip()
-        free = self.take() + kept if kept else ""
-        if len(kept) < len(text):
-            self._held.append(text[len(kept) :])
-            self.held += len(text) - len(kept)
-        return free
+        """Return the text up to its trailing whitespace, after whitespace that was held back before."""
+        stripped = text.rstrip()
+        output = self.take() + stripped if stripped else ""
+        if len(stripped) < len(text):
+            self._held.append(text[len(stripped) :])
+            self.held += len(text) - len(stripped)
+        return output
 
     def take(self) -> str:
-        """What is held back."""
+        """Return the whitespace that was held back, and forget it."""
         held, self._held, self.held = "".join(self._held), [], 0
         return held
 
 
-class Channels:
-    """One answer's way from raw text to its channels.
+class ChannelParser:
+    """Splits the raw text of one answer into its channels.
 
-    Stop strings are looked for in the content as its reader sees it, without the whitespace that is dropped, and anew
-    after every marker. A section of calls that is none is content, as if its markers were not.
+    Stop strings are searched in the content as the client sees it, without the whitespace that is dropped. The search
+    starts again after every marker. A section without a valid call is content, with its markers.
     """
 
-    def __init__(self, shape: AnswerShape, stops: Sequence[str]) -> None:
-        edges = {state: list(edges) for state, edges in shape.transitions.items()}
-        after = {state for leaving in edges.values() for _, state in leaving}
-        states = {*edges, *after, shape.initial}
-        self._shows_content = CONTENT in states
-        self._edges = {state: [edge for edge in edges.get(state, []) if edge[0]] for state in states}
+    def __init__(self, format: ChannelFormat, stops: Sequence[str]) -> None:
+        transitions = {state: list(leaving) for state, leaving in format.transitions.items()}
+        targets = {state for leaving in transitions.values() for _, state in leaving}
+        states = {*transitions, *targets, format.initial}
+        self._has_content = CONTENT in states
+        self._transitions = {state: [edge for edge in transitions.get(state, []) if edge[0]] for state in states}
         self._held = ""
         """Text that may be the beginning of a marker."""
-        self.state = shape.initial
+        self.state = format.initial
         self._stops = StopStrings(stops)
-        self._format = shape.calls
-        self._numbering = Numbering()
+        self._call_format = format.calls
+        self._numbering = CallNumbering()
         self._call: CallReader | None = None
-        self._space = TrailingSpace()
-        """Of the content: a call may follow."""
-        self._thought_space = TrailingSpace()
-        self._leading = shape.initial == REASONING or shape.thoughts_first
-        """Whitespace that comes now begins the thoughts, or the content after them."""
-        self._may_think = True
-        self._thoughts_first = shape.thoughts_first
+        self._whitespace = TrailingWhitespace()
+        """Trailing whitespace of the content, which is dropped if a call follows."""
+        self._reasoning_whitespace = TrailingWhitespace()
+        self._drops_leading_whitespace = format.initial == REASONING or format.reasoning_first
+        """Whether whitespace that arrives now is at the beginning of the reasoning, or of the content after it."""
+        self._may_reason = True
+        self._reasoning_first = format.reasoning_first
         self._after_call = False
-        """Nothing but whitespace since the last call."""
+        """Whether only whitespace has followed the last call."""
         self._read = 0
         self._cut: int | None = None
-        self._parts = Parts()
-        if shape.initial == TOOL:
-            self._open("")
+        self._output = ChannelOutput()
+        if format.initial == TOOL:
+            self._open_call("")
 
     @property
-    def called(self) -> bool:
-        """Whether a call has been given out, its first piece at least."""
+    def has_called(self) -> bool:
+        """Whether at least the first delta of a call was returned."""
         return self._numbering.count > 0
 
     @property
     def passed(self) -> int:
-        """How much of the raw text is not held back: given out or dropped. Where a stop string cuts, up to the cut."""
+        """Length of the raw text that was returned or dropped. After a stop string it is the position of the cut."""
         if self._cut is not None:
             return self._cut
-        waiting = self._call.held if self._call is not None else 0
-        return self._read - waiting - self._space.held - self._thought_space.held - self._stops.held
+        in_call = self._call.held if self._call is not None else 0
+        return self._read - in_call - self._whitespace.held - self._reasoning_whitespace.held - self._stops.held
 
-    def feed(self, text: str) -> Parts:
-        """What this text sets free."""
+    def feed(self, text: str) -> ChannelOutput:
+        """Read more text and return what it completes."""
         self._held += text
         while self._cut is None and (found := self._next_marker()) is not None:
             at, marker, after = found
             self._pass(at)
             if self._cut is None:
                 self._held = self._held[len(marker) :]
-                self._meet(marker, after)
+                self._read_marker(marker, after)
         if self._cut is None:
-            waiting = max((overlap(self._held, marker) for marker, _ in self._edges[self.state]), default=0)
-            self._pass(len(self._held) - waiting)
-        return self._given()
+            partial = max((overlap(self._held, marker) for marker, _ in self._transitions[self.state]), default=0)
+            self._pass(len(self._held) - partial)
+        return self._take_output()
 
-    def finish(self) -> Parts:
-        """The rest, at the end of generation."""
+    def finish(self) -> ChannelOutput:
+        """Return the rest at the end of generation."""
         self._pass(len(self._held))
         if self._call is not None:
-            self._close("")
-        self._parts.reasoning.append(self._thought_space.take())
+            self._close_call("")
+        self._output.reasoning.append(self._reasoning_whitespace.take())
         self._end_content()
-        return self._given()
+        return self._take_output()
 
-    def _given(self) -> Parts:
-        given, self._parts = self._parts, Parts()
-        return given
+    def _take_output(self) -> ChannelOutput:
+        output, self._output = self._output, ChannelOutput()
+        return output
 
     # Markers
 
     def _next_marker(self) -> tuple[int, str, str] | None:
-        """Where the marker begins that is complete first, itself, and the state after it."""
-        found = [(at, marker, to) for marker, to in self._edges[self.state] if (at := self._held.find(marker)) >= 0]
+        """Return position, text and next state of the marker that is complete first."""
+        found = [
+            (at, marker, to) for marker, to in self._transitions[self.state] if (at := self._held.find(marker)) >= 0
+        ]
         return min(found, key=lambda it: (it[0] + len(it[1]), it[0]), default=None)
 
     def _pass(self, count: int) -> None:
-        """Hand on so many characters of the present state."""
+        """Pass the first ``count`` held characters to the current state."""
         text, self._held = self._held[:count], self._held[count:]
         self._read += count
-        self._take(self.state, text)
+        self._process(self.state, text)
 
-    def _meet(self, marker: str, after: str) -> None:
+    def _read_marker(self, marker: str, after: str) -> None:
         before = self.state
         if self._is_text(before, after):
             self._read += len(marker)
-            self._take(before, marker)
+            self._process(before, marker)
         else:
             self.state = after
-            self._change(before, marker, after)
+            self._change_state(before, marker, after)
 
     def _is_text(self, before: str, after: str) -> bool:
-        """Whether what looks like a marker is none: an argument may quote the end marker, content that of thoughts."""
+        """Whether a marker is ordinary text: an argument can contain the end marker, content that of reasoning."""
         if self._call is not None and self._call.in_string:
             return True
-        return before == CONTENT and after == REASONING and not self._may_think
+        return before == CONTENT and after == REASONING and not self._may_reason
 
-    def _take(self, state: str, text: str) -> None:
+    def _process(self, state: str, text: str) -> None:
         if not text or self._cut is not None:
             return
         if state == CONTENT:
-            self._take_content(text)
+            self._process_content(text)
         elif state == REASONING:
-            self._parts.reasoning.append(self._thought_space.feed(self._without_leading(text)))
+            self._output.reasoning.append(self._reasoning_whitespace.feed(self._strip_leading(text)))
         elif self._call is not None:
-            self._take_call(self._call, self._call.feed(text))
+            self._process_call(self._call, self._call.feed(text))
 
-    def _change(self, before: str, marker: str, after: str) -> None:
+    def _change_state(self, before: str, marker: str, after: str) -> None:
         if before == CONTENT and after != TOOL:
             self._end_content()
         self._read += len(marker)
         if before == TOOL and self._call is not None:
-            self._close(marker)
+            self._close_call(marker)
             marker = ""
         if before == REASONING:
-            space = self._thought_space.take()
-            self._parts.reasoning += [space] if after == REASONING else []
+            space = self._reasoning_whitespace.take()
+            self._output.reasoning += [space] if after == REASONING else []
         if REASONING in (before, after) and before != after:
-            self._leading = True
+            self._drops_leading_whitespace = True
         if after == TOOL:
-            self._open(marker)
+            self._open_call(marker)
 
-    def _without_leading(self, text: str) -> str:
-        if self._leading:
+    def _strip_leading(self, text: str) -> str:
+        if self._drops_leading_whitespace:
             text = text.lstrip()
-            self._leading = not text
+            self._drops_leading_whitespace = not text
         return text
 
     # Content
 
-    def _take_content(self, text: str) -> None:
-        text = self._without_leading(text)
-        if self._thoughts_first and text.strip():
-            self._may_think = False
-        self._show(self._space.feed(text) if self._format is not None else text)
+    def _process_content(self, text: str) -> None:
+        text = self._strip_leading(text)
+        if self._reasoning_first and text.strip():
+            self._may_reason = False
+        self._output_content(self._whitespace.feed(text) if self._call_format is not None else text)
 
-    def _show(self, text: str) -> None:
-        """Text that is content for certain; what has been read ends with it, but for the space behind it."""
+    def _output_content(self, text: str) -> None:
+        """Output text that is certain to be content. It is followed only by whitespace that is held back."""
         if not text or self._cut is not None:
             return
         self._after_call = False
-        begin = self._read - self._space.held - len(text) - self._stops.held
-        free, stopped = self._stops.feed(text)
-        self._parts.content.append(free)
+        begin = self._read - self._whitespace.held - len(text) - self._stops.held
+        certain, stopped = self._stops.feed(text)
+        self._output.content.append(certain)
         if stopped:
-            self._parts.stopped = True
-            self._cut = begin + len(free)
+            self._output.stopped = True
+            self._cut = begin + len(certain)
 
     def _end_content(self) -> None:
-        space = self._space.take()
+        space = self._whitespace.take()
         if not self._after_call:
-            self._show(space)
+            self._output_content(space)
         if self._cut is None:
-            self._parts.content.append(self._stops.finish())
+            self._output.content.append(self._stops.finish())
 
     # Calls
 
-    def _open(self, marker: str) -> None:
-        if self._format is not None:
-            self._call = reader(self._format, marker, self._numbering)
+    def _open_call(self, marker: str) -> None:
+        if self._call_format is not None:
+            self._call = create_reader(self._call_format, marker, self._numbering)
 
-    def _close(self, marker: str) -> None:
+    def _close_call(self, marker: str) -> None:
         call, self._call = self._call, None
         assert call is not None
         if call.accepted:
             return
-        self._take_call(call, call.close(marker))
-        if not call.accepted and self._shows_content:
-            self._leading = False
-            self._take_content(call.raw)
+        self._process_call(call, call.close(marker))
+        if not call.accepted and self._has_content:
+            self._drops_leading_whitespace = False
+            self._process_content(call.raw)
 
-    def _take_call(self, call: CallReader, deltas: list[ToolCallDelta]) -> None:
+    def _process_call(self, call: CallReader, deltas: list[ToolCallDelta]) -> None:
         if any(delta.id is not None for delta in deltas):
-            # Its first piece: the space before it goes, and a stop string does not begin before it.
-            self._space.take()
-            self._parts.content.append(self._stops.finish())
-            self._leading, self._after_call = False, True
-        self._parts.calls += deltas
+            # The first delta of a call: whitespace before it is dropped, and no stop string can begin before it.
+            self._whitespace.take()
+            self._output.content.append(self._stops.finish())
+            self._drops_leading_whitespace, self._after_call = False, True
+        self._output.calls += deltas

@@ -1,4 +1,7 @@
-"""How a model writes thoughts and tool calls: read off its tokenizer by mlx-lm, or the generic way for calls."""
+"""Detect how a model writes reasoning and tool calls, and derive what an answer to a request may contain.
+
+mlx-lm reads most of it from the tokenizer. Models without a known format for calls get the generic one.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from lmx_lab.engine.grammar.build import Marker, Thoughts, grammar
+from lmx_lab.engine.grammar.build import Marker, ReasoningSection, build_grammar
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, ToolUse
-from lmx_lab.engine.templates.renderer import TemplateLimitError, rendered
-from lmx_lab.engine.templates.tool_prompt import END, START, template_tools, written_out
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
+from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
+from lmx_lab.engine.templates.tool_prompt import END, START, template_tools, write_tools_as_text
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
+from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.errors import InvalidRequestError
 
-Thinking = Literal["open", "possible", "closed"]
-"""What the end of the prompt says of the thoughts: they have begun, may begin, or are over."""
+ReasoningState = Literal["open", "possible", "closed"]
+"""State of the reasoning at the end of the prompt: it has begun, it may begin, or it has ended."""
 GENERIC = CallFormat(start=START, end=END)
-# The parser of models that write calls as the generic format does, such as Qwen's and Hermes.
+# The parser of models whose call format is the generic one, such as Qwen and Hermes.
 GENERIC_PARSER = "mlx_lm.tool_parsers.json_tools"
 MISTRAL_PARSER = "mlx_lm.tool_parsers.mistral"
-# Thoughts that mlx-lm does not look for: its own are tokens, these are in the template, one token or several.
-MORE_THOUGHTS = (
+# Markers that mlx-lm does not detect. It looks for tokens; these are in the template, as one token or several.
+MORE_REASONING_MARKERS = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
     ("<mm:think>", "</mm:think>"),
@@ -32,9 +36,10 @@ MORE_THOUGHTS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 TAIL_TOKENS = 32
+"""Number of tokens at the end of the prompt that are searched for a marker of the reasoning."""
 BETWEEN = "between"
-"""A state whose text is not shown."""
-# Harmony, the format of gpt-oss: each message has a header with its channel, and a call the name in the header.
+"""A state whose text is dropped."""
+# Harmony is the format of gpt-oss: each message has a header with its channel; a call has its name in the header.
 HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
 HARMONY_CALL = ("to=functions.", TOOL)
 HARMONY: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -54,52 +59,53 @@ HARMONY: Mapping[str, Sequence[tuple[str, str]]] = {
 
 
 @dataclass(frozen=True)
-class OwnCalls:
-    """A way to write calls that is not the generic one."""
+class OwnCallFormat:
+    """A format for calls that is not the generic one."""
 
     start: str
     end: str
     parse: Callable[[str, Any], Any]
-    """The text between the markers, and the tools."""
+    """Parses the text between the markers; the second argument is the list of tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dialect:
-    """The markers of one model, as text."""
+class ChatFormat:
+    """How one model writes reasoning and tool calls, and what its chat template supports."""
 
-    thoughts: tuple[str, str] | None = None
-    end_of_thoughts: tuple[int, ...] = ()
-    """Its tokens."""
-    takes_tools: bool = False
-    """The template writes tools, calls and results by itself."""
-    takes_system: bool = True
-    """The template has a place for the system's message."""
-    own_calls: OwnCalls | None = None
-    """As the template writes them; None for the generic way."""
-    shown: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    """A message as the template takes it."""
+    reasoning_markers: tuple[str, str] | None = None
+    """Start and end marker of the reasoning."""
+    reasoning_end: tuple[int, ...] = ()
+    """Tokens of the end marker."""
+    supports_tools: bool = False
+    """Whether the template writes tools, calls and results itself."""
+    supports_system: bool = True
+    """Whether the template accepts a system message."""
+    own_calls: OwnCallFormat | None = None
+    """The format of calls that the template writes; None for the generic one."""
+    convert_message: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """Converts a message to the form that the template accepts."""
     initial: str = CONTENT
     transitions: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
-    """Of answers with headers around thoughts and content."""
+    """The state machine of answers with headers around reasoning and content; see ``ChannelFormat``."""
     literals: Mapping[int, str] = field(default_factory=dict)
-    """Special tokens, without those that end an answer."""
+    """Special tokens, except those that end an answer."""
     markers: Mapping[str, Marker] = field(default_factory=dict)
-    """The markers of thoughts and generic calls as this model's tokens."""
+    """The markers of reasoning and of generic calls as tokens of this model."""
 
     @property
     def marker_tokens(self) -> set[int]:
-        """Tokens that are, or are in, a marker."""
+        """Special tokens that are a marker or a part of one."""
         return {part for marker in self.markers.values() for part in marker if isinstance(part, int)}
 
     @property
-    def headed(self) -> bool:
-        """Answers have headers, which no grammar here knows."""
+    def has_headers(self) -> bool:
+        """Whether answers have headers, which our grammars do not support."""
         return bool(self.transitions)
 
-    def calls_in(self, request: GenerationRequest) -> CallFormat | None:
-        """How calls are written in the answer to this request; None if it may have none.
+    def call_format(self, request: GenerationRequest) -> CallFormat | None:
+        """Return how calls are written in the answer to this request; None if it cannot contain calls.
 
-        Calls that a grammar makes are written the generic way, by any model.
+        Calls that a grammar enforces are written in the generic format, by any model.
         """
         tools = _tools(request)
         if tools is None:
@@ -110,90 +116,93 @@ class Dialect:
         described = template_tools(tools)
         return CallFormat(start=own.start, end=own.end, parse=lambda text: own.parse(text, described))
 
-    def shape(self, request: GenerationRequest, thinking: Thinking) -> AnswerShape | None:
-        """How the answer divides; None if it is content and nothing else."""
+    def channel_format(self, request: GenerationRequest, state: ReasoningState) -> ChannelFormat | None:
+        """Return how the answer divides into channels; None if all of it is content."""
         if not isinstance(request.prompt, ChatPrompt):
             return None
-        calls, tools = self.calls_in(request), _tools(request)
-        # Between forced calls a cut answer may have half a marker, which nobody wants to read.
+        calls, tools = self.call_format(request), _tools(request)
+        # Between forced calls, an answer that was cut off may contain half a marker, which should not be visible.
         content = BETWEEN if tools is not None and tools.forced else CONTENT
-        transitions: dict[str, list[tuple[str, str]]] = {state: list(to) for state, to in self.transitions.items()}
-        thinks = self.thoughts is not None and thinking != "closed"
-        if thinks:
-            assert self.thoughts is not None
-            start, end = self.thoughts
+        transitions: dict[str, list[tuple[str, str]]] = {before: list(to) for before, to in self.transitions.items()}
+        reasons = self.reasoning_markers is not None and state != "closed"
+        if reasons:
+            assert self.reasoning_markers is not None
+            start, end = self.reasoning_markers
             transitions.setdefault(content, []).append((start, REASONING))
             transitions.setdefault(REASONING, []).append((end, content))
         if calls is not None:
-            # In headed answers the headers may say where calls begin.
-            if not any(to == TOOL for ways in transitions.values() for _, to in ways):
+            # In answers with headers, a header may already mark the beginning of calls.
+            if not any(to == TOOL for leaving in transitions.values() for _, to in leaving):
                 transitions.setdefault(content, []).append((calls.start, TOOL))
                 if calls.parse is not None and REASONING in transitions:
-                    # Some models call without a word about the end of their thoughts.
+                    # Some models begin a call without ending their reasoning.
                     transitions[REASONING].append((calls.start, TOOL))
             transitions.setdefault(TOOL, [(calls.end, content)] if calls.end else [])
         if not transitions:
             return None
         first = content if self.initial == CONTENT else self.initial
-        initial = REASONING if thinking == "open" and self.thoughts is not None else first
-        return AnswerShape(
-            initial=initial, transitions=transitions, thoughts_first=thinks, calls=calls, literals=self.literals
+        initial = REASONING if state == "open" and self.reasoning_markers is not None else first
+        return ChannelFormat(
+            initial=initial, transitions=transitions, reasoning_first=reasons, calls=calls, literals=self.literals
         )
 
     def template_input(self, request: GenerationRequest, prompt: ChatPrompt) -> dict[str, Any]:
-        """Messages and tools for the model's template.
+        """Return messages and tools for the model's template.
 
-        Tools, calls and results are written into the messages if the template has no way for them, or the answer none
-        that goes with its format.
+        Tools, calls and results are written into the messages as text if the template does not support them, or if the
+        answer uses another format for calls than the template.
         """
         given: dict[str, Any] = {}
-        if self.thoughts is not None and not {"enable_thinking", "thinking"} & set(prompt.template_options):
-            # mlx-lm says no for models whose thoughts it does not know.
+        if self.reasoning_markers is not None and not {"enable_thinking", "thinking"} & set(prompt.template_options):
+            # mlx-lm passes False for models whose reasoning it does not detect.
             given["enable_thinking"] = True
-        unlike = self.own_calls is not None and request.answer_format is not None and prompt.tools is not None
-        if unlike or not self.takes_tools:
-            return {**given, "messages": written_out(prompt.messages, prompt.tools, system=self.takes_system)}
+        differs = self.own_calls is not None and request.answer_format is not None and prompt.tools is not None
+        if differs or not self.supports_tools:
+            messages = write_tools_as_text(prompt.messages, prompt.tools, system=self.supports_system)
+            return {**given, "messages": messages}
         if prompt.tools is not None:
             given["tools"] = template_tools(prompt.tools)
-        return {**given, "messages": [self.shown(message) for message in prompt.messages]}
+        return {**given, "messages": [self.convert_message(message) for message in prompt.messages]}
 
-    def grammar(self, request: GenerationRequest, thinking: Thinking) -> str | None:
-        """What llguidance shall enforce; None for an answer that is free.
+    def grammar(self, request: GenerationRequest, state: ReasoningState) -> str | None:
+        """Return the llguidance grammar of the answer; None if any answer is allowed.
 
         Raises:
-            InvalidRequestError: this model's answers cannot be made to have the form that is asked for.
+            InvalidRequestError: the requested format cannot be enforced for this model or with these parameters.
         """
-        calls = self.calls_in(request)
+        calls = self.call_format(request)
         tools = _tools(request) if calls is not None and calls.parse is None else None
-        thoughts = None
-        if self.thoughts is not None and thinking != "closed" and isinstance(request.prompt, ChatPrompt):
-            start, end = (self.markers.get(marker, (marker,)) for marker in self.thoughts)
-            thoughts = Thoughts(start=start, end=end, open=thinking == "open")
+        reasoning = None
+        if self.reasoning_markers is not None and state != "closed" and isinstance(request.prompt, ChatPrompt):
+            start, end = (self.markers.get(marker, (marker,)) for marker in self.reasoning_markers)
+            reasoning = ReasoningSection(start=start, end=end, open=state == "open")
         try:
-            found = grammar(request.answer_format, tools, thoughts, markers=self.markers)
+            grammar = build_grammar(request.answer_format, tools, reasoning, markers=self.markers)
         except RecursionError as exc:
-            # From a notebook: what comes over HTTP is not nested so deeply.
+            # Possible only from a notebook: the depth of JSON over HTTP is limited.
             raise InvalidRequestError("a schema is nested too deeply to be read; flatten it") from exc
-        if found is not None and self.headed:
+        if grammar is not None and self.has_headers:
             raise InvalidRequestError(
-                "answers of this model have headers, around which nothing can be enforced: leave out response_format, "
-                "and let tool_choice be auto",
+                "answers of this model have headers, and no format can be enforced around them: leave out "
+                "response_format, and set tool_choice to auto",
                 param="response_format" if request.answer_format is not None else "tool_choice",
             )
-        if found is not None and request.ignore_eos:
+        if grammar is not None and request.ignore_eos:
             raise InvalidRequestError(
-                "ignore_eos is for answers of any form; leave it out, or response_format and tools", param="ignore_eos"
+                "ignore_eos cannot be combined with response_format or enforced tool calls; leave one of them out",
+                param="ignore_eos",
             )
-        return found
+        return grammar
 
-    def thinking(self, tail: str) -> Thinking:
-        """
+    def reasoning_state(self, tail: str) -> ReasoningState:
+        """Read the state of the reasoning from the end of a prompt.
+
         Args:
-            tail: The end of the prompt, special tokens shown.
+            tail: The end of the prompt as text, including special tokens.
         """
-        if self.thoughts is None:
+        if self.reasoning_markers is None:
             return "closed"
-        start, end = self.thoughts
+        start, end = self.reasoning_markers
         tail = tail.rstrip()
         return "open" if tail.endswith(start) else "closed" if tail.endswith(end) else "possible"
 
@@ -202,72 +211,73 @@ def _tools(request: GenerationRequest) -> ToolUse | None:
     return request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
 
 
-def dialect_of(tokenizer: Any) -> Dialect:
-    """What mlx-lm finds in a tokenizer's vocabulary, template and configuration, and what it overlooks.
+def detect_chat_format(tokenizer: Any) -> ChatFormat:
+    """Detect the chat format from the vocabulary, the template and the configuration of a tokenizer.
 
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``.
 
     Raises:
-        TemplateLimitError: of the template, which is tried out.
+        TemplateLimitError: the template, which is rendered as a test, exceeded a limit.
     """
-    thoughts = _thoughts(tokenizer)
-    # Asked once: the vocabulary is a new dictionary of all tokens at each call.
-    harmony = not tokenizer.response_transitions and set(HARMONY_TOKENS) <= tokenizer.get_vocab().keys()
+    reasoning_markers = _reasoning_markers(tokenizer)
+    # Called once: each call of get_vocab builds a new dictionary of all tokens.
+    is_harmony = not tokenizer.response_transitions and set(HARMONY_TOKENS) <= tokenizer.get_vocab().keys()
     transitions = {
-        state: list(ways) for state, ways in (HARMONY if harmony else tokenizer.response_transitions).items()
+        state: list(leaving) for state, leaving in (HARMONY if is_harmony else tokenizer.response_transitions).items()
     }
     if tokenizer.structural_markers:
         transitions.setdefault(CONTENT, []).extend((marker, CONTENT) for marker in tokenizer.structural_markers)
-    return Dialect(
-        thoughts=thoughts,
-        end_of_thoughts=_tokens(tokenizer, thoughts[1]) if thoughts is not None else (),
-        takes_tools=harmony or tokenizer.has_tool_calling,
-        takes_system=_takes_system(tokenizer),
-        own_calls=HARMONY_CALLS if harmony else _own_calls(tokenizer),
-        shown=_without_clashes if harmony else _with_short_ids if _is_mistral(tokenizer) else dict,
-        initial=BETWEEN if harmony else tokenizer.response_initial_state or CONTENT,
+    convert = _without_clashes if is_harmony else _with_short_ids if _is_mistral(tokenizer) else dict
+    return ChatFormat(
+        reasoning_markers=reasoning_markers,
+        reasoning_end=_tokens(tokenizer, reasoning_markers[1]) if reasoning_markers is not None else (),
+        supports_tools=is_harmony or tokenizer.has_tool_calling,
+        supports_system=_supports_system(tokenizer),
+        own_calls=HARMONY_CALLS if is_harmony else _own_calls(tokenizer),
+        convert_message=convert,
+        initial=BETWEEN if is_harmony else tokenizer.response_initial_state or CONTENT,
         transitions=transitions,
         literals=_literals(tokenizer),
-        markers={marker: _marker(tokenizer, marker) for marker in (*(thoughts or ()), START, END)},
+        markers={marker: _marker(tokenizer, marker) for marker in (*(reasoning_markers or ()), START, END)},
     )
 
 
-def _thoughts(tokenizer: Any) -> tuple[str, str] | None:
+def _reasoning_markers(tokenizer: Any) -> tuple[str, str] | None:
     if tokenizer.has_thinking:
         return tokenizer.think_start, tokenizer.think_end
     template = tokenizer.chat_template
-    written = template if isinstance(template, str) else ""
-    return next((pair for pair in MORE_THOUGHTS if all(marker in written for marker in pair)), None)
+    text = template if isinstance(template, str) else ""
+    return next((pair for pair in MORE_REASONING_MARKERS if all(marker in text for marker in pair)), None)
 
 
-def _takes_system(tokenizer: Any) -> bool:
-    def shown(*messages: dict[str, str]) -> str:
-        return rendered(tokenizer, messages, add_generation_prompt=True)
+def _supports_system(tokenizer: Any) -> bool:
+    def render(*messages: dict[str, str]) -> str:
+        return render_chat(tokenizer, messages, add_generation_prompt=True)
 
     user = {"role": "user", "content": "?"}
     try:
-        shown(user)
+        render(user)
     except TemplateLimitError:
         raise
-    # Templates raise anything; one that refuses even this says nothing of the system's message.
+    # Templates raise any exception. One that rejects even a single user message gives no information.
     except Exception:
         return True
     try:
-        return "probe" in shown({"role": "system", "content": "probe"}, user)
+        return "probe" in render({"role": "system", "content": "probe"}, user)
     except TemplateLimitError:
         raise
     except Exception:
         return False
 
 
-def _own_calls(tokenizer: Any) -> OwnCalls | None:
+def _own_calls(tokenizer: Any) -> OwnCallFormat | None:
     parse = tokenizer.tool_parser
     if parse is None or parse.__module__ == GENERIC_PARSER:
         return None
     if _is_mistral(tokenizer):
-        parse = partial(_mistral_calls, parse)
-    return OwnCalls(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse)
+        parse = partial(_parse_mistral_calls, parse)
+    return OwnCallFormat(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse)
 
 
 def _is_mistral(tokenizer: Any) -> bool:
@@ -275,35 +285,35 @@ def _is_mistral(tokenizer: Any) -> bool:
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With ids of nine letters and digits, whoever gave them: Mistral's templates refuse others."""
-    shown = dict(message)
-    if "tool_calls" in shown:
-        shown["tool_calls"] = [{**call, "id": _short(call["id"])} for call in shown["tool_calls"]]
-    if "tool_call_id" in shown:
-        shown["tool_call_id"] = _short(shown["tool_call_id"])
-    return shown
+    """Replace call ids by ids of nine letters and digits; Mistral's templates reject all others."""
+    converted = dict(message)
+    if "tool_calls" in converted:
+        converted["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in converted["tool_calls"]]
+    if "tool_call_id" in converted:
+        converted["tool_call_id"] = _short_id(converted["tool_call_id"])
+    return converted
 
 
-def _short(id_: str) -> str:
+def _short_id(id_: str) -> str:
     return id_ if re.fullmatch("[A-Za-z0-9]{9}", id_) else hashlib.blake2b(id_.encode(), digest_size=5).hexdigest()[:9]
 
 
-def _mistral_calls(parse: Callable[[str, Any], Any], text: str, tools: Any) -> Any:
-    # Mistral Small 3.2 writes name[CALL_ID]id[ARGS], of which the parser would take the id for the name.
+def _parse_mistral_calls(parse: Callable[[str, Any], Any], text: str, tools: Any) -> Any:
+    # Mistral Small 3.2 writes name[CALL_ID]id[ARGS]; the parser would take the id for the name.
     return parse(re.sub(r"\[CALL_ID\]\s*\w*\s*(?=\[ARGS\])", "", text), tools)
 
 
-def _harmony_call(text: str, tools: Any) -> Any:
-    """``name <|constrain|>json<|message|>{...}``, or with the channel in the place of the constraint."""
+def _parse_harmony_call(text: str, tools: Any) -> Any:
+    """Parse ``name <|constrain|>json<|message|>{...}``; the channel may be there instead of the constraint."""
     header, _, arguments = text.partition("<|message|>")
     return {"name": re.split(r"[\s<]", header, maxsplit=1)[0], "arguments": json.loads(arguments)}
 
 
-HARMONY_CALLS = OwnCalls(HARMONY_CALL[0], "<|call|>", _harmony_call)
+HARMONY_CALLS = OwnCallFormat(HARMONY_CALL[0], "<|call|>", _parse_harmony_call)
 
 
 def _without_clashes(message: Mapping[str, Any]) -> dict[str, Any]:
-    # The template of gpt-oss shows either of these before a call, and refuses both.
+    # Before a call, the template of gpt-oss shows either content or reasoning, and rejects messages with both.
     clash = bool(message.get("tool_calls")) and bool(message["content"])
     return {name: value for name, value in message.items() if not (clash and name == "reasoning_content")}
 
@@ -321,7 +331,7 @@ def _marker(tokenizer: Any, text: str) -> Marker:
         elif parts and isinstance(parts[-1], int):
             parts.append(tokenizer.decode([token]))
         else:
-            # Nothing but text: the same letters may come as other tokens.
+            # It begins with ordinary text, which the model can also write with other tokens.
             return (text,)
     return tuple(parts)
 

@@ -1,8 +1,9 @@
-"""Tokens to text, exactly: what is streamed, joined, does not depend on where it was held back.
+"""Convert tokens to text exactly: joined, the streamed pieces are the same wherever text was held back.
 
-Pure code. A ``TextSplitter`` takes token ids one by one and hands out the text that can no longer change: it holds back
-an unfinished UTF-8 character and the possible beginning of a stop string, and loses neither at the end. With the text
-go the entries of its tokens, whatever the caller keeps for each. Given the answer's shape, it divides the text.
+Pure code. A ``TextSplitter`` takes token ids one by one and returns the text that can no longer change. It holds back
+an incomplete UTF-8 character and the possible beginning of a stop string, and loses neither at the end. Entries that
+the caller attaches to tokens, such as log-probabilities, are returned together with the text of their tokens. With a
+``ChannelFormat`` it splits the text into reasoning, content and tool calls.
 """
 
 from __future__ import annotations
@@ -12,129 +13,127 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from lmx_lab.engine.text.answer_shape import REASONING, TOOL, AnswerShape
-from lmx_lab.engine.text.channels import Channels, Parts
-from lmx_lab.engine.text.stop_strings import StopStrings
+from lmx_lab.engine.text.channels import REASONING, TOOL, ChannelFormat, ChannelOutput, ChannelParser, StopStrings
 from lmx_lab.values.generation import ToolCallDelta
 
 REPLACEMENT = "\ufffd"
-# A character has at most 4 bytes, and a token at least one: so many can be missing its end.
-OPEN = 3
-# A broken run of LONG tokens is cut to the last KEPT. These have OPEN characters to hold, OPEN that a cut inside a
-# character can spoil, and 4 bytes a character at most.
-LONG = 32
-KEPT = 4 * 2 * OPEN
-# A run that cannot be cut: nothing but tokens without text after the beginning of a character, which is none then.
-HOPELESS = 2 * LONG
+# A character has at most 4 bytes, and a token at least one: at most this many tokens are missing from a character.
+MAX_MISSING = 3
+# A broken run of LONG_RUN tokens is cut to its last KEPT_TOKENS. They contain MAX_MISSING characters that are held
+# back, and MAX_MISSING more that a cut inside a character can spoil, of 4 bytes each.
+LONG_RUN = 32
+KEPT_TOKENS = 4 * 2 * MAX_MISSING
+# A run that cannot be cut: the beginning of a character that was never completed, followed by tokens without text.
+ENDLESS_RUN = 2 * LONG_RUN
 
 Token = int | str
-"""An id; or a text by itself, where ``decode`` joins texts."""
+"""A token id, or a text if ``decode`` joins texts."""
 Decode = Callable[[Sequence[Any]], str]
 E = TypeVar("E")
 
 
 class Detokenizer:
-    """Incremental decoding with any tokenizer's ``decode``, at constant cost per token.
+    """Incremental decoding with the ``decode`` of any tokenizer, at constant cost per token.
 
-    The tokens of the last complete piece are decoded again in front of the new ones, because a tokenizer may treat the
-    first token of a text differently (a leading space).
+    The tokens of the last complete piece are decoded again before the new ones, because a tokenizer may treat the first
+    token of a text differently (a leading space).
 
-    For byte-level tokenizers the pieces, joined, are what decoding everything at once gives. Tokenizers with byte
-    tokens beside others (SentencePiece's byte fallback) give up on all of a run of them that has one wrong byte; here
-    the valid characters of such a run are kept, and each other byte is one U+FFFD.
+    For byte-level tokenizers, the joined pieces equal the result of decoding everything at once. Tokenizers with byte
+    tokens in addition to others (SentencePiece's byte fallback) replace a whole run of byte tokens if one byte of it is
+    invalid. Here the valid characters of such a run are kept, and each other byte becomes one U+FFFD.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._context: list[Token] = []
         self._known = ""
-        """The text of the context, all of it out."""
-        self._unread: list[Token] = []
+        """Text of the context; all of it was returned."""
+        self._pending: list[Token] = []
         self._text = ""
-        """The text of the unread tokens, its first ``_sent`` characters out already."""
+        """Text of the pending tokens; its first ``_sent`` characters were returned."""
         self._sent = 0
-        self._given = 0
+        self._returned = 0
         self.start = 0
-        """Where the last token has changed the text, or begun its own, in characters of the whole text."""
+        """Position in the whole text, in characters, where the last token changed the text or began its own."""
 
     @property
     def length(self) -> int:
-        """Characters of the whole text, if it ended here."""
-        return self._given - self._sent + len(self._text)
+        """Length of the whole text in characters if it ended here."""
+        return self._returned - self._sent + len(self._text)
 
     def add(self, token: Token) -> str:
-        """The text that this token completes, or ``""``."""
-        self._unread.append(token)
-        before, self._text = self._text, self._read()
-        self.start = self._given - self._sent
+        """Add a token and return the text that it completes, possibly ``""``."""
+        self._pending.append(token)
+        before, self._text = self._text, self._decode_pending()
+        self.start = self._returned - self._sent
         if before:
             self.start += _first_difference(before, self._text)
         if self._text.endswith(REPLACEMENT):
-            return self._give_settled()
+            return self._return_settled()
         if self._text:
-            return self._give_all()
-        if self._context or len(self._unread) > KEPT:
-            # A skipped special token: decoding it again and again would change nothing.
-            self._unread.pop()
+            return self._return_all()
+        if self._context or len(self._pending) > KEPT_TOKENS:
+            # A special token that is skipped: decoding it again and again would change nothing.
+            self._pending.pop()
         return ""
 
     def finish(self) -> str:
-        """What was held back; torn characters come out as U+FFFD."""
+        """Return the text that was held back; incomplete characters become U+FFFD."""
         piece, self._sent = self._text[self._sent :], len(self._text)
-        return self._give(piece)
+        return self._return(piece)
 
     def cut(self) -> str:
-        """What was held back, as at the end; what follows is read as not being the beginning of a text."""
+        """Return the text that was held back, as at the end. Tokens that follow are not decoded as a new text."""
         piece = self.finish()
-        if self._unread:
-            self._move(self._unread, self._decode(self._unread))
+        if self._pending:
+            self._set_context(self._pending, self._decode(self._pending))
         return piece
 
-    def _read(self) -> str:
-        text = self._decode([*self._context, *self._unread])
+    def _decode_pending(self) -> str:
+        text = self._decode([*self._context, *self._pending])
         if text.startswith(self._known):
             return text[len(self._known) :]
-        # Byte fallback: a wrong byte has spoilt the context, whose text is out.
-        return self._decode(self._unread)
+        # Byte fallback: an invalid byte has changed the text of the context, which was already returned.
+        return self._decode(self._pending)
 
-    def _give_all(self) -> str:
+    def _return_all(self) -> str:
         piece = self._text[self._sent :]
-        self._move(self._unread, self._decode(self._unread))
-        return self._give(piece)
+        self._set_context(self._pending, self._decode(self._pending))
+        return self._return(piece)
 
-    def _give_settled(self) -> str:
-        """Of a text that ends in U+FFFD, what no further token can change."""
-        wrong = len(self._text) - len(self._text.rstrip(REPLACEMENT))
-        for size in range(1, min(wrong, OPEN + 1) + 1) if wrong > 1 else ():
-            valid = self._decode(self._unread[-size:])
+    def _return_settled(self) -> str:
+        """Return the part of a text ending in U+FFFD that no further token can change."""
+        invalid = len(self._text) - len(self._text.rstrip(REPLACEMENT))
+        for size in range(1, min(invalid, MAX_MISSING + 1) + 1) if invalid > 1 else ():
+            valid = self._decode(self._pending[-size:])
             if valid and REPLACEMENT not in valid:
-                # Byte fallback: a character behind a wrong byte.
+                # Byte fallback: a character after an invalid byte.
                 piece = self._text[self._sent : -size] + valid
-                self._move(self._unread[-size:], valid)
-                return self._give(piece)
-        settled = max(self._sent, len(self._text) - min(wrong, OPEN))
-        piece = self._give(self._text[self._sent : settled])
+                self._set_context(self._pending[-size:], valid)
+                return self._return(piece)
+        settled = max(self._sent, len(self._text) - min(invalid, MAX_MISSING))
+        piece = self._return(self._text[self._sent : settled])
         self._sent = settled
-        if len(self._unread) >= HOPELESS:
-            return piece + self._give_all()
-        if len(self._unread) >= LONG:
+        if len(self._pending) >= ENDLESS_RUN:
+            return piece + self._return_all()
+        if len(self._pending) >= LONG_RUN:
             self._shorten()
         return piece
 
     def _shorten(self) -> None:
-        """Forget the beginning of a run that stays broken; its held end, and what follows, are read the same."""
+        """Drop the beginning of a run that stays broken; the text of the rest is not changed by that."""
         held = len(self._text) - self._sent
-        text = self._decode(self._unread[-KEPT:])
-        if len(text) >= held + OPEN:
-            self._context, self._known, self._unread = [], "", self._unread[-KEPT:]
+        text = self._decode(self._pending[-KEPT_TOKENS:])
+        if len(text) >= held + MAX_MISSING:
+            self._context, self._known, self._pending = [], "", self._pending[-KEPT_TOKENS:]
             self._text, self._sent = text, len(text) - held
 
-    def _move(self, context: list[Token], known: str) -> None:
+    def _set_context(self, context: list[Token], known: str) -> None:
         self._context, self._known = context, known
-        self._unread, self._text, self._sent = [], "", 0
+        self._pending, self._text, self._sent = [], "", 0
 
-    def _give(self, piece: str) -> str:
-        self._given += len(piece)
+    def _return(self, piece: str) -> str:
+        self._returned += len(piece)
         return piece
 
 
@@ -144,20 +143,20 @@ def _first_difference(before: str, after: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[E]):
-    """Text that is free to go, and the entries of the tokens that are out with it."""
+class SplitText(Generic[E]):
+    """Text that can no longer change, and the entries of its tokens."""
 
     text: str
     stopped: bool
-    """A stop string ends the generation here."""
+    """Whether a stop string ends the generation here."""
     entries: tuple[E, ...] = ()
     reasoning: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(slots=True)
-class _Waiting(Generic[E]):
-    """An entry and the place of its token's text, in characters of the whole text."""
+class _WaitingEntry(Generic[E]):
+    """An entry and the position of its token's text, in characters of the whole text."""
 
     entry: E
     start: int
@@ -165,120 +164,124 @@ class _Waiting(Generic[E]):
 
 
 class TextSplitter(Generic[E]):
-    """One request's way from token ids to text; with a shape, to thoughts, content and tool calls.
+    """Converts the token ids of one answer to text; with a ``ChannelFormat``, to reasoning, content and tool calls.
 
-    An entry goes out once all the text of its token is out, or dropped. Where a stop string cuts, the last piece has
-    the entries of the tokens that begin before the cut; the others are dropped. Tokens that show nothing go with what
-    is before them.
+    An entry is returned when all the text of its token was returned or dropped. If a stop string cuts the text, the
+    last piece has the entries of the tokens that begin before the cut; the others are dropped. The entry of a token
+    without text is returned with the text before it.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str], shape: AnswerShape | None = None) -> None:
+    def __init__(self, decode: Decode, stops: Sequence[str], channels: ChannelFormat | None = None) -> None:
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops)
-        self._channels = None if shape is None else Channels(shape, stops)
-        self._literals = _Literals(shape)
-        self._waiting: deque[_Waiting[E]] = deque()
-        self._out = 0
-        """Characters out so far."""
+        self._channels = None if channels is None else ChannelParser(channels, stops)
+        self._literals = _Literals(channels)
+        self._waiting: deque[_WaitingEntry[E]] = deque()
+        self._passed = 0
+        """Number of characters that were returned or dropped."""
         self._inserted = 0
-        """Characters of literals, which the detokenizer has not seen."""
+        """Number of characters of literals; the detokenizer does not count them."""
         self.reasoning_tokens = 0
-        """Tokens that belong to the thoughts, or to the marker that ends them."""
+        """Number of tokens in the reasoning, including its end marker."""
 
     @property
-    def called(self) -> bool:
-        """Whether a tool call has been given out, its first piece at least."""
-        return self._channels is not None and self._channels.called
+    def has_called(self) -> bool:
+        """Whether at least the first delta of a tool call was returned."""
+        return self._channels is not None and self._channels.has_called
 
-    def add(self, token: Token, entry: E | None = None, *, count: int = 1) -> Piece[E]:
-        """What this token sets free; ``count`` is how many it stands for."""
+    def add(self, token: Token, entry: E | None = None, *, count: int = 1) -> SplitText[E]:
+        """Add a token and return what it completes.
+
+        Args:
+            count: Number of tokens that ``token`` stands for.
+        """
         if self._channels is not None:
-            return self._divide(self._channels, token, entry, count)
+            return self._add_to_channels(self._channels, token, entry, count)
         text, stopped = self._stops.feed(self._detokenizer.add(token))
         if entry is not None:
-            self._wait(entry, self._detokenizer.start, self._detokenizer.length)
-        self._out += len(text)
-        return Piece(text, stopped, self._free(stopped=stopped))
+            self._add_entry(entry, self._detokenizer.start, self._detokenizer.length)
+        self._passed += len(text)
+        return SplitText(text, stopped, self._take_entries(stopped=stopped))
 
-    def finish(self) -> Piece[E]:
-        """The rest, at the end of generation; a stop string can complete even here."""
+    def finish(self) -> SplitText[E]:
+        """Return the rest at the end of generation. A stop string can still be completed here."""
         if self._channels is not None:
-            return self._divide_rest(self._channels)
+            return self._finish_channels(self._channels)
         text, stopped = self._stops.feed(self._detokenizer.finish())
         if stopped:
-            self._out += len(text)
-            return Piece(text, True, self._free(stopped=True))
-        return Piece(text + self._stops.finish(), False, self._rest())
+            self._passed += len(text)
+            return SplitText(text, True, self._take_entries(stopped=True))
+        return SplitText(text + self._stops.finish(), False, self._take_all_entries())
 
-    def _divide(self, channels: Channels, token: Token, entry: E | None, count: int) -> Piece[E]:
+    def _add_to_channels(self, channels: ChannelParser, token: Token, entry: E | None, count: int) -> SplitText[E]:
         before = channels.state
         literal = self._literals.get(token, before)
         text = self._detokenizer.cut() + literal if literal else self._detokenizer.add(token)
         start = self._inserted + (self._detokenizer.length if literal else self._detokenizer.start)
         self._inserted += len(literal)
         if entry is not None:
-            self._wait(entry, start, self._inserted + self._detokenizer.length)
-        parts = channels.feed(text)
-        self._out = channels.passed
+            self._add_entry(entry, start, self._inserted + self._detokenizer.length)
+        output = channels.feed(text)
+        self._passed = channels.passed
         if REASONING in (before, channels.state):
             self.reasoning_tokens += count
-        return _joined([parts], self._free(stopped=parts.stopped))
+        return _join([output], self._take_entries(stopped=output.stopped))
 
-    def _divide_rest(self, channels: Channels) -> Piece[E]:
-        parts = [channels.feed(self._detokenizer.finish())]
-        if not parts[0].stopped:
-            parts.append(channels.finish())
-        self._out = channels.passed
-        stopped = parts[-1].stopped
-        return _joined(parts, self._free(stopped=True) if stopped else self._rest())
+    def _finish_channels(self, channels: ChannelParser) -> SplitText[E]:
+        outputs = [channels.feed(self._detokenizer.finish())]
+        if not outputs[0].stopped:
+            outputs.append(channels.finish())
+        self._passed = channels.passed
+        stopped = outputs[-1].stopped
+        return _join(outputs, self._take_entries(stopped=True) if stopped else self._take_all_entries())
 
-    def _wait(self, entry: E, start: int, end: int) -> None:
+    def _add_entry(self, entry: E, start: int, end: int) -> None:
         for earlier in reversed(self._waiting):
             if earlier.end <= end:
                 break
-            # Bytes that turned out to be one character together.
+            # Bytes of several tokens turned out to be one character.
             earlier.end = end
-        self._waiting.append(_Waiting(entry, start, end))
+        self._waiting.append(_WaitingEntry(entry, start, end))
 
-    def _free(self, *, stopped: bool) -> tuple[E, ...]:
+    def _take_entries(self, *, stopped: bool) -> tuple[E, ...]:
         if not self._waiting:
             return ()
-        free = []
-        while self._waiting and self._is_free(self._waiting[0], stopped=stopped):
-            free.append(self._waiting.popleft().entry)
-        return tuple(free)
+        entries = []
+        while self._waiting and self._is_complete(self._waiting[0], stopped=stopped):
+            entries.append(self._waiting.popleft().entry)
+        return tuple(entries)
 
-    def _is_free(self, waiting: _Waiting[E], *, stopped: bool) -> bool:
-        return waiting.end <= self._out or (stopped and waiting.start < self._out)
+    def _is_complete(self, waiting: _WaitingEntry[E], *, stopped: bool) -> bool:
+        return waiting.end <= self._passed or (stopped and waiting.start < self._passed)
 
-    def _rest(self) -> tuple[E, ...]:
+    def _take_all_entries(self) -> tuple[E, ...]:
         entries = tuple(waiting.entry for waiting in self._waiting)
         self._waiting.clear()
         return entries
 
 
 class _Literals:
-    """Which special tokens are text, and where."""
+    """The special tokens that count as text, by state."""
 
-    def __init__(self, shape: AnswerShape | None) -> None:
-        self._literals: Mapping[int, str] = shape.literals if shape is not None else {}
-        edges = shape.transitions.values() if shape is not None else ()
-        self._markers = [marker for leaving in edges for marker, _ in leaving]
-        self._in_calls = shape is not None and shape.calls is not None and shape.calls.parse is not None
+    def __init__(self, channels: ChannelFormat | None) -> None:
+        self._literals: Mapping[int, str] = channels.literals if channels is not None else {}
+        transitions = channels.transitions.values() if channels is not None else ()
+        self._markers = [marker for leaving in transitions for marker, _ in leaving]
+        self._in_calls = channels is not None and channels.calls is not None and channels.calls.parse is not None
 
     def get(self, token: Token, state: str) -> str:
-        """Its text, or ``""`` if it shows nothing in that state or is no special token."""
+        """Return the text of a special token, or ``""`` if it is dropped in this state or is no special token."""
         literal = self._literals.get(token, "") if isinstance(token, int) else ""
         if not literal or (self._in_calls and state == TOOL):
             return literal
         return literal if any(literal in marker for marker in self._markers) else ""
 
 
-def _joined(parts: Sequence[Parts], entries: tuple[E, ...]) -> Piece[E]:
-    return Piece(
-        text="".join(text for part in parts for text in part.content),
-        stopped=parts[-1].stopped,
+def _join(outputs: Sequence[ChannelOutput], entries: tuple[E, ...]) -> SplitText[E]:
+    return SplitText(
+        text="".join(text for output in outputs for text in output.content),
+        stopped=outputs[-1].stopped,
         entries=entries,
-        reasoning="".join(text for part in parts for text in part.reasoning),
-        calls=tuple(call for part in parts for call in part.calls),
+        reasoning="".join(text for output in outputs for text in output.reasoning),
+        calls=tuple(call for output in outputs for call in output.calls),
     )

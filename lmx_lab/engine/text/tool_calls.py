@@ -1,7 +1,7 @@
-"""Tool calls out of the text between their markers, as it comes. Pure code.
+"""Parse tool calls incrementally from the text between their markers. Pure code.
 
-Two readers: one hands on what a grammar has made well-formed while it comes; the other holds the whole section for the
-parser of the model's own format. What is no call after all is handed back as text, markers included.
+There are two readers. One streams calls whose form a grammar enforces. The other buffers a whole section and passes it
+to the parser of the model's own format. A section that contains no valid call is returned as text, with its markers.
 """
 
 from __future__ import annotations
@@ -10,28 +10,45 @@ import json
 import re
 import secrets
 import string
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lmx_lab.engine.text.answer_shape import CallFormat, ParseCalls
 from lmx_lab.values.generation import ToolCallDelta
 
-# Mistral's chat template refuses ids of any other length or alphabet.
+# Mistral's chat template rejects ids of any other length or alphabet.
 ID_LENGTH = 9
 ID_ALPHABET = string.ascii_letters + string.digits
 JSON_SPACE = " \t\n\r"
 IN_STRING = re.compile(r'["\\]')
 IN_NESTING = re.compile(r'["{}\[\]]')
+ParseCalls = Callable[[str], Any]
+"""Parses the text between the markers to one call or a list of calls: ``{"name", "arguments"}``, optionally with an
+``id``."""
 
 
-class Numbering:
-    """Indices and ids of the calls of one answer, over all its sections."""
+@dataclass(frozen=True, kw_only=True)
+class CallFormat:
+    """How a model writes tool calls."""
+
+    start: str
+    """The marker before one or several calls."""
+    end: str
+    """The marker after them; empty if calls extend to the end of the answer (Mistral)."""
+    parse: ParseCalls | None = None
+    """Parser of the model's own format, which may raise any exception. If None, a grammar ensures that the text between
+    the markers is ``{"name": ..., "arguments": {...}}``, in this order, so that it can be streamed."""
+
+
+class CallNumbering:
+    """Assigns indices and ids to all calls of one answer."""
 
     def __init__(self) -> None:
         self.count = 0
         self._ids: set[str] = set()
 
     def begin(self, name: str, arguments: str = "", id_: str | None = None) -> ToolCallDelta:
-        """The first piece of the next call, under the model's own id if that is free."""
+        """Return the first delta of the next call. It keeps the model's own id unless another call has the same."""
         while not id_ or id_ in self._ids:
             id_ = "".join(secrets.choice(ID_ALPHABET) for _ in range(ID_LENGTH))
         self._ids.add(id_)
@@ -40,39 +57,43 @@ class Numbering:
 
 
 class CallReader(Protocol):
-    """Reads one section: what is between two markers."""
+    """Reads one section: the text between two markers."""
 
     @property
     def accepted(self) -> bool:
-        """Whether it is a call, or calls, for certain."""
+        """Whether the section is known to contain a valid call."""
 
     @property
     def in_string(self) -> bool:
-        """Whether what comes is inside a string of the arguments for certain, even if it looks like a marker."""
+        """Whether the next text is known to be inside a string of the arguments, even if it looks like a marker."""
 
     @property
     def held(self) -> int:
-        """Characters of the section, its start marker included, that wait for ``accepted``."""
+        """Number of buffered characters, including the start marker, while the section is not accepted."""
 
     @property
     def raw(self) -> str:
-        """Those characters."""
+        """The buffered characters."""
 
     def feed(self, text: str) -> list[ToolCallDelta]:
-        """What this text sets free."""
+        """Read more text and return the deltas that it completes."""
 
     def close(self, end: str) -> list[ToolCallDelta]:
-        """What the end marker sets free, or with ``""`` the end of the answer; unless ``accepted`` by then, nothing."""
+        """Read the end marker, or ``""`` at the end of the answer, and return the deltas that it completes.
+
+        If the section is not accepted after this, it contains no valid call, and nothing is returned.
+        """
 
 
-def reader(calls: CallFormat, start: str, numbering: Numbering) -> CallReader:
+def create_reader(calls: CallFormat, start: str, numbering: CallNumbering) -> CallReader:
+    """Create the reader of a section that began with the marker ``start``."""
     if calls.parse is None:
-        return EnforcedCall(start, numbering)
-    return ParsedCalls(calls.parse, start, numbering)
+        return EnforcedCallReader(start, numbering)
+    return ParsedCallReader(calls.parse, start, numbering)
 
 
-class _Held:
-    """Text in pieces, joined once: a section can be long, and its tokens short."""
+class _SectionBuffer:
+    """A list of text pieces that is joined once: a section can be long, and its tokens short."""
 
     def __init__(self, start: str) -> None:
         self._pieces = [start]
@@ -83,7 +104,7 @@ class _Held:
     def raw(self) -> str:
         return "".join(self._pieces)
 
-    def _hold(self, text: str) -> None:
+    def _append(self, text: str) -> None:
         self._pieces.append(text)
         self.held += len(text)
 
@@ -91,21 +112,22 @@ class _Held:
         self._pieces, self.held, self.accepted = [], 0, True
 
 
-class EnforcedCall(_Held):
-    """``{"name": "...", "arguments": {...}}``, made so by a grammar, handed on while it comes.
+class EnforcedCallReader(_SectionBuffer):
+    """Streams ``{"name": "...", "arguments": {...}}``, whose form a grammar enforces.
 
-    Up to the name it may still turn out to be something else; behind the name, what does not fit is left out.
+    Until the name is complete, the section may turn out not to be a call. After the name, text that does not fit the
+    form is dropped.
     """
 
-    def __init__(self, start: str, numbering: Numbering) -> None:
+    def __init__(self, start: str, numbering: CallNumbering) -> None:
         super().__init__(start)
         self._numbering = numbering
         self._index = 0
-        self._to_name = _Symbols("{", '"name"', ":", '"')
-        self._name = _Value(in_string=True)
+        self._before_name = _SymbolScanner("{", '"name"', ":", '"')
+        self._name = _ValueScanner(in_string=True)
         self._name_text = ['"']
-        self._to_arguments = _Symbols(",", '"arguments"', ":", "{")
-        self._arguments = _Value(depth=1)
+        self._before_arguments = _SymbolScanner(",", '"arguments"', ":", "{")
+        self._arguments = _ValueScanner(depth=1)
 
     @property
     def in_string(self) -> bool:
@@ -114,45 +136,45 @@ class EnforcedCall(_Held):
     def feed(self, text: str) -> list[ToolCallDelta]:
         if self.accepted:
             return self._read_arguments(text, 0)
-        self._hold(text)
+        self._append(text)
         at = self._read_name(text)
-        name = _decoded_name("".join(self._name_text)) if at is not None else None
+        name = _decode_name("".join(self._name_text)) if at is not None else None
         if at is None or name is None:
             return []
         self._accept()
-        begun = self._numbering.begin(name)
-        self._index = begun.index
-        return [begun, *self._read_arguments(text, at)]
+        first = self._numbering.begin(name)
+        self._index = first.index
+        return [first, *self._read_arguments(text, at)]
 
     def close(self, end: str) -> list[ToolCallDelta]:
         if not self.accepted:
-            self._hold(end)
+            self._append(end)
         return []
 
     def _read_name(self, text: str) -> int | None:
-        """Where the text goes on behind the name that it completes."""
-        at = self._to_name.feed(text, 0)
-        if not self._to_name.done or self._name.done:
+        """Return the position after the name if this text completes it."""
+        at = self._before_name.feed(text, 0)
+        if not self._before_name.done or self._name.done:
             return None
         end = self._name.feed(text, at)
         self._name_text.append(text[at:end])
         return end if self._name.done else None
 
     def _read_arguments(self, text: str, at: int) -> list[ToolCallDelta]:
-        if not self._to_arguments.done:
-            at = self._to_arguments.feed(text, at)
-            if not self._to_arguments.done:
+        if not self._before_arguments.done:
+            at = self._before_arguments.feed(text, at)
+            if not self._before_arguments.done:
                 return []
-            # The brace belongs to the arguments.
-            return self._piece(text[at - 1 : self._arguments.feed(text, at)])
-        return self._piece(text[at : self._arguments.feed(text, at)])
+            # The opening brace belongs to the arguments.
+            return self._deltas(text[at - 1 : self._arguments.feed(text, at)])
+        return self._deltas(text[at : self._arguments.feed(text, at)])
 
-    def _piece(self, text: str) -> list[ToolCallDelta]:
-        return [ToolCallDelta(index=self._index, arguments=text)] if text else []
+    def _deltas(self, arguments: str) -> list[ToolCallDelta]:
+        return [ToolCallDelta(index=self._index, arguments=arguments)] if arguments else []
 
 
-class _Symbols:
-    """Expects these symbols of JSON, with whitespace before each; stands still at anything else."""
+class _SymbolScanner:
+    """Expects a sequence of JSON symbols, with optional whitespace before each, and stops at anything else."""
 
     def __init__(self, *symbols: str) -> None:
         self._symbols = symbols
@@ -165,13 +187,13 @@ class _Symbols:
         return self._index == len(self._symbols)
 
     def feed(self, text: str, at: int) -> int:
-        """Where in the text it stopped reading: at its end, or behind the last symbol."""
+        """Return the position where reading stopped: the end of the text, or after the last symbol."""
         while at < len(text) and not self.done and not self._failed:
-            self._take(text[at])
+            self._read(text[at])
             at += 1
         return at
 
-    def _take(self, character: str) -> None:
+    def _read(self, character: str) -> None:
         symbol = self._symbols[self._index]
         if character == symbol[self._matched]:
             self._matched += 1
@@ -181,8 +203,8 @@ class _Symbols:
             self._failed = True
 
 
-class _Value:
-    """Finds the end of a JSON string or object whose first character has been read."""
+class _ValueScanner:
+    """Finds the end of a JSON string or object whose first character was read before."""
 
     def __init__(self, *, depth: int = 0, in_string: bool = False) -> None:
         self.in_string = in_string
@@ -191,7 +213,7 @@ class _Value:
         self._escaped = False
 
     def feed(self, text: str, at: int) -> int:
-        """Where in the text the value ends, or the text."""
+        """Return the position after the value, or the end of the text."""
         while at < len(text) and not self.done:
             if self._escaped:
                 self._escaped = False
@@ -200,11 +222,11 @@ class _Value:
             found = (IN_STRING if self.in_string else IN_NESTING).search(text, at)
             if found is None:
                 return len(text)
-            self._take(found[0])
+            self._read(found[0])
             at = found.end()
         return at
 
-    def _take(self, character: str) -> None:
+    def _read(self, character: str) -> None:
         if character == "\\":
             self._escaped = True
         elif character == '"':
@@ -214,65 +236,65 @@ class _Value:
         self.done = not self.in_string and self._depth == 0
 
 
-class ParsedCalls(_Held):
-    """A section in the model's own format, held until it is complete."""
+class ParsedCallReader(_SectionBuffer):
+    """Buffers a section in the model's own format until it is complete, and parses it."""
 
     in_string = False
 
-    def __init__(self, parse: ParseCalls, start: str, numbering: Numbering) -> None:
+    def __init__(self, parse: ParseCalls, start: str, numbering: CallNumbering) -> None:
         super().__init__(start)
         self._parse = parse
         self._start = start
         self._numbering = numbering
 
     def feed(self, text: str) -> list[ToolCallDelta]:
-        self._hold(text)
+        self._append(text)
         return []
 
     def close(self, end: str) -> list[ToolCallDelta]:
         try:
-            calls = _checked(self._parse(self.raw[len(self._start) :]))
+            calls = _check_calls(self._parse(self.raw[len(self._start) :]))
         except Exception:
-            # Parsers of model text raise whatever their first wrong guess leads to, RecursionError included.
+            # A parser of model text can raise any exception, including RecursionError.
             calls = []
         if not calls:
-            self._hold(end)
+            self._append(end)
             return []
         self._accept()
         return [self._numbering.begin(name, arguments, id_) for name, arguments, id_ in calls]
 
 
-def _checked(parsed: Any) -> list[tuple[str, str, str | None]]:
-    """Name, arguments and own id of each call.
+def _check_calls(parsed: Any) -> list[tuple[str, str, str | None]]:
+    """Return name, arguments as JSON, and own id of each call.
 
     Raises:
-        ValueError, TypeError, KeyError: It is no call, or one of them is none.
+        ValueError, TypeError, KeyError: at least one is not a valid call.
     """
-    return [_checked_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+    return [_check_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
 
 
-def _checked_call(call: Any) -> tuple[str, str, str | None]:
+def _check_call(call: Any) -> tuple[str, str, str | None]:
     name, arguments, id_ = call["name"], call["arguments"], call.get("id")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    if not _is_text(name) or not isinstance(arguments, dict):
-        raise ValueError("a call has a name and an object of arguments")
+    if not _is_sendable_text(name) or not isinstance(arguments, dict):
+        raise ValueError("a call needs a name and an object of arguments")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    if not _is_text(text):
-        raise ValueError("half a surrogate pair is no text")
-    return name, text, id_ if _is_text(id_) else None
+    if not _is_sendable_text(text):
+        raise ValueError("the arguments contain a lone surrogate")
+    return name, text, id_ if _is_sendable_text(id_) else None
 
 
-def _decoded_name(literal: str) -> str | None:
+def _decode_name(literal: str) -> str | None:
     try:
         name = json.loads(literal)
     except ValueError:
         return None
-    return name if _is_text(name) else None
+    return name if _is_sendable_text(name) else None
 
 
-def _is_text(value: Any) -> bool:
-    """Whether it is a string with something in it that can be sent: JSON's escapes can make lone surrogates."""
+def _is_sendable_text(value: Any) -> bool:
+    """Whether the value is a non-empty string that UTF-8 can encode; JSON escapes can produce lone surrogates."""
     if not isinstance(value, str) or not value:
         return False
     try:

@@ -1,4 +1,8 @@
-"""What each token stands for, in bytes: tokens need not end where characters do, and the chat format shows which."""
+"""Map token ids to their bytes and text.
+
+Tokens do not have to end at the end of a character, so their bytes are known exactly but not always their text. The
+chat-completions format reports both.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ BYTE_TOKEN_LENGTH = len("<0x00>")
 
 
 class Vocabulary:
-    """Token ids to bytes and text, each worked out when first asked for. Engine thread only.
+    """The bytes and the text of token ids, computed at first use. Use it on the engine thread only.
 
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``, or a Hugging Face tokenizer.
@@ -25,36 +29,39 @@ class Vocabulary:
         self._literal: dict[int, str] = {}
         self._special = {int(token) for token in getattr(tokenizer, "all_special_ids", ())}
         if self._backend is not None:
-            self._decode = decoder_of(self._backend)
+            self._decode = build_decoder(self._backend)
             added = self._backend.get_added_tokens_decoder().items()
             self._literal = {int(id_): token.content for id_, token in added}
             self._special |= {int(id_) for id_, token in added if token.special}
         self._bytes: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """Its bytes inside a text, a leading space included; a special token's are its name. Unknown ids have none."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._find(token)
-        return found
+        """Return the bytes of a token within a text, including a leading space.
+
+        Those of a special token are its name. Unknown ids have no bytes.
+        """
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._read_bytes(token)
+        return known
 
     def is_special(self, token: int) -> bool:
-        """Whether an answer does not show it."""
+        """Whether the token is left out of the text of an answer."""
         return token in self._special
 
     def text_of(self, token: int) -> str:
-        """Its bytes as text, or ``bytes:\\xe2\\x82`` where they are no whole characters."""
+        """Return the bytes of a token as text, or as ``bytes:\\xe2\\x82`` if they are not whole characters."""
         data = self.bytes_of(token)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _find(self, token: int) -> bytes:
+    def _read_bytes(self, token: int) -> bytes:
         if token in self._literal:
             return self._literal[token].encode()
         if self._backend is not None and self._decode is not None:
-            # Models may have logits for more ids than their tokenizers have tokens.
+            # A model may have logits for more ids than its tokenizer has tokens.
             name = self._backend.id_to_token(token)
             return self._decode(name) if name is not None else b""
         if not 0 <= token < len(self._tokenizer):
@@ -63,14 +70,17 @@ class Vocabulary:
         return text.encode()
 
 
-def decoder_of(backend: Any) -> Decoder | None:
-    """One token's name to its bytes, by the tokenizer's own decoder; None if that needs a token's neighbours."""
+def build_decoder(backend: Any) -> Decoder | None:
+    """Return a function from a token's name to its bytes that does what the tokenizer's decoder does.
+
+    None if the decoder needs the neighbours of a token.
+    """
     if backend.decoder is None:
         return None
-    # The one way to see what a decoder is; its classes show nothing.
+    # The state is the only way to inspect a decoder; its classes have no attributes.
     steps = list(_steps(json.loads(backend.decoder.__getstate__())))
     if any(step["type"] == "ByteLevel" for step in steps):
-        return byte_level
+        return decode_byte_level
     replacements = []
     for step in steps:
         match step:
@@ -78,12 +88,12 @@ def decoder_of(backend: Any) -> Decoder | None:
                 replacements.append((old, new))
             case {"type": "Metaspace", "replacement": str(old)}:
                 replacements.append((old, " "))
-            # These two join tokens, and change only where the whole text begins or ends.
+            # These join tokens, and change only the beginning or the end of the whole text.
             case {"type": "ByteFallback" | "Fuse" | "Strip"}:
                 pass
             case _:
                 return None
-    return partial(replaced, replacements, any(step["type"] == "ByteFallback" for step in steps))
+    return partial(replace_text, replacements, any(step["type"] == "ByteFallback" for step in steps))
 
 
 def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -94,8 +104,8 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _steps(step)
 
 
-def replaced(replacements: list[tuple[str, str]], fallback: bool, name: str) -> bytes:
-    """A SentencePiece token's bytes; with ``fallback``, ``<0x0A>`` is a byte."""
+def replace_text(replacements: list[tuple[str, str]], fallback: bool, name: str) -> bytes:
+    """Return the bytes of a SentencePiece token. With ``fallback``, a name such as ``<0x0A>`` is a byte."""
     if fallback and len(name) == BYTE_TOKEN_LENGTH and name.startswith("<0x") and name.endswith(">"):
         try:
             return bytes([int(name[3:5], 16)])
@@ -106,16 +116,16 @@ def replaced(replacements: list[tuple[str, str]], fallback: bool, name: str) -> 
     return name.encode()
 
 
-def byte_level(name: str) -> bytes:
-    """A byte-level token's bytes."""
-    # As the decoder does it: a name with a character that stands for no byte is meant literally.
+def decode_byte_level(name: str) -> bytes:
+    """Return the bytes of a byte-level token."""
+    # Like the decoder: a name that contains a character outside the byte alphabet is taken literally.
     data = [BYTES.get(character) for character in name]
     known = [byte for byte in data if byte is not None]
     return bytes(known) if len(known) == len(data) else name.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable ones stand for themselves, the others are moved up to U+0100."""
+    """Return GPT-2's characters for the 256 bytes: printable ones are themselves, the others begin at U+0100."""
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(0x100 + at): byte for at, byte in enumerate(moved)}

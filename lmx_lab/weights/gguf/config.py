@@ -1,4 +1,4 @@
-"""From the header of a llama-family GGUF file to MLX's names and ``config.json``, or to the reason why not. Pure.
+"""Convert the header of a llama GGUF file to MLX's names and ``config.json``, or say why that is impossible. Pure code.
 
 Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -12,14 +12,14 @@ from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
 from lmx_lab.weights.gguf.names import parts_of
 
-AS_IT_IS = "Load it as it is, which llama.cpp does"
+LOAD_DIRECTLY = "Load it without conversion, with llama.cpp"
 GROUP_SIZE = 32
 QUANTIZED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
-# Not BF16: MLX reads it from GGUF as float16.
+# BF16 is missing: MLX reads it from GGUF files as float16.
 FLOAT_DTYPES = {"F32": "float32", "F16": "float16"}
 EXPANDED = "Q6_K"
-"""llama.cpp keeps embedding and output so in its Q4_0 files; MLX reads it as float16, off by that rounding only."""
-MAY_EXPAND = ("token_embd.weight", "output.weight")
+"""The type of embedding and output in llama.cpp's Q4_0 files. MLX reads it as float16; only rounding is lost."""
+EXPANDABLE = ("token_embd.weight", "output.weight")
 
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -36,33 +36,37 @@ LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
 def refuse_unsupported(header: GgufHeader) -> None:
-    """Whether the file can be converted for MLX as far as its header tells; llama.cpp runs more, unconverted.
+    """Check by the header that the file can be converted to MLX. llama.cpp can run more files without conversion.
 
     Raises:
-        UnusableModelError: split into parts, another architecture than llama, a variant of it that MLX would compute
-            wrongly, a tensor that is unknown or would have to be quantized anew, or no vocabulary that is known here.
+        UnusableModelError: the file is split into parts; it has another architecture than llama, or a variant that MLX
+            would compute incorrectly; a tensor is unknown or would have to be quantized again; or its vocabulary is
+            not supported.
     """
     if len(parts_of(header.path.name)) > 1:
         raise UnusableModelError(
-            f"{header.path} is split into parts, and only single files can be imported. {AS_IT_IS}, or join its parts"
+            f"{header.path} is split into parts, and only single files can be converted. {LOAD_DIRECTLY}, or join "
+            "its parts"
         )
     _refuse_variant(header)
     for tensor in header.tensors:
         _refuse_tensor(header, tensor)
-    _refuse_gaps(header)
+    _refuse_missing(header)
     if header.text("tokenizer.ggml.model") not in ("gpt2", "llama"):
         model = header.text("tokenizer.ggml.model")
-        raise UnusableModelError(f"{header.path} has a vocabulary of kind {model}; gpt2 and llama can be imported")
+        raise UnusableModelError(
+            f"{header.path} has a vocabulary of kind {model}; only gpt2 and llama can be converted. {LOAD_DIRECTLY}"
+        )
 
 
-def _refuse_gaps(header: GgufHeader) -> None:
+def _refuse_missing(header: GgufHeader) -> None:
     names = {tensor.name for tensor in header.tensors}
     layers = _required(header, "block_count")
     if layers > 10_000:
         raise UnusableModelError(f"{header.path} is damaged: {layers} layers")
     wanted = {f"blk.{n}.{name}.weight" for n in range(layers) for name in LAYER_NAMES} | set(TOP_NAMES)
     if missing := sorted(wanted - names - {"output.weight"}):
-        raise UnusableModelError(f"{header.path} lacks {len(missing)} tensors, first {missing[0]}")
+        raise UnusableModelError(f"{header.path} lacks {len(missing)} tensors, first {missing[0]}; fetch it again")
     for tensor in header.tensors:
         _refuse_shape(header, tensor)
 
@@ -73,11 +77,13 @@ def _refuse_shape(header: GgufHeader, tensor: GgufTensor) -> None:
     match = LAYER.fullmatch(tensor.name)
     expected = _shape(header, match[2] if match else tensor.name.removesuffix(".weight"), tensor.shape[-1])
     if tensor.shape != expected:
-        raise UnusableModelError(f"{header.path} is damaged: {tensor.name} of shape {tensor.shape}, not {expected}")
+        raise UnusableModelError(
+            f"{header.path} is damaged: {tensor.name} has the shape {tensor.shape} instead of {expected}"
+        )
 
 
 def _shape(header: GgufHeader, name: str, rows: int) -> tuple[int, ...]:
-    """What the metadata says of a tensor; ``rows`` is for embedding and output, which define the vocabulary's size."""
+    """Return the shape of a tensor by the metadata. ``rows`` is the vocabulary size, for embedding and output."""
     hidden, inner = _required(header, "embedding_length"), _required(header, "feed_forward_length")
     heads = _required(header, "attention.head_count")
     queries = heads * head_dim(header)
@@ -93,37 +99,45 @@ def _shape(header: GgufHeader, name: str, rows: int) -> tuple[int, ...]:
 def _refuse_variant(header: GgufHeader) -> None:
     if header.architecture != "llama":
         raise UnusableModelError(
-            f"{header.path} is of architecture {header.architecture!r:.60}; of .gguf files only llama can be imported. "
-            f"{AS_IT_IS}, or fetch the model as safetensors from the hub"
+            f"{header.path} has the architecture {header.architecture!r:.60}; only llama can be converted from .gguf. "
+            f"{LOAD_DIRECTLY}, or fetch the model as safetensors from the hub"
         )
     if header.integer("llama.pooling_type"):
-        raise UnusableModelError(f"{header.path} makes vectors or scores; only chat can be imported. {AS_IT_IS}")
+        raise UnusableModelError(
+            f"{header.path} computes vectors or scores; only chat models can be converted. {LOAD_DIRECTLY}"
+        )
     if header.integer("llama.expert_count"):
-        raise UnusableModelError(f"{header.path} is a mixture of experts, which cannot be imported from .gguf")
+        raise UnusableModelError(f"{header.path} is a mixture of experts, which cannot be converted. {LOAD_DIRECTLY}")
     head = head_dim(header)
     if header.integer("llama.rope.dimension_count") not in (None, head):
-        raise UnusableModelError(f"{header.path} rotates only a part of its heads, which cannot be imported")
+        raise UnusableModelError(
+            f"{header.path} rotates only a part of each head, which cannot be converted. {LOAD_DIRECTLY}"
+        )
     scaling = header.text("llama.rope.scaling.type")
     if scaling not in (None, "none", "linear"):
-        raise UnusableModelError(f"{header.path} scales positions by {scaling!r:.40}, which cannot be imported")
+        raise UnusableModelError(
+            f"{header.path} scales positions by {scaling!r:.40}, which cannot be converted. {LOAD_DIRECTLY}"
+        )
 
 
 def _refuse_tensor(header: GgufHeader, tensor: GgufTensor) -> None:
     if tensor.name == ROPE_FACTORS:
         return
     if mlx_name(tensor.name) is None:
-        raise UnusableModelError(f"{header.path} has a tensor {tensor.name!r:.80}, which a llama of MLX lacks")
-    if tensor.type == EXPANDED and tensor.name in MAY_EXPAND:
+        raise UnusableModelError(
+            f"{header.path} has the tensor {tensor.name!r:.80}, which MLX's llama does not have. {LOAD_DIRECTLY}"
+        )
+    if tensor.type == EXPANDED and tensor.name in EXPANDABLE:
         return
     if tensor.type not in QUANTIZED_BITS and tensor.type not in FLOAT_DTYPES:
         raise UnusableModelError(
-            f"{header.path} has tensors of type {tensor.type}, which would have to be quantized anew. "
-            f"Take the file in {', '.join(QUANTIZED_BITS)} or F16, or the model as safetensors"
+            f"{header.path} has tensors of type {tensor.type}, which would have to be quantized again. "
+            f"{LOAD_DIRECTLY}, or use the file in {', '.join(QUANTIZED_BITS)} or F16, or the model as safetensors"
         )
 
 
 def mlx_name(name: str) -> str | None:
-    """MLX's name of a GGUF tensor, ``None`` if a llama of MLX has none."""
+    """Return MLX's name of a GGUF tensor; None if MLX's llama does not have it."""
     if match := LAYER.fullmatch(name):
         layer_name = LAYER_NAMES.get(match[2])
         return layer_name and f"model.layers.{int(match[1])}.{layer_name}.weight"
@@ -131,7 +145,7 @@ def mlx_name(name: str) -> str | None:
 
 
 def converted_bytes(header: GgufHeader) -> int:
-    """An upper bound of what the import writes: scales in pairs, expanded tensors, 32 MiB for the tokenizer."""
+    """Return an upper bound of the converted size: scales and biases, expanded tensors, 32 MiB for the tokenizer."""
     weights = sum(
         tensor.size_bytes * 5 // 2 if tensor.type == EXPANDED else tensor.size_bytes * 9 // 8
         for tensor in header.tensors
@@ -140,7 +154,7 @@ def converted_bytes(header: GgufHeader) -> int:
 
 
 def mlx_config(header: GgufHeader, eos_ids: list[int], rope_scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """``config.json`` of the imported folder, for a header that ``refuse_unsupported`` has let pass."""
+    """Return the ``config.json`` of the converted model. The header must have passed ``refuse_unsupported``."""
     names = {tensor.name for tensor in header.tensors}
     embedding = next(tensor for tensor in header.tensors if tensor.name == "token_embd.weight")
     heads = _required(header, "attention.head_count")
@@ -158,7 +172,7 @@ def mlx_config(header: GgufHeader, eos_ids: list[int], rope_scaling: dict[str, A
         "vocab_size": embedding.shape[-1],
         "max_position_embeddings": header.context_length,
         "rope_theta": header.number("llama.rope.freq_base") or 10_000.0,
-        # The GGUF converter permutes q and k so that the rotated pairs lie side by side.
+        # llama.cpp's converter permutes q and k so that rotated pairs are adjacent.
         "rope_traditional": True,
         "rope_scaling": rope_scaling or _linear_scaling(header),
         "tie_word_embeddings": "output.weight" not in names,
@@ -172,16 +186,16 @@ def mlx_config(header: GgufHeader, eos_ids: list[int], rope_scaling: dict[str, A
 
 
 def head_dim(header: GgufHeader) -> int:
-    """Size of one attention head."""
+    """Return the size of one attention head."""
     hidden, heads = _required(header, "embedding_length"), _required(header, "attention.head_count")
     return header.integer("llama.attention.key_length") or hidden // heads
 
 
 def llama3_scaling(rope_factors: list[float], head_size: int, rope_theta: float) -> dict[str, Any] | None:
-    """The ``rope_scaling`` that Llama 3's frequency factors (``rope_freqs.weight``) stand for, ``None`` if none does.
+    """Return the ``rope_scaling`` of Llama 3's frequency factors (``rope_freqs.weight``); None if it has another form.
 
-    Llama 3.1 and 3.2 divide low frequencies by 8 or 32, keep high ones and interpolate between. The file holds the
-    result, MLX wants the parameters; they are checked by computing the factors from them.
+    Llama 3.1 and 3.2 divide low frequencies by 8 or 32, keep high ones and interpolate between them. The file contains
+    the resulting factors, and MLX needs the parameters. To check the parameters, the factors are computed from them.
     """
     factor = max(rope_factors, default=1.0)
     table = {
@@ -214,7 +228,7 @@ def _linear_scaling(header: GgufHeader) -> dict[str, Any] | None:
 
 
 def _quantization(header: GgufHeader) -> dict[str, Any]:
-    """The usual width on top, and a row for each matrix that has another one, or none."""
+    """Return the most frequent width, and an entry for each matrix that has another width or is not quantized."""
     matrices = {
         str(mlx_name(tensor.name)).removesuffix(".weight"): QUANTIZED_BITS.get(tensor.type)
         for tensor in header.tensors
@@ -234,5 +248,5 @@ def _quantization(header: GgufHeader) -> dict[str, Any]:
 def _required(header: GgufHeader, name: str) -> int:
     value = header.integer(f"llama.{name}")
     if value is None or value < 1:
-        raise UnusableModelError(f"{header.path} does not say its {name}")
+        raise UnusableModelError(f"{header.path} does not define {name}")
     return value

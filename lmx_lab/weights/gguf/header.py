@@ -1,7 +1,7 @@
-"""Read the header of a GGUF file (versions 2 and 3): metadata and the table of tensors, with ``struct`` alone.
+"""Read the header of a GGUF file (versions 2 and 3): metadata and the table of tensors, using only ``struct``.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The file may be hostile: every length is bounded
-by the file's size and by a limit, so that reading takes a bounded time and memory.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The file may be malicious: every length is
+limited, also by the size of the file, so that reading takes bounded time and memory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_ENTRIES = 65_536
 MAX_TEXT_BYTES = 2**20
 MAX_NAME_BYTES = 65_535
 MAX_ITEMS = 2**22
-"""Items of all arrays together: vocabularies have up to 300,000 tokens and as many merges."""
+"""Number of items in all arrays together. Vocabularies have up to 300,000 tokens and as many merges."""
 MAX_DIMENSIONS = 4
 BUFFER_BYTES = 2**20
 
 TEXT, ARRAY = 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
-# Type number of a tensor: name, weights in a block, bytes of a block.
+# Type number of a tensor: name, weights per block, bytes per block.
 TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
@@ -47,9 +47,11 @@ TENSOR_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
+    """An entry in the table of tensors."""
+
     name: str
     shape: tuple[int, ...]
-    """As in the file: the contiguous dimension comes first."""
+    """Shape in the order of the file: the contiguous dimension is the first."""
     type: str
     offset: int
     size_bytes: int
@@ -57,10 +59,12 @@ class GgufTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
+    """The header of a GGUF file. The methods return a metadata value of the given type, or None."""
+
     path: Path
     size_bytes: int
     metadata: Mapping[str, Value]
-    """Without the arrays, unless they were asked for."""
+    """Metadata of the file; arrays are left out unless they were requested."""
     tensors: tuple[GgufTensor, ...]
 
     @property
@@ -73,7 +77,7 @@ class GgufHeader:
 
     @property
     def quantization(self) -> str | None:
-        """The type that most bytes of the matrices have, such as ``Q4_1``."""
+        """The type of most bytes of the tensors, such as ``Q4_1``."""
         bytes_of: Counter[str] = Counter()
         for tensor in self.tensors:
             bytes_of[tensor.type] += tensor.size_bytes
@@ -101,14 +105,14 @@ class GgufHeader:
 
 
 def read_header(path: Path, *, arrays: bool = False) -> GgufHeader:
-    """Read metadata and tensor table, and check that the file holds every tensor it announces.
+    """Read metadata and tensor table, and check that the file is large enough for every tensor in it.
 
     Args:
         path: The file.
-        arrays: Whether to keep metadata arrays (the vocabulary) too; otherwise they are stepped over.
+        arrays: Whether to keep arrays in the metadata, such as the vocabulary; otherwise they are skipped.
 
     Raises:
-        UnusableModelError: no GGUF file, an unknown version or type, cut short, or beyond the limits above.
+        UnusableModelError: it is not a GGUF file, has an unknown version or type, is truncated, or exceeds a limit.
     """
     try:
         stat = path.stat()
@@ -119,11 +123,11 @@ def read_header(path: Path, *, arrays: bool = False) -> GgufHeader:
 
 def _unreadable(path: Path, exc: OSError) -> str:
     if isinstance(exc, FileNotFoundError) and path.is_symlink():
-        return f"{path} is a link to {path.readlink()}, where nothing is: fetch the file again, or mend the link"
-    return f"{path} cannot be read: {exc.strerror or exc}; look at its owner and permissions, or fetch it again"
+        return f"{path} is a link to {path.readlink()}, which does not exist: fetch the file again, or repair the link"
+    return f"{path} cannot be read: {exc.strerror or exc}; check its owner and permissions, or fetch it again"
 
 
-# Keyed by size and time as well, so that a listing does not read every header again.
+# The size and the time are part of the cache key, so that a listing does not read unchanged headers again.
 @lru_cache(maxsize=128)
 def _read_cached(path: Path, size: int, mtime_ns: int) -> GgufHeader:
     return _read(path, arrays=False)
@@ -135,7 +139,7 @@ def _read(path: Path, arrays: bool) -> GgufHeader:
 
 
 class _Reader:
-    """A position in the file that never passes its end."""
+    """Reads values from the file, never beyond its end."""
 
     def __init__(self, file: BinaryIO, path: Path, arrays: bool) -> None:
         self._file = file
@@ -148,10 +152,10 @@ class _Reader:
         if self._left == 0:
             raise self._error("is empty; fetch it again")
         if self._left < 8 or self._take(4) != b"GGUF":
-            raise self._error("is no GGUF file: it does not begin with GGUF. Fetch it again, or name another file")
+            raise self._error("is not a GGUF file: it does not begin with GGUF. Fetch it again, or use another file")
         version = self._scalar("<I")
         if version not in (2, 3):
-            raise self._error(f"is of GGUF version {version}; versions 2 and 3 can be read; take another file")
+            raise self._error(f"has GGUF version {version}; supported are versions 2 and 3; use another file")
         tensor_count, entry_count = self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
         metadata = dict(self._entry() for _ in range(entry_count))
         kept = {key: value for key, value in metadata.items() if value is not None}
@@ -165,7 +169,7 @@ class _Reader:
         data_start = math.ceil((self._size - self._left) / alignment) * alignment
         end = max((data_start + tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
         if end > self._size:
-            raise self._error(f"is cut short: {self._size} bytes, its header needs {end}; fetch it again")
+            raise self._error(f"is truncated: it has {self._size} bytes, and {end} by its header; fetch it again")
 
     def _entry(self) -> tuple[str, Value | None]:
         return self._text(MAX_NAME_BYTES), self._value(int(self._scalar("<I")))
@@ -176,7 +180,7 @@ class _Reader:
         if kind == ARRAY:
             return self._array()
         if kind not in SCALARS:
-            raise self._error(f"is damaged: no metadata type {kind}; fetch it again")
+            raise self._error(f"is damaged: unknown metadata type {kind}; fetch it again")
         return self._scalar(SCALARS[kind])
 
     def _array(self) -> list[Scalar] | None:
@@ -184,7 +188,7 @@ class _Reader:
         self._items += count
         if self._items > MAX_ITEMS or (kind not in SCALARS and kind != TEXT):
             raise self._error(
-                f"is damaged, or beyond what is read here: an array of {count} items of type {kind}; fetch it again"
+                f"is damaged, or exceeds a limit: an array of {count} items of type {kind}; fetch it again"
             )
         if kind == TEXT:
             return self._texts(count)
@@ -204,14 +208,16 @@ class _Reader:
     def _tensor(self) -> GgufTensor:
         name, dimensions = self._text(MAX_NAME_BYTES), int(self._scalar("<I"))
         if not 0 < dimensions <= MAX_DIMENSIONS:
-            raise self._error(f"is damaged: {dimensions} dimensions of {name!r:.80}; fetch it again")
+            raise self._error(f"is damaged: {name!r:.80} has {dimensions} dimensions; fetch it again")
         shape = tuple(int(self._scalar("<Q")) for _ in range(dimensions))
         kind, offset = int(self._scalar("<I")), int(self._scalar("<Q"))
         if kind not in TENSOR_TYPES:
-            raise self._error(f"has a tensor of type {kind}, which is not known here; take another quantization")
+            raise self._error(f"has a tensor of type {kind}, which is not supported; use another quantization")
         type_name, block, block_bytes = TENSOR_TYPES[kind]
         if 0 in shape or shape[0] % block:
-            raise self._error(f"is damaged: shape {shape} of {name!r:.80} does not fit {type_name}; fetch it again")
+            raise self._error(
+                f"is damaged: {name!r:.80} has the shape {shape}, not possible in {type_name}; fetch it again"
+            )
         size = math.prod(shape) // block * block_bytes
         return GgufTensor(name=name, shape=shape, type=type_name, offset=offset, size_bytes=size)
 
@@ -222,7 +228,7 @@ class _Reader:
         count = int(self._scalar("<Q"))
         if count > min(limit, self._left):
             where = self._size - self._left
-            raise self._error(f"is cut short or damaged: {count} bytes or items at {where}; fetch it again")
+            raise self._error(f"is truncated or damaged: {count} bytes or items at {where}; fetch it again")
         return count
 
     def _scalar(self, layout: str) -> int | float | bool:
@@ -233,7 +239,7 @@ class _Reader:
         self._spend(count)
         data = self._file.read(count)
         if len(data) != count:
-            raise self._error("changed while it was read; try again when it is whole")
+            raise self._error("changed while it was read; try again when it is complete")
         return data
 
     def _skip(self, count: int) -> None:
@@ -242,7 +248,7 @@ class _Reader:
 
     def _spend(self, count: int) -> None:
         if count > self._left:
-            raise self._error(f"is cut short: {self._size} bytes, and its header goes on; fetch it again")
+            raise self._error(f"is truncated: it has {self._size} bytes, less than its header; fetch it again")
         self._left -= count
 
     def _error(self, what: str) -> UnusableModelError:

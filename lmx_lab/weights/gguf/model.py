@@ -1,4 +1,4 @@
-"""Say what model a GGUF file, or a set of split ones, holds, or why it is none, from the headers alone."""
+"""Read which model a GGUF file or a set of split files contains, from the headers alone."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.names import parts_of
 
 POOLING_LAST, POOLING_RANK = 3, 4
-"""llama.cpp's numbers of the poolings that take the last token's vector, and end in a score; 1 to 3 end in a vector, 0
-is none."""
+"""llama.cpp's numbers of two pooling types: the last token's vector, and a score. 1 to 3 result in a vector; 0 is
+none."""
 ENCODERS = frozenset({
     "bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
     "t5encoder", "gemma-embedding", "gemma-embedding2", "llama-embed",
 })  # fmt: skip
-"""Architectures of llama.cpp that read a text and do not write one."""
+"""llama.cpp's architectures that read text and do not generate any."""
 CLASSIFIER = frozenset({"cls.weight", "cls.output.weight"})
-NO_MODELS: Mapping[str, str] = {
-    "adapter": "an adapter, which changes another model: load that model instead",
-    "controlvector": "a control vector, which changes another model: load that model instead",
-    "imatrix": "the measurements for a quantization (imatrix), without weights: take the model's own file",
-    "mmproj": "the projector of a model that sees or hears (mmproj), no model itself: load the model that it is for",
-    "clip": "the projector of a model that sees or hears (clip), no model itself: load the model that it is for",
-    "wavtokenizer-dec": "a decoder of sound, which neither reads nor writes text: take another model",
+NOT_A_MODEL: Mapping[str, str] = {
+    "adapter": "an adapter, which modifies another model: load that model instead",
+    "controlvector": "a control vector, which modifies another model: load that model instead",
+    "imatrix": "an importance matrix (imatrix), which contains no weights: use the file of the model",
+    "mmproj": "the projector of a multimodal model (mmproj), not a model: load the model that it belongs to",
+    "clip": "the projector of a multimodal model (clip), not a model: load the model that it belongs to",
+    "wavtokenizer-dec": "an audio decoder, which does not process text: use another model",
 }
-"""By ``general.type`` or ``general.architecture``."""
+"""Descriptions by ``general.type`` or ``general.architecture``."""
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """The header of the whole model: metadata of the first part, size and tensors of all; offsets are within each part.
+    """Read the header of a whole model: metadata of the first part; size and tensors of all parts.
+
+    The offsets of tensors are relative to their part.
 
     Args:
         path: The file, or the first part of a split model.
 
     Raises:
-        UnusableModelError: no GGUF file, damaged, or a split model with parts that are missing or not its own.
+        UnusableModelError: it is not a GGUF file, is damaged, or is split and parts are missing or do not belong to it.
     """
     names = parts_of(path.name)
     if len(names) == 1:
-        return _whole(read_header(path))
+        return _require_single(read_header(path))
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         more = ", …" if len(missing) > 3 else ""
@@ -53,17 +55,17 @@ def read_gguf(path: Path) -> GgufHeader:
     parts = [read_header(path.parent / name) for name in names]
     for number, part in enumerate(parts):
         _check_part(part, number, len(parts))
-    return _joined(parts)
+    return _join(parts)
 
 
 def read_gguf_facts(path: Path) -> Facts:
-    """What the model says about itself.
+    """Read what a GGUF file says about its model.
 
     Raises:
-        UnusableModelError: as ``read_gguf``; or it is whole, and no language model.
+        UnusableModelError: as ``read_gguf``, or it is not a language model.
     """
     header = read_gguf(path)
-    _refuse_no_model(header)
+    _require_language_model(header)
     return Facts(
         kind=kind_of(header),
         format="gguf",
@@ -75,7 +77,7 @@ def read_gguf_facts(path: Path) -> Facts:
 
 
 def kind_of(header: GgufHeader) -> Kind:
-    """What the model is for: by its pooling, and where the file names none by its architecture and its last layer."""
+    """Return the kind of a model: by its pooling type, or by its architecture and its last layer if it has none."""
     pooling = header.integer(f"{header.architecture}.pooling_type") or 0
     if pooling == POOLING_RANK:
         return "rerank"
@@ -86,46 +88,47 @@ def kind_of(header: GgufHeader) -> Kind:
     return "rerank" if any(tensor.name in CLASSIFIER for tensor in header.tensors) else "embedding"
 
 
-def _whole(header: GgufHeader) -> GgufHeader:
+def _require_single(header: GgufHeader) -> GgufHeader:
     count = header.integer("split.count") or 0
     if count > 1:
         raise UnusableModelError(
             f"{header.path} is one of {count} parts, and its name does not say which. "
-            f"Give all parts their names back: NAME-00001-of-{count:05}.gguf and so on"
+            f"Restore the names of all parts: NAME-00001-of-{count:05}.gguf and so on"
         )
     return header
 
 
 def _check_part(part: GgufHeader, number: int, count: int) -> None:
-    said, of = part.integer("split.no"), part.integer("split.count")
-    if (said, of) != (number, count):
-        inside = f"part {said + 1} of {of}" if said is not None and of is not None else "no part of a split model"
+    index, total = part.integer("split.no"), part.integer("split.count")
+    if (index, total) != (number, count):
+        is_part = index is not None and total is not None
+        actual = f"part {(index or 0) + 1} of {total}" if is_part else "not a part of a split model"
         raise UnusableModelError(
-            f"{part.path} is named as part {number + 1} of {count}, and is {inside} by its header. "
+            f"{part.path} is part {number + 1} of {count} by its name, and {actual} by its header. "
             "Fetch all parts again"
         )
 
 
-def _joined(parts: list[GgufHeader]) -> GgufHeader:
+def _join(parts: list[GgufHeader]) -> GgufHeader:
     first = parts[0]
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
     expected = first.integer("split.tensors.count")
     if len({tensor.name for tensor in tensors}) != len(tensors) or expected not in (None, len(tensors)):
         raise UnusableModelError(
-            f"{first.path} and the other parts are not of one model: {len(tensors)} tensors in all {len(parts)}, "
-            f"{expected} expected, each once. Fetch all parts again"
+            f"{first.path} and the other parts do not belong to one model: {len(parts)} parts contain {len(tensors)} "
+            f"tensors, {expected} different ones were expected. Fetch all parts again"
         )
     return replace(first, size_bytes=sum(part.size_bytes for part in parts), tensors=tensors)
 
 
-def _refuse_no_model(header: GgufHeader) -> None:
-    said = (header.text("general.type"), header.text("general.architecture"))
-    for name in filter(None, said):
-        if name in NO_MODELS:
-            raise UnusableModelError(f"{header.path} is {NO_MODELS[name]}")
+def _require_language_model(header: GgufHeader) -> None:
+    architecture = header.text("general.architecture")
+    for name in filter(None, (header.text("general.type"), architecture)):
+        if name in NOT_A_MODEL:
+            raise UnusableModelError(f"{header.path} is {NOT_A_MODEL[name]}")
     if not header.tensors:
-        raise UnusableModelError(f"{header.path} holds no weights, a vocabulary at most: fetch the model itself")
-    if said[1] is None:
-        raise UnusableModelError(f"{header.path} does not name its architecture: fetch it again, or another model")
+        raise UnusableModelError(f"{header.path} contains no weights, at most a vocabulary: fetch the model itself")
+    if architecture is None:
+        raise UnusableModelError(f"{header.path} does not name its architecture: fetch it again, or use another model")
     if header.text("tokenizer.ggml.model") in (None, "no_vocab", "none"):
-        raise UnusableModelError(f"{header.path} holds no vocabulary, so it reads no text: take another model")
+        raise UnusableModelError(f"{header.path} contains no vocabulary, so it cannot read text: use another model")

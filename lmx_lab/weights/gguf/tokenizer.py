@@ -21,8 +21,8 @@ LLAMA3_SPLIT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """What ``tokenizer.ggml.*`` says."""
+class GgufVocabulary:
+    """The vocabulary of a GGUF file, from its metadata ``tokenizer.ggml.*``."""
 
     tokens: list[str]
     types: list[int]
@@ -39,17 +39,19 @@ class Vocabulary:
     chat_template: str | None
 
     def of_type(self, *types: int) -> list[str]:
+        """Return the tokens of these types."""
         return [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in types]
 
     def token(self, index: int | None) -> str | None:
+        """Return a token by its id; None if there is none."""
         return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
 
 
-def read_vocabulary(header: GgufHeader) -> Vocabulary:
-    """The vocabulary of a header that was read with its arrays.
+def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
+    """Read the vocabulary from a header that was read with its arrays.
 
     Raises:
-        UnusableModelError: it is empty, has a token twice, or its parts do not fit each other.
+        UnusableModelError: it is empty, contains a token twice, or its parts are inconsistent.
     """
     key = "tokenizer.ggml."
     tokens = [str(token) for token in header.items(f"{key}tokens")]
@@ -58,7 +60,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
         raise UnusableModelError(f"{header.path} has no usable vocabulary: {len(tokens)} tokens, {len(types)} types")
     pre = header.text(f"{key}pre") or "default"
     is_spm = header.text(f"{key}model") == "llama"
-    return Vocabulary(
+    return GgufVocabulary(
         tokens=tokens,
         types=types,
         merges=[str(merge) for merge in header.items(f"{key}merges")],
@@ -69,21 +71,23 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
         unknown=header.integer(f"{key}unknown_token_id"),
         pad=header.integer(f"{key}padding_token_id"),
         eot=header.integer(f"{key}eot_token_id"),
-        # What llama.cpp assumes where the file is silent.
+        # The defaults of llama.cpp.
         add_bos=header.flag(f"{key}add_bos_token", default=is_spm or pre in LLAMA3_NAMES),
         add_space_prefix=header.flag(f"{key}add_space_prefix", default=is_spm),
         chat_template=header.text("tokenizer.chat_template"),
     )
 
 
-def build_tokenizer(vocabulary: Vocabulary, model: str | None) -> Tokenizer:
-    """A tokenizer for a vocabulary of kind ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
+def build_tokenizer(vocabulary: GgufVocabulary, model: str | None) -> Tokenizer:
+    """Build a tokenizer for a vocabulary of kind ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
 
     Raises:
-        UnusableModelError: another kind, an unknown way to split words, or a vocabulary that fits neither.
+        UnusableModelError: the kind or the pre-tokenizer is not supported, or the vocabulary is inconsistent.
     """
     if model not in BUILDERS:
-        raise UnusableModelError(f"a vocabulary of kind {model} cannot be imported; {', '.join(BUILDERS)} can")
+        raise UnusableModelError(
+            f"a vocabulary of kind {model} cannot be converted; supported are {', '.join(BUILDERS)}"
+        )
     tokenizer = BUILDERS[model](vocabulary)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in vocabulary.of_type(CONTROL)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in vocabulary.of_type(USER_DEFINED)])
@@ -97,8 +101,8 @@ def build_tokenizer(vocabulary: Vocabulary, model: str | None) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(vocabulary: Vocabulary, context_length: int | None) -> dict[str, Any]:
-    """``tokenizer_config.json``."""
+def tokenizer_config(vocabulary: GgufVocabulary, context_length: int | None) -> dict[str, Any]:
+    """Return the content of ``tokenizer_config.json``."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": vocabulary.token(vocabulary.bos),
@@ -113,8 +117,8 @@ def tokenizer_config(vocabulary: Vocabulary, context_length: int | None) -> dict
     return {key: value for key, value in config.items() if value is not None}
 
 
-def eos_ids(vocabulary: Vocabulary) -> list[int]:
-    """Every token that ends a turn: the declared ones, and those of the chat template that are known to."""
+def eos_ids(vocabulary: GgufVocabulary) -> list[int]:
+    """Return all tokens that end a turn: the declared ones, and known ones that the chat template contains."""
     template = vocabulary.chat_template or ""
     control = set(vocabulary.of_type(CONTROL))
     ends = [vocabulary.tokens.index(token) for token in TURN_ENDS if token in template and token in control]
@@ -122,26 +126,27 @@ def eos_ids(vocabulary: Vocabulary) -> list[int]:
     return list(dict.fromkeys([*(index for index in declared if index is not None), *ends]))
 
 
-def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+def _byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
     if vocabulary.pre not in SPLITS:
         raise UnusableModelError(
-            f"this vocabulary splits words the {vocabulary.pre!r:.40} way; known here: {', '.join(SPLITS)}"
+            f"the pre-tokenizer {vocabulary.pre!r:.40} of this vocabulary is not supported; supported are "
+            f"{', '.join(SPLITS)}"
         )
     parts = [merge.partition(" ") for merge in vocabulary.merges]
     merges = [(left, right) for left, _, right in parts]
     if not merges or not all(left and right for left, right in merges):
-        raise UnusableModelError("the vocabulary has no usable merges")
+        raise UnusableModelError("the vocabulary has no valid merges")
     tokenizer = _bpe(vocabulary, merges, ignore_merges=vocabulary.pre in LLAMA3_NAMES)
     tokenizer.pre_tokenizer = SPLITS[vocabulary.pre]()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     if len(vocabulary.scores) != len(vocabulary.tokens):
-        raise UnusableModelError("the vocabulary has no score for each token")
+        raise UnusableModelError("the vocabulary does not have a score for each token")
     if len(vocabulary.of_type(BYTE)) != 256:
-        raise UnusableModelError("the vocabulary has no token for each byte")
+        raise UnusableModelError("the vocabulary does not have a token for each byte")
     unknown = vocabulary.token(vocabulary.unknown if vocabulary.unknown is not None else 0)
     tokenizer = _bpe(vocabulary, _merges_by_score(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prepend = [normalizers.Prepend("▁")] if vocabulary.add_space_prefix else []
@@ -152,8 +157,12 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best: so every split of a token is a merge of its rank."""
+def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
+    """Return merges that have the same effect as SentencePiece's scores.
+
+    SentencePiece joins the neighbours whose union has the best score. Every split of a token is therefore a merge, in
+    the order of the scores.
+    """
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     by_score = sorted(range(len(ids)), key=lambda index: -vocabulary.scores[index])
     tokens = (vocabulary.tokens[index] for index in by_score if vocabulary.types[index] == 1)
@@ -165,7 +174,7 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     ]
 
 
-def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+def _bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     try:
         return Tokenizer(models.BPE(vocab=ids, merges=merges, **options))
@@ -186,7 +195,7 @@ def _llama3_split() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-# The longest piece that SentencePiece trains has 16 characters; this bounds hostile vocabularies.
+# The longest pieces that SentencePiece trains have 16 characters; this limits malicious vocabularies.
 MAX_TOKEN_CHARACTERS = 256
 LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
@@ -195,4 +204,4 @@ SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "smollm": _digits_split,
     **dict.fromkeys(LLAMA3_NAMES, _llama3_split),
 }
-BUILDERS: dict[str, Callable[[Vocabulary], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
+BUILDERS: dict[str, Callable[[GgufVocabulary], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}

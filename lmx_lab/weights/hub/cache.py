@@ -1,6 +1,6 @@
-"""The layout of the hub cache, read without huggingface_hub.
+"""Read the layout of the hub cache without huggingface_hub.
 
-``models--org--name/refs/main`` names a commit, ``models--org--name/snapshots/<commit>/`` holds its files:
+``models--org--name/refs/main`` names a commit, and ``models--org--name/snapshots/<commit>/`` contains its files:
 https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
 """
 
@@ -21,7 +21,7 @@ COMMIT_BYTES = 1024
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where hub models are cached, by the hub's own environment variables."""
+    """Return the folder in which hub models are cached, according to the hub's environment variables."""
     environ = os.environ if environ is None else environ
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if folder := environ.get(name):
@@ -32,28 +32,28 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def repo_folder(cache: Path, repo_id: str) -> Path:
-    """Where the cache keeps a repository, present or not."""
+    """Return the folder of a repository in the cache, which need not exist."""
     return cache / (PREFIX + repo_id.replace("/", "--"))
 
 
 def repo_id(folder: Path) -> str:
-    """``org/name`` of the folder that the cache keeps it in."""
+    """Return ``org/name`` of a repository's folder in the cache."""
     return folder.name.removeprefix(PREFIX).replace("--", "/", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedRepo:
-    """A repository of which something is in the cache, whole or not."""
+    """A repository in the cache, complete or not."""
 
     id: str
     current: Path | None
-    """The snapshot that ``refs/main`` names; the only one, where a model was fetched by its commit."""
+    """The snapshot that ``refs/main`` names, or the only one of a model that was fetched by its commit."""
     older: tuple[Path, ...]
-    """The other snapshots: where a file was not fetched anew with a newer commit, it is still there."""
+    """The other snapshots. A file that was not fetched again with a newer commit is still in one of them."""
 
 
 def repositories(cache: Path) -> Iterator[CachedRepo]:
-    """Every model in the cache."""
+    """Iterate over the models in the cache."""
     for folder in sorted(cache.glob(f"{PREFIX}*")):
         snapshots = sorted(path for path in (folder / "snapshots").glob("*") if path.is_dir())
         current = _current(folder, snapshots)

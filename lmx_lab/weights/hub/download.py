@@ -1,6 +1,6 @@
-"""Download a model from the hub into the hub's usual cache: its safetensors, or one of its GGUF models.
+"""Download a model from the hub into its usual cache: its safetensors, or one of its GGUF models.
 
-The only importer of huggingface_hub.
+This is the only module that imports huggingface_hub.
 """
 
 from __future__ import annotations
@@ -21,39 +21,37 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.tqdm import tqdm
 
-from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, StorageFullError, UnusableModelError
-from lmx_lab.weights.gguf.names import chosen, default, grouped, labelled
+from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, UnusableModelError
+from lmx_lab.weights.gguf.names import default_label, find_label, group_files, label_models
 from lmx_lab.weights.hub.cache import repo_folder
-from lmx_lab.weights.hub.unverified import FOR_PEOPLE, is_unverified, note
-from lmx_lab.weights.hub.verify import Announced, require_announced
-from lmx_lab.weights.progress import Progress, ProgressCallback
-from lmx_lab.weights.store import FULL, folder_bytes, free_in_words, require_disk
+from lmx_lab.weights.hub.verify import DOCUMENTATION, ExpectedFile, is_unverified, mark_unverified, verify_files
+from lmx_lab.weights.store import FULL, Progress, ProgressCallback, folder_bytes, full_disk_error, require_disk
 
-# Weights, JSON and vocabularies: nothing that could hold code (.py, pickles in .bin or .pt).
-WANTED = (
+# Weights, JSON and vocabularies; no files that can contain code, such as .py, or pickles in .bin or .pt.
+DOWNLOADED = (
     "model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
-    "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", *FOR_PEOPLE,
+    "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", *DOCUMENTATION,
 )  # fmt: skip
 MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
-ASK_TIMEOUT_S = 15.0
+REQUEST_TIMEOUT_S = 15.0
 POLL_S = 0.2
 NAMED_IN_ERRORS = 30
 THREAD_NAME = "lmx-lab-hub"
-"""The command line looks for it when it ends."""
+"""Name of the download thread; the command line looks for it at exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What to fetch of a repository."""
+class Selection:
+    """The files of a repository to fetch."""
 
     sizes: Mapping[str, int]
-    """Bytes of each file, by its path in the repository."""
+    """Size of each file in bytes, by its path in the repository."""
     first: str | None
-    """The GGUF file that is the model; ``None`` where the whole folder is."""
+    """The GGUF file that is the model, or its first part; None if the model is the whole folder."""
 
 
 def endpoint() -> str:
-    """The address of the hub that the environment names."""
+    """Return the address of the hub, according to its environment variables."""
     return HfApi().endpoint
 
 
@@ -66,57 +64,57 @@ def download(
     choice: str | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """Bring the newest snapshot of a model into the cache; what is there already is not fetched again.
+    """Download the newest snapshot of a model into the cache. Files that are already there are not fetched again.
 
     Args:
         repo_id: ``org/name``.
         cache: The hub cache.
-        reserve_bytes: Free disk to leave.
+        reserve_bytes: Disk space to leave free.
         progress: Called on this thread.
-        choice: A GGUF model of the repository, by its quantization or its file's name. Without it safetensors are
-            taken if there are any, else the GGUF model that ``gguf_names.default`` prefers.
-        endpoint: Another hub than the one that the environment names.
+        choice: A GGUF model of the repository, by its quantization or its file's name. If None, safetensors are used
+            if there are any, otherwise the GGUF model that ``default_label`` prefers.
+        endpoint: Address of another hub than the default one.
 
     Returns:
-        The folder of the snapshot, or the (first) GGUF file in it.
+        The folder of the snapshot, or the first GGUF file in it.
 
     Raises:
-        ModelNotFoundError: the hub has no such model, or only for those who have a token and its owner's leave; or the
-            model comes in other quantizations, which the message names.
-        UnusableModelError: it has neither safetensors nor GGUF weights.
-        StorageFullError: before the first byte if its size is known to be too much, else when the disk fills up.
-        DownloadError: the hub cannot be reached or failed, or what came is not what it announced.
+        ModelNotFoundError: the hub has no such model, or requires a login or the owner's permission; or the model
+            exists in other quantizations, which the message lists.
+        UnusableModelError: the repository has neither safetensors nor GGUF weights.
+        StorageFullError: the disk is too small, or it became full.
+        DownloadError: the hub cannot be reached or failed, or a file is not the one that it announced.
     """
-    with _translated(repo_id, cache):
-        info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=ASK_TIMEOUT_S)
-    said = {file.rfilename: _announced(file) for file in info.siblings or ()}
-    wanted = _wanted(repo_id, {name: content.size_bytes for name, content in said.items()}, choice)
+    with _translate_errors(repo_id, cache):
+        info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=REQUEST_TIMEOUT_S)
+    expected = {file.rfilename: _expected_file(file) for file in info.siblings or ()}
+    selection = _select(repo_id, {name: file.size_bytes for name, file in expected.items()}, choice)
     snapshot = repo_folder(cache, repo_id) / "snapshots" / str(info.sha)
-    _drop_abandoned(cache, repo_id)
-    _drop_torn(repo_folder(cache, repo_id), snapshot, wanted.sizes)
-    left = [name for name in wanted.sizes if (snapshot / name).exists() and is_unverified(snapshot / name)]
-    # What is wrong of what a killed download has left is removed by this, and fetched again.
+    _remove_incomplete(cache, repo_id)
+    _remove_wrong_sizes(repo_folder(cache, repo_id), snapshot, selection.sizes)
+    unverified = [name for name in selection.sizes if (snapshot / name).exists() and is_unverified(snapshot / name)]
+    # Files of a killed download: incorrect ones are removed here, and downloaded again below.
     with suppress(DownloadError):
-        _verify({snapshot / name: said[name] for name in left}, progress)
-    missing = [name for name in wanted.sizes if not (snapshot / name).exists()]
-    needed = sum(wanted.sizes[name] for name in missing)
+        _verify({snapshot / name: expected[name] for name in unverified}, progress)
+    missing = [name for name in selection.sizes if not (snapshot / name).exists()]
+    needed = sum(selection.sizes[name] for name in missing)
     require_disk(cache, needed, reserve_bytes, repo_id)
-    with _translated(repo_id, cache, needed):
-        note(snapshot / name for name in missing)
-    folder = _fetched(repo_id, cache, list(wanted.sizes), needed, progress, endpoint=endpoint)
-    _verify({folder / name: said[name] for name in missing}, progress)
-    return folder / wanted.first if wanted.first else folder
+    with _translate_errors(repo_id, cache, needed):
+        mark_unverified(snapshot / name for name in missing)
+    folder = _fetch(repo_id, cache, list(selection.sizes), needed, progress, endpoint=endpoint)
+    _verify({folder / name: expected[name] for name in missing}, progress)
+    return folder / selection.first if selection.first else folder
 
 
-def _verify(files: Mapping[Path, Announced], progress: ProgressCallback) -> None:
+def _verify(files: Mapping[Path, ExpectedFile], progress: ProgressCallback) -> None:
     total = sum(expected.size_bytes for expected in files.values())
-    require_announced(files, lambda done: progress(Progress(stage="verify", done_bytes=done, total_bytes=total)))
+    verify_files(files, lambda done: progress(Progress(stage="verify", done_bytes=done, total_bytes=total)))
 
 
-def _fetched(
+def _fetch(
     repo_id: str, cache: Path, names: Sequence[str], needed: int, progress: ProgressCallback, *, endpoint: str | None
 ) -> Path:
-    """The folder of the snapshot with these files; ``needed`` bytes of them are not there yet."""
+    """Download files, of which ``needed`` bytes are missing; return the folder of the snapshot."""
     pool = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
     try:
         future = pool.submit(
@@ -129,55 +127,56 @@ def _fetched(
         )
         _watch(future, repo_folder(cache, repo_id) / "blobs", needed, progress)
     finally:
-        # Not waited for: an interrupt shall be heard now. Whole files are kept for the next time.
+        # Not waited for, so that an interrupt takes effect at once. Complete files are kept for the next download.
         pool.shutdown(wait=False, cancel_futures=True)
-    with _translated(repo_id, cache, needed):
+    with _translate_errors(repo_id, cache, needed):
         return Path(str(future.result()))
 
 
 class _Silent(tqdm):
-    """No bar on standard error: the progress is read off the disk."""
+    """A progress bar that is never shown: progress is measured on the disk."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
 
 
-def _announced(file: RepoSibling) -> Announced:
+def _expected_file(file: RepoSibling) -> ExpectedFile:
     size = file.size or 0
     if file.lfs is not None:
-        return Announced(size_bytes=file.lfs.size or size, algorithm="sha256", digest=file.lfs.sha256 or None)
-    return Announced(size_bytes=size, algorithm="git", digest=file.blob_id or None)
+        return ExpectedFile(size_bytes=file.lfs.size or size, algorithm="sha256", digest=file.lfs.sha256 or None)
+    return ExpectedFile(size_bytes=size, algorithm="git", digest=file.blob_id or None)
 
 
-def _wanted(repo_id: str, files: Mapping[str, int], choice: str | None) -> Wanted:
-    """What to fetch of a repository with these files."""
-    folder = {name: size for name, size in files.items() if _is_wanted(name)}
+def _select(repo_id: str, files: Mapping[str, int], choice: str | None) -> Selection:
+    """Select the files to fetch of a repository with these files and sizes."""
+    folder = {name: size for name, size in files.items() if _is_model_file(name)}
     if choice is None and any(name.endswith(".safetensors") for name in folder):
-        return Wanted(sizes=folder, first=None)
-    models = labelled(model for model in grouped(filter(_is_listed, files)) if files.keys() >= set(model.names))
+        return Selection(sizes=folder, first=None)
+    groups = group_files(filter(_is_listable, files))
+    models = label_models(model for model in groups if files.keys() >= set(model.names))
     if not models:
         kinds = sorted({Path(name).suffix for name in files if Path(name).suffix})
         raise UnusableModelError(
-            f"{repo_id} has no {'' if choice else 'model*.safetensors and no '}model in .gguf, only "
-            f"{', '.join(kinds) or 'nothing'}; look for a version of it in MLX, safetensors or GGUF format"
+            f"{repo_id} has no {'' if choice else 'model*.safetensors and no '}.gguf model, only "
+            f"{', '.join(kinds) or 'no files'}; look for a version of it in MLX, safetensors or GGUF format"
         )
-    label = default(models, files) if choice is None else chosen(models, choice)
+    label = default_label(models, files) if choice is None else find_label(models, choice)
     if label is None:
         shown = ", ".join(list(models)[:NAMED_IN_ERRORS]) + (", …" if len(models) > NAMED_IN_ERRORS else "")
         raise ModelNotFoundError(
-            f"{repo_id} has no {choice!r:.80}; it has {shown}. Fetch one with `lmx-lab pull "
-            f"{repo_id}:{default(models, files)}`",
+            f"{repo_id} has no {choice!r:.80}; available are: {shown}. Fetch one with `lmx-lab pull "
+            f"{repo_id}:{default_label(models, files)}`",
             param="model",
         )
     names = models[label].names
-    beside = [name for name in files if _is_in_root(name, FOR_PEOPLE)]
-    return Wanted(sizes={name: files[name] for name in (*names, *beside)}, first=names[0])
+    documentation = [name for name in files if _is_in_root(name, DOCUMENTATION)]
+    return Selection(sizes={name: files[name] for name in (*names, *documentation)}, first=names[0])
 
 
-def _drop_abandoned(cache: Path, repo_id: str) -> None:
-    """Remove the parts of files that a killed or interrupted download has left: nothing ever goes on from them.
+def _remove_incomplete(cache: Path, repo_id: str) -> None:
+    """Remove incomplete files of killed or interrupted downloads, which are never continued.
 
-    Whoever is at one, in this process or another, holds its lock.
+    A download that is running, in this process or another, holds the lock of its file.
     """
     repo = repo_folder(cache, repo_id)
     for part in (repo / "blobs").glob("*.incomplete"):
@@ -185,8 +184,8 @@ def _drop_abandoned(cache: Path, repo_id: str) -> None:
             part.unlink(missing_ok=True)
 
 
-def _drop_torn(repo: Path, snapshot: Path, sizes: Mapping[str, int]) -> None:
-    """Remove files of another length than the hub's: huggingface_hub takes what has the right name for whole."""
+def _remove_wrong_sizes(repo: Path, snapshot: Path, sizes: Mapping[str, int]) -> None:
+    """Remove files that do not have the size on the hub: huggingface_hub considers every existing file complete."""
     for name, size in sizes.items():
         path = snapshot / name
         if size and path.exists() and path.stat().st_size != size:
@@ -196,17 +195,17 @@ def _drop_torn(repo: Path, snapshot: Path, sizes: Mapping[str, int]) -> None:
                 blob.unlink(missing_ok=True)
 
 
-def _is_wanted(name: str) -> bool:
+def _is_model_file(name: str) -> bool:
     in_module = MODULE_FILE.fullmatch(name) is not None
-    return in_module or _is_in_root(name, WANTED)
+    return in_module or _is_in_root(name, DOWNLOADED)
 
 
 def _is_in_root(name: str, patterns: Sequence[str]) -> bool:
     return "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _is_listed(name: str) -> bool:
-    """Whether the catalog would see the file: in the root of the repository or in a folder of it."""
+def _is_listable(name: str) -> bool:
+    """Whether the catalog would find the file: in the root of the repository or in a folder of it."""
     parts = name.split("/")
     return len(parts) <= 2 and not any(part.startswith(".") or not part.isprintable() for part in parts)
 
@@ -220,10 +219,10 @@ def _watch(future: Future[Any], blobs: Path, needed: int, progress: ProgressCall
 
 
 @contextmanager
-def _translated(repo_id: str, cache: Path, needed: int = 0) -> Iterator[None]:
+def _translate_errors(repo_id: str, cache: Path, needed: int = 0) -> Iterator[None]:
     try:
         yield
-    # The errors of the HTTP library below are of no class that huggingface_hub exports.
+    # The errors of the underlying HTTP library are not of classes that huggingface_hub exports.
     except Exception as exc:
         raise _translate(repo_id, cache, needed, exc) from exc
 
@@ -231,17 +230,16 @@ def _translated(repo_id: str, cache: Path, needed: int = 0) -> Iterator[None]:
 def _translate(repo_id: str, cache: Path, needed: int, exc: Exception) -> LabError:
     if isinstance(exc, GatedRepoError):
         return ModelNotFoundError(
-            f"{repo_id} is given only to those who accept its terms on the hub: do so, then log in with `hf auth login`"
+            f"{repo_id} requires you to accept its terms on the hub: do so, then log in with `hf auth login`"
         )
     if isinstance(exc, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
-        return ModelNotFoundError(f"the hub has no model {repo_id} (or only for those who log in with `hf auth login`)")
-    if isinstance(exc, OSError) and exc.errno in FULL:
-        free = free_in_words(cache)
-        _drop_abandoned(cache, repo_id)
-        return StorageFullError(
-            f"the disk filled up while {repo_id} was fetched: {needed} bytes were to come, {free}. Free some, then try "
-            "again"
+        return ModelNotFoundError(
+            f"the hub has no model {repo_id}, or only for users who are logged in (`hf auth login`)"
         )
+    if isinstance(exc, OSError) and exc.errno in FULL:
+        error = full_disk_error(f"{repo_id} was downloaded", cache, needed_bytes=needed)
+        _remove_incomplete(cache, repo_id)
+        return error
     reason = next(iter(str(exc).splitlines()), "")[:300]
     return DownloadError(
         f"{repo_id} could not be downloaded from the hub: {type(exc).__name__}: {reason}. Check the network (and "

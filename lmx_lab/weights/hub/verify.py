@@ -1,75 +1,89 @@
-"""What the hub says that a file holds, and whether that is what came."""
+"""Verify downloaded files against the sizes and hashes that the hub announced.
+
+Files of the hub cache that are not verified yet are marked. For each of them, an empty marker file is created beside
+``snapshots`` before its download, and removed after it was verified. If a process is killed in between, the marker
+remains, and the file is not used before the next fetch has verified it. A marker concerns only its own file, so it does
+not matter which process created it, and files without one are used as always.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmx_lab.errors import DownloadError
+from lmx_lab.errors import DownloadError, UnusableModelError
 from lmx_lab.weights.files import open_regular
-from lmx_lab.weights.hub.unverified import forget
+from lmx_lab.weights.gguf.names import is_gguf, parts_of
+from lmx_lab.weights.hub.cache import PREFIX, repo_id
 
 PIECE_BYTES = 2**20
-PER_REPORT = 64
+PIECES_PER_REPORT = 64
+MARKER = ".unverified-"
+DOCUMENTATION = ("LICENSE*", "README.md")
+"""Files that no model needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Announced:
-    """A file of a repository, as the hub describes it."""
+class ExpectedFile:
+    """A file of a repository as the hub describes it."""
 
     size_bytes: int
-    """0 where it does not say."""
+    """0 if unknown."""
     algorithm: str | None = None
-    """``sha256``, or for small files git's own: SHA-1 of a header and the content."""
+    """``sha256``, or ``git`` for small files: SHA-1 of a header and the content."""
     digest: str | None = None
 
 
-def require_announced(files: Mapping[Path, Announced], told: Callable[[int], None]) -> None:
-    """Read files that have come, and compare them with what the hub said; ``told`` gets the bytes read so far.
+def verify_files(files: Mapping[Path, ExpectedFile], report: Callable[[int], None]) -> None:
+    """Read downloaded files and compare them with what the hub announced. Correct files are no longer unverified.
 
-    Those that are right are no longer unverified.
+    Args:
+        report: Called with the number of bytes read so far.
 
     Raises:
-        DownloadError: some have another length or another content; they were removed, with the files that links to
-            them are. The message names the first.
+        DownloadError: a file has another size or content. Such files were removed, including the targets of links. The
+            message names the first of them.
     """
-    done, wrong = 0, []
+    done, problems = 0, []
     for path, expected in files.items():
+        announced = _describe(expected)
         try:
-            found, done = _described(path, expected, done, told)
+            actual, done = _describe_file(path, expected, done, report)
         except FileNotFoundError:
-            # Another process has found it to be wrong.
-            found = ""
-        if found == (said := _said(expected)):
-            forget(path)
-            continue
+            problem = f"{path.name} is missing: another process removed it, perhaps because it was incorrect"
+        else:
+            if actual == announced:
+                mark_verified(path)
+                continue
+            problem = (
+                f"{path.name} is not the file that the hub announced: it has {actual}, expected {announced}. It was "
+                "not kept; something between this machine and the hub may be modifying it"
+            )
+        problems.append(problem)
         for file in (path.resolve(), path):
             file.unlink(missing_ok=True)
-        wrong.append(
-            f"{path.name} is not the file that the hub announced: {found}, expected {said}. It was not kept; something "
-            "between here and the hub may be altering it"
-            if found
-            else f"{path.name} is gone: another process has found it to be wrong, or removed it"
-        )
-    if wrong:
-        raise DownloadError(f"{wrong[0]}. Try again")
+    if problems:
+        raise DownloadError(f"{problems[0]}. Try again")
 
 
-def _said(expected: Announced) -> str:
-    return f"{expected.size_bytes} bytes" + (f", {expected.algorithm} {expected.digest}" if expected.digest else "")
+def _describe(expected: ExpectedFile) -> str:
+    digest = f", {expected.algorithm} {expected.digest}" if expected.digest else ""
+    return f"{expected.size_bytes} bytes{digest}"
 
 
-def _described(path: Path, expected: Announced, done: int, told: Callable[[int], None]) -> tuple[str, int]:
-    """The file in the words of ``_said``, and how many bytes have been read by now."""
+def _describe_file(path: Path, expected: ExpectedFile, done: int, report: Callable[[int], None]) -> tuple[str, int]:
+    """Describe a file as ``_describe`` does; return the description and the number of bytes read so far."""
     size = path.stat().st_size
     if size != expected.size_bytes and expected.size_bytes:
         return f"{size} bytes", done
     if expected.digest is None:
-        return _said(expected), done + size
+        return _describe(expected), done + size
     if expected.algorithm == "git":
-        # Not for security: git's name for a content.
+        # git's id of a content, not a security feature.
         digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     else:
         digest = hashlib.sha256()
@@ -77,6 +91,80 @@ def _described(path: Path, expected: Announced, done: int, told: Callable[[int],
         for at, piece in enumerate(iter(lambda: file.read(PIECE_BYTES), b"")):
             digest.update(piece)
             done += len(piece)
-            if at % PER_REPORT == 0:
-                told(done)
+            if at % PIECES_PER_REPORT == 0:
+                report(done)
     return f"{expected.size_bytes} bytes, {expected.algorithm} {digest.hexdigest()}", done
+
+
+# Markers
+
+
+def mark_unverified(files: Iterable[Path]) -> None:
+    """Mark files of a snapshot as unverified, before they are downloaded.
+
+    Raises:
+        OSError: the cache cannot be written to.
+    """
+    for file in files:
+        marker = _marker(file)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+
+
+def mark_verified(file: Path) -> None:
+    """Remove the marker of a file."""
+    _marker(file).unlink(missing_ok=True)
+
+
+def is_unverified(file: Path) -> bool:
+    """Whether this file of a snapshot still has to be verified."""
+    return os.path.lexists(_marker(file))
+
+
+def require_verified(path: Path) -> None:
+    """Check that no file of a model in the hub cache is unverified. Models in other places always pass.
+
+    Raises:
+        UnusableModelError: a file is.
+    """
+    # Links to the snapshot are resolved, but not the file itself: it is a link out of the snapshot.
+    path = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+    snapshot = _snapshot(path)
+    if snapshot is None:
+        return
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if not is_gguf(file.name) and not is_documentation(file.name)]
+    else:
+        files = [path.with_name(part) for part in parts_of(path.name)]
+    if any(file.exists() and is_unverified(file) for file in files):
+        choice = "" if path.is_dir() else f":{path.relative_to(snapshot).as_posix()}"
+        raise UnusableModelError(
+            f"{path} was downloaded from the hub but not verified: its download was interrupted or is still running. "
+            f"Fetch it again with `lmx-lab pull {repo_id(snapshot.parents[1])}{choice}`"
+        )
+
+
+def is_documentation(name: str) -> bool:
+    """Whether the file of this name is not needed by any model."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in DOCUMENTATION)
+
+
+def _marker(file: Path) -> Path:
+    """Return the path of a file's marker.
+
+    Its name is a hash of commit and path, because a file in a repository may be in a subfolder, or have a name of
+    maximal length.
+    """
+    snapshot = _snapshot(file.absolute())
+    if snapshot is None:
+        raise ValueError(f"{file} is not in a snapshot of the hub cache")
+    named = file.absolute().relative_to(snapshot.parent).as_posix()
+    return snapshot.parents[1] / f"{MARKER}{hashlib.sha256(os.fsencode(named)).hexdigest()[:32]}"
+
+
+def _snapshot(path: Path) -> Path | None:
+    """Return the snapshot that is or contains the path; None outside the hub cache."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == "snapshots" and folder.parents[1].name.startswith(PREFIX):
+            return folder
+    return None

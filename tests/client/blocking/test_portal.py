@@ -40,7 +40,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextmanager
-def served(host: str = "127.0.0.1") -> Iterator[uvicorn_server.Host]:
+def served(host: str = "127.0.0.1") -> Iterator[uvicorn_server.RunningServer]:
     """Run the server on an event loop in a thread."""
     thread = LoopThread("test-server")
     thread.start()

@@ -162,7 +162,7 @@ async def test_a_report_counts_texts_tokens_and_times(embedder: Engine, made_for
 
 async def test_what_is_too_long_is_refused_or_cut(embedder: Engine) -> None:
     long = "word " * 700
-    with pytest.raises(ContextLengthError, match=r"input\.1 has .*\d+ tokens and minilm-l6 takes \d+;") as refused:
+    with pytest.raises(ContextLengthError, match=r"input\.1 has .*\d+ tokens.* minilm-l6 .*\d+;") as refused:
         await vectors(embedder, "short", long)
     assert refused.value.param == "input.1"
     cut = await embedder.embed(EmbeddingRequest(inputs=(long,), truncate=True))

@@ -1,4 +1,4 @@
-"""Tiny models, loaded."""
+"""Fixtures that load tiny models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny encoders, embedders and rerankers of random weights, written by hand: milliseconds a batch, always the same."""
+"""Write tiny encoders, embedders and rerankers with random weights: deterministic, and milliseconds per batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.folder import read_folder
+from lmx_lab.weights.scan import read_folder
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 
@@ -32,16 +32,16 @@ TINY_POSITIONS = 64
 
 
 def entry(folder: Path) -> ModelEntry:
-    """The folder as the catalog would list it."""
+    """Return the entry of a model folder, as the catalog would."""
     return ModelEntry(**vars(read_folder(folder)), id=folder.name, path=folder, source="path")
 
 
 def tiny_tokenizer(*, special: tuple[str, ...] = SPECIAL, frame: bool = True) -> Tokenizer:
-    """Lower-cased words and single characters of a small vocabulary.
+    """Return a tokenizer of lower-case words and single characters with a small vocabulary.
 
     Args:
-        special: Five tokens: padding, unknown, the first, the last, a mask.
-        frame: Texts begin with the first and end with the last token; pairs have two segments.
+        special: Five tokens: padding, unknown, first, last, mask.
+        frame: Whether texts begin with the first token and end with the last one, and pairs have two segments.
     """
     characters = [*map(chr, range(33, 127)), *(f"##{chr(n)}" for n in range(33, 127))]
     vocabulary = {token: at for at, token in enumerate(dict.fromkeys([*special, *TEXT.split(), *characters]))}
@@ -76,7 +76,7 @@ def write_json(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def modules(*names: str) -> list[dict[str, Any]]:
-    """``modules.json`` of a transformer and what comes behind it: ``Pooling``, ``Normalize`` …"""
+    """Return the ``modules.json`` of a transformer followed by the given modules, such as ``Pooling``."""
     listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for at, name in enumerate(names, 1):
         kind = f"sentence_transformers.models.{name}"
@@ -85,7 +85,7 @@ def modules(*names: str) -> list[dict[str, Any]]:
 
 
 def pooling_files(mode: str = "mean", *, normalize: bool = True, **pooling: Any) -> dict[str, Any]:
-    """The files of an embedding model that pools so."""
+    """Return the files of an embedding model with this pooling mode."""
     names = ["Pooling", "Normalize"] if normalize else ["Pooling"]
     return {
         "modules.json": modules(*names),
@@ -94,7 +94,7 @@ def pooling_files(mode: str = "mean", *, normalize: bool = True, **pooling: Any)
 
 
 def bert_weights(*, seed: int = 0, width: int = 32, inner: int = 48, words: int = 0, labels: int = 0) -> Tensors:
-    """Two layers; with ``labels`` also the pooler and a classifier."""
+    """Return the weights of two layers; with ``labels`` also those of the pooler and the classifier."""
     random = np.random.default_rng(seed)
 
     def dense(name: str, outputs: int, inputs: int) -> Tensors:
@@ -130,11 +130,11 @@ def write_tiny_bert(
     tokenizer: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> ModelEntry:
-    """A BERT of 2 layers, width 32; an embedder, or with ``labels`` a classifier (one label makes a reranker).
+    """Write a BERT of 2 layers, width 32: an embedder, or with ``labels`` a classifier (with one label, a reranker).
 
     Args:
-        files: JSON or text written beside it; by default mean pooling and normalization, or none for a classifier.
-        change: Tensors put in the place of others; None takes one away.
+        files: More files, as JSON or text; by default mean pooling and normalization, or none for a classifier.
+        change: Tensors that replace others; None removes a tensor.
         tokenizer: Values of ``tokenizer_config.json``.
         config: Values of ``config.json``.
     """
@@ -190,7 +190,7 @@ def write_tiny_qwen3(
     tokenizer: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> ModelEntry:
-    """A Qwen3 of 2 layers, width 32; an embedder by its last token, unless the files say something else."""
+    """Write a Qwen3 of 2 layers, width 32: an embedder that pools the last token, unless the files define otherwise."""
     words = write_tokenizer(folder, **(tokenizer or {})).get_vocab_size()
     tensors: dict[str, Any] = {f"{prefix}{name}": each for name, each in qwen3_weights(seed=seed, words=words).items()}
     tensors |= dict(change or {})
@@ -216,7 +216,7 @@ def write_tiny_qwen3(
 
 
 def logit_score_files(**prompt: Any) -> dict[str, Any]:
-    """The files of a reranker that answers yes or no, as sentence-transformers 5.4 and later write them."""
+    """Return the files of a reranker by yes and no, as written by sentence-transformers 5.4 and later."""
     vocabulary = tiny_tokenizer().get_vocab()
     kind = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
     transformer = modules()[0] | {"type": "sentence_transformers.base.modules.transformer.Transformer"}
@@ -235,15 +235,15 @@ def logit_score_files(**prompt: Any) -> dict[str, Any]:
 
 
 def write_tiny_qwen3_reranker(folder: Path, *, seed: int = 0, **config: Any) -> ModelEntry:
-    """A decoder that ranks by the logits of yes and no, prompted through its chat template."""
+    """Write a decoder that ranks by the logits of yes and no, prompted with its chat template."""
     return write_tiny_qwen3(folder, logit_score_files(), seed=seed, **config)
 
 
-def run(passes: Generator[Any, None, Vectors]) -> Vectors:
-    """A generator's return value, layer by layer."""
+def run(layers: Generator[Any, None, Vectors]) -> Vectors:
+    """Run a generator of layers and return its result."""
     while True:
         try:
-            next(passes)
+            next(layers)
         except StopIteration as end:
             return end.value
 
@@ -253,6 +253,6 @@ def load(listed: ModelEntry, **settings: Any) -> LoadedEncoder:
 
 
 def embed(model: LoadedEncoder, *inputs: str | tuple[int, ...], **options: Any) -> Vectors:
-    """Vectors of texts, computed in one batch."""
+    """Return the vectors of texts, computed in one batch."""
     options = {"input_type": None, "truncate": False} | options
-    return run(model.passes(model.texts.texts(inputs, **options)))
+    return run(model.forward(model.texts.texts(inputs, **options)))

@@ -1,4 +1,4 @@
-"""What is refused when a model is loaded, by name; and what a batch does while it runs."""
+"""Loading refuses damaged and unsupported models and names the reason; batches are computed layer by layer."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ def damaged(number: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (damaged(float("nan")), f"{WEIGHT} holds NaN"),
-        (damaged(float("inf")), f"{WEIGHT} holds NaN or infinite"),
+        (damaged(float("nan")), f"{WEIGHT} contains NaN"),
+        (damaged(float("inf")), f"{WEIGHT} contains NaN or infinite"),
         ({WEIGHT: None}, f"{WEIGHT} is missing"),
-        ({WEIGHT: np.zeros((32, 47), np.float32)}, rf"{WEIGHT} has the shape \(32, 47\); config.json wants \(32, 48\)"),
-        ({WEIGHT: np.zeros((32, 48), np.int32)}, f"{WEIGHT} holds .*int32"),
+        (
+            {WEIGHT: np.zeros((32, 47), np.float32)},
+            rf"{WEIGHT} has the shape \(32, 47\); config.json requires \(32, 48\)",
+        ),
+        ({WEIGHT: np.zeros((32, 48), np.int32)}, f"{WEIGHT} contains .*int32"),
         ({"encoder.layer.2.output.dense.weight": np.zeros((2, 2), np.float32)}, "first encoder.layer.2.output"),
     ],
 )
@@ -53,7 +56,7 @@ def test_a_damaged_tensor_is_refused_by_name(bert: Load, change: dict[str, Any],
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])
 def test_a_damaged_decoder_is_refused_by_name(qwen3: Load, number: float) -> None:
     weight = np.full((32, 48), number, np.float32)
-    with pytest.raises(UnusableModelError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds NaN"):
+    with pytest.raises(UnusableModelError, match=r"model\.layers\.1\.mlp\.down_proj\.weight contains NaN"):
         qwen3(change={"model.layers.1.mlp.down_proj.weight": weight})
 
 
@@ -62,7 +65,7 @@ def test_a_missing_tensor_of_a_decoder_is_refused_by_name(qwen3: Load) -> None:
         qwen3(change={"model.norm.weight": None})
 
 
-def test_what_other_programs_leave_in_a_checkpoint_is_passed_over(bert: Load) -> None:
+def test_unused_tensors_of_other_programs_are_ignored(bert: Load) -> None:
     same = embed(bert(), "the cat")
     extra = {
         "embeddings.position_ids": np.arange(64)[None],
@@ -72,7 +75,7 @@ def test_what_other_programs_leave_in_a_checkpoint_is_passed_over(bert: Load) ->
     np.testing.assert_array_equal(embed(bert(change=extra), "the cat"), same)
 
 
-def test_old_names_of_tensors_are_known(bert: Load) -> None:
+def test_old_tensor_names_are_supported(bert: Load) -> None:
     same = embed(bert(), "the cat")
     renamed: dict[str, Any] = {}
     for name, tensor in bert_weights(words=tiny_tokenizer().get_vocab_size()).items():
@@ -87,13 +90,13 @@ def test_old_names_of_tensors_are_known(bert: Load) -> None:
         ({"position_embedding_type": "relative_key"}, "relative_key"),
         ({"hidden_act": "mish"}, "mish"),
         ({"num_attention_heads": 5}, "5 heads"),
-        ({"type_vocab_size": 0}, "type_vocab_size as 0"),
+        ({"type_vocab_size": 0}, "type_vocab_size is 0"),
         ({"is_decoder": True}, "decoder"),
         ({"model_type": "distilbert"}, "encoders of type distilbert"),
         ({"model_type": "no_such_thing"}, "no_such_thing"),
     ],
 )
-def test_a_configuration_that_is_not_known_is_refused(bert: Load, config: dict[str, Any], message: str) -> None:
+def test_an_unsupported_configuration_is_refused(bert: Load, config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnusableModelError, match=message):
         bert(**config)
 
@@ -101,18 +104,18 @@ def test_a_configuration_that_is_not_known_is_refused(bert: Load, config: dict[s
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"is_causal": False}, "look ahead"),
+        ({"is_causal": False}, "bidirectional"),
         ({"model_type": "gemma", "architectures": ["GemmaModel"]}, "tiny-qwen3"),
         ({"model_type": "mamba", "architectures": ["MambaModel"]}, "tiny-qwen3"),
     ],
 )
-def test_a_decoder_that_is_not_known_is_refused(qwen3: Load, config: dict[str, Any], message: str) -> None:
+def test_an_unsupported_decoder_is_refused(qwen3: Load, config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnusableModelError, match=message):
         qwen3(**config)
 
 
 @pytest.mark.parametrize("write", [write_tiny_bert, write_tiny_qwen3])
-def test_a_model_over_the_limit_is_refused_and_leaves_nothing(tmp_path: Any, write: Any) -> None:
+def test_a_model_over_the_memory_limit_is_refused_and_leaves_no_memory_in_use(tmp_path: Any, write: Any) -> None:
     listed = write(tmp_path / "m")
     gc.collect()
     before = memory.used_bytes()
@@ -133,7 +136,7 @@ def test_a_failed_load_keeps_no_weights(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "auto", "keep"])
-def test_weights_are_kept_in_the_type_asked_for(tmp_path: Any, dtype: str) -> None:
+def test_weights_are_converted_to_the_requested_type(tmp_path: Any, dtype: str) -> None:
     exact = embed(load(write_tiny_bert(tmp_path / "m")), "the cat sits")
     model = load(write_tiny_bert(tmp_path / "m"), dtype=dtype)
     vectors = embed(model, "the cat sits")
@@ -155,40 +158,40 @@ def test_quantized_weights_are_expanded(bert: Load) -> None:
     assert (embed(model, "the cat sits") @ exact.T)[0, 0] > 0.999
 
 
-def test_numbers_beyond_half_precision_are_named(tmp_path: Any) -> None:
+def test_numbers_beyond_half_precision_are_reported(tmp_path: Any) -> None:
     listed = write_tiny_bert(tmp_path / "m", change=damaged(1e6))
     load(listed)
-    with pytest.raises(UnusableModelError, match=f"{WEIGHT} holds NaN or infinite numbers in .*float16"):
+    with pytest.raises(UnusableModelError, match=f"{WEIGHT} contains NaN or infinite numbers in .*float16"):
         load(listed, dtype="float16")
 
 
-def test_a_result_that_is_no_number_is_an_error(bert: Load) -> None:
+def test_a_result_that_is_not_finite_is_an_error(bert: Load) -> None:
     model = bert(change={WEIGHT: np.full((32, 48), 3e38, np.float32)})
     with pytest.raises(EngineError, match="not finite"):
         embed(model, "the cat sits")
 
 
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
-def test_neighbours_make_no_difference(request: pytest.FixtureRequest, kind: str) -> None:
+def test_a_vector_does_not_depend_on_the_rest_of_its_batch(request: pytest.FixtureRequest, kind: str) -> None:
     model = request.getfixturevalue(kind)()
     texts = ["cat", "the big dog sleeps under the tree and the bird sits on the mat", "", "a a a"]
     for text, vector in zip(texts, embed(model, *texts), strict=True):
         np.testing.assert_allclose(embed(model, text)[0], vector, atol=1e-5)
 
 
-def test_a_batch_can_be_computed_layer_by_layer_and_given_up(bert: Load) -> None:
+def test_a_batch_is_computed_layer_by_layer_and_can_be_cancelled(bert: Load) -> None:
     model = bert()
     batch = [TextTokens((2, 5, 3)), TextTokens((2, 3))]
-    passes = model.passes(batch)
-    first = next(passes)
+    layers = model.forward(batch)
+    first = next(layers)
     mx.eval(first)
     assert first.shape == (2, 3, 32)
-    passes.close()
-    assert len(list(model.passes(batch))) == 2
-    del first, passes
+    layers.close()
+    assert len(list(model.forward(batch))) == 2
+    del first, layers
     gc.collect()
     before = memory.used_bytes()
-    left = model.passes(batch)
+    left = model.forward(batch)
     mx.eval(next(left))
     left.close()
     del left
@@ -202,14 +205,14 @@ def test_long_texts_are_computed_in_blocks(
     model = request.getfixturevalue(kind)()
     texts = ["the cat " * 25, "a dog"]
     whole, needed = embed(model, *texts), model.batch_bytes(2, 64)
-    # Room for the scores of 10 tokens.
+    # Room for the attention scores of 10 tokens.
     for module in ("layers", "decoder"):
         monkeypatch.setattr(f"lmx_lab.engine.encoders.{module}.SCORES_BYTES", 4 * 2 * 4 * 52 * 10)
     np.testing.assert_allclose(embed(model, *texts), whole, atol=1e-5)
     assert model.batch_bytes(2, 64) < needed
 
 
-def test_memory_of_a_batch_grows_with_it(bert: Load) -> None:
+def test_the_memory_estimate_grows_with_the_batch(bert: Load) -> None:
     model = bert(pooling_files("mean_tokens"))
     assert model.batch_bytes(8, 64) > 4 * model.batch_bytes(2, 64) * 0.9
     assert model.batch_bytes(2, 64) > 2 * 64 * 32 * 4

@@ -1,4 +1,4 @@
-"""The real all-MiniLM-L6-v2 against vectors that PyTorch computed."""
+"""Vectors of the real all-MiniLM-L6-v2 equal those that PyTorch computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(minilm: ModelEntry) -> LoadedEncoder:
     return load(minilm)
 
 
-def test_vectors_are_those_of_the_reference(model: LoadedEncoder) -> None:
+def test_vectors_equal_the_reference(model: LoadedEncoder) -> None:
     vectors = embed(model, *TEXTS)
     expected = np.array([item["vector"] for item in REFERENCE["items"]], np.float32)
     assert vectors.dtype == np.float32
@@ -31,12 +31,12 @@ def test_vectors_are_those_of_the_reference(model: LoadedEncoder) -> None:
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
 
 
-def test_it_is_what_its_files_say(model: LoadedEncoder) -> None:
+def test_properties_are_read_from_the_files(model: LoadedEncoder) -> None:
     assert (model.dimensions, model.context_length, model.method) == (384, 256, "cosine")
     assert 90e6 < model.memory_bytes < 95e6
 
 
-def test_neighbours_make_no_difference(model: LoadedEncoder) -> None:
+def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model: LoadedEncoder) -> None:
     together = embed(model, *TEXTS)
     for text, vector in zip(TEXTS, together, strict=True):
         alone = embed(model, text)[0]
@@ -44,6 +44,6 @@ def test_neighbours_make_no_difference(model: LoadedEncoder) -> None:
         np.testing.assert_allclose(alone, vector, atol=1e-5)
 
 
-def test_what_is_alike_is_near(model: LoadedEncoder) -> None:
+def test_similar_texts_have_similar_vectors(model: LoadedEncoder) -> None:
     dog, puppy, law = embed(model, "a dog barks", "a puppy is barking", "the court dismissed the appeal")
     assert dog @ puppy > dog @ law + 0.4

@@ -1,4 +1,4 @@
-"""From hidden states to vectors, as the files beside the model say."""
+"""Pooling and modules convert hidden states to vectors as the model's files define."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = ((2, 5, 7, 9, 3), (2, 6, 3))
 
 def hidden(model: LoadedEncoder, tokens: tuple[int, ...]) -> Vectors:
     """(length, size) of one text: the last array that the generator yields."""
-    states = [np.array(state) for state in model.passes([TextTokens(tokens)])]
+    states = [np.array(state) for state in model.forward([TextTokens(tokens)])]
     return np.asarray(states[-1][0])
 
 
@@ -40,18 +40,18 @@ def expected(states: Vectors, mode: str) -> Vectors:
 @pytest.mark.parametrize(
     "mode", ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"]
 )
-def test_each_pooling_leaves_padding_out(bert: Load, mode: str) -> None:
+def test_padding_is_not_pooled(bert: Load, mode: str) -> None:
     model = bert(pooling_files(mode, normalize=False))
     for tokens, vector in zip(TOKENS, embed(model, *TOKENS), strict=True):
         np.testing.assert_allclose(vector, expected(hidden(model, tokens), mode), atol=1e-5)
 
 
-def test_the_new_key_names_the_pooling(bert: Load) -> None:
+def test_the_new_pooling_key_is_supported(bert: Load) -> None:
     model = bert({"modules.json": modules("Pooling"), "1_Pooling/config.json": {"pooling_mode": "cls"}})
     np.testing.assert_allclose(embed(model, TOKENS[0])[0], hidden(model, TOKENS[0])[0], atol=1e-6)
 
 
-def test_several_poolings_are_joined(bert: Load) -> None:
+def test_the_vectors_of_several_modes_are_concatenated(bert: Load) -> None:
     model = bert(pooling_files("cls_token", normalize=False, pooling_mode_mean_tokens=True))
     assert model.dimensions == 64
     states = hidden(model, TOKENS[0])
@@ -59,41 +59,41 @@ def test_several_poolings_are_joined(bert: Load) -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_vectors_are_normalized_if_the_files_say_so(bert: Load, normalize: bool) -> None:
+def test_vectors_are_normalized_if_the_files_require_it(bert: Load, normalize: bool) -> None:
     lengths = np.linalg.norm(embed(bert(pooling_files("mean_tokens", normalize=normalize)), *TOKENS), axis=1)
     assert np.allclose(lengths, 1, atol=1e-6) == normalize
 
 
-def test_without_pooling_files_an_encoder_takes_the_mean_and_says_so(
+def test_an_encoder_without_pooling_files_uses_the_mean_and_logs_it(
     bert: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = bert({})
     states = hidden(model, TOKENS[0]).mean(0)
     np.testing.assert_allclose(embed(model, TOKENS[0])[0], states / np.linalg.norm(states), atol=1e-5)
     assert [record.getMessage() for record in caplog.records] == [
-        "tiny-bert has no files about pooling: mean pooling, vectors of length 1"
+        "tiny-bert has no pooling files; using mean pooling and vectors of length 1"
     ]
 
 
-def test_without_pooling_files_a_decoder_takes_the_last_token(qwen3: Load) -> None:
+def test_a_decoder_without_pooling_files_uses_the_last_token(qwen3: Load) -> None:
     model = qwen3({"README.md": "---\npipeline_tag: feature-extraction\n---\n"})
     same = qwen3(pooling_files("lasttoken"))
     np.testing.assert_allclose(embed(model, *TOKENS), embed(same, *TOKENS))
 
 
-def test_a_prompt_can_be_left_out_of_pooling(bert: Load) -> None:
+def test_a_prompt_can_be_excluded_from_pooling(bert: Load) -> None:
     prompts = {"config_sentence_transformers.json": {"prompts": {"query": "query: "}}}
     model = bert(pooling_files("mean_tokens", normalize=False, include_prompt=False) | prompts)
     tokens = model.texts.texts(["the cat"], input_type="query", truncate=False)
     plain = model.texts.texts(["the cat"], input_type=None, truncate=False)
-    assert tokens[0].skipped == len(tokens[0].tokens) - len(plain[0].tokens) + 1
-    states = hidden(model, tokens[0].tokens)[tokens[0].skipped :]
+    assert tokens[0].skipped_tokens == len(tokens[0].tokens) - len(plain[0].tokens) + 1
+    states = hidden(model, tokens[0].tokens)[tokens[0].skipped_tokens :]
     other = model.texts.texts(["a big dog sits on the mat"], input_type="query", truncate=False)
-    np.testing.assert_allclose(run(model.passes(tokens + other))[0], states.mean(0), atol=1e-5)
+    np.testing.assert_allclose(run(model.forward(tokens + other))[0], states.mean(0), atol=1e-5)
 
 
 @pytest.mark.parametrize(("activation", "act"), [("Tanh", np.tanh), ("Identity", lambda x: x)])
-def test_a_dense_module_follows_the_pooling(tmp_path: Path, bert: Load, activation: str, act: Any) -> None:
+def test_a_dense_module_is_applied_after_the_pooling(tmp_path: Path, bert: Load, activation: str, act: Any) -> None:
     weight, bias = np.random.default_rng(1).normal(0, 1, (8, 32)), np.arange(8) / 10
     config = {"in_features": 32, "out_features": 8, "activation_function": f"torch.nn.modules.activation.{activation}"}
     files = pooling_files("mean_tokens") | {"modules.json": modules("Pooling", "Dense"), "2_Dense/config.json": config}
@@ -110,7 +110,7 @@ def test_a_dense_module_follows_the_pooling(tmp_path: Path, bert: Load, activati
     ("files", "named"),
     [
         ({"modules.json": modules("Pooling", "Whitening")}, "Whitening"),
-        ({"modules.json": [{"type": "my_code.Pooling", "path": "1_Pooling"}]}, "code of its own"),
+        ({"modules.json": [{"type": "my_code.Pooling", "path": "1_Pooling"}]}, "custom code"),
         ({"modules.json": [{"type": "sentence_transformers.models.Pooling", "path": "../x"}]}, "'../x'"),
         ({"modules.json": [{"path": "1_Pooling"}]}, "type"),
         ({"1_Pooling/config.json": {"pooling_mode": "median"}}, "median"),
@@ -127,10 +127,10 @@ def test_a_dense_module_follows_the_pooling(tmp_path: Path, bert: Load, activati
                 "modules.json": modules("Pooling", "Dense"),
                 "2_Dense/config.json": {"in_features": 32, "out_features": 8},
             },
-            "2_Dense holds no model",
+            "2_Dense contains no model",
         ),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(bert: Load, files: dict[str, Any], named: str) -> None:
+def test_an_unsupported_module_or_pooling_is_refused_by_name(bert: Load, files: dict[str, Any], named: str) -> None:
     with pytest.raises(UnusableModelError, match=named):
         bert(pooling_files("mean_tokens") | files)

@@ -1,4 +1,4 @@
-"""Scores of query and document: heads, prompts of decoders, activations."""
+"""Rerankers score a query with documents: heads, prompts of decoders and activations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shown(text: str) -> tuple[int, ...]:
         ),
     ],
 )
-def test_the_files_name_the_activation(
+def test_the_activation_is_read_from_the_files(
     bert: Load, settings: dict[str, Any], config: dict[str, Any], expected: Any
 ) -> None:
     model = bert({"config_sentence_transformers.json": settings}, labels=1, **config)
@@ -48,28 +48,28 @@ def test_vectors_have_no_activation(bert: Load) -> None:
     assert bert().activate(RAW) is RAW
 
 
-def test_another_activation_is_refused(bert: Load) -> None:
+def test_an_unsupported_activation_is_refused(bert: Load) -> None:
     with pytest.raises(UnusableModelError, match=r"my_code\.Sigmoid"):
         bert({"config_sentence_transformers.json": {"activation_fn": "my_code.Sigmoid"}}, labels=1)
 
 
 @pytest.mark.parametrize("labels", [2, 3])
 def test_a_classifier_of_several_labels_is_refused(bert: Load, labels: int) -> None:
-    with pytest.raises(UnusableModelError, match=f"{labels} labels apart; a reranker has one"):
+    with pytest.raises(UnusableModelError, match=f"{labels} labels; a reranker has one"):
         bert(labels=labels)
 
 
-def test_a_cross_encoder_gives_one_score_for_each_document(bert: Load) -> None:
+def test_a_cross_encoder_returns_one_score_per_document(bert: Load) -> None:
     model = bert(labels=1)
     assert (model.method, model.dimensions) == ("cross-encoder", None)
     pairs = model.texts.pairs("where is paris", ["the capital of france", "a cat", ""], truncate=False)
-    together = run(model.passes(pairs))
+    together = run(model.forward(pairs))
     assert together.shape == (3,)
-    alone = np.concatenate([run(model.passes([pair])) for pair in pairs])
+    alone = np.concatenate([run(model.forward([pair])) for pair in pairs])
     np.testing.assert_allclose(together, alone, atol=1e-5)
 
 
-def test_a_score_may_come_from_pooling_and_modules(tmp_path: Path, bert: Load) -> None:
+def test_a_score_can_be_computed_by_pooling_and_modules(tmp_path: Path, bert: Load) -> None:
     random, folder = np.random.default_rng(1), tmp_path / "tiny-bert"
     dense = {"linear.weight": random.normal(0, 1, (1, 32)), "linear.bias": np.ones(1)}
     norm = {"norm.weight": random.normal(0, 1, 32), "norm.bias": np.ones(32)}
@@ -87,33 +87,33 @@ def test_a_score_may_come_from_pooling_and_modules(tmp_path: Path, bert: Load) -
     }
     model = bert(files)
     [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
-    first = np.array(list(model.passes([pair]))[-1][0, 0])
+    first = np.array(list(model.forward([pair]))[-1][0, 0])
     normed = (first - first.mean()) / np.sqrt(first.var() + 1e-5) * norm["norm.weight"] + 1
-    np.testing.assert_allclose(run(model.passes([pair])), dense["linear.weight"] @ normed + 1, atol=1e-4)
-    with pytest.raises(UnusableModelError, match="leave 32 numbers; a reranker has one"):
+    np.testing.assert_allclose(run(model.forward([pair])), dense["linear.weight"] @ normed + 1, atol=1e-4)
+    with pytest.raises(UnusableModelError, match="return 32 numbers; a reranker returns one"):
         bert(files | {"modules.json": modules("Pooling", "LayerNorm")})
 
 
-def test_segments_make_a_difference(bert: Load) -> None:
+def test_segments_change_the_score(bert: Load) -> None:
     model = bert(labels=1)
     [pair] = model.texts.pairs("the cat", ["a dog"], truncate=False)
     without = type(pair)(pair.tokens)
-    assert abs(run(model.passes([pair])) - run(model.passes([without])))[0] > 1e-3
+    assert abs(run(model.forward([pair])) - run(model.forward([without])))[0] > 1e-3
 
 
-def test_a_decoder_is_asked_through_its_chat_template(logit_reranker: LoadedEncoder) -> None:
+def test_a_decoder_reads_pairs_through_its_chat_template(logit_reranker: LoadedEncoder) -> None:
     assert logit_reranker.method == "decoder"
     [pair] = logit_reranker.texts.pairs("where is paris", ["the capital of france"], truncate=False)
     assert pair.tokens == shown("query: where is paris [SEP] document: the capital of france [SEP]")
 
 
-def test_a_default_prompt_is_the_system_message(qwen3: Load) -> None:
+def test_the_default_prompt_becomes_the_system_message(qwen3: Load) -> None:
     model = qwen3(logit_score_files(prompts={"web": "a big red"}, default_prompt_name="web"))
     [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
     assert pair.tokens == shown("system: a big red [SEP] query: cat [SEP] document: dog [SEP]")
 
 
-def test_files_may_pass_options_to_the_template(qwen3: Load) -> None:
+def test_template_options_in_the_files_are_used(qwen3: Load) -> None:
     files = logit_score_files()
     files["sentence_bert_config.json"]["processing_kwargs"] = {
         "chat_template": {"add_generation_prompt": True, "restore_suffix": True}
@@ -122,7 +122,7 @@ def test_files_may_pass_options_to_the_template(qwen3: Load) -> None:
     assert pair.tokens == shown("query: cat [SEP] document: dog [SEP] answer:")
 
 
-def test_a_template_may_strip_documents(qwen3: Load) -> None:
+def test_a_template_that_strips_documents_is_supported(qwen3: Load) -> None:
     template = "{% for m in messages %}{{ m['content'] | trim }} . {% endfor %}"
     model = qwen3(logit_score_files() | {"chat_template.jinja": template})
     [pair] = model.texts.pairs("cat", [" dog\n"], truncate=False)
@@ -137,12 +137,12 @@ def test_a_template_may_strip_documents(qwen3: Load) -> None:
         "{{ raise_exception('only users') }}",
     ],
 )
-def test_a_template_that_does_not_show_both_is_refused(qwen3: Load, template: str) -> None:
+def test_a_template_that_does_not_show_query_and_document_is_refused(qwen3: Load, template: str) -> None:
     with pytest.raises(UnusableModelError, match="chat template"):
         qwen3(logit_score_files() | {"chat_template.jinja": template})
 
 
-def test_a_long_document_is_cut_inside_the_prompt(logit_reranker: LoadedEncoder) -> None:
+def test_a_long_document_is_truncated_within_the_prompt(logit_reranker: LoadedEncoder) -> None:
     before, after = shown("query: cat [SEP] document:"), shown("[SEP]")
     [pair, short] = logit_reranker.texts.pairs("cat", ["dog " * 500, "dog"], truncate=True)
     assert pair.tokens == (*before, *shown("dog") * (64 - len(before) - len(after)), *after)
@@ -161,14 +161,14 @@ def qwen_prompt(query: str, document: str) -> tuple[int, ...]:
     )
 
 
-def test_qwen3_reranker_as_published_has_the_documented_prompt(qwen3: Load) -> None:
+def test_the_published_qwen3_reranker_uses_its_documented_prompt(qwen3: Load) -> None:
     model = qwen3({"README.md": QWEN_CARD}, max_position_embeddings=1024, tokenizer={"model_max_length": 1024})
     assert (model.entry.kind, model.method) == ("rerank", "decoder")
     [pair] = model.texts.pairs("cat", ["dog"], truncate=False)
     assert pair.tokens == qwen_prompt("cat", "dog")
 
 
-def test_a_qwen3_classifier_ranks_by_its_one_label(qwen3: Load) -> None:
+def test_a_qwen3_classifier_ranks_by_its_only_label(qwen3: Load) -> None:
     weight = np.random.default_rng(3).normal(0, 1, (1, 32)).astype(np.float32)
     config = {"architectures": ["Qwen3ForSequenceClassification"], "max_position_embeddings": 1024}
     limits = {"model_max_length": 1024}
@@ -176,12 +176,12 @@ def test_a_qwen3_classifier_ranks_by_its_one_label(qwen3: Load) -> None:
     assert model.method == "decoder"
     pairs = model.texts.pairs("cat", ["dog", "a very big bird"], truncate=False)
     assert pairs[0].tokens == (2, 7, 3, 8, 3)
-    assert run(model.passes(pairs)).shape == (2,)
+    assert run(model.forward(pairs)).shape == (2,)
     carded = qwen3({"README.md": QWEN_CARD}, change={"score.weight": weight}, tokenizer=limits, **config)
     assert carded.texts.pairs("cat", ["dog"], truncate=False)[0].tokens == qwen_prompt("cat", "dog")
 
 
-def test_a_decoder_that_does_not_say_how_it_ranks_is_refused(qwen3: Load) -> None:
+def test_a_decoder_without_a_ranking_definition_is_refused(qwen3: Load) -> None:
     with pytest.raises(UnusableModelError, match="score"):
         qwen3({}, architectures=["Qwen3ForSequenceClassification"])
     wrong = logit_score_files() | {"1_LogitScore/config.json": {"true_token_id": 99999, "false_token_id": None}}

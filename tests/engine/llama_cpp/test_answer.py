@@ -11,19 +11,19 @@ import pytest
 from lmx_lab.engine import GenerationRequest, TextPrompt
 from lmx_lab.engine.llama_cpp.answer import Answer
 from lmx_lab.engine.llama_cpp.request import Route
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, AnswerShape
-from lmx_lab.values.generation import Delta, PromptProgress, TokenLogprob, merged_calls
+from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
+from lmx_lab.values.generation import Delta, PromptProgress, TokenLogprob, merge_tool_calls
 
 REQUEST = GenerationRequest(prompt=TextPrompt(text="a"))
-THOUGHTS = AnswerShape(
+THOUGHTS = ChannelFormat(
     initial=REASONING,
     transitions={REASONING: [("</think>", CONTENT)], CONTENT: [("<think>", REASONING)]},
-    thoughts_first=True,
+    reasoning_first=True,
 )
 
 
 def answer(
-    *, request: GenerationRequest = REQUEST, route: Route = "/completion", shape: AnswerShape | None = None
+    *, request: GenerationRequest = REQUEST, route: Route = "/completion", shape: ChannelFormat | None = None
 ) -> Answer:
     made = Answer(request, route, shape, model="m", prompt_tokens=10, arrived_at=100.0)
     made.begin(101.0)
@@ -184,7 +184,7 @@ def test_a_chat_has_thoughts_text_and_calls() -> None:
         chunk(7, "tool_calls"),
     )
     assert whole(found) == ("I look. ", "hm", 7)
-    calls = merged_calls(piece for it in found for piece in it.tool_calls)
+    calls = merge_tool_calls(piece for it in found for piece in it.tool_calls)
     assert [(it.id, it.name, it.arguments) for it in calls] == [("a", "look", '{"x": 1}'), ("b", "wait", "{}")]
     assert made.finish == "tool_calls"
     assert made.report(110.0).reasoning_tokens == 1

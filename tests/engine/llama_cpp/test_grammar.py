@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import AnswerFormat
-from lmx_lab.engine.grammar.build import grammar
-from lmx_lab.engine.grammar.trials import Trials
+from lmx_lab.engine.grammar.build import build_grammar
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.llama_cpp import grammar as forms_module
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection
 from lmx_lab.engine.llama_cpp.grammar import Forms
-from lmx_lab.engine.llama_cpp.words import words_of
+from lmx_lab.engine.llama_cpp.words import read_token_table
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.weights.gguf.header import read_header
 
@@ -46,14 +46,14 @@ def server() -> Server:
 
 @pytest.fixture
 async def forms(tiny_gguf: Path, server: Server) -> AsyncIterator[Forms]:
-    trials = Trials()
+    trials = GrammarSandbox()
     with ThreadPoolExecutor(1) as compiling:
-        yield Forms(words_of(read_header(tiny_gguf, arrays=True)), trials, compiling, server)
-    trials.end()
+        yield Forms(read_token_table(read_header(tiny_gguf, arrays=True)), trials, compiling, server)
+    trials.close()
 
 
 def of(kind: Any, text: str) -> str:
-    made = grammar(AnswerFormat(kind=kind, text=text), None, None, markers={})
+    made = build_grammar(AnswerFormat(kind=kind, text=text), None, None, markers={})
     assert made is not None
     return made
 

@@ -162,7 +162,9 @@ async def test_nothing_is_left_of_a_process_after_its_model_has_gone(long_gguf: 
 async def test_a_failed_load_leaves_no_process(engine: Engine, tiny_gguf: Path, tmp_path: Path) -> None:
     with pytest.raises(UnusableModelError):
         await engine.load(entry_of(unknown_architecture(tiny_gguf, tmp_path)))
-    children = [child.pid for child in psutil.Process().children() if "worker.py" in " ".join(child.cmdline())]
+    children = [
+        child.pid for child in psutil.Process().children() if "llama_cpp/worker.py" in " ".join(child.cmdline())
+    ]
     assert children == [process_of(engine)._process.pid]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, Sampling, TextPrompt, TokenPrompt, Tool, ToolUse
-from lmx_lab.engine.llama_cpp.chat_format import ALL_MARKERS, dialect_of
+from lmx_lab.engine.llama_cpp.chat_format import ALL_MARKERS, detect_chat_format
 from lmx_lab.engine.llama_cpp.request import SEEDS, chat_body, chat_input, completion_body, route_of, sampling
-from lmx_lab.engine.text.chat_format_detection import Dialect
+from lmx_lab.engine.text.chat_format_detection import ChatFormat
 from lmx_lab.errors import InvalidRequestError
 from tests.gguf_templates import NO_SYSTEM, THINKS_FIRST, TOOLS
 
@@ -20,8 +20,8 @@ TOOL = Tool(name="add", parameters={"type": "object"}, description="Adds.")
 OPTIONAL = ToolUse(tools=(TOOL,))
 FORCED = replace(OPTIONAL, forced=True)
 FORM = AnswerFormat(kind="regex", text="a+")
-PLAIN, NATIVE = Dialect(), Dialect(takes_tools=True)
-HARMONY = dialect_of("<|channel|> <|message|> <|call|>", {"supports_tools": True}, {})
+PLAIN, NATIVE = ChatFormat(), ChatFormat(supports_tools=True)
+HARMONY = detect_chat_format("<|channel|> <|message|> <|call|>", {"supports_tools": True}, {})
 
 
 def asked(tools: ToolUse | None = None, **changes: Any) -> GenerationRequest:
@@ -30,7 +30,7 @@ def asked(tools: ToolUse | None = None, **changes: Any) -> GenerationRequest:
 
 
 @pytest.mark.parametrize(
-    ("request_", "dialect", "route"),
+    ("request_", "chat_format", "route"),
     [
         (GenerationRequest(prompt=TextPrompt(text="a")), NATIVE, COMPLETION),
         (GenerationRequest(prompt=TokenPrompt(tokens=(1,))), HARMONY, COMPLETION),
@@ -49,22 +49,24 @@ def asked(tools: ToolUse | None = None, **changes: Any) -> GenerationRequest:
     ],
 )
 def test_only_calls_in_a_models_own_format_and_headers_go_through_the_chat_route(
-    request_: GenerationRequest, dialect: Dialect, route: str
+    request_: GenerationRequest, chat_format: ChatFormat, route: str
 ) -> None:
-    assert route_of(request_, dialect) == route
+    assert route_of(request_, chat_format) == route
 
 
 @pytest.mark.parametrize(
-    ("request_", "dialect", "param"),
+    ("request_", "chat_format", "param"),
     [
         (asked(score_prompt=True), PLAIN, "logprobs"),
         (asked(thinking_budget=0), PLAIN, "thinking_budget"),
         (asked(OPTIONAL, top_logprobs=0), NATIVE, "logprobs"),
     ],
 )
-def test_what_llama_cpp_does_not_do_is_refused(request_: GenerationRequest, dialect: Dialect, param: str) -> None:
+def test_what_llama_cpp_does_not_do_is_refused(
+    request_: GenerationRequest, chat_format: ChatFormat, param: str
+) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        route_of(request_, dialect)
+        route_of(request_, chat_format)
     assert refused.value.param == param
 
 
@@ -160,7 +162,7 @@ def test_a_template_without_tools_gets_them_written_out() -> None:
 
 
 def test_variables_of_the_template_win_over_what_we_think() -> None:
-    thinks = dialect_of(THINKS_FIRST, {}, {})
+    thinks = detect_chat_format(THINKS_FIRST, {}, {})
     prompt = ChatPrompt(messages=ANSWERED[:1], template_options={"enable_thinking": False, "x": 1})
     found = chat_input(GenerationRequest(prompt=prompt), prompt, thinks, COMPLETION)
     assert found["chat_template_kwargs"] == {"enable_thinking": False, "x": 1}
@@ -174,30 +176,30 @@ def test_variables_of_the_template_win_over_what_we_think() -> None:
 
 
 def test_a_template_says_how_thoughts_are_written() -> None:
-    found = dialect_of(THINKS_FIRST, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)})
-    assert (found.thoughts, found.takes_tools, found.headed) == (("<think>", "</think>"), False, False)
+    found = detect_chat_format(THINKS_FIRST, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)})
+    assert (found.reasoning_markers, found.supports_tools, found.has_headers) == (("<think>", "</think>"), False, False)
     assert (found.markers["<think>"], found.markers["</think>"]) == ((3,), (4,))
-    assert found.thinking("assistant\n<think>\n") == "open"
+    assert found.reasoning_state("assistant\n<think>\n") == "open"
     # One marker that is no token is looked for as text.
     assert found.markers["<tool_call>"] == ("<tool_call>",)
 
 
 @pytest.mark.parametrize(("template", "thoughts"), [("", None), (TOOLS, ("<think>", "</think>")), (NO_SYSTEM, None)])
 def test_templates_without_thoughts_have_none(template: str, thoughts: tuple[str, str] | None) -> None:
-    assert dialect_of(template, {}, {}).thoughts == thoughts
+    assert detect_chat_format(template, {}, {}).reasoning_markers == thoughts
 
 
 def test_what_llama_cpp_says_of_a_template_is_believed() -> None:
-    assert dialect_of(TOOLS, {"supports_tools": True}, {}).takes_tools
-    assert not dialect_of(TOOLS, {}, {}).takes_tools
-    assert not dialect_of(NO_SYSTEM, {"supports_system_role": False}, {}).takes_system
-    assert dialect_of(NO_SYSTEM, {}, {}).takes_system
+    assert detect_chat_format(TOOLS, {"supports_tools": True}, {}).supports_tools
+    assert not detect_chat_format(TOOLS, {}, {}).supports_tools
+    assert not detect_chat_format(NO_SYSTEM, {"supports_system_role": False}, {}).supports_system
+    assert detect_chat_format(NO_SYSTEM, {}, {}).supports_system
 
 
 def test_headers_are_known_by_their_tokens() -> None:
-    assert HARMONY.headed
-    assert HARMONY.thoughts is None
-    assert not dialect_of("<|message|> alone", {}, {}).headed
+    assert HARMONY.has_headers
+    assert HARMONY.reasoning_markers is None
+    assert not detect_chat_format("<|message|> alone", {}, {}).has_headers
 
 
 def test_all_markers_are_looked_up_once() -> None:

@@ -12,8 +12,8 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
-from lmx_lab.engine.grammar.build import Thoughts, grammar
-from lmx_lab.engine.llama_cpp.words import as_lark, check, words_of
+from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
+from lmx_lab.engine.llama_cpp.words import as_lark, check, read_token_table
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.gguf.header import read_header
@@ -22,11 +22,11 @@ from tests.gguf_server import raw_server
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = ToolUse(tools=(Tool(name="add", parameters=SCHEMA), Tool(name="wait", parameters={"type": "object"})))
-THOUGHTS = Thoughts(start=("<think>",), end=("</think>",), open=True)
+THOUGHTS = ReasoningSection(start=("<think>",), end=("</think>",), open=True)
 
 
-def lark_of(form: AnswerFormat | None, tools: ToolUse | None = None, thoughts: Thoughts | None = None) -> str:
-    made = grammar(form, tools, thoughts, markers={})
+def lark_of(form: AnswerFormat | None, tools: ToolUse | None = None, thoughts: ReasoningSection | None = None) -> str:
+    made = build_grammar(form, tools, thoughts, markers={})
     assert made is not None
     return as_lark(made)
 
@@ -73,7 +73,7 @@ def test_parts_that_do_not_go_together_are_refused() -> None:
 
 
 def test_words_are_the_bytes_that_tokens_stand_for(tiny: ModelEntry, tiny_gguf: Path) -> None:
-    words = words_of(read_header(tiny_gguf, arrays=True))
+    words = read_token_table(read_header(tiny_gguf, arrays=True))
     tokenizer = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
     for text in ("Hello, wörld! 東京 😀\n\t x", '{"a": [1, 2]}'):
         assert b"".join(words.tokens[token] for token in tokenizer.encode(text).ids) == text.encode()
@@ -94,7 +94,7 @@ def test_a_vocabulary_without_an_end_cannot_have_forms(tiny_gguf: Path, tmp_path
         },
     )
     with pytest.raises(InvalidRequestError, match="no token that ends an answer"):
-        words_of(read_header(path, arrays=True))
+        read_token_table(read_header(path, arrays=True))
 
 
 # What makes us try forms there

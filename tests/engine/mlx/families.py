@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, ToolUse
 from lmx_lab.engine.mlx.model import AnswerText
-from lmx_lab.engine.text.chat_format_detection import Dialect, Thinking
+from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import TextSplitter
 from tests.engine.answers import merge
 
@@ -118,7 +118,7 @@ FAMILIES = {
 @dataclass(frozen=True)
 class Known:
     tokenizer: Any
-    dialect: Dialect
+    chat_format: ChatFormat
 
     def tokens(self, text: str, *, whole: bool = True) -> list[int]:
         """Its tokens; else each character for itself, but for the added tokens, which are whole in any answer."""
@@ -158,7 +158,7 @@ def asked(tools: ToolUse | None = None, answer_format: AnswerFormat | None = Non
 
 def rendered(known: Known, request: GenerationRequest, *, prompt: bool = True) -> str:
     assert isinstance(request.prompt, ChatPrompt)
-    given = known.dialect.template_input(request, request.prompt)
+    given = known.chat_format.template_input(request, request.prompt)
     made = known.tokenizer.apply_chat_template(
         given.pop("messages"), add_generation_prompt=prompt, tokenize=False, **given, **request.prompt.template_options
     )
@@ -175,10 +175,10 @@ def said(*calls: tuple[str, dict[str, Any]], content: str = "", thoughts: str = 
 
 
 def divided(
-    known: Known, raw: str, request: GenerationRequest, thinking: Thinking, *, whole: bool
+    known: Known, raw: str, request: GenerationRequest, thinking: ReasoningState, *, whole: bool
 ) -> tuple[str, str, list[tuple[str, Any]]]:
     splitter: TextSplitter[None] = TextSplitter(
-        AnswerText(known.tokenizer).decode, (), known.dialect.shape(request, thinking)
+        AnswerText(known.tokenizer).decode, (), known.chat_format.channel_format(request, thinking)
     )
     pieces = [splitter.add(token) for token in known.tokens(raw, whole=whole)]
     pieces.append(splitter.finish())

@@ -32,7 +32,7 @@ class Watched:
         self.fails: Exception | None = None
         self.fails_to_activate = False
 
-    def passes(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
+    def forward(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
         self.batches.append([text.tokens[0] for text in batch])
         self.lengths = [len(text.tokens) for text in batch]
         try:
@@ -106,7 +106,7 @@ def test_rows_come_back_in_the_order_of_the_texts() -> None:
 def test_equal_texts_are_computed_once() -> None:
     work, encoder = encoding(), Watched()
     asked = EncodeJob(
-        texts=[TextTokens((1, 2)), TextTokens((5,)), TextTokens((1, 2)), TextTokens((1, 2), second_at=1)],
+        texts=[TextTokens((1, 2)), TextTokens((5,)), TextTokens((1, 2)), TextTokens((1, 2), second_start=1)],
         encoder=cast(Any, weakref.ref(encoder)),
         model_id="watched",
         arrived_at=time.perf_counter(),

@@ -488,7 +488,7 @@ async def test_a_failure_in_a_layer_fails_that_request_only(embedder: Engine, mo
         raise ValueError("as an example")
 
     with monkeypatch.context() as patched:
-        patched.setattr("lmx_lab.engine.encoders.bert.Layer.steps", fail)
+        patched.setattr("lmx_lab.engine.encoders.bert.BertLayer.forward", fail)
         with pytest.raises(EngineError, match="as an example"):
             await vectors(embedder, SENTENCES[0])
     assert np.array_equal(await vectors(embedder, SENTENCES[0]), good)

@@ -1,4 +1,4 @@
-"""The generic way to tell a model of tools, and the history in it."""
+"""Tests of tools and call histories written as text, for templates without tools."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from lmx_lab.engine import Tool, ToolUse
-from lmx_lab.engine.templates.tool_prompt import template_tools, written_out
+from lmx_lab.engine.templates.tool_prompt import template_tools, write_tools_as_text
 
 WEATHER = Tool(name="weather", description="Das Wetter · 天気", parameters={"type": "object", "properties": {}})
 TOOLS = ToolUse(tools=(WEATHER, Tool(name="add", parameters={"type": "object"})))
@@ -30,8 +30,8 @@ def described(content: str) -> list[Any]:
     return [json.loads(line) for line in content.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()]
 
 
-def test_tools_are_in_a_system_message_of_their_own() -> None:
-    first, *rest = written_out([USER], TOOLS)
+def test_tools_are_written_into_a_new_system_message() -> None:
+    first, *rest = write_tools_as_text([USER], TOOLS)
     assert rest == [USER]
     assert first["role"] == "system"
     assert described(first["content"]) == template_tools(TOOLS)
@@ -39,34 +39,34 @@ def test_tools_are_in_a_system_message_of_their_own() -> None:
     assert '<tool_call>\n{"name": ' in first["content"]
 
 
-def test_tools_follow_what_the_system_message_says() -> None:
-    first, *rest = written_out([SYSTEM, USER], TOOLS)
+def test_tools_are_appended_to_the_system_message() -> None:
+    first, *rest = write_tools_as_text([SYSTEM, USER], TOOLS)
     assert rest == [USER]
     assert first["content"].startswith("Be brief.\n\n# Tools")
     assert described(first["content"]) == template_tools(TOOLS)
-    empty, _ = written_out([{**SYSTEM, "content": ""}, USER], TOOLS)
+    empty, _ = write_tools_as_text([{**SYSTEM, "content": ""}, USER], TOOLS)
     assert empty["content"].startswith("# Tools")
     assert SYSTEM["content"] == "Be brief."
 
 
-def test_where_the_system_has_no_place_the_first_user_message_tells_of_the_tools() -> None:
-    (only,) = written_out([USER], TOOLS, system=False)
+def test_tools_are_written_into_the_first_user_message_if_there_is_no_system_role() -> None:
+    (only,) = write_tools_as_text([USER], TOOLS, system=False)
     assert only["role"] == "user"
     assert described(only["content"]) == template_tools(TOOLS)
     assert only["content"].endswith("\n\nIs it raining in Zürich?")
-    # A conversation that has a system message is the caller's affair: the template refuses it anyway.
-    assert written_out([SYSTEM, USER], TOOLS, system=False) == written_out([SYSTEM, USER], TOOLS)
+    # A conversation with a system message is unchanged: the template rejects it in any case.
+    assert write_tools_as_text([SYSTEM, USER], TOOLS, system=False) == write_tools_as_text([SYSTEM, USER], TOOLS)
 
 
-def test_without_a_description_none_is_told() -> None:
+def test_a_tool_without_a_description_has_no_description_key() -> None:
     weather, add = (tool["function"] for tool in template_tools(TOOLS))
     assert weather["description"] == WEATHER.description
     assert add == {"name": "add", "parameters": {"type": "object"}}
 
 
-def test_calls_and_results_are_text() -> None:
+def test_calls_and_results_are_written_as_text() -> None:
     history = [USER, calls(("weather", {"city": "Zürich 🏔", "n": [1, None]})), result('{"rain": "ja, ständig"}')]
-    user, call, answer = written_out(history, None)
+    user, call, answer = write_tools_as_text(history, None)
     assert user == USER
     assert call == {
         "role": "assistant",
@@ -78,42 +78,42 @@ def test_calls_and_results_are_text() -> None:
     }
 
 
-def test_what_was_said_before_the_calls_stays_before_them() -> None:
-    (said,) = written_out([calls(("add", {"a": 1}), ("weather", {}), content="Let me see.")], None)
+def test_the_content_of_a_message_is_written_before_its_calls() -> None:
+    (said,) = write_tools_as_text([calls(("add", {"a": 1}), ("weather", {}), content="Let me see.")], None)
     assert said["content"] == (
         'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
         '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
     )
 
 
-def test_results_of_one_answer_are_one_message() -> None:
+def test_the_results_of_the_calls_of_one_message_are_one_message() -> None:
     history = [calls(("add", {}), ("weather", {})), result("1"), result("2", 1), calls(("add", {})), result("3"), USER]
-    written = written_out(history, None)
+    written = write_tools_as_text(history, None)
     assert [message["role"] for message in written] == ["assistant", "user", "assistant", "user", "user"]
     assert written[1]["content"] == ("<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>")
     assert written[3]["content"] == "<tool_response>\n3\n</tool_response>"
     assert written[4] == USER
 
 
-def test_a_history_with_calls_needs_no_tools() -> None:
-    written = written_out([SYSTEM, USER, calls(("add", {})), result("1")], None)
+def test_a_history_with_calls_is_written_without_tools_too() -> None:
+    written = write_tools_as_text([SYSTEM, USER, calls(("add", {})), result("1")], None)
     assert written[0] == SYSTEM
     assert not any("tool_calls" in message or message["role"] == "tool" for message in written)
     assert "# Tools" not in str(written)
 
 
-def test_thoughts_and_names_stay_as_they_are() -> None:
+def test_reasoning_and_names_are_unchanged() -> None:
     thought = {**calls(("add", {})), "reasoning_content": "Hm.", "name": "Ada"}
-    (written,) = written_out([thought], None)
+    (written,) = write_tools_as_text([thought], None)
     assert (written["reasoning_content"], written["name"]) == ("Hm.", "Ada")
-    # An empty list of calls is none.
-    assert written_out([{"role": "assistant", "content": "Hi", "tool_calls": []}], None) == [
+    # An empty list of calls is removed.
+    assert write_tools_as_text([{"role": "assistant", "content": "Hi", "tool_calls": []}], None) == [
         {"role": "assistant", "content": "Hi"}
     ]
 
 
-def test_braces_in_tools_and_messages_are_no_placeholders() -> None:
+def test_braces_in_tools_and_messages_are_not_placeholders() -> None:
     odd = ToolUse(tools=(Tool(name="odd", description="{tools} {0}", parameters={"type": "object"}),))
-    first, _ = written_out([{**SYSTEM, "content": "{tools}"}, USER], odd)
+    first, _ = write_tools_as_text([{**SYSTEM, "content": "{tools}"}, USER], odd)
     assert first["content"].startswith("{tools}\n\n")
     assert described(first["content"].removeprefix("{tools}")) == template_tools(odd)

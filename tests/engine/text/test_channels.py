@@ -1,4 +1,4 @@
-"""The channels of an answer against the obvious way of dividing the whole text, however it comes."""
+"""Compare the channel parser with a simple implementation that divides the whole text at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
-from lmx_lab.engine.text.channels import Channels, Parts, TrailingSpace
+from lmx_lab.engine.text.channels import (
+    CONTENT,
+    REASONING,
+    TOOL,
+    ChannelFormat,
+    ChannelOutput,
+    ChannelParser,
+    TrailingWhitespace,
+)
+from lmx_lab.engine.text.tool_calls import CallFormat
 from tests.engine.answers import Tokens, answer, merge, places
 
 TRANSITIONS = {
@@ -54,21 +62,21 @@ def parse(text: str) -> dict[str, Any]:
 CALLS = CallFormat(start="<t>", end="</t>", parse=parse)
 
 
-def shape(initial: str = CONTENT, calls: CallFormat | None = CALLS) -> AnswerShape:
-    return AnswerShape(initial=initial, transitions=TRANSITIONS, calls=calls)
+def channel_format(initial: str = CONTENT, calls: CallFormat | None = CALLS) -> ChannelFormat:
+    return ChannelFormat(initial=initial, transitions=TRANSITIONS, calls=calls)
 
 
 @dataclass
-class Divided:
+class Parsed:
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     cut: int | None = None
-    """Where a stop string cuts, in the raw text."""
+    """Index in the raw text where a stop string ends the answer."""
 
 
-def streamed(shape: AnswerShape, pieces: Sequence[str], stops: Sequence[str] = ()) -> Divided:
-    channels, parts, last = Channels(shape, stops), list[Parts](), 0
+def streamed(channel_format: ChannelFormat, pieces: Sequence[str], stops: Sequence[str] = ()) -> Parsed:
+    channels, parts, last = ChannelParser(channel_format, stops), list[ChannelOutput](), 0
     raw = sum(map(len, pieces))
     for piece in pieces:
         parts.append(channels.feed(piece))
@@ -79,7 +87,7 @@ def streamed(shape: AnswerShape, pieces: Sequence[str], stops: Sequence[str] = (
     else:
         parts.append(channels.finish())
         assert parts[-1].stopped or channels.passed == raw
-    return Divided(
+    return Parsed(
         content="".join(text for part in parts for text in part.content),
         reasoning="".join(text for part in parts for text in part.reasoning),
         calls=merge(call for part in parts for call in part.calls)[0],
@@ -87,14 +95,14 @@ def streamed(shape: AnswerShape, pieces: Sequence[str], stops: Sequence[str] = (
     )
 
 
-# The obvious way
+# The simple implementation
 
 Item = tuple[str, str, int, str]
-"""Its kind, its text, where that begins, and the state after it (of the last one ``""``)."""
+"""A section: its kind, its text, the index of its text, and the state after it (``""`` for the last one)."""
 
 
-def items(raw: str, state: str) -> list[Item]:
-    """The stretches of the raw text; a call that is none is content, joined with what is around it."""
+def find_items(raw: str, state: str) -> list[Item]:
+    """Return the sections of the raw text. An invalid call is content, and is joined with adjacent content."""
     found: list[Item] = []
     at, begin = 0, 0
     while True:
@@ -102,26 +110,26 @@ def items(raw: str, state: str) -> list[Item]:
         end, marker, after = min(ends, default=(len(raw), "", ""))
         text = raw[at : end - len(marker)]
         if state == TOOL and not text.isalpha():
-            _join(found, (CONTENT, raw[begin:end], begin, after))
+            _append_item(found, (CONTENT, raw[begin:end], begin, after))
         else:
-            _join(found, (state, text, at, after))
+            _append_item(found, (state, text, at, after))
         if not marker:
             return found
         begin, at, state = end - len(marker), end, after
 
 
-def _join(found: list[Item], item: Item) -> None:
+def _append_item(found: list[Item], item: Item) -> None:
     kind, text, begin, after = item
-    # Content goes on where a broken call begins or ends, and nowhere else.
+    # Content is joined only at the beginning or end of an invalid call.
     if kind == CONTENT and found and found[-1][0] == CONTENT and begin == found[-1][2] + len(found[-1][1]):
         found[-1] = (CONTENT, found[-1][1] + text, found[-1][2], after)
     else:
         found.append(item)
 
 
-def at_once(raw: str, initial: str, stops: Sequence[str] = ()) -> Divided:
-    out, leading, after_call = Divided(), False, False
-    found = items(raw, initial)
+def parse_whole(raw: str, initial: str, stops: Sequence[str] = ()) -> Parsed:
+    out, leading, after_call = Parsed(), False, False
+    found = find_items(raw, initial)
     for number, (kind, text, start, after) in enumerate(found):
         following = found[number + 1][0] if number + 1 < len(found) else ""
         if kind == REASONING:
@@ -146,7 +154,7 @@ def at_once(raw: str, initial: str, stops: Sequence[str] = ()) -> Divided:
     return out
 
 
-def pieces_of(raw: str, sizes: Sequence[int]) -> list[str]:
+def split(raw: str, sizes: Sequence[int]) -> list[str]:
     out, at = [], 0
     while at < len(raw):
         out.append(raw[at : at + sizes[len(out) % len(sizes)]])
@@ -155,30 +163,30 @@ def pieces_of(raw: str, sizes: Sequence[int]) -> list[str]:
 
 
 @given(TEXTS, INITIAL, STOPS, st.lists(st.integers(1, 7), min_size=1))
-def test_an_answer_is_divided_as_its_whole_text_would_be(
+def test_streamed_channels_are_those_of_the_whole_text(
     raw: str, initial: str, stops: list[str], sizes: list[int]
 ) -> None:
-    expected = at_once(raw, initial, stops)
-    assert streamed(shape(initial), [raw], stops) == expected
-    assert streamed(shape(initial), list(raw), stops) == expected
-    assert streamed(shape(initial), pieces_of(raw, sizes), stops) == expected
+    expected = parse_whole(raw, initial, stops)
+    assert streamed(channel_format(initial), [raw], stops) == expected
+    assert streamed(channel_format(initial), list(raw), stops) == expected
+    assert streamed(channel_format(initial), split(raw, sizes), stops) == expected
 
 
 @given(TEXTS, INITIAL, STOPS, st.sets(st.integers(1, 40)))
-def test_entries_are_those_of_the_tokens_that_begin_before_the_cut(
+def test_entries_are_those_of_the_tokens_that_begin_before_the_stop_string(
     raw: str, initial: str, stops: list[str], cuts: set[int]
 ) -> None:
     tokens = Tokens(raw, cuts)
-    cut = at_once(raw, initial, stops).cut
+    cut = parse_whole(raw, initial, stops).cut
     expected = [
         token for token, (start, end) in enumerate(places(tokens.chunks)) if cut is None or start < cut or end <= cut
     ]
-    assert answer(tokens, shape(initial), stops).entries == expected
+    assert answer(tokens, channel_format(initial), stops).entries == expected
 
 
 @given(TEXTS)
-def test_without_calls_no_whitespace_waits(raw: str) -> None:
-    channels, out = Channels(AnswerShape(transitions={CONTENT: [("<r>", REASONING)]}), ()), ""
+def test_whitespace_is_not_held_back_in_a_format_without_calls(raw: str) -> None:
+    channels, out = ChannelParser(ChannelFormat(transitions={CONTENT: [("<r>", REASONING)]}), ()), ""
     raw = raw.replace("<", "")
     for character in raw:
         out += "".join(channels.feed(character).content)
@@ -188,19 +196,19 @@ def test_without_calls_no_whitespace_waits(raw: str) -> None:
 
 
 @given(TEXTS, st.lists(st.integers(1, 7), min_size=1))
-def test_where_no_call_can_be_read_all_is_content(raw: str, sizes: list[int]) -> None:
+def test_calls_that_cannot_be_parsed_are_content(raw: str, sizes: list[int]) -> None:
     transitions = {CONTENT: [("<t>", TOOL)], TOOL: [("</t>", CONTENT)]}
     for calls in (CallFormat(start="<t>", end="</t>", parse=json.loads), CallFormat(start="<t>", end="</t>")):
-        found = streamed(AnswerShape(transitions=transitions, calls=calls), pieces_of(raw, sizes))
-        assert found == Divided(content=raw)
+        found = streamed(ChannelFormat(transitions=transitions, calls=calls), split(raw, sizes))
+        assert found == Parsed(content=raw)
 
 
 @given(TEXTS, st.lists(st.integers(1, 7), min_size=1))
-def test_thoughts_and_content_are_the_text_without_the_markers_between(raw: str, sizes: list[int]) -> None:
+def test_reasoning_and_content_are_the_text_between_the_markers(raw: str, sizes: list[int]) -> None:
     transitions = {CONTENT: [("<r>", REASONING)], REASONING: [("</r>", CONTENT)]}
-    # No space, so none is dropped.
+    # Without whitespace, because whitespace beside markers is dropped.
     raw = "".join(raw.split())
-    found = streamed(AnswerShape(transitions=transitions), pieces_of(raw, sizes))
+    found = streamed(ChannelFormat(transitions=transitions), split(raw, sizes))
     content, _, rest = raw.partition("<r>")
     reasoning = ""
     while rest:
@@ -210,10 +218,10 @@ def test_thoughts_and_content_are_the_text_without_the_markers_between(raw: str,
     assert (found.content, found.reasoning) == (content, reasoning)
 
 
-# By hand
+# Examples
 
 
-def fed(channels: Channels, *texts: str) -> list[tuple[str, str, int]]:
+def feed_all(channels: ChannelParser, *texts: str) -> list[tuple[str, str, int]]:
     given = []
     for text in texts:
         parts = channels.feed(text)
@@ -221,9 +229,9 @@ def fed(channels: Channels, *texts: str) -> list[tuple[str, str, int]]:
     return given
 
 
-def test_what_is_held_back_and_for_how_long() -> None:
-    channels = Channels(shape(REASONING), ["END"])
-    assert fed(channels, " \n", "so ", "it", " is <", "/r", ">\n", "\nA E", "N", "x\n", " y") == [
+def test_possible_markers_and_stop_strings_are_held_back_until_they_are_decided() -> None:
+    channels = ChannelParser(channel_format(REASONING), ["END"])
+    assert feed_all(channels, " \n", "so ", "it", " is <", "/r", ">\n", "\nA E", "N", "x\n", " y") == [
         ("", "", 2),
         ("", "so", 4),
         ("", " it", 7),
@@ -236,75 +244,75 @@ def test_what_is_held_back_and_for_how_long() -> None:
         ("\n y", "", 25),
     ]
     assert channels.state == CONTENT
-    assert channels.finish() == Parts(content=[""], reasoning=[""])
+    assert channels.finish() == ChannelOutput(content=[""], reasoning=[""])
 
 
-def test_a_call_is_passed_with_its_end_marker_and_the_space_after_it_with_the_next() -> None:
-    channels = Channels(shape(), ["xyz"])
+def test_a_call_is_passed_at_its_end_marker_and_whitespace_after_it_with_the_next_text() -> None:
+    channels = ChannelParser(channel_format(), ["xyz"])
     texts = ["ok x", " ", "<t", ">", "f", "</t>", "\n", "<t>g</t>", " ", "!"]
-    assert [passed for _, _, passed in fed(channels, *texts)] == [3, 3, 3, 3, 3, 13, 13, 22, 22, 24]
-    assert channels.called
+    assert [passed for _, _, passed in feed_all(channels, *texts)] == [3, 3, 3, 3, 3, 13, 13, 22, 22, 24]
+    assert channels.has_called
 
 
-def test_a_run_of_half_markers_is_not_held_back_for_ever() -> None:
-    channels = Channels(shape(), ())
-    given = "".join(text for text, _, _ in fed(channels, *"<" * 1000))
+def test_repeated_beginnings_of_markers_are_not_held_back() -> None:
+    channels = ChannelParser(channel_format(), ())
+    given = "".join(text for text, _, _ in feed_all(channels, *"<" * 1000))
     assert 990 <= len(given) <= 1000
-    assert fed(channels, "r>x")[0][0] == "<" * (999 - len(given))
+    assert feed_all(channels, "r>x")[0][0] == "<" * (999 - len(given))
     assert channels.state == REASONING
 
 
-def test_a_call_without_a_format_to_read_it_is_dropped() -> None:
-    found = streamed(AnswerShape(transitions=TRANSITIONS), list("a <t>f</t> b"))
+def test_a_call_is_dropped_without_a_call_format() -> None:
+    found = streamed(ChannelFormat(transitions=TRANSITIONS), list("a <t>f</t> b"))
     assert (found.content, found.calls) == ("a  b", [])
 
 
-def test_a_marker_may_lead_to_a_state_without_an_end() -> None:
-    channels = Channels(AnswerShape(transitions={CONTENT: [("<x>", "elsewhere")]}), ())
-    assert fed(channels, "a<x>b") == [("a", "", 5)]
+def test_a_marker_can_lead_to_a_state_without_transitions() -> None:
+    channels = ChannelParser(ChannelFormat(transitions={CONTENT: [("<x>", "elsewhere")]}), ())
+    assert feed_all(channels, "a<x>b") == [("a", "", 5)]
 
 
-def test_a_marker_between_space_and_a_call_keeps_the_space() -> None:
-    assert streamed(shape(), ["a <|s|><t>f</t>"]).content == "a "
+def test_whitespace_before_a_call_is_kept_if_a_marker_follows_it() -> None:
+    assert streamed(channel_format(), ["a <|s|><t>f</t>"]).content == "a "
 
 
-def test_a_marker_inside_the_thoughts_is_passed_with_the_space_before_it() -> None:
-    channels = Channels(AnswerShape(initial=REASONING, transitions={REASONING: [("<x>", REASONING)]}), ())
-    assert fed(channels, "a ", "<x>", "b") == [("", "a", 1), ("", " ", 5), ("", "b", 6)]
+def test_a_marker_inside_reasoning_is_passed_with_the_whitespace_before_it() -> None:
+    channels = ChannelParser(ChannelFormat(initial=REASONING, transitions={REASONING: [("<x>", REASONING)]}), ())
+    assert feed_all(channels, "a ", "<x>", "b") == [("", "a", 1), ("", " ", 5), ("", "b", 6)]
 
 
-def test_of_two_markers_that_begin_alike_the_shorter_is_met() -> None:
+def test_the_shorter_of_two_markers_with_the_same_beginning_matches() -> None:
     transitions = {CONTENT: [("<think>!", TOOL), ("<think>", REASONING), ("", TOOL)]}
     for pieces in (["a<think>!b"], list("a<think>!b")):
-        assert streamed(AnswerShape(transitions=transitions), pieces) == Divided("a", "!b")
+        assert streamed(ChannelFormat(transitions=transitions), pieces) == Parsed("a", "!b")
 
 
-def test_content_behind_a_call_keeps_its_space_though_thoughts_came_before() -> None:
-    assert streamed(shape(REASONING), ["x</r> <t>f</t> b"]) == Divided(" b", "x", [("f", '{"of": "f"}')])
+def test_content_after_a_call_keeps_its_leading_space_even_after_reasoning() -> None:
+    assert streamed(channel_format(REASONING), ["x</r> <t>f</t> b"]) == Parsed(" b", "x", [("f", '{"of": "f"}')])
 
 
-def test_a_marker_may_end_one_call_and_begin_the_next() -> None:
+def test_one_marker_can_end_a_call_and_begin_the_next() -> None:
     transitions = {CONTENT: [("<t>", TOOL)], TOOL: [("<n>", TOOL)]}
-    found = streamed(AnswerShape(transitions=transitions, calls=CALLS), ["<t>f<n>!"])
-    assert found == Divided("!", calls=[("f", '{"of": "f"}')])
+    found = streamed(ChannelFormat(transitions=transitions, calls=CALLS), ["<t>f<n>!"])
+    assert found == Parsed("!", calls=[("f", '{"of": "f"}')])
 
 
-def test_a_stop_string_before_a_call_leaves_no_call() -> None:
+def test_a_stop_string_before_a_call_prevents_the_call() -> None:
     for pieces in (["a END <t>f</t>"], list("a END <t>f</t>")):
-        assert streamed(shape(), pieces, ["END"]) == Divided("a ", cut=2)
+        assert streamed(channel_format(), pieces, ["END"]) == Parsed("a ", cut=2)
 
 
 @pytest.mark.parametrize(
     "raw", ["<t>STOP</t>", "<r>STOP</r>", "<|h|>STOP<|m|>", "ST<t>a</t>OP", "ST<r></r>OP", "a\n<t>a</t>"]
 )
-def test_a_stop_string_counts_in_content_only(raw: str) -> None:
+def test_stop_strings_apply_only_to_content(raw: str) -> None:
     for pieces in ([raw], list(raw)):
-        assert streamed(shape(), pieces, ["STOP", "\n"]).cut is None
+        assert streamed(channel_format(), pieces, ["STOP", "\n"]).cut is None
 
 
-def test_whitespace_is_held_in_linear_work() -> None:
+def test_holding_back_whitespace_takes_linear_time() -> None:
     def seconds(count: int) -> float:
-        space = TrailingSpace()
+        space = TrailingWhitespace()
         begun = time.thread_time()
         for _ in range(count):
             space.feed(" ")
@@ -312,15 +320,15 @@ def test_whitespace_is_held_in_linear_work() -> None:
         return time.thread_time() - begun
 
     few, many = min(seconds(5_000) for _ in range(3)), min(seconds(100_000) for _ in range(2))
-    # Quadratic work would be 400 times as much.
+    # Quadratic time would be 400 times as long.
     assert many < 100 * few
 
 
 @pytest.mark.parametrize("text", [" ", "x", "<", "<t", "é"])
 @pytest.mark.parametrize("opened", ["", "<r>", "<t>"])
-def test_work_grows_with_the_length_of_an_answer_only(opened: str, text: str) -> None:
+def test_parsing_takes_time_linear_in_the_length_of_the_answer(opened: str, text: str) -> None:
     def seconds(count: int) -> float:
-        channels = Channels(shape(), ["xxxy"])
+        channels = ChannelParser(channel_format(), ["xxxy"])
         channels.feed(opened)
         begun = time.thread_time()
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""How models of several families write thoughts and calls: their tokenizers and templates, and recorded answers."""
+"""Tests of chat format detection with the tokenizers, templates and recorded answers of several model families."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, TextPrompt, Tool, ToolUse
-from lmx_lab.engine.grammar.compile import Grammars, words_of
-from lmx_lab.engine.grammar.trials import Trials
-from lmx_lab.engine.templates.tool_prompt import template_tools, written_out
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING
-from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, Thinking, dialect_of
+from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.templates.tool_prompt import template_tools, write_tools_as_text
+from lmx_lab.engine.text.channels import CONTENT, REASONING
+from lmx_lab.engine.text.chat_format_detection import BETWEEN, GENERIC, ReasoningState, detect_chat_format
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry
 from tests.engine.mlx.families import (
@@ -49,15 +49,15 @@ def families(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> M
         tokenizer = tokenizer_utils.load(folder)
         for end in family.eos:
             tokenizer.add_eos_token(end)
-        known[name] = Known(tokenizer, dialect_of(tokenizer))
+        known[name] = Known(tokenizer, detect_chat_format(tokenizer))
     return known
 
 
-# What is read off a tokenizer
+# Detection
 
 
 @pytest.mark.parametrize(
-    ("family", "told"),
+    ("family", "expected"),
     [
         ("hermes", (("<think>", "</think>"), True, None, False, True)),
         ("coder", (("<think>", "</think>"), True, "<tool_call>", False, True)),
@@ -68,14 +68,20 @@ def families(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> M
         ("seed", (("<seed:think>", "</seed:think>"), False, None, False, False)),
     ],
 )
-def test_what_a_tokenizer_tells(families: Mapping[str, Known], family: str, told: tuple[Any, ...]) -> None:
-    dialect = families[family].dialect
-    thoughts, takes_tools, start, headed, takes_system = told
-    assert (dialect.thoughts, dialect.takes_tools, dialect.headed) == (thoughts, takes_tools, headed)
-    assert (dialect.own_calls and dialect.own_calls.start) == start
-    assert dialect.takes_system is takes_system
-    assert families[family].tokens(thoughts[1] if thoughts else "") == list(dialect.end_of_thoughts)
-    assert not set(dialect.literals) & set(families[family].tokenizer.eos_token_ids)
+def test_the_chat_format_is_detected_from_the_tokenizer(
+    families: Mapping[str, Known], family: str, expected: tuple[Any, ...]
+) -> None:
+    chat_format = families[family].chat_format
+    reasoning_markers, supports_tools, start, has_headers, supports_system = expected
+    assert (chat_format.reasoning_markers, chat_format.supports_tools, chat_format.has_headers) == (
+        reasoning_markers,
+        supports_tools,
+        has_headers,
+    )
+    assert (chat_format.own_calls and chat_format.own_calls.start) == start
+    assert chat_format.supports_system is supports_system
+    assert families[family].tokens(reasoning_markers[1] if reasoning_markers else "") == list(chat_format.reasoning_end)
+    assert not set(chat_format.literals) & set(families[family].tokenizer.eos_token_ids)
 
 
 @pytest.mark.parametrize(
@@ -87,23 +93,25 @@ def test_what_a_tokenizer_tells(families: Mapping[str, Known], family: str, told
         ({"open": True}, "open"),
     ],
 )
-def test_the_end_of_the_prompt_tells_of_the_thoughts(
-    families: Mapping[str, Known], options: dict[str, Any], thinking: Thinking
+def test_the_end_of_the_prompt_determines_the_reasoning_state(
+    families: Mapping[str, Known], options: dict[str, Any], thinking: ReasoningState
 ) -> None:
     known = families["hermes"]
-    assert known.dialect.thinking(rendered(known, asked(options=options))) == thinking
-    assert families["mistral"].dialect.thinking("<think>") == "closed"
+    assert known.chat_format.reasoning_state(rendered(known, asked(options=options))) == thinking
+    assert families["mistral"].chat_format.reasoning_state("<think>") == "closed"
 
 
-def test_thoughts_that_no_token_marks_are_found_in_the_template(tmp_path: Path, smollm2: ModelEntry) -> None:
+def test_reasoning_markers_without_tokens_of_their_own_are_found_in_the_template(
+    tmp_path: Path, smollm2: ModelEntry
+) -> None:
     write_tokenizer(tmp_path, smollm2.path, Family(HERMES))
     tokenizer = tokenizer_utils.load(tmp_path)
     assert not tokenizer.has_thinking
-    known = Known(tokenizer, dialect_of(tokenizer))
-    assert known.dialect.thoughts == ("<think>", "</think>")
-    assert len(known.dialect.end_of_thoughts) > 1
-    assert known.dialect.markers["<think>"] == ("<think>",)
-    # mlx-lm would tell the template not to think.
+    known = Known(tokenizer, detect_chat_format(tokenizer))
+    assert known.chat_format.reasoning_markers == ("<think>", "</think>")
+    assert len(known.chat_format.reasoning_end) > 1
+    assert known.chat_format.markers["<think>"] == ("<think>",)
+    # mlx-lm would disable thinking in the template.
     assert rendered(known, asked()).endswith("assistant\n")
     assert rendered(known, asked(options={"enable_thinking": False})).endswith("</think>\n\n")
     raw = "<think>\nHm.\n</think>\n\nYes."
@@ -111,7 +119,7 @@ def test_thoughts_that_no_token_marks_are_found_in_the_template(tmp_path: Path, 
         assert divided(known, raw, asked(), "possible", whole=whole) == ("Yes.", "Hm.", [])
 
 
-# What is read off an answer
+# Answers
 
 RECORDED = {
     "hermes": '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🏔", '
@@ -136,22 +144,26 @@ RECORDED = {
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("family", RECORDED)
-def test_a_recorded_answer_is_divided(families: Mapping[str, Known], family: str, whole: bool) -> None:
+def test_a_recorded_answer_is_divided_into_content_reasoning_and_calls(
+    families: Mapping[str, Known], family: str, whole: bool
+) -> None:
     known = families[family]
-    thinking = known.dialect.thinking(rendered(known, asked(TOOLS)))
+    thinking = known.chat_format.reasoning_state(rendered(known, asked(TOOLS)))
     text, reasoning, calls = divided(known, RECORDED[family], asked(TOOLS), thinking, whole=whole)
     assert (text, reasoning) == ("Look.", "" if family in ("mistral", "plain") else "Hm.")
-    # Its calls have no types; where the tool's schema has none either, a value is text.
+    # The calls of "coder" contain no types. If the schema of the tool has none either, values are strings.
     second = ("add", {"a": "1"}) if family == "coder" else ADD
     assert calls == ([PARIS] if family == "harmony" else [PARIS, second])
 
 
 @pytest.mark.parametrize("family", ["hermes", "coder", "glm", "mistral", "harmony"])
-def test_what_the_template_writes_of_an_answer_is_read_back(families: Mapping[str, Known], family: str) -> None:
+def test_an_answer_that_the_template_rendered_is_parsed_to_the_same_parts(
+    families: Mapping[str, Known], family: str
+) -> None:
     known = families[family]
     answer = said(PARIS, content="" if family == "harmony" else "Look.", thoughts="Hm.")
     before = rendered(known, asked(TOOLS))
-    # The tools come last in some of the templates here.
+    # Some of the templates write the tools at the end.
     after = rendered(known, asked(TOOLS, messages=(USER, answer)), prompt=False)
     head = before.removesuffix("<|im_start|>assistant\n").removesuffix("<|start|>assistant")
     head = head.removesuffix(json.dumps(template_tools(TOOLS)))
@@ -184,22 +196,24 @@ def test_what_the_template_writes_of_an_answer_is_read_back(families: Mapping[st
         ),
     ],
 )
-def test_the_channels_of_harmony(families: Mapping[str, Known], raw: str, parts: tuple[Any, ...], whole: bool) -> None:
+def test_harmony_answers_are_divided_by_their_headers(
+    families: Mapping[str, Known], raw: str, parts: tuple[Any, ...], whole: bool
+) -> None:
     assert divided(families["harmony"], raw, asked(TOOLS), "closed", whole=whole) == parts
 
 
-def test_without_tools_harmony_shows_no_call(families: Mapping[str, Known]) -> None:
+def test_harmony_calls_are_dropped_in_a_request_without_tools(families: Mapping[str, Known]) -> None:
     for whole in (True, False):
         assert divided(families["harmony"], RECORDED["harmony"], asked(), "closed", whole=whole) == ("Look.", "Hm.", [])
 
 
-# What the template is given
+# Input of the template
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("offered", [True, False])
 @pytest.mark.parametrize("content", ["", "Look."])
-def test_a_history_goes_through_every_template(
+def test_every_template_renders_a_history_with_calls_and_results(
     families: Mapping[str, Known], family: str, offered: bool, content: str
 ) -> None:
     results = [{"role": "tool", "content": "rain", "tool_call_id": "abcdefg00", "name": "weather"}]
@@ -211,60 +225,61 @@ def test_a_history_goes_through_every_template(
     assert ('"add"' in text) is offered
 
 
-def test_tools_are_the_templates_affair_unless_a_format_needs_the_generic_way(families: Mapping[str, Known]) -> None:
+def test_the_template_writes_the_tools_unless_the_generic_call_format_is_needed(families: Mapping[str, Known]) -> None:
     for family, request in product(("hermes", "coder", "plain"), (asked(TOOLS), asked(TOOLS, JSON), asked(None, JSON))):
-        dialect, prompt = families[family].dialect, request.prompt
+        chat_format, prompt = families[family].chat_format, request.prompt
         assert isinstance(prompt, ChatPrompt)
-        given = dialect.template_input(request, prompt)
+        given = chat_format.template_input(request, prompt)
         unlike = family == "coder" and request.answer_format is not None and prompt.tools is not None
         if family == "plain" or unlike:
-            assert given["messages"] == written_out(prompt.messages, prompt.tools, system=family != "plain")
+            assert given["messages"] == write_tools_as_text(prompt.messages, prompt.tools, system=family != "plain")
             assert "tools" not in given
         else:
             assert given["messages"] == [USER]
             assert given.get("tools") == (template_tools(TOOLS) if prompt.tools is not None else None)
 
 
-def test_the_template_is_told_to_think_unless_the_caller_says_so(families: Mapping[str, Known]) -> None:
+def test_thinking_is_enabled_in_the_template_unless_the_caller_sets_an_option(families: Mapping[str, Known]) -> None:
     for options, expected in (({}, True), ({"enable_thinking": False}, None), ({"thinking": False}, None)):
         request = asked(options=options)
         assert isinstance(request.prompt, ChatPrompt)
-        given = families["seed"].dialect.template_input(request, request.prompt)
+        given = families["seed"].chat_format.template_input(request, request.prompt)
         assert given.get("enable_thinking") is expected
-        assert "enable_thinking" not in families["mistral"].dialect.template_input(request, request.prompt)
+        assert "enable_thinking" not in families["mistral"].chat_format.template_input(request, request.prompt)
 
 
-# What is enforced and what is parsed
+# Enforced and parsed calls
 
-WORDS, ANSWER = "Hello.", '{"a": 1}'
+SENTENCE, JSON_ANSWER = "Hello.", '{"a": 1}'
 CALL, OTHER = (
     f'<tool_call>\n{{"name": "{name}", "arguments": {{"city": "x"}}}}\n</tool_call>' for name in ("weather", "add")
 )
-TEXTS = {"words": WORDS, "answer": ANSWER, "call": CALL, "other": OTHER, "two": f"{CALL}\n{OTHER}"}
-USES = {
+TEXTS = {"sentence": SENTENCE, "json": JSON_ANSWER, "call": CALL, "other": OTHER, "two": f"{CALL}\n{OTHER}"}
+TOOL_USES = {
     "none": None,
     "auto": TOOLS,
     "forced": replace(TOOLS, forced=True),
     "named": replace(TOOLS, forced=True, only="weather"),
 }
 THOUGHT = {"open": ("Hm.</think>\n\n",), "possible": ("", "<think>Hm.</think>\n\n"), "closed": ("",)}
-EVERY = list(product(("hermes", "coder", "none"), USES, (False, True), ("open", "possible", "closed")))
+ALL_CASES = list(product(("hermes", "coder", "none"), TOOL_USES, (False, True), ("open", "possible", "closed")))
 
 
 def allowed(use: str, formatted: bool) -> set[str]:
     calls = {"none": set[str](), "named": {"call"}}.get(use, {"call", "other", "two"})
     if use in ("forced", "named"):
         return calls
-    return calls | {"answer"} if formatted else set(TEXTS)
+    return calls | {"json"} if formatted else set(TEXTS)
 
 
 @pytest.fixture(scope="module")
 def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str], bool]]:
-    trials = Trials()
-    # With and without a model's own tokens for thoughts and calls.
+    sandbox = GrammarSandbox()
+    # With and without tokens of their own for reasoning and calls.
     compilers = {
-        family: Grammars(
-            words_of(known.tokenizer, width=len(known.tokenizer), markers=known.dialect.marker_tokens), trials
+        family: GrammarCompiler(
+            read_token_table(known.tokenizer, width=len(known.tokenizer), markers=known.chat_format.marker_tokens),
+            sandbox,
         )
         for family, known in families.items()
         if family in ("hermes", "coder", "mistral")
@@ -278,62 +293,64 @@ def accepts(families: Mapping[str, Known]) -> Iterator[Callable[[str, str, str],
         )
 
     yield accepts
-    trials.end()
+    sandbox.close()
 
 
-@pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, case)))
-def test_what_is_enforced_and_what_is_parsed(
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_calls_are_enforced_by_a_grammar_or_parsed_in_the_models_own_format(
     families: Mapping[str, Known],
     accepts: Callable[[str, str, str], bool],
-    case: tuple[str, str, bool, Thinking],
+    case: tuple[str, str, bool, ReasoningState],
 ) -> None:
     family, use, formatted, thinking = case
     named = "mistral" if family == "none" else family
-    dialect = families[named].dialect if family != "none" else replace(families[named].dialect, own_calls=None)
-    request = asked(USES[use], JSON if formatted else None)
+    chat_format = (
+        families[named].chat_format if family != "none" else replace(families[named].chat_format, own_calls=None)
+    )
+    request = asked(TOOL_USES[use], JSON if formatted else None)
     own = family == "coder" and use == "auto" and not formatted
 
-    calls = dialect.calls_in(request)
+    calls = chat_format.call_format(request)
     assert (calls is None) is (use == "none")
     assert calls is None or (calls.parse is not None) is own
     assert own or calls in (None, GENERIC)
 
-    shape = dialect.shape(request, thinking)
-    thinks = dialect.thoughts is not None and thinking != "closed"
-    assert (shape is None) is (not thinks and use == "none")
-    if shape is not None:
+    channel_format = chat_format.channel_format(request, thinking)
+    thinks = chat_format.reasoning_markers is not None and thinking != "closed"
+    assert (channel_format is None) is (not thinks and use == "none")
+    if channel_format is not None:
         content = BETWEEN if use in ("forced", "named") else CONTENT
-        assert shape.initial == (REASONING if thinks and thinking == "open" else content)
-        assert (REASONING in shape.transitions) is thinks
-        assert shape.calls == calls or own
+        assert channel_format.initial == (REASONING if thinks and thinking == "open" else content)
+        assert (REASONING in channel_format.transitions) is thinks
+        assert channel_format.calls == calls or own
 
-    grammar = dialect.grammar(request, thinking)
+    grammar = chat_format.grammar(request, thinking)
     assert (grammar is None) is (own or (use == "none" and not formatted))
     if grammar is None:
         return
-    prefixes = THOUGHT[thinking] if dialect.thoughts is not None else ("",)
+    prefixes = THOUGHT[thinking] if chat_format.reasoning_markers is not None else ("",)
     expected = {prefix + TEXTS[name] for prefix in prefixes for name in allowed(use, formatted)}
     tried = {prefix + text for prefix in ("", "Hm.</think>\n\n", "<think>Hm.</think>\n\n") for text in TEXTS.values()}
     accepted = {text for text in tried if accepts(named, grammar, text)}
     if use == "auto" and not formatted:
-        # Free but for its calls: more may be said, and nothing less.
+        # Only the calls are constrained, so other text is accepted too.
         assert expected <= accepted
     else:
         assert accepted == expected
 
 
-def test_plain_prompts_have_no_shape(families: Mapping[str, Known]) -> None:
+def test_text_prompts_have_no_channels(families: Mapping[str, Known]) -> None:
     request = GenerationRequest(prompt=TextPrompt(text="<think>"), answer_format=JSON)
     for known in families.values():
-        assert known.dialect.shape(request, "closed") is None
-        assert known.dialect.calls_in(request) is None
-    assert families["hermes"].dialect.grammar(request, "closed") is not None
+        assert known.chat_format.channel_format(request, "closed") is None
+        assert known.chat_format.call_format(request) is None
+    assert families["hermes"].chat_format.grammar(request, "closed") is not None
 
 
-def test_a_call_is_enforced_from_a_special_token_on(
+def test_a_call_is_enforced_after_its_special_token(
     families: Mapping[str, Known], accepts: Callable[[str, str, str], bool]
 ) -> None:
-    grammar = families["hermes"].dialect.grammar(asked(TOOLS), "closed")
+    grammar = families["hermes"].chat_format.grammar(asked(TOOLS), "closed")
     assert grammar is not None
     assert accepts("hermes", grammar, f"Look: {CALL}\nAnd {OTHER} so")
     assert not accepts("hermes", grammar, "Look: <tool_call>weather</tool_call>")
@@ -343,24 +360,28 @@ def test_a_call_is_enforced_from_a_special_token_on(
     ("changes", "param"),
     [
         ({"answer_format": JSON}, "response_format"),
-        ({"tools": USES["forced"]}, "tool_choice"),
-        ({"tools": USES["named"]}, "tool_choice"),
+        ({"tools": TOOL_USES["forced"]}, "tool_choice"),
+        ({"tools": TOOL_USES["named"]}, "tool_choice"),
         ({"tools": TOOLS, "answer_format": JSON}, "response_format"),
     ],
 )
-def test_nothing_is_enforced_around_headers(families: Mapping[str, Known], changes: dict[str, Any], param: str) -> None:
-    dialect = families["harmony"].dialect
+def test_a_chat_format_with_headers_rejects_enforced_formats(
+    families: Mapping[str, Known], changes: dict[str, Any], param: str
+) -> None:
+    chat_format = families["harmony"].chat_format
     with pytest.raises(InvalidRequestError, match="headers") as refused:
-        dialect.grammar(asked(**changes), "closed")
+        chat_format.grammar(asked(**changes), "closed")
     assert refused.value.param == param
-    assert dialect.grammar(asked(TOOLS), "closed") is None
-    assert dialect.grammar(asked(), "closed") is None
+    assert chat_format.grammar(asked(TOOLS), "closed") is None
+    assert chat_format.grammar(asked(), "closed") is None
 
 
-@pytest.mark.parametrize("changes", [{"answer_format": JSON}, {"tools": TOOLS}, {"tools": USES["forced"]}])
-def test_an_answer_without_an_end_has_no_form(families: Mapping[str, Known], changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{"answer_format": JSON}, {"tools": TOOLS}, {"tools": TOOL_USES["forced"]}])
+def test_ignore_eos_is_rejected_together_with_an_enforced_format(
+    families: Mapping[str, Known], changes: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        families["hermes"].dialect.grammar(asked(**changes, ignore_eos=True), "closed")
+        families["hermes"].chat_format.grammar(asked(**changes, ignore_eos=True), "closed")
     assert refused.value.param == "ignore_eos"
     # Calls in the model's own format are parsed, not enforced.
-    assert families["coder"].dialect.grammar(asked(TOOLS, ignore_eos=True), "closed") is None
+    assert families["coder"].chat_format.grammar(asked(TOOLS, ignore_eos=True), "closed") is None

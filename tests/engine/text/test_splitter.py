@@ -1,4 +1,4 @@
-"""Exactness of text: joined pieces are the whole, at every token and byte boundary, and entries go with their text."""
+"""Tests that streamed text equals the decoded whole at every token and byte boundary, and that entries match it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
 from transformers import AutoTokenizer
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, TOOL, AnswerShape, CallFormat
-from lmx_lab.engine.text.splitter import Decode, Detokenizer, Piece, TextSplitter
-from lmx_lab.engine.text.stop_strings import StopStrings
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat, StopStrings
+from lmx_lab.engine.text.splitter import Decode, Detokenizer, SplitText, TextSplitter
+from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
 from lmx_lab.values.models import ModelEntry
-from tests.engine.answers import Tokens, answer, places, shape_of
+from tests.engine.answers import Tokens, answer, channel_format_of, places
 
 TEXTS = st.text(alphabet=st.sampled_from("ab -é€😀\n"), max_size=30)
 STOPS = st.lists(st.text(alphabet="ab -é", min_size=1, max_size=4), max_size=3)
-# Bytes that begin, continue and break characters, rather than any.
+# Bytes that begin, continue and break characters, more often than arbitrary bytes.
 BYTES = st.lists(
     st.sampled_from(
         [b"a", b" ", "é".encode(), "€".encode(), "😀".encode(), b"\x80", b"\xe2\x82", b"\xf0\x9f\x98", b"\xff"]
@@ -34,17 +34,17 @@ SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=40)
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """The hardest tokenizer: every byte is a token."""
+    """Decode tokens that are single bytes, the most difficult case for streaming."""
     return bytes(tokens).decode("utf-8", "replace")
 
 
 def decode_with_leading_space(tokens: Sequence[int]) -> str:
-    """As SentencePiece does: the first token of a text loses its space."""
+    """Decode as SentencePiece does: the leading space of a text is removed."""
     return decode_bytes(tokens).removeprefix(" ")
 
 
 def decode_with_byte_fallback(tokens: Sequence[int]) -> str:
-    """As Hugging Face's decoder does: from 128 up byte tokens, whose whole run is broken if one is; the rest ASCII."""
+    """Decode as the byte fallback decoder of Hugging Face does: a run of bytes from 128 is invalid if any byte is."""
 
     def run(match: re.Match[bytes]) -> bytes:
         try:
@@ -56,7 +56,7 @@ def decode_with_byte_fallback(tokens: Sequence[int]) -> str:
 
 
 class Chunks:
-    """A tokenizer whose tokens are these bytes; an empty one is a special token that is skipped."""
+    """A tokenizer whose tokens have the given bytes. Empty bytes are a special token that decoding skips."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self.chunks = list(chunks)
@@ -69,7 +69,7 @@ class Chunks:
 
 
 def chunks(data: bytes, sizes: Sequence[int]) -> Chunks:
-    """The data in tokens of these sizes, over and over."""
+    """Return a tokenizer that divides the data into tokens of these sizes, repeatedly."""
     out, at = [], 0
     while at < len(data):
         size = sizes[len(out) % len(sizes)] if any(sizes) else 1
@@ -88,23 +88,23 @@ def streamed(decode: Decode, tokens: Iterable[int]) -> str:
 
 
 @given(TEXTS)
-def test_pieces_of_split_characters_join_to_the_text(text: str) -> None:
+def test_streamed_single_bytes_give_the_text(text: str) -> None:
     assert streamed(decode_bytes, text.encode()) == text
 
 
 @given(BYTES)
-def test_broken_bytes_come_out_as_decoding_everything_at_once_has_them(data: bytes) -> None:
+def test_invalid_bytes_are_streamed_as_they_are_decoded_at_once(data: bytes) -> None:
     assert streamed(decode_bytes, data) == data.decode("utf-8", "replace")
 
 
 @given(BYTES, SIZES)
-def test_tokens_of_several_bytes_and_of_none_join_to_the_text(data: bytes, sizes: list[int]) -> None:
+def test_tokens_of_several_or_no_bytes_are_streamed_as_they_are_decoded_at_once(data: bytes, sizes: list[int]) -> None:
     tokenizer = chunks(data, sizes)
     assert streamed(tokenizer.decode, range(len(tokenizer.chunks))) == data.decode("utf-8", "replace")
 
 
 @given(BYTES, st.lists(st.integers(1, 5), min_size=1))
-def test_a_leading_space_is_dropped_once_and_inner_ones_are_kept(data: bytes, sizes: list[int]) -> None:
+def test_only_the_leading_space_of_the_whole_text_is_dropped(data: bytes, sizes: list[int]) -> None:
     expected = data.decode("utf-8", "replace").removeprefix(" ")
     tokenizer = chunks(data, sizes)
     assert streamed(decode_with_leading_space, data) == expected
@@ -112,19 +112,19 @@ def test_a_leading_space_is_dropped_once_and_inner_ones_are_kept(data: bytes, si
 
 
 @given(BYTES)
-def test_nothing_is_streamed_that_a_further_byte_could_change(data: bytes) -> None:
+def test_text_that_a_further_byte_could_change_is_held_back(data: bytes) -> None:
     detokenizer, settled, out = Detokenizer(decode_bytes), codecs.getincrementaldecoder("utf-8")("replace"), ""
     final = ""
     for token in data:
         out += detokenizer.add(token)
         final += settled.decode(bytes([token]))
         assert final.startswith(out)
-        # Nor is much more held back than must be.
+        # At most a few more characters than necessary are held back.
         assert len(final) - len(out) <= 3
 
 
 @given(BYTES.filter(lambda data: "\ufffd".encode() not in data))
-def test_byte_fallback_loses_no_byte_and_tears_no_valid_character(data: bytes) -> None:
+def test_byte_fallback_loses_no_byte_and_breaks_no_valid_character(data: bytes) -> None:
     text = streamed(decode_with_byte_fallback, data)
     data = data.removeprefix(b" ")
     valid = data.decode("utf-8", "ignore")
@@ -132,7 +132,7 @@ def test_byte_fallback_loses_no_byte_and_tears_no_valid_character(data: bytes) -
     assert text.count("\ufffd") == len(data) - len(valid.encode())
 
 
-def test_a_character_is_streamed_as_soon_as_it_is_complete_even_behind_a_wrong_byte() -> None:
+def test_a_complete_character_is_streamed_immediately_even_after_an_invalid_byte() -> None:
     detokenizer = Detokenizer(decode_with_byte_fallback)
     pieces = [detokenizer.add(token) for token in b"\x80\xe2\x82\xac\x80\xc3\xa9"]
     assert pieces == ["", "", "", "\ufffd€", "", "", "\ufffdé"]
@@ -142,7 +142,7 @@ def test_a_character_is_streamed_as_soon_as_it_is_complete_even_behind_a_wrong_b
 @pytest.mark.parametrize(
     "run", [b"\x80", b"\xff", b"\xf0\x9f\x98", b"\xe2\x82\xac", b"\xe2\x82", b"a", b" ", b"\xc3\xa9\x80"]
 )
-def test_the_work_grows_with_the_number_of_tokens_only(decode: Decode, run: bytes) -> None:
+def test_decoding_takes_time_linear_in_the_number_of_tokens(decode: Decode, run: bytes) -> None:
     decoded = 0
 
     def counting(tokens: Sequence[int]) -> str:
@@ -156,7 +156,7 @@ def test_the_work_grows_with_the_number_of_tokens_only(decode: Decode, run: byte
 
 
 @pytest.mark.parametrize("before", [b"", b"a", b"\xe2"])
-def test_skipped_tokens_cost_no_more_the_more_there_are(before: bytes) -> None:
+def test_the_cost_of_a_skipped_token_does_not_grow_with_their_number(before: bytes) -> None:
     tokenizer = Chunks([before, b""])
     decoded = 0
 
@@ -169,14 +169,14 @@ def test_skipped_tokens_cost_no_more_the_more_there_are(before: bytes) -> None:
     assert decoded <= 200 * 4000
 
 
-def test_a_character_survives_skipped_tokens_between_its_bytes() -> None:
+def test_skipped_tokens_between_the_bytes_of_a_character_do_not_break_it() -> None:
     tokenizer = Chunks([b"", b"\xf0", b"\x9f", b"\x98\x80"])
     for before in range(20):
         for between in range(30):
             assert streamed(tokenizer.decode, [*[0] * before, 1, 2, *[0] * between, 3]) == "😀"
 
 
-def test_tokens_that_each_end_one_character_and_begin_the_next_are_streamed() -> None:
+def test_tokens_that_end_one_character_and_begin_the_next_are_streamed() -> None:
     count = 500
     tokenizer = Chunks([b"x\xe2", *[b"\x82\xac\xe2"] * count, b"\x82\xac"])
     detokenizer = Detokenizer(tokenizer.decode)
@@ -185,7 +185,7 @@ def test_tokens_that_each_end_one_character_and_begin_the_next_are_streamed() ->
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The obvious way: the text before the stop string that is complete first, and of those the leftmost."""
+    """Cut the whole text before the stop string that is complete first (the leftmost of several)."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -193,8 +193,8 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return text, False
 
 
-def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[Piece[int]]:
-    """Every token is its own entry."""
+def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[SplitText[int]]:
+    """Feed all tokens, each as its own entry, and return what the splitter returned."""
     pieces = []
     for token in tokens:
         pieces.append(splitter.add(token, token))
@@ -204,13 +204,13 @@ def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[Piece[int]]:
 
 
 @given(TEXTS, STOPS)
-def test_stop_strings_cut_the_stream_as_they_cut_the_whole_text(text: str, stops: list[str]) -> None:
+def test_stop_strings_cut_streamed_text_as_they_cut_the_whole_text(text: str, stops: list[str]) -> None:
     pieces = run(TextSplitter(decode_bytes, stops), text.encode())
     assert ("".join(piece.text for piece in pieces), pieces[-1].stopped) == cut(text, stops)
 
 
 @given(TEXTS, STOPS, st.lists(st.integers(1, 5), max_size=30))
-def test_where_the_text_is_split_does_not_matter(text: str, stops: list[str], sizes: list[int]) -> None:
+def test_stop_strings_are_found_at_any_division_of_the_text(text: str, stops: list[str], sizes: list[int]) -> None:
     matcher, out, rest = StopStrings(stops), "", text
     for size in [*sizes, len(text) + 1]:
         piece, stopped = matcher.feed(rest[:size])
@@ -222,12 +222,12 @@ def test_where_the_text_is_split_does_not_matter(text: str, stops: list[str], si
     assert (out, stopped) == cut(text, stops)
 
 
-def test_of_two_stop_strings_the_one_that_is_complete_first_counts() -> None:
+def test_the_stop_string_that_is_complete_first_ends_the_text() -> None:
     assert StopStrings(["bc", "abcd"]).feed("abcd") == ("a", True)
 
 
 @pytest.mark.parametrize("pieces", [["a", "bb", "c"], ["ab", "bc"], ["abbc"], ["a", "b", "b", "c"]])
-def test_a_stop_string_is_found_whatever_the_split(pieces: list[str]) -> None:
+def test_a_stop_string_is_found_across_pieces(pieces: list[str]) -> None:
     stops = StopStrings(["bb"])
     out = ""
     for piece in pieces:
@@ -238,7 +238,7 @@ def test_a_stop_string_is_found_whatever_the_split(pieces: list[str]) -> None:
     assert (out, stopped) == ("a", True)
 
 
-def test_what_looked_like_a_stop_string_is_given_back_at_the_end() -> None:
+def test_the_beginning_of_a_stop_string_is_returned_at_the_end_of_the_text() -> None:
     stops = StopStrings(["END"])
     assert stops.feed("the EN") == ("the ", False)
     assert stops.finish() == "EN"
@@ -263,9 +263,7 @@ def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(
 
 
 @given(TEXTS, STOPS, SIZES)
-def test_an_entry_goes_out_with_the_last_of_its_text_not_before_and_not_later(
-    text: str, stops: list[str], sizes: list[int]
-) -> None:
+def test_an_entry_is_returned_with_the_last_part_of_its_text(text: str, stops: list[str], sizes: list[int]) -> None:
     tokenizer = chunks(text.encode(), sizes)
     ends = [end for _, end in places(tokenizer.chunks)]
     out, taken = 0, 0
@@ -276,7 +274,7 @@ def test_an_entry_goes_out_with_the_last_of_its_text_not_before_and_not_later(
 
 
 @given(BYTES, SIZES, st.sampled_from([decode_bytes, decode_with_byte_fallback]), STOPS)
-def test_entries_are_in_order_and_never_lost_however_broken_the_text(
+def test_entries_of_invalid_text_are_in_order_and_complete(
     data: bytes, sizes: list[int], decode: Decode, stops: list[str]
 ) -> None:
     for splitter, tokens in (
@@ -301,71 +299,77 @@ def test_entries_are_in_order_and_never_lost_however_broken_the_text(
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
-        # Held back by a possible stop string, then free.
+        # Text that is held back for a possible stop string and then returned.
         ([b"a", b"E", b"x"], [("a", [0]), ("", []), ("Ex", [1, 2]), ("", [])]),
-        # The token in which the stop string begins goes out; the one that only ends it does not.
+        # The entry of the token in which the stop string begins is returned, the one of the token that ends it is not.
         ([b"a", b"bE", b"ND"], [("a", [0]), ("b", []), ("", [1])]),
         ([b"a", b"END"], [("a", [0]), ("", [])]),
-        # A torn character has one character for all its tokens.
+        # A character that is divided among tokens has one text for all of them.
         ([b"\xe2", b"\x82", b"\xac"], [("", []), ("", []), ("€", [0, 1, 2]), ("", [])]),
         ([b"\xe2", b"\x82\xacEND"], [("", []), ("€", [0, 1])]),
         ([b"\xe2\x82", b"a"], [("", []), ("\ufffda", [0, 1]), ("", [])]),
-        # Without text: out with what is before them.
+        # Tokens without text are returned with the preceding text.
         ([b"", b"a", b"", b"EN", b"", b"D"], [("", [0]), ("a", [1]), ("", [2]), ("", []), ("", []), ("", [])]),
         ([b"E", b"", b""], [("", []), ("", []), ("", []), ("E", [0, 1, 2])]),
     ],
 )
-def test_entries_go_with_the_text_of_their_tokens(tokens: list[bytes], expected: list[tuple[str, list[int]]]) -> None:
+def test_entries_are_returned_with_the_text_of_their_tokens(
+    tokens: list[bytes], expected: list[tuple[str, list[int]]]
+) -> None:
     pieces = run(TextSplitter(Chunks(tokens).decode, ["END"]), range(len(tokens)))
     assert [(piece.text, list(piece.entries)) for piece in pieces] == expected
 
 
-def test_bytes_that_turn_out_to_be_one_character_go_together() -> None:
+def test_the_entries_of_one_character_are_returned_together() -> None:
     pieces = run(TextSplitter(decode_with_byte_fallback, ["x"]), b"\xe2\x82\xacx")
     assert [list(piece.entries) for piece in pieces] == [[], [], [0xE2, 0x82, 0xAC], []]
 
 
-def test_without_entries_pieces_have_none() -> None:
+def test_tokens_without_entries_return_none() -> None:
     splitter: TextSplitter[object] = TextSplitter(decode_bytes, ())
-    assert [splitter.add(token) for token in b"ab"] == [Piece("a", False), Piece("b", False)]
-    assert splitter.finish() == Piece("", False)
+    assert [splitter.add(token) for token in b"ab"] == [SplitText("a", False), SplitText("b", False)]
+    assert splitter.finish() == SplitText("", False)
 
 
-# With a shape
+# With a channel format
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é€😀"}}\n</tool_call>'
 
 
 @given(BYTES, SIZES, STOPS)
-def test_an_empty_shape_changes_nothing(data: bytes, sizes: list[int], stops: list[str]) -> None:
+def test_an_empty_channel_format_changes_nothing(data: bytes, sizes: list[int], stops: list[str]) -> None:
     tokenizer = chunks(data, sizes)
     tokens = range(len(tokenizer.chunks))
-    plain, shaped = (run(TextSplitter(tokenizer.decode, stops, shape), tokens) for shape in (None, AnswerShape()))
+    plain, shaped = (
+        run(TextSplitter(tokenizer.decode, stops, channel_format), tokens) for channel_format in (None, ChannelFormat())
+    )
     assert plain == shaped
 
 
 @given(TEXTS, TEXTS, st.sets(st.integers(0, 100)))
-def test_a_literal_behind_half_a_character_leaves_all_else_whole(before: str, after: str, cuts: set[int]) -> None:
+def test_a_literal_after_an_incomplete_character_changes_no_other_text(before: str, after: str, cuts: set[int]) -> None:
     half = len(before.encode()) + 1
     tokenizer = Tokens(f"{before}€[X]{after}", {*cuts, half}, ["[X]"])
     tokens = [token for token, start in enumerate(tokenizer.edges[:-1]) if start != half]
-    shape = AnswerShape(transitions={CONTENT: [("a[X]b", REASONING)]}, literals=tokenizer.literals)
-    pieces = run(TextSplitter(tokenizer.decode, (), shape), tokens)
+    channel_format = ChannelFormat(transitions={CONTENT: [("a[X]b", REASONING)]}, literals=tokenizer.literals)
+    pieces = run(TextSplitter(tokenizer.decode, (), channel_format), tokens)
     (literal,) = tokenizer.literals
     torn = b"".join(tokenizer.chunks[token] for token in tokens if token < literal)
     assert "".join(piece.text for piece in pieces) == f"{torn.decode('utf-8', 'replace')}[X]{after}"
     assert [entry for piece in pieces for entry in piece.entries] == tokens
 
 
-def test_a_space_behind_a_literal_is_kept_as_behind_other_text() -> None:
+def test_a_space_after_a_literal_is_kept() -> None:
     tokenizer = Chunks([b" a", b" b"])
-    shape = AnswerShape(transitions={CONTENT: [("[X]", CONTENT), ("[Y]z", CONTENT)]}, literals={2: "[X]", 3: "[Y]"})
-    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode_with_leading_space, (), shape)
+    channel_format = ChannelFormat(
+        transitions={CONTENT: [("[X]", CONTENT), ("[Y]z", CONTENT)]}, literals={2: "[X]", 3: "[Y]"}
+    )
+    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode_with_leading_space, (), channel_format)
     pieces = [splitter.add(token) for token in [0, 1, 2, 1, 3, 1, 0]]
     assert [piece.text for piece in pieces] == ["a", " b", "", " b", "", "[Y] b", " a"]
 
 
-def test_a_special_token_is_text_in_markers_and_in_calls_and_nothing_elsewhere() -> None:
+def test_a_special_token_is_text_only_in_markers_and_calls() -> None:
     literals = {0: "<s>", 1: "</s>", 2: "<arg>"}
     tokenizer = Chunks([b"", b"", b"", b"f", b"x"])
     seen = []
@@ -374,12 +378,12 @@ def test_a_special_token_is_text_in_markers_and_in_calls_and_nothing_elsewhere()
         seen.append(text)
         return {"name": text, "arguments": {}}
 
-    shape = AnswerShape(
+    channel_format = ChannelFormat(
         transitions={CONTENT: [("<s>", TOOL)], TOOL: [("</s>", CONTENT)]},
         calls=CallFormat(start="<s>", end="</s>", parse=parse),
         literals=literals,
     )
-    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode, (), shape)
+    splitter: TextSplitter[int] = TextSplitter(tokenizer.decode, (), channel_format)
     pieces = [splitter.add(token, at) for at, token in enumerate([4, 2, 0, 3, 2, 1, 2, 4])]
     assert [piece.text for piece in pieces] == ["x", "", "", "", "", "", "", "x"]
     assert [list(piece.entries) for piece in pieces] == [[0], [1], [], [], [], [2, 3, 4, 5], [6], [7]]
@@ -393,41 +397,41 @@ def test_a_special_token_is_text_in_markers_and_in_calls_and_nothing_elsewhere()
     [
         (["a", "b"], CONTENT, 0),
         (["a", "b"], REASONING, 2),
-        # The marker that ends the thoughts counts, and of the one that begins them the last token.
+        # Counted are the end marker of the reasoning and the last token of the start marker.
         (["a", "<thi", "nk>", "b", "</thi", "nk>", "c"], CONTENT, 4),
         (["a</think>b", "c"], REASONING, 1),
         (["a", CALL, "c"], REASONING, 2),
     ],
 )
-def test_reasoning_tokens_are_those_of_the_thoughts(texts: list[str], initial: str, expected: int) -> None:
+def test_reasoning_tokens_are_counted(texts: list[str], initial: str, expected: int) -> None:
     splitter: TextSplitter[int] = TextSplitter(
-        Chunks(text.encode() for text in texts).decode, (), shape_of(json_tools, initial=initial)
+        Chunks(text.encode() for text in texts).decode, (), channel_format_of(json_tools, initial=initial)
     )
     run(splitter, range(len(texts)))
     assert splitter.reasoning_tokens == expected
 
 
 @given(st.sets(st.integers(1, 200)), TEXTS)
-def test_stop_strings_leave_thoughts_and_calls_alone(cuts: set[int], content: str) -> None:
+def test_stop_strings_do_not_apply_to_reasoning_and_calls(cuts: set[int], content: str) -> None:
     raw = f"<think>b</think>x{content}{CALL}"
-    found = answer(Tokens(raw, cuts), shape_of(json_tools), ["b", '"'])
+    found = answer(Tokens(raw, cuts), channel_format_of(json_tools), ["b", '"'])
     kept, stopped = cut(f"x{content}".rstrip(), ["b", '"'])
     assert (found.text, found.stopped, found.reasoning) == (kept, stopped, "b")
     assert found.calls == ([] if stopped else [("f", '{"x": "é€😀"}')])
 
 
-def test_the_real_tokenizer_makes_the_same_of_its_own_tokens(smollm2: ModelEntry) -> None:
+def test_answers_of_a_real_tokenizer_are_divided_in_the_same_way(smollm2: ModelEntry) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2.path)
     raw = f"<think>\nThe 😀 user asks.\n</think>\n\nLet me look.\n{CALL}\n{CALL}\n"
     tokens = tokenizer.encode(raw, add_special_tokens=False)
-    # What the answer's text does not show, wherever it is.
+    # Special tokens between all tokens, which do not appear in the text.
     tokens = [token for pair in zip(tokens, [tokenizer.bos_token_id] * len(tokens), strict=True) for token in pair]
 
     def decode(some: Sequence[int]) -> str:
         return str(tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     for parsed in (True, False):
-        pieces = run(TextSplitter(decode, ["😀"], shape_of(json_tools, parsed=parsed)), tokens)
+        pieces = run(TextSplitter(decode, ["😀"], channel_format_of(json_tools, parsed=parsed)), tokens)
         assert "".join(piece.text for piece in pieces) == "Let me look."
         assert "".join(piece.reasoning for piece in pieces) == "The 😀 user asks."
         deltas = [delta for piece in pieces for delta in piece.calls]
@@ -436,10 +440,10 @@ def test_the_real_tokenizer_makes_the_same_of_its_own_tokens(smollm2: ModelEntry
         assert [entry for piece in pieces for entry in piece.entries] == tokens
 
 
-def test_pieces_have_the_channels_of_their_own_tokens() -> None:
+def test_each_piece_has_the_channel_of_its_own_token() -> None:
     texts = ["hm", "</think>", "ok", CALL, "!"]
     splitter: TextSplitter[int] = TextSplitter(
-        Chunks(text.encode() for text in texts).decode, (), shape_of(json_tools, initial=REASONING)
+        Chunks(text.encode() for text in texts).decode, (), channel_format_of(json_tools, initial=REASONING)
     )
     pieces = run(splitter, range(len(texts)))
     assert [(piece.text, piece.reasoning, len(piece.calls)) for piece in pieces] == [

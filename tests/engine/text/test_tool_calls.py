@@ -1,4 +1,4 @@
-"""Tool calls out of real formats with the real parsers, however the tokens are cut; and what is no call stays text."""
+"""Tests of tool calls in real formats with mlx-lm's parsers, at any token boundaries; invalid calls stay text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder
 
-from lmx_lab.engine.text.answer_shape import CONTENT, REASONING, AnswerShape
-from lmx_lab.engine.text.tool_calls import EnforcedCall, Numbering, ParsedCalls
-from tests.engine.answers import Answer, Tokens, answer, merge, shape_of
+from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
+from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader
+from tests.engine.answers import Answer, Tokens, answer, channel_format_of, merge
 
 QWEN_CODER_CALL = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nSão Paulo\n</parameter>\n"
@@ -56,7 +56,7 @@ HERMES_BROKEN = [
 
 @dataclass(frozen=True)
 class Case:
-    """What a model wrote, and what its reader should see."""
+    """The raw output of a model and the expected answer."""
 
     parser: ModuleType
     raw: str
@@ -68,8 +68,8 @@ class Case:
     ids: list[str] | None = None
 
     @property
-    def shape(self) -> AnswerShape:
-        return shape_of(self.parser, initial=self.initial)
+    def channel_format(self) -> ChannelFormat:
+        return channel_format_of(self.parser, initial=self.initial)
 
 
 CASES = {
@@ -162,7 +162,7 @@ CASES = {
         specials=KIMI_SPECIALS,
         ids=["functions.get_weather:0", "functions.add:1"],
     ),
-    "kimi-k2, arguments that are no object": Case(
+    "kimi-k2, arguments that are not an object": Case(
         kimi_k2,
         KIMI_CALLS.replace('{"city": "Paris"}', "Paris"),
         KIMI_CALLS.replace('{"city": "Paris"}', "Paris"),
@@ -175,7 +175,7 @@ CASES = {
         [("get_weather", {"city": "Paris", "days": 2}), ("now", {})],
         specials=["<|tool_call_start|>", "<|tool_call_end|>"],
     ),
-    "lfm2, a set is no JSON": Case(
+    "lfm2, a set is not JSON": Case(
         pythonic,
         "<|tool_call_start|>[f(x={1, 2})]<|tool_call_end|>",
         "<|tool_call_start|>[f(x={1, 2})]<|tool_call_end|>",
@@ -193,37 +193,37 @@ def check(case: Case, found: Answer) -> None:
 
 
 @each_case
-def test_an_answer_whole(case: Case) -> None:
-    check(case, answer(Tokens(case.raw, [], case.specials), case.shape))
+def test_an_answer_in_one_token(case: Case) -> None:
+    check(case, answer(Tokens(case.raw, [], case.specials), case.channel_format))
 
 
 @each_case
-def test_an_answer_cut_in_two_anywhere(case: Case) -> None:
+def test_an_answer_in_two_tokens(case: Case) -> None:
     size = len(case.raw.encode())
     for cut in range(1, size, 1 + size // 500):
-        check(case, answer(Tokens(case.raw, [cut], case.specials), case.shape))
+        check(case, answer(Tokens(case.raw, [cut], case.specials), case.channel_format))
 
 
 @each_case
-def test_an_answer_byte_by_byte(case: Case) -> None:
+def test_an_answer_in_tokens_of_one_byte(case: Case) -> None:
     tokens = Tokens(case.raw, range(len(case.raw.encode())), case.specials)
-    found = answer(tokens, case.shape)
+    found = answer(tokens, case.channel_format)
     check(case, found)
     assert found.entries == list(range(len(tokens.chunks)))
 
 
 @given(st.sampled_from(list(CASES.values())), st.sets(st.integers(1, 400)))
-def test_an_answer_cut_at_random(case: Case, cuts: set[int]) -> None:
-    check(case, answer(Tokens(case.raw, cuts, case.specials), case.shape))
+def test_an_answer_in_random_tokens(case: Case, cuts: set[int]) -> None:
+    check(case, answer(Tokens(case.raw, cuts, case.specials), case.channel_format))
 
 
-def test_special_tokens_without_a_part_in_the_format_show_nothing() -> None:
+def test_special_tokens_that_are_not_part_of_the_format_have_no_text() -> None:
     case = CASES["hermes, content after"]
-    assert answer(Tokens("a<|x|>b", [], ["<|x|>"]), case.shape).text == "ab"
-    # Inside a call in the model's own format they may be a part of it.
+    assert answer(Tokens("a<|x|>b", [], ["<|x|>"]), case.channel_format).text == "ab"
+    # In a call in the model's own format they can be part of the call.
     inside = '<tool_call>{"name": "f", "arguments": {"x": "<|x|>"}}</tool_call>'
-    assert answer(Tokens(inside, [], ["<|x|>"]), case.shape).calls == [("f", '{"x": "<|x|>"}')]
-    enforced = shape_of(json_tools, parsed=False)
+    assert answer(Tokens(inside, [], ["<|x|>"]), case.channel_format).calls == [("f", '{"x": "<|x|>"}')]
+    enforced = channel_format_of(json_tools, parsed=False)
     assert answer(Tokens(inside, [], ["<|x|>"]), enforced).calls == [("f", '{"x": ""}')]
 
 
@@ -232,15 +232,15 @@ def test_special_tokens_without_a_part_in_the_format_show_nothing() -> None:
 
 def test_ids_have_nine_letters_and_digits() -> None:
     for _ in range(50):
-        id_ = Numbering().begin("f").id
+        id_ = CallNumbering().begin("f").id
         assert id_ is not None
         assert len(id_) == 9
         assert id_.isascii()
         assert id_.isalnum()
 
 
-def test_a_models_own_id_is_kept_once() -> None:
-    numbering = Numbering()
+def test_the_id_that_a_model_wrote_is_kept_unless_it_is_repeated() -> None:
+    numbering = CallNumbering()
     deltas = [numbering.begin("f", "{}", id_) for id_ in ("one", "one", "", None, "two")]
     ids = [delta.id for delta in deltas]
     assert (ids[0], ids[4]) == ("one", "two")
@@ -248,7 +248,7 @@ def test_a_models_own_id_is_kept_once() -> None:
     assert [delta.index for delta in deltas] == [0, 1, 2, 3, 4]
 
 
-# Any parser
+# Parsers that fail
 
 
 def fail(error: type[BaseException]) -> Callable[[str], Any]:
@@ -289,22 +289,22 @@ def endless() -> Any:
         ),
     ],
 )
-def test_whatever_a_parser_does_the_text_is_handed_back(parse: Callable[[str], Any]) -> None:
-    calls = ParsedCalls(parse, "<t>", Numbering())
+def test_the_text_is_returned_if_the_parser_fails_or_returns_an_invalid_call(parse: Callable[[str], Any]) -> None:
+    calls = ParsedCallReader(parse, "<t>", CallNumbering())
     assert calls.feed("so") == calls.feed("me") == calls.close("</t>") == []
     assert not calls.accepted
     assert (calls.raw, calls.held) == ("<t>some</t>", 11)
 
 
 @pytest.mark.parametrize("id_", [7, "", "\ud800"])
-def test_an_id_that_is_no_text_is_replaced(id_: Any) -> None:
-    calls = ParsedCalls(lambda _: {"name": "f", "arguments": {}, "id": id_}, "", Numbering())
+def test_an_invalid_id_is_replaced(id_: Any) -> None:
+    calls = ParsedCallReader(lambda _: {"name": "f", "arguments": {}, "id": id_}, "", CallNumbering())
     (delta,) = calls.close("")
     assert delta.id != id_
     assert len(delta.id or "") == 9
 
 
-# Enforced by a grammar
+# Calls enforced by a grammar
 
 NAMES = st.text(st.sampled_from('ab"\\é😀{}\n'), min_size=1, max_size=6)
 ARGUMENTS = st.dictionaries(
@@ -320,7 +320,7 @@ SPACE = st.text(st.sampled_from(" \n\t\r"), max_size=2)
 
 @st.composite
 def enforced(draw: st.DrawFn) -> tuple[str, str, str]:
-    """A call's text, its name and the text of its arguments."""
+    """Return the text of a call, its name and the text of its arguments."""
     name, arguments = draw(NAMES), draw(ARGUMENTS)
     indent = draw(st.none() | st.integers(0, 2))
     raw = json.dumps(arguments, ensure_ascii=draw(st.booleans()), indent=indent)
@@ -329,9 +329,9 @@ def enforced(draw: st.DrawFn) -> tuple[str, str, str]:
 
 
 @given(enforced(), st.lists(st.integers(1, 6), min_size=1))
-def test_an_enforced_call_is_handed_on_as_written(call: tuple[str, str, str], sizes: list[int]) -> None:
+def test_an_enforced_call_is_returned_as_written(call: tuple[str, str, str], sizes: list[int]) -> None:
     text, name, arguments = call
-    calls, at, deltas = EnforcedCall("<t>", Numbering()), 0, []
+    calls, at, deltas = EnforcedCallReader("<t>", CallNumbering()), 0, []
     for size in sizes * len(text):
         deltas += calls.feed(text[at : at + size])
         at += size
@@ -344,13 +344,13 @@ def test_an_enforced_call_is_handed_on_as_written(call: tuple[str, str, str], si
 def test_enforced_calls_in_an_answer(one: tuple[str, str, str], two: tuple[str, str, str], cuts: set[int]) -> None:
     raw = f"So.\n<tool_call>{one[0]}</tool_call>\n<tool_call>{two[0]}</tool_call>\n"
     tokens = Tokens(raw, cuts)
-    found = answer(tokens, shape_of(json_tools, parsed=False))
+    found = answer(tokens, channel_format_of(json_tools, parsed=False))
     assert (found.text, found.calls) == ("So.", [one[1:], two[1:]])
     assert found.entries == list(range(len(tokens.chunks)))
 
 
-def test_an_enforced_call_is_handed_on_at_once() -> None:
-    calls = EnforcedCall("<t>", Numbering())
+def test_an_enforced_call_is_streamed() -> None:
+    calls = EnforcedCallReader("<t>", CallNumbering())
     fed = ['\n{"na', 'me": "f', 'g"', ', "arguments"', ": {", '"x": "}\\', '"', '{"', "}", "} "]
     given = [[(delta.name, delta.arguments) for delta in calls.feed(text)] for text in fed]
     name, rest = [("fg", "")], [[(None, piece)] for piece in ["{", '"x": "}\\', '"', '{"', "}"]]
@@ -362,35 +362,35 @@ def test_an_enforced_call_is_handed_on_at_once() -> None:
     ["", " ", "x", '{"nam', '{"name": "f', '{"nome": "f"}', '{"name": 7}', '{"name": ""}', "{} {", '{"name": "\n"'],
 )
 @pytest.mark.parametrize("end", ["", "</tool_call>"])
-def test_what_does_not_begin_like_a_call_is_content(text: str, end: str) -> None:
+def test_text_that_does_not_begin_like_a_call_is_content(text: str, end: str) -> None:
     raw = f"So. <tool_call>{text}{end}"
     for cuts in [(), range(len(raw))]:
-        found = answer(Tokens(raw, cuts), shape_of(json_tools, parsed=False))
+        found = answer(Tokens(raw, cuts), channel_format_of(json_tools, parsed=False))
         assert (found.text, found.calls) == (raw, [])
 
 
-def test_an_enforced_call_that_is_cut_off_keeps_its_pieces() -> None:
+def test_an_enforced_call_that_is_cut_off_is_returned_incomplete() -> None:
     raw = 'So. <tool_call>{"name": "f", "arguments": {"x": [1, "a'
     for cuts in [(), range(len(raw))]:
-        found = answer(Tokens(raw, cuts), shape_of(json_tools, parsed=False))
+        found = answer(Tokens(raw, cuts), channel_format_of(json_tools, parsed=False))
         assert (found.text, found.calls) == ("So.", [("f", '{"x": [1, "a')])
 
 
-def test_an_enforced_argument_may_quote_the_markers() -> None:
+def test_arguments_of_an_enforced_call_can_contain_the_markers() -> None:
     arguments = '{"x": "<tool_call>\\"</tool_call></tool_call>"}'
     raw = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call> done'
     for cuts in [(), *([cut] for cut in range(len(raw))), range(len(raw))]:
         tokens = Tokens(raw, cuts)
-        found = answer(tokens, shape_of(json_tools, parsed=False))
+        found = answer(tokens, channel_format_of(json_tools, parsed=False))
         assert (found.text, found.calls) == (" done", [("f", arguments)])
         assert found.entries == list(range(len(tokens.chunks)))
 
 
 @pytest.mark.parametrize("text", ['{"name": "f', '{"name": "f", "arguments": {"x": "', '{"name": "f", "arguments": {'])
 @pytest.mark.parametrize("parsed", [False, True])
-def test_the_work_grows_with_the_length_of_a_call_only(text: str, parsed: bool) -> None:
+def test_reading_takes_time_linear_in_the_length_of_a_call(text: str, parsed: bool) -> None:
     def seconds(count: int) -> float:
-        calls = ParsedCalls(json.loads, "", Numbering()) if parsed else EnforcedCall("", Numbering())
+        calls = ParsedCallReader(json.loads, "", CallNumbering()) if parsed else EnforcedCallReader("", CallNumbering())
         begun = time.thread_time()
         calls.feed(text)
         for _ in range(count):
@@ -399,5 +399,5 @@ def test_the_work_grows_with_the_length_of_a_call_only(text: str, parsed: bool) 
         return time.thread_time() - begun
 
     few, many = min(seconds(3_000) for _ in range(3)), seconds(60_000)
-    # Quadratic work would be 400 times as much.
+    # Quadratic time would be 400 times as long.
     assert many < 100 * few

@@ -1,4 +1,4 @@
-"""Tokens as bytes: the bytes of a text's tokens are the text, whatever the tokenizer."""
+"""Tests that the bytes of the tokens of a text are the bytes of the text, with several kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def smollm2_tokenizer(smollm2: ModelEntry) -> Any:
 
 @pytest.fixture(scope="module")
 def sentencepiece_like() -> Any:
-    """A few words, and byte tokens for all else, as Llama 2 and Gemma have it."""
+    """Return a tokenizer with a few words, and byte tokens for all other text, as in Llama 2 and Gemma."""
     words = ["<unk>", "<s>", "▁", "a", "b", "ab", "▁a", "▁ab", "é"]
     pieces = {name: at for at, name in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
     merges = [("a", "b"), ("▁", "a"), ("▁", "ab")]
@@ -55,7 +55,7 @@ def test_the_bytes_of_a_texts_tokens_are_the_text(smollm2_tokenizer: Any, text: 
 
 @given(text=TEXTS.filter(lambda text: "▁" not in text and text))
 @settings(deadline=None)
-def test_byte_tokens_and_marked_spaces_are_read(sentencepiece_like: Any, text: str) -> None:
+def test_byte_tokens_and_marked_spaces_have_the_bytes_of_their_text(sentencepiece_like: Any, text: str) -> None:
     vocabulary = Vocabulary(sentencepiece_like)
     assert b"".join(map(vocabulary.bytes_of, encode(sentencepiece_like, text))) == b" " + text.encode()
 
@@ -69,7 +69,7 @@ def test_a_real_byte_fallback_decoder_streams_every_valid_character(sentencepiec
     assert text.replace("\ufffd", "") == data.decode("utf-8", "ignore")
 
 
-def test_every_token_of_the_model_is_what_decoding_it_gives(smollm2_tokenizer: Any) -> None:
+def test_the_bytes_of_every_token_are_the_decoded_token(smollm2_tokenizer: Any) -> None:
     vocabulary = Vocabulary(smollm2_tokenizer)
     ids = range(0, len(smollm2_tokenizer), 7)
     decoded = smollm2_tokenizer.batch_decode([[token] for token in ids], clean_up_tokenization_spaces=False)
@@ -77,13 +77,15 @@ def test_every_token_of_the_model_is_what_decoding_it_gives(smollm2_tokenizer: A
 
 
 @pytest.mark.parametrize(("byte", "shown"), [(0xE2, "bytes:\\xe2"), (0x41, "A"), (0x0A, "\n"), (0x00, "\x00")])
-def test_torn_tokens_are_shown_as_their_bytes(sentencepiece_like: Any, byte: int, shown: str) -> None:
+def test_tokens_of_incomplete_characters_are_written_as_their_bytes(
+    sentencepiece_like: Any, byte: int, shown: str
+) -> None:
     vocabulary = Vocabulary(sentencepiece_like)
     token = sentencepiece_like.convert_tokens_to_ids(f"<0x{byte:02X}>")
     assert (vocabulary.bytes_of(token), vocabulary.text_of(token)) == (bytes([byte]), shown)
 
 
-def test_added_tokens_are_taken_literally(smollm2_tokenizer: Any, sentencepiece_like: Any) -> None:
+def test_added_tokens_have_their_literal_text(smollm2_tokenizer: Any, sentencepiece_like: Any) -> None:
     assert Vocabulary(smollm2_tokenizer).text_of(1) == "<|im_start|>"
     vocabulary = Vocabulary(sentencepiece_like)
     for name in ("<s>", "<tool ▁>"):
@@ -91,13 +93,13 @@ def test_added_tokens_are_taken_literally(smollm2_tokenizer: Any, sentencepiece_
 
 
 @pytest.mark.parametrize("token", [60_000, 10**9])
-def test_an_id_without_a_token_has_no_bytes(smollm2_tokenizer: Any, sentencepiece_like: Any, token: int) -> None:
+def test_an_id_outside_the_vocabulary_has_no_bytes(smollm2_tokenizer: Any, sentencepiece_like: Any, token: int) -> None:
     for tokenizer in (smollm2_tokenizer, sentencepiece_like, Slow()):
         vocabulary = Vocabulary(tokenizer)
         assert (vocabulary.bytes_of(token), vocabulary.text_of(token)) == (b"", "")
 
 
-def test_a_decoder_of_another_kind_is_asked_token_by_token() -> None:
+def test_tokens_of_other_decoders_are_decoded_one_by_one() -> None:
     backend = Tokenizer(models.WordLevel({"hello": 0, "##lo": 1}, unk_token="hello"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
     vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend))
@@ -115,5 +117,5 @@ class Slow:
         return ["€", "b"][tokens[0]]
 
 
-def test_a_tokenizer_without_a_backend_is_asked_token_by_token() -> None:
+def test_tokens_of_a_tokenizer_without_a_backend_are_decoded_one_by_one() -> None:
     assert [Vocabulary(Slow()).bytes_of(token) for token in (0, 1)] == ["€".encode(), b"b"]

@@ -1,4 +1,4 @@
-"""GGUF headers, whole, cut short and hostile."""
+"""Tests of valid, truncated and malicious GGUF headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmx_lab.weights.gguf.header import read_header
 from lmx_lab.weights.gguf.model import read_gguf_facts
 
 
-def test_metadata_and_tensors_are_read_and_arrays_only_when_asked_for(
+def test_metadata_and_tensors_are_read_and_arrays_only_on_request(
     tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
     path = tmp_path / "tiny.gguf"
@@ -46,22 +46,22 @@ def test_a_gguf_file_is_listed_by_its_file_name(
     ("types", "metadata", "reason"),
     [
         ({}, {"general.architecture": "qwen2"}, "architecture 'qwen2'"),
-        ({"blk.0.attn_q": "Q4_K"}, {}, "quantized anew"),
-        ({"blk.0.attn_q": "Q6_K"}, {}, "quantized anew"),
-        ({"blk.0.attn_q_norm": "F16"}, {}, "a llama of MLX lacks"),
+        ({"blk.0.attn_q": "Q4_K"}, {}, "quantized again"),
+        ({"blk.0.attn_q": "Q6_K"}, {}, "quantized again"),
+        ({"blk.0.attn_q_norm": "F16"}, {}, "MLX's llama does not have"),
         ({}, {"llama.block_count": 2}, "lacks 9 tensors"),
         ({}, {"llama.embedding_length": 512}, "shape"),
         ({}, {"llama.attention.head_count_kv": 2}, r"attn_k.*shape"),
         ({}, {"llama.block_count": 4_000_000_000}, "layers"),
         ({}, {"llama.attention.head_count": 0}, "head_count"),
         ({}, {"llama.expert_count": 8}, "mixture of experts"),
-        ({}, {"llama.rope.dimension_count": 16}, "part of its heads"),
+        ({}, {"llama.rope.dimension_count": 16}, "part of each head"),
         ({}, {"llama.rope.scaling.type": "yarn"}, "yarn"),
         ({}, {"tokenizer.ggml.model": "bert"}, "vocabulary of kind bert"),
-        ({}, {"llama.pooling_type": 3}, "makes vectors or scores"),
+        ({}, {"llama.pooling_type": 3}, "computes vectors or scores"),
     ],
 )
-def test_what_cannot_be_converted_stays_usable_as_it_is(
+def test_a_file_that_cannot_be_converted_can_be_used_unchanged(
     tmp_path: Path, tiny_llama: Callable[..., bytes], types: dict[str, str], metadata: dict[str, object], reason: str
 ) -> None:
     path = tmp_path / "other.gguf"
@@ -72,7 +72,7 @@ def test_what_cannot_be_converted_stays_usable_as_it_is(
         catalog.convert(str(path))
 
 
-def test_every_way_of_cutting_the_file_short_is_seen(tmp_path: Path, tiny_llama: Callable[..., bytes]) -> None:
+def test_a_file_truncated_at_any_byte_is_rejected(tmp_path: Path, tiny_llama: Callable[..., bytes]) -> None:
     whole = tiny_llama()
     path = tmp_path / "cut.gguf"
     for length in [*range(0, 200), *range(200, len(whole), 997), len(whole) - 32]:
@@ -97,7 +97,7 @@ def test_every_way_of_cutting_the_file_short_is_seen(tmp_path: Path, tiny_llama:
         b"GGUF" + struct.pack("<IQQQcI", 3, 1, 0, 1, b"t", 2**31) + bytes(100),
     ],
 )
-def test_hostile_lengths_are_refused(tmp_path: Path, data: bytes) -> None:
+def test_malicious_lengths_are_rejected(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     with pytest.raises(UnusableModelError):
@@ -106,7 +106,7 @@ def test_hostile_lengths_are_refused(tmp_path: Path, data: bytes) -> None:
 
 @hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
 @given(data=st.data())
-def test_changed_bytes_never_raise_anything_else(
+def test_changed_bytes_raise_no_other_error(
     tmp_path: Path, tiny_llama: Callable[..., bytes], data: st.DataObject
 ) -> None:
     file = bytearray(tiny_llama())

@@ -1,4 +1,4 @@
-"""GGUF files as they are: what they are for, split ones, and what is no model."""
+"""Tests of GGUF models: their kinds, split files, and files that are not models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE = "reranker-embedding-chat.gguf"
 
 @pytest.fixture
 def listed(catalog: Catalog, tmp_path: Path, gguf: Gguf) -> Listed:
-    """What is listed of a file with that metadata and those tensors; its name says nothing about it."""
+    """Return the entry of a file with the given metadata and tensors, under a name without information."""
 
     def make(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[ModelEntry]:
         put(tmp_path / "extra" / FILE, gguf(metadata, tensors))
@@ -59,7 +59,7 @@ def put(path: Path, data: bytes) -> Path:
         ("t5encoder", {}, (), "embedding"),
     ],
 )
-def test_the_kind_is_told_from_the_header(
+def test_the_kind_is_determined_by_the_header(
     listed: Listed, architecture: str, metadata: Mapping[str, Any], heads: tuple[str, ...], kind: str
 ) -> None:
     more = {name: random_tensor("F32", 32) for name in heads}
@@ -67,7 +67,7 @@ def test_the_kind_is_told_from_the_header(
     assert (entry.kind, entry.architecture, entry.format) == (kind, architecture, "gguf")
 
 
-def test_real_files_of_each_kind_are_told_apart(
+def test_the_kinds_of_real_files_are_detected(
     catalog: Catalog, tiny_gguf: Path, minilm_gguf: Path, reranker_gguf: Path
 ) -> None:
     kinds = [catalog.resolve(str(path)).kind for path in (tiny_gguf, minilm_gguf, reranker_gguf)]
@@ -88,7 +88,7 @@ def test_real_files_of_each_kind_are_told_apart(
         ({"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"}, TENSOR, "no vocabulary"),
     ],
 )
-def test_what_is_no_language_model_is_refused_with_the_reason_and_not_listed(
+def test_a_file_that_is_not_a_language_model_is_rejected_with_the_reason_and_not_listed(
     listed: Listed, catalog: Catalog, metadata: Mapping[str, Any], tensors: Mapping[str, Any], reason: str
 ) -> None:
     assert listed(metadata, tensors) == []
@@ -97,7 +97,7 @@ def test_what_is_no_language_model_is_refused_with_the_reason_and_not_listed(
             look(FILE)
 
 
-def test_a_split_model_is_one_entry_whichever_part_is_named(
+def test_a_split_model_is_one_entry_and_is_found_by_any_part(
     catalog: Catalog, tmp_path: Path, write_split: WriteSplit
 ) -> None:
     parts = write_split(tmp_path / "extra/tiny")
@@ -109,7 +109,7 @@ def test_a_split_model_is_one_entry_whichever_part_is_named(
     assert len(read_gguf(parts[0]).tensors) == 6
 
 
-def test_the_first_part_of_a_split_model_may_be_without_weights(
+def test_the_first_part_of_a_split_model_can_contain_no_weights(
     catalog: Catalog, tmp_path: Path, gguf: Gguf, write_split: WriteSplit
 ) -> None:
     first, *_ = write_split(tmp_path / "extra/tiny", 2)
@@ -120,7 +120,7 @@ def test_the_first_part_of_a_split_model_may_be_without_weights(
 
 
 @pytest.mark.parametrize("absent", [(2,), (1,), (1, 3)])
-def test_missing_parts_are_named_whichever_part_is_asked_for(
+def test_missing_parts_are_named_in_the_error_for_any_part(
     catalog: Catalog, tmp_path: Path, write_split: WriteSplit, absent: tuple[int, ...]
 ) -> None:
     parts = write_split(tmp_path / "extra/tiny")
@@ -136,13 +136,13 @@ def test_missing_parts_are_named_whichever_part_is_asked_for(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({2: {"split.count": 4}}, r"-00002-of-00003\.gguf is named as part 2 of 3, and is part 2 of 4"),
-        ({2: {"split.no": 2}}, r"-00002-of-00003\.gguf is named as part 2 of 3, and is part 3 of 3"),
-        ({1: {"split.count": "x"}}, r"-00001-of-00003\.gguf is named as part 1 of 3, and is no part"),
-        ({1: {"split.tensors.count": 7}}, "not of one model: 6 tensors in all 3, 7 expected"),
+        ({2: {"split.count": 4}}, r"-00002-of-00003\.gguf is part 2 of 3 by its name, and part 2 of 4"),
+        ({2: {"split.no": 2}}, r"-00002-of-00003\.gguf is part 2 of 3 by its name, and part 3 of 3"),
+        ({1: {"split.count": "x"}}, r"-00001-of-00003\.gguf is part 1 of 3 by its name, and not a part"),
+        ({1: {"split.tensors.count": 7}}, "do not belong to one model: 3 parts contain 6 tensors, 7 different ones"),
     ],
 )
-def test_parts_of_different_files_are_told(
+def test_parts_of_different_files_are_rejected(
     tmp_path: Path, write_split: WriteSplit, changes: Mapping[int, Mapping[str, Any]], reason: str
 ) -> None:
     first, *_ = write_split(tmp_path / "tiny", changes=changes)
@@ -150,22 +150,24 @@ def test_parts_of_different_files_are_told(
         read_gguf(first)
 
 
-def test_a_part_that_has_the_tensors_of_another_is_told(tmp_path: Path, write_split: WriteSplit, gguf: Gguf) -> None:
+def test_a_part_with_the_tensors_of_another_part_is_rejected(
+    tmp_path: Path, write_split: WriteSplit, gguf: Gguf
+) -> None:
     first, second, _ = write_split(tmp_path / "tiny")
     tensors = {f"blk.{at}.attn_norm.weight": random_tensor("F32", 256) for at in (0, 1)}
     second.write_bytes(gguf({"split.no": 1, "split.count": 3}, tensors))
-    with pytest.raises(UnusableModelError, match="not of one model"):
+    with pytest.raises(UnusableModelError, match="do not belong to one model"):
         read_gguf(first)
 
 
-def test_a_part_that_is_cut_short_is_named(tmp_path: Path, write_split: WriteSplit) -> None:
+def test_a_truncated_part_is_named(tmp_path: Path, write_split: WriteSplit) -> None:
     first, second, _ = write_split(tmp_path / "tiny")
     second.write_bytes(second.read_bytes()[:-32])
-    with pytest.raises(UnusableModelError, match=r"tiny-00002-of-00003\.gguf is cut short.*fetch it again"):
+    with pytest.raises(UnusableModelError, match=r"tiny-00002-of-00003\.gguf is truncated.*fetch it again"):
         read_gguf(first)
 
 
-def test_a_part_under_a_name_of_its_own_is_told(tmp_path: Path, write_split: WriteSplit) -> None:
+def test_a_part_with_another_name_is_rejected(tmp_path: Path, write_split: WriteSplit) -> None:
     renamed = write_split(tmp_path / "tiny")[0].rename(tmp_path / "mine.gguf")
     with pytest.raises(UnusableModelError, match=r"one of 3 parts.*NAME-00001-of-00003\.gguf"):
         read_gguf(renamed)
@@ -175,14 +177,14 @@ def test_a_part_under_a_name_of_its_own_is_told(tmp_path: Path, write_split: Wri
     ("data", "reason"),
     [
         (b"", "is empty; fetch it again"),
-        (b"GGU", "no GGUF file.*Fetch it again"),
-        (b"PK\3\4" + bytes(99), "no GGUF file.*name another file"),
-        (b"<html>404</html>", "no GGUF file"),
-        (b"GGUF" + bytes(3), "no GGUF file"),
+        (b"GGU", "not a GGUF file.*Fetch it again"),
+        (b"PK\3\4" + bytes(99), "not a GGUF file.*use another file"),
+        (b"<html>404</html>", "not a GGUF file"),
+        (b"GGUF" + bytes(3), "not a GGUF file"),
         (b"GGUF\0\0\0\3" + bytes(16), "version 50331648"),
     ],
 )
-def test_foreign_files_are_refused_with_the_next_step(
+def test_files_of_other_kinds_are_rejected_with_the_next_step(
     catalog: Catalog, tmp_path: Path, data: bytes, reason: str
 ) -> None:
     path = put(tmp_path / "extra/x.gguf", data)
@@ -191,14 +193,14 @@ def test_foreign_files_are_refused_with_the_next_step(
         catalog.resolve(str(path))
 
 
-def test_a_folder_with_the_name_of_a_file_is_told(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_a_gguf_file_is_rejected(catalog: Catalog, tmp_path: Path) -> None:
     (tmp_path / "extra/x.gguf").mkdir(parents=True)
     assert catalog.scan() == []
-    with pytest.raises(UnusableModelError, match=r"x\.gguf holds no model: there is no config\.json"):
+    with pytest.raises(UnusableModelError, match=r"x\.gguf contains no model: there is no config\.json"):
         catalog.resolve(str(tmp_path / "extra/x.gguf"))
 
 
-def test_a_link_that_leads_nowhere_is_told(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_broken_link_is_rejected(catalog: Catalog, tmp_path: Path) -> None:
     link = tmp_path / "extra/x.gguf"
     link.parent.mkdir()
     link.symlink_to(tmp_path / "gone.gguf")
@@ -208,10 +210,10 @@ def test_a_link_that_leads_nowhere_is_told(catalog: Catalog, tmp_path: Path) -> 
             catalog.resolve(name)
 
 
-def test_a_folder_with_one_gguf_model_is_that_model(
+def test_a_folder_with_one_gguf_model_is_an_entry_for_that_model(
     catalog: Catalog, tmp_path: Path, tiny_llama: Gguf, write_split: WriteSplit
 ) -> None:
-    """Alone, beside its projector and its licence, split, and one level below, as other programs keep them."""
+    """Alone, with its projector and its license, split, and in a subfolder, as other programs store them."""
     for path in ("home/models/alone/model.gguf", "extra/seeing/model-Q4_0.gguf", "extra/org/name/model.gguf"):
         put(tmp_path / path, tiny_llama())
     put(tmp_path / "extra/seeing/mmproj-F16.gguf", b"")
@@ -223,18 +225,18 @@ def test_a_folder_with_one_gguf_model_is_that_model(
     assert catalog.resolve(str(tmp_path / "extra/split")) == catalog.resolve("split")
 
 
-def test_several_gguf_models_of_a_folder_are_called_by_their_files(
+def test_several_gguf_models_of_a_folder_are_named_after_their_files(
     catalog: Catalog, tmp_path: Path, tiny_llama: Gguf
 ) -> None:
     for path in ("extra/both/a.gguf", "extra/both/b.gguf", "extra/org/name/a.gguf", "extra/org/name/b.GGUF"):
         put(tmp_path / path, tiny_llama())
     ids = [entry.id for entry in catalog.scan()]
     assert ids == ["both/a.gguf", "both/b.gguf", "org/name/a.gguf", "org/name/b.GGUF"]
-    with pytest.raises(UnusableModelError, match=r"both holds 2 models in GGUF; name one of them: a\.gguf, b\.gguf"):
+    with pytest.raises(UnusableModelError, match=r"both contains 2 GGUF models; name one of them: a\.gguf, b\.gguf"):
         catalog.resolve(str(tmp_path / "extra/both"))
 
 
-def test_a_folder_of_mlx_stays_one_beside_a_gguf_file(
+def test_an_mlx_folder_that_contains_a_gguf_file_is_an_mlx_model(
     catalog: Catalog, tmp_path: Path, make_model: Callable[..., Path], tiny_llama: Gguf
 ) -> None:
     put(make_model(tmp_path / "extra/m") / "m.gguf", tiny_llama())

@@ -1,10 +1,18 @@
-"""What names of GGUF files say."""
+"""Tests of the information in the names of GGUF files."""
 
 from __future__ import annotations
 
 import pytest
 
-from lmx_lab.weights.gguf.names import chosen, default, grouped, is_companion, labelled, parts_of, quantization_of
+from lmx_lab.weights.gguf.names import (
+    default_label,
+    find_label,
+    group_files,
+    is_companion,
+    label_models,
+    parts_of,
+    quantization_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +42,11 @@ from lmx_lab.weights.gguf.names import chosen, default, grouped, is_companion, l
         ("", None),
     ],
 )
-def test_the_quantization_is_told_from_the_name(name: str, quantization: str | None) -> None:
+def test_the_quantization_is_read_from_the_name(name: str, quantization: str | None) -> None:
     assert quantization_of(name) == quantization
 
 
-def test_the_parts_of_a_split_model_are_known_from_the_name_of_any() -> None:
+def test_the_name_of_one_part_gives_the_names_of_all_parts() -> None:
     parts = ("a/m-00001-of-00003.gguf", "a/m-00002-of-00003.gguf", "a/m-00003-of-00003.gguf")
     assert {parts_of(part) for part in parts} == {parts}
 
@@ -46,7 +54,7 @@ def test_the_parts_of_a_split_model_are_known_from_the_name_of_any() -> None:
 @pytest.mark.parametrize(
     "name", ["m.gguf", "m-00004-of-00003.gguf", "m-00000-of-00003.gguf", "m-1-of-3.gguf", "m-00001-of-99999.gguf"]
 )
-def test_other_names_are_of_files_for_themselves(name: str) -> None:
+def test_files_with_other_names_are_not_split(name: str) -> None:
     assert parts_of(name) == (name,)
 
 
@@ -61,12 +69,12 @@ def test_other_names_are_of_files_for_themselves(name: str) -> None:
         ("mmproj/Qwen3-4B-Q4_K_M.gguf", False),
     ],
 )
-def test_what_lies_beside_a_model_is_told_from_models(name: str, companion: bool) -> None:
+def test_files_that_accompany_a_model_are_not_models(name: str, companion: bool) -> None:
     assert is_companion(name) == companion
-    assert len(grouped([name, "README.md"])) == (not companion)
+    assert len(group_files([name, "README.md"])) == (not companion)
 
 
-def test_models_are_called_by_quantization_and_where_two_have_the_same_by_their_names() -> None:
+def test_models_are_labeled_by_quantization_or_by_name_if_two_have_the_same() -> None:
     names = [
         "7b-Q4_K_M.gguf",
         "13b-q4_k_m.gguf",
@@ -74,16 +82,16 @@ def test_models_are_called_by_quantization_and_where_two_have_the_same_by_their_
         "7b-Q8_0-00002-of-00002.gguf",
         "x.gguf",
     ]
-    models = labelled(grouped(names))
+    models = label_models(group_files(names))
     assert set(models) == {"7b-Q4_K_M", "13b-q4_k_m", "Q8_0", "x"}
     assert models["Q8_0"].names == tuple(names[2:4])
 
 
-def test_a_choice_is_a_quantization_or_a_name_in_upper_or_lower_case() -> None:
-    models = labelled(grouped(["Q4_K_M/M-Q4_K_M.gguf", "M-UD-Q2_K_XL.gguf"]))
-    assert {chosen(models, choice) for choice in ("q4_k_m", "m-q4_k_m.gguf", "Q4_K_M/M-Q4_K_M")} == {"Q4_K_M"}
-    assert chosen(models, "ud-q2_k_xl") == "UD-Q2_K_XL"
-    assert chosen(models, "Q4") is None
+def test_a_label_is_a_quantization_or_a_name_in_any_case() -> None:
+    models = label_models(group_files(["Q4_K_M/M-Q4_K_M.gguf", "M-UD-Q2_K_XL.gguf"]))
+    assert {find_label(models, choice) for choice in ("q4_k_m", "m-q4_k_m.gguf", "Q4_K_M/M-Q4_K_M")} == {"Q4_K_M"}
+    assert find_label(models, "ud-q2_k_xl") == "UD-Q2_K_XL"
+    assert find_label(models, "Q4") is None
 
 
 @pytest.mark.parametrize(
@@ -97,6 +105,6 @@ def test_a_choice_is_a_quantization_or_a_name_in_upper_or_lower_case() -> None:
         (["model.gguf"], "model"),
     ],
 )
-def test_without_a_choice_the_preferred_one_is_taken_and_then_the_smallest(names: list[str], expected: str) -> None:
+def test_the_default_is_the_preferred_quantization_or_else_the_smallest(names: list[str], expected: str) -> None:
     sizes = {name: (4 if "F32" in name else 2) * (10 if "70b" in name else 1) for name in names}
-    assert default(labelled(grouped(names)), sizes) == expected
+    assert default_label(label_models(group_files(names)), sizes) == expected

@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files become the tokenizers they came from."""
+"""Tests that the vocabulary of a GGUF file gives the original tokenizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokenizer_of(path: Path, data: bytes) -> Tokenizer:
         ("llama-bpe", ["I", "'m", "Ġ", "123", "45"]),
     ],
 )
-def test_words_are_split_the_way_the_file_names(
+def test_words_are_split_as_the_file_defines(
     tmp_path: Path, tiny_llama: Callable[..., bytes], pre: str, pieces: list[str]
 ) -> None:
     tokenizer = tokenizer_of(tmp_path / "t.gguf", tiny_llama(metadata={"tokenizer.ggml.pre": pre}))
@@ -40,7 +40,7 @@ def test_words_are_split_the_way_the_file_names(
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_a_first_token_is_added_where_the_file_asks_for_it(
+def test_a_first_token_is_added_if_the_file_requires_it(
     tmp_path: Path, tiny_llama: Callable[..., bytes], add_bos: bool
 ) -> None:
     metadata = {"tokenizer.ggml.add_bos_token": add_bos}
@@ -51,7 +51,7 @@ def test_a_first_token_is_added_where_the_file_asks_for_it(
 
 @pytest.fixture(scope="module")
 def trained() -> sentencepiece.SentencePieceProcessor:
-    """SentencePiece as Llama 2 uses it: BPE, bytes for unknown characters, a space in front."""
+    """Train SentencePiece as for Llama 2: BPE, bytes for unknown characters, a leading space."""
     chance = random.Random(0)
     sentences = (" ".join(chance.choices(WORDS, k=12)) for _ in range(400))
     model = io.BytesIO()
@@ -62,7 +62,7 @@ def trained() -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def test_a_sentencepiece_vocabulary_encodes_and_decodes_as_sentencepiece_does(
+def test_a_sentencepiece_vocabulary_encodes_and_decodes_like_sentencepiece(
     tmp_path: Path, gguf: Callable[..., bytes], trained: sentencepiece.SentencePieceProcessor
 ) -> None:
     ids = range(trained.vocab_size())

@@ -1,4 +1,4 @@
-"""The hub, played by a small server on this machine."""
+"""Tests of downloads from the hub, which a local server simulates."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, UnusableModelError
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
-from lmx_lab.weights.hub.unverified import forget, note
-from tests.faults.hub import Hub, failing, hub_with
+from lmx_lab.weights.hub.verify import mark_unverified, mark_verified
+from tests.faults.hub_server import Hub, failing, hub_with
 
 
 class Usage(NamedTuple):
@@ -32,13 +32,13 @@ def server(tmp_path: Path, make_model: Callable[..., Path]) -> Iterator[Hub]:
 
 @pytest.fixture
 def catalog(catalog: Catalog, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Catalog:
-    """The catalog, with the small server for a hub."""
+    """Return the catalog with the local server as the hub."""
     real = download.download
     monkeypatch.setattr(download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
     return catalog
 
 
-def test_a_hub_model_lands_in_the_hub_cache_without_code_or_pickles(catalog: Catalog, server: Hub) -> None:
+def test_a_model_is_downloaded_to_the_hub_cache_without_code_and_pickles(catalog: Catalog, server: Hub) -> None:
     seen: list[Progress] = []
     entry = catalog.fetch("org/tiny", seen.append)
     assert (entry.id, entry.source, entry.kind) == ("org/tiny", "hub", "chat")
@@ -47,9 +47,9 @@ def test_a_hub_model_lands_in_the_hub_cache_without_code_or_pickles(catalog: Cat
     assert catalog.resolve("org/tiny") == entry
 
 
-def test_what_is_there_is_not_fetched_again_and_a_missing_file_is(catalog: Catalog, server: Hub) -> None:
+def test_only_missing_files_are_downloaded_again(catalog: Catalog, server: Hub) -> None:
     entry = catalog.fetch("org/tiny")
-    server.asked.clear()
+    server.requests.clear()
     assert catalog.fetch("org/tiny") == entry
     assert server.sent == []
     (entry.path / "tokenizer.json").resolve().unlink()
@@ -59,19 +59,19 @@ def test_what_is_there_is_not_fetched_again_and_a_missing_file_is(catalog: Catal
 
 
 @pytest.mark.parametrize("name", ["org/absent", "org/.."])
-def test_a_model_that_the_hub_does_not_have_is_not_found(catalog: Catalog, name: str) -> None:
+def test_a_model_that_is_not_on_the_hub_is_not_found(catalog: Catalog, name: str) -> None:
     with pytest.raises(ModelNotFoundError, match="the hub has no model"):
         catalog.fetch(name)
 
 
-def test_a_model_without_safetensors_is_refused_before_the_download(catalog: Catalog, server: Hub) -> None:
+def test_a_model_without_safetensors_is_rejected_before_the_download(catalog: Catalog, server: Hub) -> None:
     server.files = {"config.json": b"{}", "pytorch_model.bin": b"x"}
     with pytest.raises(UnusableModelError, match=r"\.bin"):
         catalog.fetch("org/tiny")
     assert server.sent == []
 
 
-def test_a_small_disk_is_refused_before_the_first_byte(
+def test_a_disk_without_enough_space_is_an_error_before_the_download(
     catalog: Catalog, server: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100, 0, 7))
@@ -80,7 +80,7 @@ def test_a_small_disk_is_refused_before_the_first_byte(
     assert server.sent == []
 
 
-def test_a_disk_that_fills_up_leaves_no_half_files(
+def test_a_disk_that_becomes_full_leaves_no_partial_files(
     catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = tmp_path / "hub/models--org--tiny/blobs/abc.incomplete"
@@ -91,25 +91,25 @@ def test_a_disk_that_fills_up_leaves_no_half_files(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(download, "snapshot_download", full)
-    with pytest.raises(StorageFullError, match="filled up"):
+    with pytest.raises(StorageFullError, match="became full"):
         catalog.fetch("org/tiny")
     assert not half.exists()
 
 
-def test_a_hub_that_fails_is_a_download_error_naming_the_model(catalog: Catalog, server: Hub) -> None:
+def test_an_error_of_the_hub_is_a_download_error_that_names_the_model(catalog: Catalog, server: Hub) -> None:
     server.faults["api"] = failing
     with pytest.raises(DownloadError, match="org/tiny could not be downloaded"):
         catalog.fetch("org/tiny")
 
 
-def test_a_hub_that_cannot_be_reached_is_a_download_error_with_the_next_step(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_a_download_error_with_the_next_step(tmp_path: Path) -> None:
     seen: list[Progress] = []
     with pytest.raises(DownloadError, match=r"org/tiny .* Check the network"):
         download.download("org/tiny", tmp_path / "hub", 0, seen.append, endpoint="http://127.0.0.1:9")
     assert seen == []
 
 
-def test_an_offline_session_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_in_offline_mode_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match="HF_HUB_OFFLINE"):
         download.download("org/tiny", tmp_path / "hub", 0, lambda progress: None)
@@ -117,7 +117,7 @@ def test_an_offline_session_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def ggufs(server: Hub, tiny_llama: Callable[..., bytes], write_split: Callable[..., list[Path]], tmp_path: Path) -> Hub:
-    """The hub with a repository of GGUF files alone: two quantizations, one of them in parts, and what lies beside."""
+    """Add a repository of GGUF files to the hub: two quantizations, one of them split, and accompanying files."""
     parts = write_split(tmp_path / "parts/Tiny-Q8_0", 2)
     server.files = {
         "README.md": b"Tiny",
@@ -135,7 +135,7 @@ def ggufs(server: Hub, tiny_llama: Callable[..., bytes], write_split: Callable[.
     return server
 
 
-def test_a_quantization_is_fetched_alone(catalog: Catalog, ggufs: Hub) -> None:
+def test_only_the_requested_quantization_is_downloaded(catalog: Catalog, ggufs: Hub) -> None:
     seen: list[Progress] = []
     entry = catalog.fetch("org/tiny:Q4_K_M", seen.append)
     assert (entry.id, entry.format, entry.source) == ("org/tiny:Q4_K_M", "gguf", "hub")
@@ -145,23 +145,21 @@ def test_a_quantization_is_fetched_alone(catalog: Catalog, ggufs: Hub) -> None:
     assert catalog.scan() == [entry]
 
 
-def test_a_split_quantization_in_a_folder_is_fetched_whole(catalog: Catalog, ggufs: Hub) -> None:
+def test_a_split_quantization_in_a_folder_is_downloaded_completely(catalog: Catalog, ggufs: Hub) -> None:
     entry = catalog.fetch("org/tiny:q8_0")
     assert (entry.id, entry.path.name) == ("org/tiny:Q8_0", "Tiny-Q8_0-00001-of-00002.gguf")
     assert sorted(name for name in ggufs.sent if name != "README.md") == sorted(n for n in ggufs.files if "Q8_0" in n)
     assert entry.size_bytes == sum(len(data) for name, data in ggufs.files.items() if "Q8_0" in name)
 
 
-def test_a_gguf_repository_without_a_choice_gives_the_preferred_one(catalog: Catalog, ggufs: Hub) -> None:
+def test_the_preferred_quantization_is_downloaded_by_default(catalog: Catalog, ggufs: Hub) -> None:
     assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
-    ggufs.asked.clear()
+    ggufs.requests.clear()
     assert catalog.fetch("org/tiny").id == "org/tiny:Q4_K_M"
     assert ggufs.sent == []
 
 
-def test_the_repository_means_its_only_quantization_here_and_with_two_one_has_to_be_named(
-    catalog: Catalog, ggufs: Hub
-) -> None:
+def test_the_name_of_a_repository_refers_to_its_only_stored_quantization(catalog: Catalog, ggufs: Hub) -> None:
     entry = catalog.fetch("org/tiny:Q8_0")
     for name in ("org/tiny", "org/tiny:q8_0", "org/tiny:Tiny-Q8_0-00001-of-00002.gguf", "org/tiny:Q8_0"):
         assert catalog.resolve(name, local=False) == entry
@@ -175,14 +173,18 @@ def test_the_repository_means_its_only_quantization_here_and_with_two_one_has_to
 
 
 @pytest.mark.parametrize("choice", ["Q5_K_M", "mmproj-F16", "Q6_K", "Q2_K", "../Tiny-Q3_K"])
-def test_a_quantization_that_is_not_there_names_those_that_are(catalog: Catalog, ggufs: Hub, choice: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"it has Q8_0, Q4_K_M\. .*lmx-lab pull org/tiny:Q4_K_M") as raised:
+def test_the_error_for_a_missing_quantization_names_the_available_ones(
+    catalog: Catalog, ggufs: Hub, choice: str
+) -> None:
+    with pytest.raises(
+        ModelNotFoundError, match=r"available are: Q8_0, Q4_K_M\. .*lmx-lab pull org/tiny:Q4_K_M"
+    ) as raised:
         catalog.fetch(f"org/tiny:{choice}")
     assert choice in raised.value.message
     assert ggufs.sent == []
 
 
-def test_a_repository_with_safetensors_too_means_those_unless_a_quantization_is_named(
+def test_safetensors_of_a_repository_precede_its_gguf_files_unless_a_quantization_is_given(
     catalog: Catalog, server: Hub, tiny_llama: Callable[..., bytes]
 ) -> None:
     server.files["Tiny-Q4_0.gguf"] = tiny_llama()
@@ -195,13 +197,13 @@ def test_a_repository_with_safetensors_too_means_those_unless_a_quantization_is_
     assert catalog.resolve("org/tiny") == plain
 
 
-def test_a_repository_without_gguf_says_so_to_who_names_a_quantization(catalog: Catalog, server: Hub) -> None:
-    with pytest.raises(UnusableModelError, match=r"org/tiny has no model in \.gguf, only .*\.safetensors"):
+def test_a_quantization_of_a_repository_without_gguf_files_is_an_error(catalog: Catalog, server: Hub) -> None:
+    with pytest.raises(UnusableModelError, match=r"org/tiny has no \.gguf model, only .*\.safetensors"):
         catalog.fetch("org/tiny:Q4_K_M")
     assert server.sent == []
 
 
-def test_a_small_disk_is_refused_by_the_size_of_the_quantization(
+def test_the_required_disk_space_is_that_of_the_quantization(
     catalog: Catalog, ggufs: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = len(ggufs.files["Tiny-Q4_K_M.gguf"]) + len(ggufs.files["README.md"])
@@ -211,11 +213,11 @@ def test_a_small_disk_is_refused_by_the_size_of_the_quantization(
     assert ggufs.sent == []
 
 
-def test_a_missing_part_and_a_torn_file_are_fetched_again(catalog: Catalog, ggufs: Hub) -> None:
+def test_missing_parts_and_truncated_files_are_downloaded_again(catalog: Catalog, ggufs: Hub) -> None:
     entry = catalog.fetch("org/tiny:Q8_0")
     second = entry.path.with_name("Tiny-Q8_0-00002-of-00002.gguf")
-    for spoil in (second.unlink, second.resolve().unlink, lambda: second.write_bytes(b"GGUF")):
-        spoil()
+    for damage in (second.unlink, second.resolve().unlink, lambda: second.write_bytes(b"GGUF")):
+        damage()
         assert catalog.scan() == []
         with pytest.raises(UnusableModelError, match=r"00002-of-00002\.gguf"):
             catalog.resolve("org/tiny:Q8_0")
@@ -224,7 +226,7 @@ def test_a_missing_part_and_a_torn_file_are_fetched_again(catalog: Catalog, gguf
     assert ggufs.sent.count("Q8_0/Tiny-Q8_0-00001-of-00002.gguf") == 1
 
 
-def test_what_is_listed_under_a_name_is_what_it_means(
+def test_the_id_in_the_list_refers_to_the_listed_model(
     catalog: Catalog, ggufs: Hub, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     make_model(tmp_path / "extra/org/tiny")
@@ -233,7 +235,7 @@ def test_what_is_listed_under_a_name_is_what_it_means(
     assert catalog.resolve("org/tiny").source == "folder"
 
 
-def test_a_damaged_quantization_without_a_hub_is_a_failed_download(catalog: Catalog, ggufs: Hub) -> None:
+def test_a_damaged_quantization_without_access_to_the_hub_is_a_download_error(catalog: Catalog, ggufs: Hub) -> None:
     catalog.fetch("org/tiny").path.write_bytes(b"GGUF")
     ggufs.faults["api"] = failing
     for name in ("org/tiny", "org/tiny:Q4_K_M"):
@@ -241,7 +243,7 @@ def test_a_damaged_quantization_without_a_hub_is_a_failed_download(catalog: Cata
             catalog.fetch(name)
 
 
-def test_a_file_that_turns_out_to_be_no_model_is_refused_after_the_download(
+def test_a_downloaded_file_that_is_not_a_valid_model_is_rejected(
     catalog: Catalog, ggufs: Hub, gguf: Callable[..., bytes]
 ) -> None:
     ggufs.files["Tiny-Q4_K_M.gguf"] = gguf({"general.type": "adapter"}, {})
@@ -249,7 +251,7 @@ def test_a_file_that_turns_out_to_be_no_model_is_refused_after_the_download(
         catalog.fetch("org/tiny:Q4_K_M")
 
 
-def test_files_without_a_quantization_in_their_names_are_called_by_those(
+def test_files_without_a_quantization_in_their_names_are_labeled_by_their_names(
     catalog: Catalog, server: Hub, tiny_llama: Callable[..., bytes]
 ) -> None:
     server.files = {"ggml-model.gguf": tiny_llama()}
@@ -258,7 +260,7 @@ def test_files_without_a_quantization_in_their_names_are_called_by_those(
     assert catalog.fetch("org/tiny:GGML-Model") == entry
 
 
-def test_an_older_quantization_answers_until_a_newer_one_is_compared(
+def test_an_older_quantization_is_used_until_a_newer_one_is_verified(
     catalog: Catalog, ggufs: Hub, tmp_path: Path
 ) -> None:
     older = catalog.fetch("org/tiny:Q4_K_M")
@@ -266,14 +268,14 @@ def test_an_older_quantization_answers_until_a_newer_one_is_compared(
     newer = repo / "snapshots" / ("f" * 40) / "Tiny-Q4_K_M.gguf"
     newer.parent.mkdir()
     newer.write_bytes(ggufs.files["Tiny-Q4_K_M.gguf"])
-    note([newer])
+    mark_unverified([newer])
     (repo / "refs/main").write_text(newer.parent.name)
     assert catalog.scan() == [older] == [catalog.resolve("org/tiny:Q4_K_M")]
-    forget(newer)
+    mark_verified(newer)
     assert [entry.path for entry in catalog.scan()] == [newer]
 
 
-def test_a_quantization_fetched_with_an_older_commit_stays(catalog: Catalog, ggufs: Hub, tmp_path: Path) -> None:
+def test_a_quantization_of_an_older_commit_is_kept(catalog: Catalog, ggufs: Hub, tmp_path: Path) -> None:
     catalog.fetch("org/tiny:Q8_0")
     repo = tmp_path / "hub/models--org--tiny"
     newer = "f" * 40

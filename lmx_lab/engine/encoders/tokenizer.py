@@ -1,0 +1,358 @@
+"""Convert texts, and pairs of query and document, to token ids. Runs outside the engine thread and never uses MLX."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from tokenizers.normalizers import Lowercase
+from tokenizers.normalizers import Sequence as Normalizers
+
+from lmx_lab.engine.encoders.sentence_transformers import ChatTemplateInput, EncodingPrompts
+from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
+from lmx_lab.values.encoding import InputType
+
+Text = TypeVar("Text", str, tuple[str, str])
+
+CHARACTERS_PER_TOKEN = 10
+"""More than a token stands for in ordinary text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTemplate:
+    """The text around every document of one query."""
+
+    before: str
+    after: str
+    strip: bool = False
+    """Whether whitespace at both ends of the document is removed."""
+
+
+class PairFormat(Protocol):
+    """Converts a query and a document to one text, for decoders."""
+
+    def template(self, query: str) -> PairTemplate:
+        """Return the text around the documents of a query."""
+
+
+class QwenPairFormat:
+    """The prompt that Qwen3-Reranker was trained with, as documented in its model card."""
+
+    def template(self, query: str) -> PairTemplate:
+        judge = (
+            "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+            'Note that the answer can only be "yes" or "no".'
+        )
+        instruct = "Given a web search query, retrieve relevant passages that answer the query"
+        return PairTemplate(
+            before=f"<|im_start|>system\n{judge}<|im_end|>\n<|im_start|>user\n"
+            f"<Instruct>: {instruct}\n<Query>: {query}\n<Document>: ",
+            after="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        )
+
+
+class ChatPairFormat:
+    """The model's chat template, rendered once per query.
+
+    Raises:
+        UnusableModelError: the template, which is rendered as a test, fails or does not show query and document.
+    """
+
+    def __init__(self, tokenizer: Any, input_: ChatTemplateInput, model: str) -> None:
+        self._tokenizer = tokenizer
+        self._input = input_
+        self._model = model
+        try:
+            template = self.template(probe := uuid.uuid4().hex)
+        except InvalidRequestError as exc:
+            raise UnusableModelError(exc.message) from exc
+        if probe not in template.before + template.after:
+            raise UnusableModelError("its chat template does not show a message with the role query")
+
+    def template(self, query: str) -> PairTemplate:
+        """Return the text around the documents of a query.
+
+        Raises:
+            InvalidRequestError: the template rejects this query.
+        """
+        mark = uuid.uuid4().hex
+        # Whitespace around the mark shows whether the template strips documents.
+        document = f"\n {mark} \n"
+        text = self._render(query, document)
+        strip = document not in text
+        before, found, after = text.partition(mark if strip else document)
+        if not found:
+            raise InvalidRequestError(f"the chat template of {self._model} does not show the document", param="query")
+        return PairTemplate(before=before, after=after, strip=strip)
+
+    def _render(self, query: str, document: str) -> str:
+        messages = [self._message("query", query), self._message("document", document)]
+        if self._input.system:
+            messages.insert(0, self._message("system", self._input.system))
+        try:
+            return render_chat(self._tokenizer, messages, **self._input.options)
+        except TemplateLimitError as exc:
+            raise InvalidRequestError(f"the chat template of {self._model} {exc}, its limit", param="query") from exc
+        # A template is a program that comes with the model: it may raise any exception.
+        except Exception as exc:
+            raise InvalidRequestError(
+                f"the chat template of {self._model} rejects the roles query and document: {exc}", param="query"
+            ) from exc
+
+    def _message(self, role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": "text", "text": text}] if self._input.structured else text}
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """The tokens of one text, or of a query with a document."""
+
+    tokens: tuple[int, ...]
+    second_start: int | None = None
+    """Index where the second segment of a pair begins; None if the model has no segments."""
+    skipped_tokens: int = 0
+    """Number of leading tokens that are left out of pooling: the prompt, if the model's files say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRules:
+    """How a model's texts are converted to tokens."""
+
+    context_length: int | None
+    """Largest number of tokens of one text, including special ones."""
+    vocabulary_size: int
+    segments: bool = False
+    """Whether pairs have two segments."""
+    include_prompt: bool = True
+    """Whether the tokens of a prompt are pooled too."""
+    prompts: EncodingPrompts = field(default_factory=EncodingPrompts)
+    lower_case: bool = False
+    pairs: PairFormat | None = None
+    """How a decoder reads a pair; None if the tokenizer joins pairs itself."""
+
+
+class TextTokenizer:
+    """A model's tokenizer, with the model's rules. Use it on one thread at a time.
+
+    Args:
+        tokenizer: A tokenizer of transformers. It is modified, so no other code may use it.
+        model: Id of the model, for messages.
+
+    Raises:
+        UnusableModelError: it is not a fast tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, model: str, rules: TextRules) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UnusableModelError("its tokenizer has no fast version; a tokenizer.json is required")
+        # The files may enable both: all-MiniLM-L6-v2 cuts and pads to 128.
+        backend.no_truncation()
+        backend.no_padding()
+        if rules.lower_case:
+            old = [] if backend.normalizer is None else [backend.normalizer]
+            backend.normalizer = Normalizers([Lowercase(), *old])
+        self._backend = backend
+        self._special = frozenset(int(token) for token in tokenizer.all_special_ids)
+        self._model = model
+        self._rules = rules
+
+    def texts(
+        self,
+        inputs: Sequence[str | tuple[int, ...]],
+        *,
+        input_type: InputType | None,
+        truncate: bool,
+        param: str = "input",
+        first: int | None = 0,
+    ) -> list[TextTokens]:
+        """Convert texts to embed, each after the model's prompt. Inputs that are token ids are used unchanged.
+
+        Args:
+            param: Name of the inputs in the request.
+            first: Index of the first input in the request; None if there is only one and it has no index.
+
+        Raises:
+            InvalidRequestError: a text contains a lone surrogate or has no tokens, or a token id is out of range.
+            ContextLengthError: a text is too long, and ``truncate`` is False.
+        """
+        places = [param if first is None else f"{param}.{first + at}" for at in range(len(inputs))]
+        prompt = self._rules.prompts.prompt_for(input_type)
+        skipped_tokens = 0 if self._rules.include_prompt else self._count_prompt_tokens(prompt)
+        texts = {at: prompt + text for at, text in enumerate(inputs) if isinstance(text, str)}
+        for at, text in texts.items():
+            _check_characters(text, places[at])
+        encoded = self._encode(list(texts.values()), [places[at] for at in texts], truncate=truncate)
+        found = {
+            at: TextTokens(ids, skipped_tokens=min(skipped_tokens, len(ids) - 1))
+            for at, ids in zip(texts, encoded, strict=True)
+        }
+        for at, tokens in enumerate(inputs):
+            if not isinstance(tokens, str):
+                found[at] = TextTokens(self._check_ids(tuple(tokens), places[at], truncate=truncate))
+        return [found[at] for at in range(len(inputs))]
+
+    def pairs(self, query: str, documents: Sequence[str], *, truncate: bool, first: int | None = 0) -> list[TextTokens]:
+        """Convert a query with each of the documents, for rerankers. Only documents are truncated.
+
+        Raises:
+            InvalidRequestError: a text contains a lone surrogate, or the model's chat template rejects the query.
+            ContextLengthError: the query leaves no room, or a document is too long and ``truncate`` is False.
+        """
+        places = ["documents" if first is None else f"documents.{first + at}" for at in range(len(documents))]
+        _check_characters(query, "query")
+        for place, document in zip(places, documents, strict=True):
+            _check_characters(document, place)
+        self._check_query_length(query)
+        if self._rules.pairs is not None:
+            return self._template_pairs(self._rules.pairs, query, documents, places, truncate=truncate)
+        query = self._rules.prompts.prompt_for(None) + query
+        self._check_room(len(self._backend.encode(query, "").ids))
+        whole = [(query, document) for document in documents]
+        parts = [(query, self._beginning(document)) for document in documents]
+        encodings = self._encodings(parts, whole)
+        long = [at for at, encoding in enumerate(encodings) if self._exceeds(len(encoding.ids))]
+        if long and not truncate:
+            at = long[0]
+            raise self._too_long(places[at], len(encodings[at].ids), cut=parts[at] != whole[at])
+        if long:
+            for at, encoding in zip(long, self._truncate([parts[at] for at in long], "only_second"), strict=True):
+                encodings[at] = encoding
+        return [self._pair_tokens(encoding) for encoding in encodings]
+
+    def _pair_tokens(self, encoding: Any) -> TextTokens:
+        kinds = encoding.type_ids
+        second_start = kinds.index(1) if self._rules.segments and 1 in kinds else None
+        return TextTokens(tuple(encoding.ids), second_start=second_start)
+
+    def _template_pairs(
+        self, format: PairFormat, query: str, documents: Sequence[str], places: list[str], *, truncate: bool
+    ) -> list[TextTokens]:
+        template = format.template(query)
+        self._check_room(len(self._backend.encode(template.before + template.after, add_special_tokens=False).ids))
+        if template.strip:
+            documents = [document.strip() for document in documents]
+        whole = [template.before + document + template.after for document in documents]
+        beginnings = [self._beginning(document) for document in documents]
+        parts = [template.before + beginning + template.after for beginning in beginnings]
+        found = [encoding.ids for encoding in self._encodings(parts, whole, special=False)]
+        for at, ids in enumerate(found):
+            if self._exceeds(len(ids)):
+                if not truncate:
+                    raise self._too_long(places[at], len(ids), cut=parts[at] != whole[at])
+                document = parts[at][len(template.before) : len(parts[at]) - len(template.after)]
+                found[at] = self._fit_document(template, document)
+        return [TextTokens(tuple(ids)) for ids in found]
+
+    def _fit_document(self, template: PairTemplate, document: str) -> list[int]:
+        """Return the tokens with as much of the document as fits.
+
+        The text is tokenized again after each cut, because tokens can span the ends of the document.
+        """
+        context = self._rules.context_length
+        while True:
+            text = template.before + document + template.after
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            excess = len(encoding.ids) - (context or 0)
+            if context is None or excess <= 0 or not document:
+                return list(encoding.ids)
+            starts = [start - len(template.before) for start, _ in encoding.offsets]
+            inside = [start for start in starts if 0 <= start < len(document)]
+            document = document[: min(inside[-excess:], default=0)]
+
+    def _encode(self, texts: list[str], places: list[str], *, truncate: bool) -> list[tuple[int, ...]]:
+        beginnings = [self._beginning(text) for text in texts]
+        found = [encoding.ids for encoding in self._encodings(beginnings, texts)]
+        long = [at for at, ids in enumerate(found) if self._exceeds(len(ids))]
+        if long and not truncate:
+            raise self._too_long(places[long[0]], len(found[long[0]]), cut=beginnings[long[0]] != texts[long[0]])
+        if long:
+            cut = self._truncate([beginnings[at] for at in long], "longest_first")
+            for at, encoding in zip(long, cut, strict=True):
+                found[at] = encoding.ids
+        for ids, place in zip(found, places, strict=True):
+            if not ids:
+                raise InvalidRequestError(f"{place} is empty: the tokenizer returned no tokens for it", param=place)
+        return [tuple(ids) for ids in found]
+
+    def _encodings(self, beginnings: list[Text], whole: Sequence[Text], *, special: bool = True) -> list[Any]:
+        """Encode the beginnings, and the whole text where the beginning fits into the context.
+
+        ``beginnings`` is updated with the texts that were encoded.
+        """
+        found = list(self._backend.encode_batch_fast(beginnings, add_special_tokens=special))
+        for at, text in enumerate(whole):
+            if beginnings[at] != text and not self._exceeds(len(found[at].ids)):
+                beginnings[at] = text
+                found[at] = self._backend.encode_batch_fast([text], add_special_tokens=special)[0]
+        return found
+
+    def _truncate(self, texts: Sequence[str | tuple[str, str]], strategy: str) -> list[Any]:
+        self._backend.enable_truncation(self._rules.context_length, strategy=strategy)
+        try:
+            return list(self._backend.encode_batch_fast(texts))
+        finally:
+            self._backend.no_truncation()
+
+    def _count_prompt_tokens(self, prompt: str) -> int:
+        """Return the number of leading tokens that belong to a prompt, including a special token at the beginning."""
+        if not prompt:
+            return 0
+        ids = self._backend.encode(prompt).ids
+        return len(ids) - 1 if ids and ids[-1] in self._special else len(ids)
+
+    def _check_ids(self, tokens: tuple[int, ...], place: str, *, truncate: bool) -> tuple[int, ...]:
+        if not tokens:
+            raise InvalidRequestError(f"{place} is empty: send at least one token", param=place)
+        known = self._rules.vocabulary_size
+        wrong = next((token for token in tokens if not 0 <= token < known), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"{place} has the token id {wrong}; the ids of {self._model} are 0 to {known - 1}", param=place
+            )
+        if self._exceeds(len(tokens)) and not truncate:
+            raise self._too_long(place, len(tokens), cut=False)
+        return tokens[: self._rules.context_length]
+
+    def _check_query_length(self, query: str) -> None:
+        beginning = self._beginning(query)
+        if beginning != query:
+            tokens = len(self._backend.encode(beginning).ids)
+            if self._exceeds(tokens):
+                self._check_room(tokens, cut=True)
+
+    def _check_room(self, tokens: int, *, cut: bool = False) -> None:
+        """Check that a query leaves room for at least one token of a document."""
+        context = self._rules.context_length
+        if context is not None and tokens >= context:
+            raise ContextLengthError(
+                f"query has {'more than ' if cut else ''}{tokens} tokens, and the limit of {self._model} is {context} "
+                "including the document; shorten the query",
+                param="query",
+            )
+
+    def _beginning(self, text: str) -> str:
+        # Other requests wait while a text is tokenized: 8 MB would take 13 s (measured).
+        context = self._rules.context_length
+        return text if context is None else text[: context * CHARACTERS_PER_TOKEN]
+
+    def _exceeds(self, tokens: int) -> bool:
+        return self._rules.context_length is not None and tokens > self._rules.context_length
+
+    def _too_long(self, place: str, tokens: int, *, cut: bool) -> ContextLengthError:
+        return ContextLengthError(
+            f"{place} has {'more than ' if cut else ''}{tokens} tokens, and the limit of {self._model} is "
+            f"{self._rules.context_length}; shorten it{'' if place == 'query' else ' or send truncate: true'}",
+            param=place,
+        )
+
+
+def _check_characters(text: str, place: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        what = f"the lone surrogate {exc.object[exc.start]!r}, which is not a character"
+        raise InvalidRequestError(f"{place} has {what}", param=place) from exc

@@ -1,0 +1,139 @@
+"""Compile grammars with llguidance; as a sandbox worker (see ``sandbox_process``), check that they can be used.
+
+As a worker, the first request is a ``TokenTable`` as a pickled tuple. Each later one is a pickled list of grammars,
+which is answered with JSON: ``reason``, empty if the first grammar can be enforced, and ``part``, the index of the
+other grammar that causes the problem.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+T = TypeVar("T")
+# Twenty times the default: an object with 1,000 optional properties has 4,000 items in a row. The limit of a step is
+# below the default, because steps are computed between the tokens of other answers: 20,000 items take about 40 ms.
+LIMITS = LLParserLimits(max_items_in_row=40_000, step_max_items=20_000)
+STACK_BYTES = 512 * 2**20
+"""Chains of rules and references recurse: 3,000 overflow the usual 8 MB. Only the used part takes memory."""
+MEMORY_BYTES = 4 * 2**30
+CPU_S = 30
+STEPS, WALKS = 24, 2
+SLOWEST_S = 0.25
+SLOW_WALK_S = 0.6
+_stack_size_lock = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    """A model's vocabulary in the form that llguidance expects."""
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_tokens: list[int]
+    bos_token_id: None = None
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.eos_tokens[0]
+
+    def __call__(self, text: str) -> list[int]:
+        # Called for forced text, which our grammars switch off: see ``NO_FORCING`` in ``grammar.build``.
+        return []
+
+
+def build_tokenizer(table: TokenTable) -> LLTokenizer:
+    """Build llguidance's tokenizer for this vocabulary."""
+    return LLTokenizer(TokenizerWrapper(table), n_vocab=len(table.tokens), eos_token=table.eos_tokens)
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar and compute its first mask. The matcher may be in its error state."""
+
+    def work() -> LLMatcher:
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return matcher
+
+    return _run_on_large_stack(work)
+
+
+def _run_on_large_stack(work: Callable[[], T]) -> T:
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(work()), name="lmx-lab-compile")
+    with _stack_size_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return results[0]
+
+
+# In the sandbox
+
+_tokenizers: list[LLTokenizer] = []
+"""The tokenizer of the current vocabulary."""
+
+
+def handle(request: bytes) -> bytes:
+    """Answer one request; see the module's docstring."""
+    message = pickle.loads(request)
+    if isinstance(message, tuple):
+        _tokenizers[:] = [build_tokenizer(TokenTable(*message))]
+        return b"{}"
+    return _check(_tokenizers[0], message).encode()
+
+
+def _check(tokenizer: LLTokenizer, grammars: list[str]) -> str:
+    reason, part = _find_problem(tokenizer, grammars[0]), None
+    if reason:
+        reasons = (_find_problem(tokenizer, grammar) for grammar in grammars[1:])
+        part, reason = next(((at, own) for at, own in enumerate(reasons) if own), (None, reason))
+    return json.dumps({"reason": reason, "part": part})
+
+
+def _find_problem(tokenizer: LLTokenizer, grammar: str) -> str:
+    matcher = compile_grammar(tokenizer, grammar)
+    for seed in range(WALKS):
+        if matcher.is_error():
+            break
+        if reason := _walk(matcher.deep_copy(), random.Random(seed)):
+            return reason
+    return matcher.get_error()
+
+
+def _walk(matcher: LLMatcher, rng: random.Random) -> str:
+    """Take some steps of a random answer as the engine would, and return what goes wrong; empty if nothing does."""
+    spent_s = 0.0
+    for step in range(STEPS):
+        started = time.thread_time()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if mask and not matcher.is_error():
+            matcher.consume_token(_draw_token(mask, rng))
+        step_s = time.thread_time() - started
+        spent_s += step_s
+        if matcher.is_error():
+            return matcher.get_error()
+        if not mask or matcher.is_stopped():
+            return "" if mask or step else "no text can follow it"
+        if step_s > SLOWEST_S or spent_s > SLOW_WALK_S:
+            return f"a token of such an answer takes {1e3 * spent_s / (step + 1):.0f} ms to check; simplify it"
+    return ""
+
+
+def _draw_token(mask: int, rng: random.Random) -> int:
+    """Draw one of the allowed tokens: the first one at or after a random position."""
+    position = rng.randrange(mask.bit_length())
+    rest = mask >> position
+    return position + (rest & -rest).bit_length() - 1

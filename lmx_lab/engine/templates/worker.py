@@ -1,0 +1,135 @@
+"""Sandbox worker that renders chat templates (see ``sandbox_process``).
+
+Chat templates are programs that come with models, and some never end. A request is JSON with ``template`` and
+``variables``. The answer is JSON with one field: ``text``, ``error`` (the message of the template) or ``limit`` (the
+limit that it exceeded).
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MEMORY_BYTES = 2**30
+"""Address space of the process; without a template it takes 40 MB. macOS does not enforce this limit."""
+CPU_S = 10
+MAX_CHARACTERS = 2**24
+MAX_ERROR_CHARACTERS = 1000
+
+
+def handle(request: bytes) -> bytes:
+    """Answer one request; see the module's docstring."""
+    return json.dumps(_render(request)).encode()
+
+
+def _render(request: bytes) -> dict[str, str]:
+    try:
+        return {"text": render(**json.loads(request))}
+    except MemoryError:
+        return {"limit": f"needs more than {MEMORY_BYTES >> 20} MB of memory"}
+    except _OutputTooLongError:
+        return {"limit": f"writes more than {MAX_CHARACTERS} characters"}
+    except Exception as exc:
+        return {"error": str(exc)[:MAX_ERROR_CHARACTERS] or type(exc).__name__}
+
+
+class _OutputTooLongError(Exception):
+    pass
+
+
+def render(template: str, variables: dict[str, Any]) -> str:
+    """Render a template.
+
+    Raises:
+        Exception: whatever the template causes.
+    """
+    parts, size = [], 0
+    for part in _compile(template).generate(variables):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_CHARACTERS:
+            raise _OutputTooLongError
+    return "".join(parts)
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Build the environment that chat templates are written for; transformers documents its filters and functions."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+    return environment
+
+
+class _Generation(Extension):
+    """The ``{% generation %}`` block, which marks the model's text for training. Here it renders as plain text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
+
+    def _render_body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """A namespace without names that begin with an underscore: those give access to Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        values = dict(*given, **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+class _Dict:
+    """The parts of ``dict`` that templates may use."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have {name!r}: names must not begin with _")
+
+
+def _raise(message: object) -> None:
+    raise jinja2.TemplateError(str(message)[:MAX_ERROR_CHARACTERS])
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
+    # Jinja's own filter would escape < and & for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

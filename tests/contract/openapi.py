@@ -1,0 +1,93 @@
+"""Compare the responses of a running server with its OpenAPI document."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import schemathesis
+from schemathesis.core.transport import Response
+from schemathesis.specs.openapi.schemas import OpenApiSchema
+
+EXAMPLES = int(os.environ.get("LMX_LAB_EXAMPLES", "8"))
+"""Number of generated requests and chains of requests for each operation, in addition to those that follow from the
+document (limits, required fields, examples). Set ``LMX_LAB_EXAMPLES`` to generate more."""
+SEED = 1
+WAIT_S = 270.0 * max(1, EXAMPLES // 8)
+
+
+class OpenApiContract:
+    """The OpenAPI document of a running server, and requests whose responses are compared with it.
+
+    Args:
+        url: URL of the document.
+        key: The API key for every request; a server without a key accepts any.
+        config: The configuration file of schemathesis, with the checks for each operation.
+    """
+
+    def __init__(self, url: str, *, config: Path, key: str = "any") -> None:
+        self.url = url
+        self.headers = {"Authorization": f"Bearer {key}"}
+        self._config = config
+        self.schema: OpenApiSchema = schemathesis.openapi.from_url(
+            url, headers=self.headers, config=schemathesis.Config.from_path(config)
+        )
+
+    def generate(self, *options: str, examples: int = EXAMPLES) -> str:
+        """Run schemathesis with a fixed seed and return its output.
+
+        Raises:
+            AssertionError: a response differs from the document; the message contains the request.
+        """
+        program = "from schemathesis.cli import schemathesis; schemathesis()"
+        header = [f"--header={name}: {value}" for name, value in self.headers.items()]
+        given = ["--no-color", "--config-file", str(self._config), "run", self.url, *header]
+        drawn = ["--max-examples", str(examples), "--seed", str(SEED), "--continue-on-failure"]
+        # It writes files to the working directory.
+        with tempfile.TemporaryDirectory() as place:
+            done = subprocess.run(
+                [sys.executable, "-c", program, *given, *drawn, *options],
+                cwd=place,
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+                check=False,
+            )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        at: Mapping[str, str] | None = None,
+        query: Mapping[str, Any] | None = None,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Send one request and check that the response matches the document.
+
+        Args:
+            at: The path parameters.
+            headers: Headers that replace the key.
+
+        Raises:
+            AssertionError: the response differs from the document.
+        """
+        parts: dict[str, Any] = {"query": dict(query or {}), "path_parameters": dict(at or {})}
+        if body is not None:
+            parts |= {"body": body, "media_type": "application/json"}
+        case = self.schema[path][method].Case(**parts)
+        return case.call_and_validate(headers=self.headers if headers is None else dict(headers))
+
+    def operations(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield the method, the path and the definition of all operations."""
+        for path, methods in self.schema.raw_schema["paths"].items():
+            for method, operation in methods.items():
+                yield method.upper(), path, operation

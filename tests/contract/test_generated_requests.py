@@ -1,0 +1,81 @@
+"""Tests with requests and chains of requests that schemathesis generates: the status, headers, body and error code of
+all responses match the OpenAPI documents."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.notebook import Lab
+from tests.contract.conftest import CONTEXT, HERE
+from tests.contract.openapi import EXAMPLES, OpenApiContract
+from tests.flows.conftest import serving
+from tests.gguf_files import with_context
+
+pytestmark = pytest.mark.long
+
+SINGLE_OPTIONS = ("--phases", "examples,coverage,fuzzing")
+CHAIN_OPTIONS = ("--phases", "stateful", "--mode", "positive")
+CHAIN_EXAMPLES = 6 * EXAMPLES
+
+
+def check_all_tested(said: str) -> None:
+    """Check that all selected operations were tested."""
+    found = re.search(r"Selected: (\d+)/\d+\s+Tested: (\d+)", said)
+    assert found is not None, said
+    assert found[1] == found[2] != "0", said
+
+
+def links_followed(said: str) -> int:
+    """Return the number of links of the document that were followed."""
+    found = re.search(r"API Links: +(\d+) covered", said)
+    assert found is not None, said
+    return int(found[1])
+
+
+def test_the_inference_server_matches_its_document(tiny_server: OpenApiContract, tiny_lab: Lab) -> None:
+    # Without a model, nearly all responses would be the same error.
+    tiny_lab.load("tiny")
+    check_all_tested(tiny_server.generate(*SINGLE_OPTIONS, "--exclude-tag", "admin"))
+
+
+@pytest.fixture
+def on_llama_cpp(tmp_path: Path, tiny_gguf: Path, minilm_gguf: Path, reranker_gguf: Path) -> Iterator[OpenApiContract]:
+    models = tmp_path / "models"
+    with_context(tiny_gguf, CONTEXT, models / "tiny")
+    for name, file in (("tiny-embedder", minilm_gguf), ("tiny-reranker", reranker_gguf)):
+        (models / name).mkdir()
+        shutil.copy(file, models / name)
+    with serving(tmp_path, "tiny", embedder="tiny-embedder", reranker="tiny-reranker", downloads=False) as lab:
+        yield OpenApiContract(f"{lab.url}/openapi.json", config=HERE / "server.toml")
+
+
+def test_the_inference_server_matches_its_document_with_llama_cpp(on_llama_cpp: OpenApiContract) -> None:
+    # Without the phase "coverage": limits such as 2,048 texts do not depend on the engine, and take minutes here.
+    check_all_tested(on_llama_cpp.generate("--phases", "examples,fuzzing", "--exclude-tag", "admin"))
+
+
+def test_the_inference_server_matches_its_document_with_the_echo_engine(server: OpenApiContract, lab: Lab) -> None:
+    lab.load("echo")
+    check_all_tested(server.generate(*SINGLE_OPTIONS, "--exclude-tag", "admin"))
+
+
+def test_the_admin_routes_match_their_document(tiny_server: OpenApiContract) -> None:
+    check_all_tested(tiny_server.generate(*SINGLE_OPTIONS, "--include-tag", "admin"))
+
+
+def test_listed_models_can_be_read_loaded_and_unloaded(tiny_server: OpenApiContract) -> None:
+    assert links_followed(tiny_server.generate(*CHAIN_OPTIONS, examples=CHAIN_EXAMPLES)) >= 3
+
+
+def test_the_daemon_matches_its_document(api: OpenApiContract) -> None:
+    check_all_tested(api.generate(*SINGLE_OPTIONS))
+
+
+def test_created_objects_of_the_daemon_can_be_read_changed_and_deleted(api: OpenApiContract) -> None:
+    # Most chains begin with a session; chains with MCP servers are generated less often.
+    assert links_followed(api.generate(*CHAIN_OPTIONS, examples=CHAIN_EXAMPLES)) >= 5

@@ -1,0 +1,80 @@
+"""Grammars are compiled once; one that cannot be compiled is refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine import AnswerFormat, Tool, ToolUse
+from lmx_lab.engine.grammar.compile import CACHE_SIZE, GrammarCompiler
+from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.errors import InvalidRequestError
+from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, grammar_for, schema
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (schema({"type": "foo"}), "Invalid type: foo"),
+        (schema({"$ref": "https://example.com/schema.json"}), "does not fetch"),
+        (schema({"$ref": "#/$defs/no"}), "does not exist"),
+        (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (schema({"minimum": 3, "maximum": 1, "type": "integer"}), "greater than maximum"),
+        (schema(False), "schema is false"),
+        (AnswerFormat(kind="regex", text="(a"), "unclosed group"),
+        (AnswerFormat(kind="regex", text="(?=a)b"), "look-ahead"),
+        (AnswerFormat(kind="lark", text="start: foo"), 'unknown name: "foo"'),
+        (AnswerFormat(kind="lark", text=""), "no start rule"),
+    ],
+)
+def test_a_format_that_cannot_be_enforced_is_refused_with_the_reason(
+    compiler: GrammarCompiler, bad: AnswerFormat, reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
+        compiler.matchers(grammar_for(bad), 1)
+    assert reason in refused.value.message
+    assert refused.value.param == "response_format"
+    assert "<state>" not in refused.value.message
+
+
+def test_the_tool_with_invalid_parameters_is_named(compiler: GrammarCompiler) -> None:
+    tools = ToolUse(tools=(*TOOLS.tools, Tool(name="odd", parameters={"not": {}})), forced=True)
+    with pytest.raises(InvalidRequestError, match=r"the tool 'odd'.*not") as refused:
+        compiler.matchers(grammar_for(None, tools), 1, tools)
+    assert refused.value.param == "tools.2.function.parameters"
+
+
+def test_a_refusal_is_cached(compiler: GrammarCompiler, sandbox: GrammarSandbox) -> None:
+    bad = grammar_for(AnswerFormat(kind="regex", text="(never"))
+    messages = []
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError) as refused:
+            compiler.matchers(bad, 1)
+        messages.append((refused.value.message, refused.value.param))
+        # The second time, no process is started.
+        sandbox._process.stop()
+    assert messages[0] == messages[1]
+    assert not sandbox._process.is_running
+
+
+def test_an_optional_tool_may_have_a_schema_that_cannot_be_enforced(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    odd = (Tool(name="odd", parameters={"not": {}}), Tool(name="far", parameters={"$ref": "https://example.com/x"}))
+    tools = ToolUse(tools=(*TOOLS.tools, *odd))
+    text = grammar_for(None, tools)
+    (matcher,) = compiler.matchers(text, 1, tools)
+    for call in (CALL, CALL.replace("weather", "odd").replace("city", "x"), CALL.replace("weather", "far")):
+        copy = matcher.deep_copy()
+        assert copy.try_consume_tokens(tokens := tokenizer.encode(call, add_special_tokens=False)) == len(tokens)
+    assert matcher.try_consume_tokens(tokenizer.encode(CALL.replace("city", "town"), add_special_tokens=False)) < 20
+
+
+def test_compiled_grammars_are_cached_within_a_limit(compiler: GrammarCompiler) -> None:
+    text = grammar_for(schema(PERSON))
+    compiler.matchers(text, 1)
+    kept = compiler._compiled[text]
+    compiler.matchers(text, 1)
+    assert compiler._compiled[text] is kept
+    for number in range(CACHE_SIZE + 3):
+        compiler.matchers(grammar_for(AnswerFormat(kind="regex", text=f"x{number}")), 1)
+    assert len(compiler._compiled) == CACHE_SIZE

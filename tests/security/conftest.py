@@ -1,0 +1,37 @@
+"""Fixtures that run the inference server, with or without a key, and the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.notebook import Lab
+from tests.daemon.running_daemon import serving as serving_daemon
+from tests.flows.conftest import echo_home, serving
+
+__all__ = ["echo_home"]
+
+KEY = "a-key-that-nobody-is-shown"
+FRIEND = "http://friend.example:3000"
+
+
+@pytest.fixture(scope="package")
+def open_lab(echo_home: Path) -> Iterator[Lab]:
+    """Run a lab without a key, as by default."""
+    with serving(echo_home, "echo", slots=2) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="package")
+def keyed_lab(echo_home: Path) -> Iterator[Lab]:
+    with serving(echo_home, None, api_key=KEY, cors_origins=(FRIEND,)) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="package")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with serving_daemon(tmp_path_factory.mktemp("home"), cors_origins=(FRIEND,)) as daemon:
+        yield daemon

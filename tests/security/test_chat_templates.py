@@ -1,0 +1,323 @@
+"""Tests that malicious chat templates are limited and do not affect other requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+from jinja2 import TemplateError
+from mlx_lm import tokenizer_utils
+
+from lmx_lab.engine.llama_cpp import model, prepare
+from lmx_lab.engine.llama_cpp.process import SCRIPT
+from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.templates import renderer
+from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox, render_chat
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.notebook import Lab
+from lmx_lab.values.models import ModelEntry
+from tests.engine.mlx.families import FAMILIES
+from tests.flows.conftest import serving, wait_until
+from tests.gguf_files import with_template
+from tests.tiny import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
+
+LIMIT_S = 0.5
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# Without limits, each would block or exhaust the machine: by time, by memory, or within a single operation.
+MALICIOUS = {
+    "a loop": ENDLESS,
+    "a recursion of macros": "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+    "a long multiplication": "{{ (7 ** 999999999) % 7 }}",
+    "a long text": "{{ 'x' * 99999999999 }}",
+    "a long list": "{{ ([1] * 99999999999) | length }}",
+    "a doubling": "{% set ns = namespace(s='x') %}{% for _ in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "a wide field": "{{ '%99999999999d' % 1 }}",
+    "a wide format": "{{ '{:>99999999999}'.format(1) }}",
+    "a wide filter": "{{ 'x' | center(99999999999) }}",
+    "a wide method": "{{ 'x'.ljust(99999999999) }}",
+    "a deep indent": "{{ [1] | tojson(indent=9999999999) }}",
+    "a large batch": "{{ [1] | batch(9999999999, 0) | list | length }}",
+    "a fine rounding": "{{ 1.5 | round(999999999, 'ceil') }}",
+    "a long output": "{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
+    "a long message": "{{ raise_exception('x' * 99999999) }}",
+}
+# Operations that Jinja's sandbox or ours forbids.
+FORBIDDEN = {
+    "Python's inside": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "the globals of a function": "{{ raise_exception.__globals__ }}",
+    "the inside by a filter": "{{ '' | attr('__class__') }}",
+    "the inside by a format": "{{ '{0.__class__}'.format('') }}",
+    "a namespace's inside": "{{ namespace(__class__=1) }}",
+    "the machine's files": "{% include '/etc/passwd' %}",
+    "another's list": "{{ messages.append(1) }}",
+}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateSandbox]:
+    process = TemplateSandbox(LIMIT_S)
+    yield process
+    process.stop()
+
+
+@pytest.mark.parametrize("what", MALICIOUS)
+def test_a_malicious_template_is_stopped_at_a_limit_and_the_next_one_is_rendered(
+    process: TemplateSandbox, what: str
+) -> None:
+    before = psutil.Process().memory_info().rss
+    with pytest.raises((TemplateLimitError, TemplateRefusalError)) as caught:
+        process.render(MALICIOUS[what], {})
+    assert len(str(caught.value)) <= 1100
+    assert psutil.Process().memory_info().rss - before < 2**29
+    assert process.render("{{ word }}", {"word": "hello"}) == "hello"
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_forbidden_operations_are_rejected(process: TemplateSandbox, what: str) -> None:
+    try:
+        shown = process.render(FORBIDDEN[what], {"messages": []})
+    except TemplateRefusalError:
+        return
+    assert shown in ("", "None")
+
+
+def test_the_error_names_the_limit(process: TemplateSandbox) -> None:
+    for template, words in (
+        (ENDLESS, "0.5 s"),
+        (MALICIOUS["a long text"], "1024 MB"),
+        (MALICIOUS["a long output"], "16777216"),
+    ):
+        with pytest.raises(TemplateLimitError, match=words):
+            process.render(template, {})
+
+
+def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(
+    process: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMX_LAB_API_KEY", "secret-of-the-environment")
+    process.stop()
+    others = psutil.Process().children()
+    process.render("", {})
+    (child,) = set(psutil.Process().children()) - set(others)
+    assert "secret-of-the-environment" not in str(child.environ()) + str(child.cmdline())
+    process.stop()
+    assert not child.is_running()
+
+
+def test_a_killed_process_is_started_again(process: TemplateSandbox) -> None:
+    process.render("", {})
+    for child in psutil.Process().children():
+        if "templates/worker.py" in " ".join(child.cmdline()):
+            child.kill()
+            child.wait()
+    assert process.render("{{ 1 + 1 }}", {}) == "2"
+
+
+# Comparison with transformers
+
+CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "<where> & ü"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": CITY}}
+CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich 🏔"}}}
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be <brief> & kind."},
+    {"role": "user", "content": "Hi\n"},
+    {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "{}", "tool_call_id": "abcdefgh1", "name": None},
+    {"role": "user", "content": "  ü \u2028 {{ 7 }} "},
+]
+FEATURES = """\
+{{- bos_token }}
+{%- set ns = namespace(n=0, last=none) -%}
+{% for message in messages %}
+    {% if message.role == 'tool' %}{% continue %}{% endif %}
+    {% set ns.n = ns.n + 1 %}
+    {% generation %}{{ message.content | trim }}{% endgeneration %}
+    {{- message | tojson(indent=2) }} {{ message.thinking | default('-') }} {{ message.name is defined }}
+    {% if loop.index > 3 %}{% break %}{% endif %}
+{% endfor %}
+{{ ns.n }} {{ dict(a=1) | tojson }} {{ dict.fromkeys(['a'], 1) }} {{ strftime_now('%Y')[:2] }} {{ tools | tojson }}
+{%- if documents is not none %}documents{% endif %} {{ enable_thinking }} {{ messages[::-1][0].content | upper }}
+{{- (tools[0].function.parameters | tojson(ensure_ascii=true)) if tools else '' }}
+{%- for key, value in messages[0].items() | sort %} {{ key }}={{ value }}{% endfor %}
+{%- if add_generation_prompt %}>{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Any:
+    folder = tmp_path_factory.mktemp("m") / "m"
+    write_tiny_llama(folder, smollm2.path, seed=0)
+    teach_thinking(folder)
+    return tokenizer_utils.load(folder)
+
+
+TEMPLATES = {"all": FEATURES, "thinker": THINKER_TEMPLATE, **{name: each.template for name, each in FAMILIES.items()}}
+
+
+@pytest.mark.parametrize("turns", [2, 5])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_are_rendered_as_by_transformers(tokenizer: Any, name: str, turns: int) -> None:
+    tokenizer.chat_template = TEMPLATES[name]
+    options: dict[str, Any] = {"tools": [WEATHER] if turns > 2 else None, "add_generation_prompt": True, "own": "x"}
+    shown = [
+        outcome(partial(tokenizer.apply_chat_template, CONVERSATION[:turns], tokenize=False, **options)),
+        outcome(partial(render_chat, tokenizer, CONVERSATION[:turns], **options)),
+    ]
+    assert shown[0] == shown[1]
+
+
+def outcome(render: Callable[[], Any]) -> str:
+    """Return the text, or the error message of the template."""
+    try:
+        return str(render())
+    except (TemplateRefusalError, TemplateError) as exc:
+        return f"refused: {exc}"
+
+
+# A server with a malicious template
+
+TRIGGER = "please loop"
+SOMETIMES = (
+    "{% for m in messages %}{% if '"
+    + TRIGGER
+    + "' in m.content %}"
+    + ENDLESS
+    + "{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def malicious_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """Write models: the template of ``always`` never ends, the one of ``sometimes`` only for some requests."""
+    home = tmp_path_factory.mktemp("hostile-home")
+    for name, template in (("always", ENDLESS), ("sometimes", SOMETIMES)):
+        write_tiny_llama(home / "models" / name, smollm2.path, seed=0)
+        config = home / "models" / name / "tokenizer_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    return home
+
+
+@pytest.fixture(scope="module")
+def malicious_lab(malicious_home: Path) -> Iterator[Lab]:
+    with pytest.MonkeyPatch.context() as patched:
+        process = TemplateSandbox(LIMIT_S)
+        patched.setattr(renderer, "default_sandbox", lambda: process)
+        with serving(malicious_home, "sometimes", slots=4) as lab:
+            yield lab
+        process.stop()
+
+
+def test_a_template_that_never_ends_is_rejected_when_the_model_is_loaded(malicious_lab: Lab) -> None:
+    with pytest.raises(UnusableModelError, match=r"its chat template runs longer than 0\.5 s"):
+        malicious_lab.load("always")
+    assert malicious_lab.engine.snapshot.model == "sometimes"
+
+
+def test_other_requests_are_answered_while_a_template_loops(malicious_lab: Lab) -> None:
+    with httpx2.Client(base_url=malicious_lab.url, timeout=60) as http:
+        ended: list[tuple[int, dict[str, Any]]] = []
+
+        def loop() -> None:
+            body = {"model": "sometimes", "messages": [{"role": "user", "content": TRIGGER}], "max_tokens": 1}
+            answer = httpx2.post(f"{malicious_lab.url}/v1/chat/completions", json=body, timeout=60)
+            ended.append((answer.status_code, answer.json()))
+
+        asking = threading.Thread(target=loop)
+        asking.start()
+        answered = 0
+        while asking.is_alive():
+            assert http.get("/healthz").status_code == 200
+            plain = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "model": "sometimes"})
+            assert plain.status_code == 200
+            answered += not ended
+        asking.join()
+        (status, body), error = ended[0], ended[0][1]["error"]
+        assert (status, error["code"], error["param"]) == (400, "invalid-request", "messages")
+        assert "sometimes" in body["error"]["message"]
+        assert "0.5 s" in body["error"]["message"]
+        assert answered >= 3
+        chat = {"model": "sometimes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        assert http.post("/v1/chat/completions", json=chat).status_code == 200
+
+
+def test_rendering_does_not_start_a_process_each_time(process: TemplateSandbox) -> None:
+    """The time limit is generous: it only detects that a process is started for each rendering."""
+    variables = {"messages": CONVERSATION, "tools": None, "add_generation_prompt": True}
+    process.render(THINKER_TEMPLATE, variables)
+    before = {child.pid for child in psutil.Process(os.getpid()).children()}
+    started = time.perf_counter()
+    for _ in range(200):
+        process.render(THINKER_TEMPLATE, variables)
+    assert (time.perf_counter() - started) / 200 < 0.05
+    assert {child.pid for child in psutil.Process(os.getpid()).children()} == before
+
+
+# Templates in llama.cpp, which renders in the process that holds the model
+
+
+@pytest.fixture(scope="module")
+def gguf_lab(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Iterator[tuple[Lab, Path]]:
+    with pytest.MonkeyPatch.context() as patched:
+        process = TemplateSandbox(LIMIT_S)
+        patched.setattr(model, "default_sandbox", lambda: process)
+        patched.setattr(prepare, "TEMPLATE_S", 2 * LIMIT_S)
+        with serving(tmp_path_factory.mktemp("home"), None) as lab:
+            yield lab, with_template(tiny_gguf, SOMETIMES, tmp_path_factory.mktemp("gguf"))
+        process.stop()
+
+
+def test_a_gguf_template_that_never_ends_is_rejected_before_llama_cpp_renders_it(
+    gguf_lab: tuple[Lab, Path], tiny_gguf: Path, tmp_path: Path
+) -> None:
+    for template, words in ((ENDLESS, "runs longer than"), (MALICIOUS["a long text"], "MB of memory")):
+        with pytest.raises(UnusableModelError, match=f"its chat template .*{words}"):
+            gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
+
+
+@pytest.mark.parametrize("given", ["bos_token", "tools", "messages[1]"])
+def test_a_gguf_template_that_ends_only_for_a_short_chat_is_rejected(
+    gguf_lab: tuple[Lab, Path], tiny_gguf: Path, tmp_path: Path, given: str
+) -> None:
+    template = f"{{% if {given} %}}{ENDLESS}{{% endif %}}"
+    with pytest.raises(UnusableModelError, match="its chat template runs longer than"):
+        gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
+
+
+def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(
+    gguf_lab: tuple[Lab, Path], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = memory.limit_bytes(None)
+    monkeypatch.setattr(model, "BESIDE_MODELS_BYTES", 2**20 - limit - limit // model.PREFIX_SHARE)
+    with pytest.raises(UnusableModelError, match=r"took more than .* GB of memory"):
+        gguf_lab[0].load(str(tiny_gguf))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_template_that_loops_in_llama_cpp_stops_only_its_process(gguf_lab: tuple[Lab, Path], leaves: bool) -> None:
+    lab, path = gguf_lab
+    lab.load(str(path))
+    (child,) = [it for it in psutil.Process().children() if it.cmdline()[2:3] == [str(SCRIPT)]]
+    with httpx2.Client(base_url=lab.url, timeout=60) as http:
+        body = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        body["messages"] = [{"role": "user", "content": TRIGGER}]
+        if leaves:
+            with pytest.raises(httpx2.ReadTimeout):
+                http.post("/v1/chat/completions", json=body, timeout=LIMIT_S / 2)
+            wait_until(lambda: not child.is_running())
+        else:
+            answer = http.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+            assert "chat template ran for more than 1 s" in answer.text
+            assert not child.is_running()
+        assert http.get("/healthz").status_code == 200
+        again = http.post("/v1/chat/completions", json=body)
+        assert (again.status_code, "chat template" in again.text) == (503, True)

@@ -1,0 +1,132 @@
+"""Tests that text of models, documents, tools and file names is displayed as text in panels, reports and reprs."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from lmx_lab.notebook import Lab
+from lmx_lab.panels import assets
+from lmx_lab.panels.layout import PANELS
+from tests.browser.chromium import chromium
+from tests.flows.conftest import serving
+from tests.tiny import write_tiny_llama
+
+EVIL = (
+    "<img src=x onerror='hit=1'><script>hit=1</script><svg onload='hit=1'></svg>\"'><a href=\"javascript:hit=1\">x</a>"
+)
+LIVE = {"img", "script", "svg", "iframe", "object", "embed", "link", "a", "form"}
+# The model that a widget front end passes to render(); bytes are sent as base64 strings.
+RENDER = """async ([code, css, state, bytes]) => {
+    document.head.append(Object.assign(document.createElement("style"), {textContent: css}));
+    const module = await import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
+    for (const name of bytes) {
+        const data = Uint8Array.from(atob(state[name]), (each) => each.charCodeAt(0));
+        state[name] = new DataView(data.buffer);
+    }
+    const el = document.createElement("div");
+    document.body.append(el);
+    module.default.render({el, model: {get: (name) => state[name], on() {}, off() {}, send() {}, set() {}}});
+    await new Promise((done) => setTimeout(done, 200));
+    const live = el.querySelectorAll("img, script, svg, iframe, a").length;
+    return {text: el.textContent, live, hit: window.hit ?? null};
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def evil_lab(tmp_path_factory: pytest.TempPathFactory, smollm2: Any) -> Iterator[Lab]:
+    """Run a lab with a model that has HTML in its name and in its quantization."""
+    home = tmp_path_factory.mktemp("home")
+    folder = home / "models" / NAME
+    write_tiny_llama(folder, smollm2.path, seed=0)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": EVIL}}))
+    with serving(home, None) as lab:
+        yield lab
+
+
+NAME = "<img src=x onerror='hit=1'>"
+"""The part of the HTML that the name of a folder can contain."""
+
+
+def with_html(value: Any) -> Any:
+    """Append HTML to all strings of a value, except those that the code of the panel uses as keys."""
+    if isinstance(value, str):
+        return value + EVIL
+    if isinstance(value, dict):
+        return {
+            key: each if key in ("id", "role", "state", "kind", "key") else with_html(each)
+            for key, each in value.items()
+        }
+    return [with_html(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+TURN = {"id": "t1", "role": "assistant", "text": "", "reasoning": "hm", "stats": "1 token", "error": "no"}
+JOB = {"id": "m", "words": "loading", "detail": "half", "part": 0.5, "cancel": True}
+FULL: dict[str, dict[str, Any]] = {
+    "chat": {"turns": [TURN, {**TURN, "id": "t2", "role": "user"}], "forgotten": "some"},
+    "models": {"jobs": [JOB], "error": "failed", "caption": "all", "engines": "two"},
+    "metrics": {"job": "measuring"},
+    "rerank": {"problem": "wrong"},
+    "events": {},
+}
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_no_panel_creates_elements_from_text(browser: Browser, evil_lab: Lab, name: str) -> None:
+    panel = evil_lab.panel(name)
+    state = {key: value for key, value in panel.get_state().items() if not key.startswith("_") and key != "layout"}
+    state |= FULL[name]
+    bytes_of = [key for key, value in state.items() if isinstance(value, (bytes, memoryview))]
+    sent = {
+        key: b64encode(bytes(value)).decode()
+        if key in bytes_of
+        else with_html(json.loads(json.dumps(value, default=str)))
+        for key, value in state.items()
+    }
+    page = browser.new_page()
+    scripts = assets.script(*PANELS[name].SCRIPTS)
+    shown = page.evaluate(RENDER, [scripts, assets.styles(*PANELS[name].STYLES), sent, bytes_of])
+    page.close()
+    assert "<img src=x" in shown["text"], "it is displayed as text"
+    assert (shown["live"], shown["hit"]) == (0, None)
+
+
+class Elements(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [f"{tag} {name}" for name, _ in attrs if name.startswith("on")]
+        self.found += [tag] if tag in LIVE - {"svg"} else []
+        self.found += [f"{tag} {value}" for name, value in attrs if name in ("href", "src") and value]
+
+
+def elements(text: str) -> list[str]:
+    parser = Elements()
+    parser.feed(text)
+    return parser.found
+
+
+def test_reports_and_snapshots_contain_no_elements_from_text(evil_lab: Lab, tmp_path: Path) -> None:
+    pages = [Path(evil_lab.report(tmp_path / "report.html")).read_text()]
+    for name in PANELS:
+        bundle = evil_lab.panel(name)._repr_mimebundle_()
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        pages.append(str(data.get("text/html", "")))
+    assert any("&lt;img" in page for page in pages), "they contain the name of the model"
+    assert [found for page in pages for found in elements(page)] == []

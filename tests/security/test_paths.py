@@ -1,0 +1,115 @@
+"""Tests that only local callers receive paths of models. With a host that the operator allowed, a caller on loopback is
+not local, like a caller on another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from websockets.sync.client import connect
+
+from lmx_lab.notebook import Lab
+from tests.flows.conftest import serving
+
+ELSEWHERE = {"host": "elsewhere.example"}
+CHAT = {"model": "default", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, and one with damaged weights."""
+    folder = tmp_path_factory.mktemp("private") / "of the operator"
+    for name in ("mine", "listed/damaged"):
+        shutil.copytree(tiny_home / "models" / "tiny", folder / name)
+    for weights in (folder / "listed" / "damaged").glob("*.safetensors"):
+        os.truncate(weights, weights.stat().st_size - 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lab(tiny_home: Path, folder: Path) -> Iterator[Lab]:
+    """Run a lab with a model that was loaded by its path."""
+    settings: dict[str, Any] = {"model_folders": (folder / "listed",), "allowed_hosts": ("elsewhere.example",)}
+    with serving(tiny_home, None, lan_admin=True, **settings) as lab:
+        lab.load(folder / "mine")
+        yield lab
+
+
+@contextlib.contextmanager
+def watched(lab: Lab, headers: dict[str, str]) -> Iterator[Iterator[Any]]:
+    """Read the events of loads and requests, after the first event of any kind."""
+    with httpx2.stream("GET", f"{lab.url}/admin/events?include=models,requests", headers=headers) as answer:
+        lines = (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line)
+        next(lines)
+        yield (line for line in lines if line["type"] in ("model", "request"))
+
+
+def test_the_error_of_a_failed_load_contains_the_reason_but_no_path(lab: Lab, folder: Path) -> None:
+    def load(**headers: str) -> str:
+        answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": "damaged"}, headers=headers)
+        assert answer.status_code == 400
+        return str(answer.json()["error"]["message"])
+
+    assert str(folder) in load()
+    message = load(**ELSEWHERE)
+    assert "damaged" in message
+    assert str(folder) not in message
+    assert "of the operator" not in message
+
+
+def test_remote_callers_cannot_use_paths_or_download_even_with_lan_admin(lab: Lab, folder: Path) -> None:
+    for name in (str(folder / "mine"), str(folder / "listed" / "damaged"), "org/name", "smollm2-135m"):
+        answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": name}, headers=ELSEWHERE)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model-not-found")
+
+
+def test_events_contain_no_paths(lab: Lab, folder: Path) -> None:
+    def failed(events: Iterator[Any]) -> Any:
+        return next(event for event in events if event["type"] == "model" and event["stage"] == "failed")
+
+    def ended(events: Iterator[Any]) -> Any:
+        return next(event for event in events if event["type"] == "request")
+
+    with watched(lab, {}) as own, watched(lab, ELSEWHERE) as others:
+        httpx2.post(f"{lab.url}/admin/models/load", json={"model": str(folder / "listed" / "damaged")})
+        assert str(folder) in failed(own)["message"]
+        event = failed(others)
+        assert event["model"] == "damaged"
+        assert str(folder) not in event["message"]
+        httpx2.post(f"{lab.url}/v1/chat/completions", json=CHAT)
+        assert (ended(own)["model"], ended(others)["model"]) == (str(folder / "mine"), "mine")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"model": "default", "prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {**CHAT, "model": "tiny"}),
+        ("/v1/embeddings", {"model": "default", "input": "a"}),
+        ("/v1/rerank", {"model": "default", "query": "a", "documents": ["b"]}),
+        ("/admin/models/unload", {"model": "tiny"}),
+    ],
+)
+def test_responses_and_errors_contain_no_paths(lab: Lab, folder: Path, path: str, body: dict[str, Any]) -> None:
+    own = httpx2.post(f"{lab.url}{path}", json=body)
+    others = httpx2.post(f"{lab.url}{path}", json=body, headers=ELSEWHERE)
+    assert own.status_code == others.status_code
+    assert str(folder) not in others.text
+
+
+def test_websocket_messages_contain_no_paths(lab: Lab, folder: Path) -> None:
+    way = socket.create_connection(("127.0.0.1", lab.port))
+    with connect(f"ws://elsewhere.example:{lab.port}/v1/chat/stream", sock=way, proxy=None) as client:
+        client.send(json.dumps({**CHAT, "model": "tiny"}))
+        message = str(client.recv())
+    assert "no-model-loaded" in message
+    assert str(folder) not in message

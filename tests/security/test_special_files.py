@@ -1,0 +1,216 @@
+"""Tests that FIFOs, sockets, devices and endless files in place of model files are rejected without blocking."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+from lmx_lab.engine import Engine
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.notebook import Lab
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
+from lmx_lab.weights.files import MIB, check_files, open_regular, read_regular
+from tests.engine.conftest import run
+from tests.faults.chat_requests import CHAT, WAIT_S
+from tests.flows.conftest import chat_body, serving
+from tests.tiny import write_tiny_llama
+
+MUCH = 2**29
+"""Upper limit of the memory that a rejection may use, in bytes."""
+AT_ONCE = 40
+"""Number of requests, more than the threads of a thread pool."""
+READ = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+    "modules.json",
+    "hf_quant_config.json",
+    "vocab.bpe",
+    "1_Pooling/config.json",
+    "2_Dense/model.safetensors",
+    "additional_chat_templates/tools.jinja",
+)
+"""Files that the lab, mlx-lm or transformers read."""
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        folder = os.getcwd()
+        os.chdir(path.parent)  # paths of sockets are limited to about 100 characters
+        try:
+            bound.bind(path.name)
+        finally:
+            os.chdir(folder)
+
+
+def _large(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(200 * MIB)
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "a FIFO": os.mkfifo,
+    "a socket": _socket,
+    "a folder": Path.mkdir,
+    "a character device behind a link": lambda path: path.symlink_to("/dev/zero"),
+    "the limit for files": _large,
+}
+"""Functions that create special files, by their description in error messages."""
+
+
+def put(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    return path
+
+
+@pytest.fixture
+def models(tmp_path: Path, smollm2: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create models ``good`` and ``bad``, which is still valid."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("good", "bad"):
+        write_tiny_llama(tmp_path / "home" / "models" / name, smollm2.path, seed=0)
+    return tmp_path / "home" / "models"
+
+
+@pytest.fixture
+def catalog(models: Path) -> Catalog:
+    return Catalog(Settings(home=models.parent))
+
+
+@pytest.fixture
+def lab(models: Path) -> Iterator[Lab]:
+    with serving(models.parent, "good", threads=1) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_fifo_in_place_of_any_file_is_rejected_by_name(catalog: Catalog, models: Path, name: str) -> None:
+    put(models / "bad", name, os.mkfifo)
+    with pytest.raises(UnusableModelError, match=f"{name} is a FIFO .*must be regular files"):
+        catalog.resolve("bad")
+    assert [entry.id for entry in catalog.scan()] == ["good"]
+
+
+@pytest.mark.parametrize("said", SPECIAL)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_special_and_oversized_files_are_rejected_without_reading_them(
+    catalog: Catalog, models: Path, *, name: str, said: str
+) -> None:
+    put(models / "bad", name, SPECIAL[said])
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(UnusableModelError, match=f"{name} .*{said}"):
+        catalog.resolve("bad")
+    assert psutil.Process().memory_info().rss - before < MUCH
+    assert [entry.id for entry in catalog.scan()] == ["good"]
+
+
+@pytest.mark.parametrize("said", [said for said in SPECIAL if said != "the limit for files"])
+def test_special_files_as_gguf_files_and_hub_references_are_rejected(
+    catalog: Catalog, models: Path, *, tmp_path: Path, said: str
+) -> None:
+    path = put(models, "bad.gguf", SPECIAL[said])
+    with pytest.raises(UnusableModelError):
+        catalog.resolve(str(path))
+    repo = tmp_path / "hub" / "models--org--name"
+    shutil.copytree(models / "good", repo / "snapshots" / "0123456789")
+    put(repo, "refs/main", SPECIAL[said])
+    assert [entry.id for entry in catalog.scan()] == ["bad", "good", "org/name"]
+
+
+def test_links_to_regular_files_are_read_as_in_the_hub_cache(catalog: Catalog, models: Path) -> None:
+    for path in sorted((models / "good").iterdir()):
+        (models / "bad" / path.name).unlink()
+        (models / "bad" / path.name).symlink_to(path)
+    (models / "bad" / "gone.json").symlink_to("nowhere")
+    assert [entry.id for entry in catalog.scan()] == ["bad", "good"]
+
+
+def test_a_file_that_is_replaced_by_a_fifo_after_the_check_does_not_block(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = os.stat(models / "good" / "config.json")
+    path = put(models / "bad", "config.json", os.mkfifo)
+    with monkeypatch.context() as early:
+        early.setattr("lmx_lab.weights.files.os.stat", lambda path, **_: known)
+        failure = None
+        try:
+            open_regular(path)
+        except UnusableModelError as exc:
+            failure = exc
+    assert "is a FIFO" in str(failure)
+
+
+def test_a_file_that_grows_while_it_is_read_is_read_only_to_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = put(tmp_path, "modules.json", lambda path: path.write_bytes(bytes(2 * MIB)) and None)
+    monkeypatch.setattr("lmx_lab.weights.files._check", lambda path, known: None)
+    with pytest.raises(UnusableModelError, match=f"the limit for files of this name is {MIB}"):
+        read_regular(path)
+
+
+def test_files_that_are_not_read_can_be_large_but_not_special(models: Path) -> None:
+    put(models / "bad", "pytorch_model.bin", _large)
+    check_files(models / "bad")
+    put(models / "bad", "notes", os.mkfifo)
+    with pytest.raises(UnusableModelError, match="notes is a FIFO"):
+        check_files(models / "bad")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("loaded", ["mlx", "gguf"])
+async def test_the_engine_rejects_a_special_file_before_it_unloads_a_model(
+    catalog: Catalog, models: Path, tiny_gguf: Path, *, loaded: str
+) -> None:
+    """Also if the file was replaced after the catalog checked it."""
+    good, bad = catalog.resolve("good" if loaded == "mlx" else str(tiny_gguf)), catalog.resolve("bad")
+    put(models / "bad", "tokenizer.json", os.mkfifo)
+    async with Engine(Settings(slots=2, threads=1)) as engine:
+        await engine.load(good)
+        with pytest.raises(UnusableModelError, match=r"tokenizer\.json is a FIFO"):
+            await asyncio.wait_for(engine.load(bad), WAIT_S)
+        assert engine.snapshot.entry == good
+        assert engine.snapshot.state == "ready"
+        assert (await run(engine))[1].output_tokens == 8
+
+
+def test_a_server_with_special_files_lists_rejects_and_serves_without_delay(lab: Lab, models: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copytree(models / "good", models / f"bad-{name}")
+        put(models / f"bad-{name}", name, os.mkfifo)
+    put(models / "bad", "tokenizer.json", lambda path: path.symlink_to("/dev/zero"))
+
+    async def ask() -> None:
+        limits = httpx2.Limits(max_connections=3 * AT_ONCE)
+        async with httpx2.AsyncClient(base_url=lab.url, timeout=WAIT_S, limits=limits) as http:
+            routes = ["/v1/models", "/admin/models", "/v1/models/good"]
+            for answer in await asyncio.gather(*(http.get(route) for route in routes * AT_ONCE)):
+                assert answer.status_code == 200
+                assert "bad" not in answer.text
+            for name in ("bad", "bad-config.json", "bad-model.safetensors"):
+                refused = await http.post("/admin/models/load", json={"model": name})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid-request")
+                assert "must be regular files" in refused.json()["error"]["message"]
+            assert (await http.post(CHAT, json=chat_body(model="good"))).status_code == 200
+
+    before = psutil.Process().memory_info().rss
+    asyncio.run(ask())
+    assert psutil.Process().memory_info().rss - before < MUCH

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from lmx_lab.sanitize import LastResortHandler, LogFormatter, RecentLinesHandler, escape_text
+
+ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b1m\u202eright-to-left\u2066\u200f\r\b"
+"""Colours, a window title, a C1 control, bidirectional overrides, a carriage return and a backspace."""
+CONTROLS = set("\x1b\x07\x9b\u202e\u2066\u200f\r\b")
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("plain\n\ttext", "plain\n\ttext"),
+        ("Grüße, 你好 🙂", "Grüße, 你好 🙂"),
+        ("\x1b[2Jgone\x07", "\\x1b[2Jgone\\x07"),
+        ("abc\u202edef\u2066", "abc\\u202edef\\u2066"),
+        ("back\rspace\x08", "back\\rspace\\x08"),
+        ("\u2028\ud800", "\\u2028\\ud800"),
+        ("\u200d joins", "\u200d joins"),
+    ],
+)
+def test_control_characters_are_escaped(text: str, safe: str) -> None:
+    assert escape_text(text) == safe
+
+
+def log_record(message: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("lmx_lab", level, "", 0, "%s", (message,), None)
+
+
+def test_a_log_message_is_one_line_without_control_characters() -> None:
+    line = LogFormatter("%(levelname)s %(message)s").format(log_record(f"GET /{ESCAPES}\n2026-01-01 ERROR forged"))
+    assert "\n" not in line
+    assert line == escape_text(line)
+    assert "\\x1b[31mred" in line
+
+
+def test_a_traceback_in_a_log_keeps_its_lines_but_no_control_characters() -> None:
+    try:
+        raise ValueError(ESCAPES)
+    except ValueError:
+        record = logging.LogRecord("lmx_lab", logging.ERROR, "", 0, "bug", (), sys.exc_info())
+    text = LogFormatter("%(levelname)s %(message)s").format(record)
+    assert text.count("\n") >= 3
+    assert not set(text) & CONTROLS
+
+
+@pytest.mark.parametrize(("configured", "printed"), [(False, "\\x1b[31mred"), (True, "")])
+def test_warnings_are_printed_escaped_until_logging_is_configured(
+    configured: bool, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()] if configured else [])
+    LastResortHandler().handle(log_record("\x1b[31mred", logging.WARNING))
+    assert capsys.readouterr().err.strip() == printed
+
+
+def test_only_the_most_recent_log_lines_are_kept_in_memory() -> None:
+    handler = RecentLinesHandler(2)
+    for message in ("first", "second", "x" * 10_000):
+        handler.handle(log_record(message))
+    assert len(handler.lines) == 2
+    assert handler.lines[0].endswith(" INFO second")
+    assert len(handler.lines[1]) == 4000

@@ -1,0 +1,225 @@
+"""Tests of the conversion of GGUF files to MLX folders with the same values."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from lmx_lab.errors import StorageFullError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.gguf.config import converted_bytes, llama3_scaling
+from lmx_lab.weights.gguf.header import read_header
+
+ASK = """
+import sys
+import mlx.core as mx
+from mlx_lm import generate, load
+model, tokenizer = load(sys.argv[1])
+messages = [{"role": "user", "content": "What is the capital of France?"}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+print(generate(model, tokenizer, prompt, max_tokens=24))
+mx.synchronize()
+mx.clear_streams()
+"""
+
+
+@pytest.fixture(scope="module")
+def smollm(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+    return Catalog(Settings(home=tmp_path_factory.mktemp("home"))).convert(str(smollm2_gguf))
+
+
+def test_the_converted_smollm2_gives_the_expected_answer(smollm: ModelEntry) -> None:
+    answer = subprocess.check_output([sys.executable, "-W", "ignore", "-c", ASK, str(smollm.path)], text=True)
+    assert answer.strip() == "The capital of France is Paris."
+
+
+def test_the_converted_smollm2_has_the_right_entry(smollm: ModelEntry, smollm2_gguf: Path) -> None:
+    assert (smollm.format, smollm.kind, smollm.architecture, smollm.source) == ("mlx", "chat", "llama", "store")
+    assert (smollm.quantization, smollm.context_length) == ("4-bit, group 32", 8192)
+    config = json.loads((smollm.path / "config.json").read_text())
+    assert config["quantization"]["model.embed_tokens"] == {"group_size": 32, "bits": 8}
+    assert config["eos_token_id"] == [2]
+    written = sum(path.stat().st_size for path in smollm.path.iterdir())
+    assert written < converted_bytes(read_header(smollm2_gguf)) < 2 * written
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello, world!",
+        " leading",
+        "don't I'LL",
+        "12345 6.7e8",
+        "日本語のテキスト",
+        "naïve Ωμέγα 🎉👩‍👩‍👧",
+        "\t\n\n x  y \r\n",
+        "\u0000\u200d",
+    ],
+)
+def test_the_tokenizer_returns_every_text_unchanged(smollm: ModelEntry, text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(smollm.path / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_the_tokenizer_splits_digits_but_not_special_tokens(smollm: ModelEntry) -> None:
+    tokenizer = Tokenizer.from_file(str(smollm.path / "tokenizer.json"))
+    assert len(tokenizer.encode("2024").ids) == 4
+    assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>").ids == [1, 4093, 198, 26843, 2]
+    assert tokenizer.decode([1, 26843, 2], skip_special_tokens=True) == "Hi"
+
+
+def import_tiny(catalog: Catalog, tmp_path: Path, data: bytes) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
+    source = tmp_path / "Tiny Llama (1).gguf"
+    source.write_bytes(data)
+    entry = catalog.convert(str(source))
+    return entry.path, load_file(entry.path / "model.safetensors")
+
+
+def unpack(weights: dict[str, np.ndarray[Any, Any]], name: str, bits: int) -> np.ndarray[Any, Any]:
+    packed = weights[f"{name}.weight"]
+    integers = np.stack([(packed >> shift) & (2**bits - 1) for shift in range(0, 32, bits)], axis=-1)
+    groups = integers.reshape(packed.shape[0], -1, 32).astype(np.float32)
+    scales, biases = (weights[f"{name}.{part}"].astype(np.float32)[..., None] for part in ("scales", "biases"))
+    return (groups * scales + biases).reshape(packed.shape[0], -1)
+
+
+def test_quantized_matrices_keep_their_values(
+    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
+) -> None:
+    data = tiny_llama({"blk.0.attn_q": "Q4_1", "blk.0.attn_k": "Q8_0"})
+    folder, weights = import_tiny(catalog, tmp_path, data)
+    header = read_header(tmp_path / "Tiny Llama (1).gguf")
+    start = len(data) - max(t.offset + t.size_bytes + -t.size_bytes % 32 for t in header.tensors)
+    for name, target, bits in (("attn_v", "v_proj", 4), ("attn_q", "q_proj", 4), ("attn_k", "k_proj", 8)):
+        tensor = next(t for t in header.tensors if t.name == f"blk.0.{name}.weight")
+        content = data[start + tensor.offset : start + tensor.offset + tensor.size_bytes]
+        expected = dequantize(tensor.type, content).reshape(256, 256)
+        found = unpack(weights, f"model.layers.0.self_attn.{target}", bits)
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+    table = json.loads((folder / "config.json").read_text())["quantization"]
+    assert (table["bits"], table["model.layers.0.self_attn.k_proj"]["bits"]) == (4, 8)
+
+
+def dequantize(kind: str, content: bytes) -> np.ndarray[Any, Any]:
+    """Dequantize blocks as ggml defines them: a scale, for Q4_1 a minimum, then low nibbles before high ones."""
+    blocks = np.frombuffer(content, np.uint8).reshape(-1, {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[kind])
+    scale = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+    if kind == "Q8_0":
+        return np.asarray(scale * blocks[:, 2:].view(np.int8))
+    nibbles = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).astype(np.float32)
+    if kind == "Q4_0":
+        return np.asarray(scale * (nibbles - 8))
+    return np.asarray(scale * nibbles + np.ascontiguousarray(blocks[:, 2:4]).view(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("Q6_K", "float16"), ("F32", "float32")])
+def test_a_separate_output_matrix_that_is_not_quantized_stays_unquantized(
+    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes], kind: str, dtype: str
+) -> None:
+    folder, weights = import_tiny(catalog, tmp_path, tiny_llama({"output": kind}))
+    assert weights["lm_head.weight"].dtype == dtype
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["tie_word_embeddings"], config["quantization"]["lm_head"]) == (False, False)
+
+
+def test_the_end_of_turn_token_of_the_template_is_an_end_token_too(
+    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
+) -> None:
+    folder, _ = import_tiny(catalog, tmp_path, tiny_llama())
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [0, 258]
+
+
+def test_a_file_is_converted_once_and_found_by_its_content(
+    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
+) -> None:
+    folder, _ = import_tiny(catalog, tmp_path, tiny_llama())
+    assert folder.name.startswith("tiny-llama-1-")
+    seen: list[Progress] = []
+    assert catalog.convert(str(tmp_path / "Tiny Llama (1).gguf"), seen.append).path == folder
+    assert {progress.stage for progress in seen} == {"verify"}
+    other, _ = import_tiny(catalog, tmp_path, tiny_llama(metadata={"llama.context_length": 99}))
+    assert other != folder
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"tokenizer.ggml.pre": "unheard-of"}, "unheard-of"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "merges"),
+        ({"tokenizer.ggml.merges": ["zz yy"]}, "rebuilt"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "vocabulary"),
+        ({"tokenizer.ggml.model": "llama"}, "score"),
+    ],
+)
+def test_errors_of_the_conversion_process_are_returned_with_their_reason(
+    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes], metadata: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(UnusableModelError, match=reason):
+        import_tiny(catalog, tmp_path, tiny_llama(metadata=metadata))
+    assert catalog.scan() == []
+
+
+def test_a_disk_without_enough_space_is_an_error_before_the_conversion(
+    tmp_path: Path, tiny_llama: Callable[..., bytes]
+) -> None:
+    catalog = Catalog(Settings(home=tmp_path / "home", disk_reserve_bytes=2**60))
+    with pytest.raises(StorageFullError, match="reserve"):
+        import_tiny(catalog, tmp_path, tiny_llama())
+
+
+def test_a_disk_that_becomes_full_during_the_conversion_is_reported_as_such(
+    tmp_path: Path, tiny_llama: Callable[..., bytes]
+) -> None:
+    """A limit on the file size simulates the full disk: MLX reports both with the same message."""
+    source = tmp_path / "tiny.gguf"
+    source.write_bytes(tiny_llama())
+    command = f"ulimit -f 100; {sys.executable} -m lmx_lab.weights.gguf.convert_worker {source} {tmp_path}"
+    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    answer = json.loads(process.stdout)
+    assert (process.returncode, answer["full"]) == (1, True)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_frequency_factors_of_llama_3_are_recognized(factor: float) -> None:
+    factors = []
+    for i in range(0, 64, 2):
+        wavelength = 2 * math.pi * 500_000 ** (i / 64)
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    scaling = llama3_scaling(factors, 64, 500_000)
+    assert scaling is not None
+    assert (scaling["rope_type"], scaling["factor"]) == ("llama3", factor)
+    assert llama3_scaling([*factors[:-1], 1.0], 64, 500_000) is None
+    assert llama3_scaling(factors[:-1], 64, 500_000) is None
+
+
+def test_a_model_in_mlx_format_is_not_converted(
+    catalog: Catalog, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "extra/m")
+    assert catalog.convert("m") == catalog.resolve("m")
+
+
+def test_a_split_file_is_not_converted_and_the_error_contains_the_next_step(
+    catalog: Catalog, write_split: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    first, *_ = write_split(tmp_path / "tiny")
+    with pytest.raises(UnusableModelError, match=r"split into parts.*Load it without conversion"):
+        catalog.convert(str(first))

@@ -1,0 +1,294 @@
+"""Tests of downloading starter models from the package index: once, verified, completely or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lmx_lab.errors import DownloadError, LabError, StorageFullError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.starters import STARTERS, Starter
+from lmx_lab.weights.store import lock_model
+
+MakeStarter = Callable[..., Starter]
+
+FETCH = """
+import json, sys
+from pathlib import Path
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
+from lmx_lab.weights.starters import STARTERS, Starter
+STARTERS["tiny"] = Starter(**json.loads(sys.argv[2]))
+seen = []
+print("ready", flush=True)
+sys.stdin.readline()
+entry = Catalog(Settings(home=Path(sys.argv[1]), disk_reserve_bytes=0)).fetch("tiny", seen.append)
+print(json.dumps([entry.id, any(progress.stage == "download" for progress in seen)]))
+"""
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def leftovers(home: Path) -> list[str]:
+    """Return the files in the store except locks and the empty folder for temporary files."""
+    return sorted(p.name for p in home.rglob("*") if p.name not in (".tmp", ".locks", "models") and p.suffix != ".lock")
+
+
+def test_a_starter_is_downloaded_verified_and_stored_with_progress(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
+) -> None:
+    starter = make_starter()
+    seen: list[Progress] = []
+    entry = catalog.fetch("tiny", seen.append)
+    assert (entry.id, entry.source, entry.kind) == ("tiny", "store", "chat")
+    assert leftovers(tmp_path / "home") == sorted(["tiny", *starter.members.values()])
+    stages = list(dict.fromkeys(progress.stage for progress in seen))
+    assert stages == ["download", "verify", "store"]
+    assert all(0 <= progress.done_bytes <= (progress.total_bytes or 0) for progress in seen)
+    assert catalog.scan() == [entry]
+
+
+def test_a_gguf_starter_is_converted_and_the_original_is_deleted(
+    catalog: Catalog, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
+) -> None:
+    make_starter({"tiny/model.gguf": tiny_llama()}, converts=True)
+    entry = catalog.fetch("tiny")
+    assert entry.format == "mlx"
+    assert not (entry.path / "model.gguf").exists()
+
+
+def test_a_gguf_starter_that_is_not_converted_is_stored_unchanged(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
+) -> None:
+    starter = make_starter({"tiny/Tiny.Q4_0.gguf": tiny_llama(), "tiny/LICENSE": b"MIT"})
+    seen: list[Progress] = []
+    entry = catalog.fetch("tiny", seen.append)
+    assert (entry.id, entry.format, entry.source, entry.kind) == ("tiny", "gguf", "store", "chat")
+    assert entry.path == tmp_path / "home/models/tiny/Tiny.Q4_0.gguf"
+    assert leftovers(tmp_path / "home") == ["LICENSE", "Tiny.Q4_0.gguf", "tiny"]
+    assert "convert" not in {progress.stage for progress in seen}
+    assert starter.needed_bytes == starter.wheel_bytes + starter.unpacked_bytes
+    assert [*catalog.scan(), catalog.resolve("tiny"), catalog.fetch("tiny")] == [entry] * 3
+    assert catalog.resolve(str(entry.path.parent)).path == catalog.resolve(str(entry.path)).path == entry.path
+
+
+def test_a_damaged_gguf_starter_is_downloaded_again(
+    catalog: Catalog, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
+) -> None:
+    make_starter({"tiny/Tiny.Q4_0.gguf": tiny_llama()})
+    entry = catalog.fetch("tiny")
+    entry.path.write_bytes(tiny_llama()[:-64])
+    assert catalog.scan() == []
+    assert catalog.fetch("tiny") == entry
+
+
+def test_both_smollm2_starters_are_in_one_wheel(tmp_path: Path) -> None:
+    converted, plain = STARTERS["smollm2-135m"], STARTERS["smollm2-135m-gguf"]
+    assert (converted.converts, plain.converts) == (True, False)
+    assert (plain.package, plain.version, plain.sha256) == (converted.package, converted.version, converted.sha256)
+    assert set(plain.members) == set(converted.members)
+    assert plain.needed_bytes < converted.needed_bytes
+
+
+def test_a_wheel_with_a_wrong_hash_is_rejected(catalog: Catalog, tmp_path: Path, make_starter: MakeStarter) -> None:
+    make_starter(sha256="0" * 64)
+    with pytest.raises(DownloadError, match="SHA-256"):
+        catalog.fetch("tiny")
+    assert leftovers(tmp_path / "home") == []
+
+
+def test_a_modified_wheel_is_rejected(
+    catalog: Catalog, tmp_path: Path, wheels: Path, make_starter: MakeStarter
+) -> None:
+    make_starter()
+    with zipfile.ZipFile(next(wheels.iterdir()), "a") as archive:
+        archive.writestr("tiny/more.json", "{}")
+    with pytest.raises(DownloadError, match="SHA-256"):
+        catalog.fetch("tiny")
+    assert leftovers(tmp_path / "home") == []
+
+
+def test_only_listed_files_are_extracted_from_the_wheel(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
+) -> None:
+    starter = make_starter()
+    files = {name: (tmp_path / "original" / short).read_bytes() for name, short in starter.members.items()}
+    evil = {"../../escape.txt": b"x", "/tmp/lmx-lab-escape.txt": b"x", "tiny/code.py": b"x"}
+    make_starter(files | evil, members=starter.members)
+    entry = catalog.fetch("tiny")
+    assert sorted(path.name for path in entry.path.iterdir()) == sorted(starter.members.values())
+    assert not list(tmp_path.rglob("escape.txt"))
+    assert not Path("/tmp/lmx-lab-escape.txt").exists()
+
+
+@pytest.mark.parametrize("target", ["../out.json", "/tmp/out.json", "a/../../out.json", "..\\out.json"])
+def test_files_of_a_starter_cannot_be_outside_its_folder(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, target: str
+) -> None:
+    make_starter(members={"tiny/config.json": target})
+    with pytest.raises(DownloadError, match="not a valid name"):
+        catalog.fetch("tiny")
+    assert leftovers(tmp_path / "home") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"members": {"tiny/absent.json": "config.json"}}, "absent.json"),
+        ({"unpacked_bytes": 3}, "unpacks to more"),
+        ({"version": "2.0"}, "pip could not download"),
+    ],
+)
+def test_a_wheel_without_the_listed_files_is_a_download_error(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, fields: dict[str, object], reason: str
+) -> None:
+    make_starter(**fields)
+    with pytest.raises(DownloadError, match=reason):
+        catalog.fetch("tiny")
+    assert leftovers(tmp_path / "home") == []
+
+
+def test_a_starter_that_is_not_a_valid_model_is_not_stored(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
+) -> None:
+    make_starter({"tiny/config.json": b"{}"})
+    with pytest.raises(UnusableModelError):
+        catalog.fetch("tiny")
+    assert leftovers(tmp_path / "home") == []
+
+
+def test_a_disk_without_enough_space_is_an_error_before_the_download(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter = make_starter()
+    free = starter.needed_bytes - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, free))
+    seen: list[Progress] = []
+    with pytest.raises(StorageFullError, match=rf"{starter.needed_bytes}.*{free}"):
+        catalog.fetch("tiny", seen.append)
+    assert seen == []
+    assert leftovers(tmp_path / "home") == []
+
+
+def test_a_disk_that_becomes_full_leaves_no_partial_files(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_starter()
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", full)
+        with pytest.raises(StorageFullError, match="became full"):
+            catalog.fetch("tiny")
+    assert leftovers(tmp_path / "home") == []
+    assert catalog.fetch("tiny").id == "tiny"
+
+
+def test_leftovers_of_a_killed_download_are_removed_and_a_damaged_model_is_replaced(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
+) -> None:
+    starter = make_starter()
+    models = tmp_path / "home/models"
+    (models / ".tmp/tiny@dead/model").mkdir(parents=True)
+    (models / "tiny").mkdir()
+    (models / "tiny/config.json").write_text("{")
+    assert catalog.fetch("tiny").id == "tiny"
+    assert leftovers(tmp_path / "home") == sorted(["tiny", *starter.members.values()])
+
+
+def test_an_error_in_the_progress_callback_ends_the_download_without_leftovers(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter
+) -> None:
+    make_starter()
+
+    def stop(progress: Progress) -> None:
+        raise LabError("the caller went away")
+
+    with pytest.raises(LabError, match="went away"):
+        catalog.fetch("tiny", stop)
+    assert leftovers(tmp_path / "home") == []
+
+
+def test_only_one_of_two_processes_downloads(tmp_path: Path, make_starter: MakeStarter) -> None:
+    starter = json.dumps(asdict(make_starter()))
+    command = [sys.executable, "-c", FETCH, str(tmp_path / "home"), starter]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    answers = release_together(processes)
+    assert sorted(answers) == [["tiny", False], ["tiny", True]]
+
+
+def release_together(processes: Sequence[subprocess.Popen[str]]) -> list[list[object]]:
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    return [json.loads(output) for output, _ in outputs]
+
+
+def test_a_thread_that_waited_for_the_download_of_another_uses_its_result(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, make_model: Callable[..., Path]
+) -> None:
+    make_starter()
+    seen: list[Progress] = []
+    ids: list[str] = []
+    waiting = threading.Thread(target=lambda: ids.append(catalog.fetch("tiny", seen.append).id))
+    with lock_model(tmp_path / "home/models", "tiny"):
+        waiting.start()
+        make_model(tmp_path / "home/models/tiny")
+    waiting.join()
+    assert (ids, seen) == (["tiny"], [])
+
+
+def test_errors_for_missing_pip_and_an_unreachable_index_contain_the_next_step(
+    catalog: Catalog, make_starter: MakeStarter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_starter()
+    monkeypatch.setattr(sys, "executable", str(write_fake_python(tmp_path / "python", "No module named pip")))
+    with pytest.raises(DownloadError, match="Install pip"):
+        catalog.fetch("tiny")
+    monkeypatch.setattr(sys, "executable", str(write_fake_python(tmp_path / "full", "No space left on device")))
+    with pytest.raises(StorageFullError):
+        catalog.fetch("tiny")
+
+
+def write_fake_python(path: Path, message: str) -> Path:
+    path.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
+    os.chmod(path, 0o700)
+    return path
+
+
+def test_the_table_of_starters_is_complete() -> None:
+    for model_id, starter in STARTERS.items():
+        assert (model_id, len(starter.sha256)) == (starter.id, 64)
+        assert starter.needed_bytes > starter.wheel_bytes + starter.unpacked_bytes - 1
+        assert all(not name.endswith(".py") for name in starter.members)
+
+
+def test_the_location_of_the_store_is_a_setting(tmp_path: Path, make_starter: MakeStarter) -> None:
+    make_starter()
+    entry = Catalog(Settings(home=tmp_path / "other", disk_reserve_bytes=0)).fetch("tiny")
+    assert entry.path == tmp_path / "other/models/tiny"
