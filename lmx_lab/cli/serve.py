@@ -18,6 +18,7 @@ from lmx_lab.cli.memory import give_back_large_blocks
 from lmx_lab.cli.parsing import Command
 from lmx_lab.cli.stopping import stop_on_signals
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.values.models import EngineChoice, LoadSpec
 
 if TYPE_CHECKING:
     from lmx_lab.notebook import Lab
@@ -34,8 +35,10 @@ Model = Annotated[
     str | None,
     typer.Option(help="Model to load first: an id (fetched if needed) or a path.", autocompletion=complete_model),
 ]
-
-
+EngineOption = Annotated[
+    EngineChoice | None,
+    typer.Option("--engine", help="Engine that must run --model. By default the one for its format."),
+]
 IdleUnload = Annotated[
     float | None, typer.Option("--idle-unload", "--ttl", help="Seconds without a request until the model goes.")
 ]
@@ -62,6 +65,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 serves the LAN.")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one. By default 8400 or the next.")] = None,
     model: Model = None,
+    engine: EngineOption = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = None,
@@ -87,6 +91,7 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
+    spec = _load_spec(model, engine)
     settings = settings_with_folders(
         host=host,
         port=port,
@@ -111,7 +116,20 @@ def serve(
     )
     start_logging(settings.log_level)
     give_back_large_blocks()
-    asyncio.run(_serve(settings, model, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
+    asyncio.run(_serve(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
+
+
+def _load_spec(model: str | None, engine: EngineChoice | None) -> LoadSpec | None:
+    """Return what to load first; None loads nothing.
+
+    Raises:
+        InvalidRequestError: a load option without a model.
+    """
+    if model is None:
+        if engine is not None:
+            raise InvalidRequestError("--engine is given without --model; name the model to load", param="--engine")
+        return None
+    return LoadSpec(model=model, engine=engine or "auto")
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:
@@ -124,7 +142,7 @@ def _bytes(option: str, size_gb: float | None) -> int | None:
     return None if size_gb is None else round(size_gb * 1e9)
 
 
-async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) -> None:
+async def _serve(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
     stop = _stop_signal()
     from lmx_lab.notebook import Lab
 
@@ -135,7 +153,7 @@ async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) 
         stack.push_async_callback(lab.astop)
         work = [
             asyncio.create_task(coro, name=f"lmx-lab {name}")
-            for name, coro in (("start", _announce(lab, model)), ("stop", stop.wait()), ("server", lab.wait()))
+            for name, coro in (("start", _announce(lab, spec)), ("stop", stop.wait()), ("server", lab.wait()))
         ]
         try:
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
@@ -161,19 +179,19 @@ def _stop_signal() -> asyncio.Event:
     return stop
 
 
-async def _announce(lab: Lab, model: str | None) -> None:
+async def _announce(lab: Lab, spec: LoadSpec | None) -> None:
     if lab.port != lab.settings.port != 0:
         say(f"port {lab.settings.port} is in use; --port chooses one")
     for name in (lab.settings.embedder, lab.settings.reranker):
         if name is not None:
             say(f"loading {name}, to be kept")
     await lab.apin_encoders()
-    if model is not None:
-        say(f"loading {model}")
-        report = await lab.aload(model)
+    if spec is not None:
+        say(f"loading {spec.model}")
+        report = await lab.aload(spec.model, engine=spec.engine)
         say(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
     say(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
     for url in lab.lan_urls:
         say(f"on the LAN at {url}", style="bold")
-    if model is None and not lab.engine.snapshot.pinned:
+    if spec is None and not lab.engine.snapshot.pinned:
         say("no model is loaded yet: POST /admin/models/load, or start with --model")

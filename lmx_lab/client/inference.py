@@ -21,6 +21,7 @@ from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, QUICK_S, SHORT_BYTE
 from lmx_lab.client.errors import CHECK, error_in, wrong_server_error
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
+from lmx_lab.values.models import EngineChoice
 from lmx_lab.wire.admin import (
     Heartbeat,
     LoadAnswer,
@@ -293,15 +294,24 @@ class AsyncLabClient:
         response, text = await self._connection.get("/admin/models", limit=LONG_BYTES)
         return self._connection.whole(response, text, ModelRecords)
 
-    async def load(self, model: str, *, progress: Callable[[ModelEvent], None] | None = None) -> LoadAnswer:
+    async def load(
+        self,
+        model: str,
+        *,
+        engine: EngineChoice = "auto",
+        progress: Callable[[ModelEvent], None] | None = None,
+    ) -> LoadAnswer:
         """Load a model, which replaces the loaded one; returns when it is ready.
 
         Cancelling this stops waiting, not the load. Callers on the server's machine may give a path.
 
         Args:
+            engine: Engine that must run the model; ``auto`` selects it by the model's format.
             progress: Called on this loop with each step of the load; most steps have byte counts.
         """
-        content = as_content(shaped(LoadRequest, model=model))
+        # Without options that have their default value: an older server may not know them.
+        options = {name: value for name, value in {"engine": engine}.items() if value != "auto"}
+        content = as_content(shaped(LoadRequest, model=model, **options))
 
         async def load() -> LoadAnswer:
             return await self._connection.post("/admin/models/load", content, LoadAnswer)

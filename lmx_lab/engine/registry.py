@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lmx_lab.engine.llama_cpp.process import INSTALL, installed
+from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format
+from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry
 
 if TYPE_CHECKING:
     from lmx_lab.engine.echo.engine import EchoEngine
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.engine import GgufEngine
     from lmx_lab.engine.mlx.engine import MlxEngine
 
-EngineName = Literal["mlx", "llama.cpp", "echo"]
 BesideBytes = Callable[[], int]
 """What other engines take of the memory limit."""
 
@@ -61,3 +61,25 @@ ENGINES: Mapping[Format, EngineRow] = {
     "echo": EngineRow(name="echo", make=_echo),
 }
 """What runs the models of each format."""
+
+NEXT_STEPS: Mapping[Format, str] = {
+    "mlx": "or load a GGUF file of the model, such as org/name:Q4_K_M",
+    "gguf": "or convert the file for MLX: lmx-lab pull {model} --mlx",
+    "echo": "or load another model",
+}
+"""How to run a model on another engine, by the format that the model has."""
+
+
+def check_engine(entry: ModelEntry, spec: LoadSpec) -> None:
+    """Check that the engine that the caller chose runs models of this format.
+
+    Raises:
+        UnusableModelError: another engine runs them.
+    """
+    engine = ENGINES[entry.format].name
+    if spec.engine not in ("auto", engine):
+        raise UnusableModelError(
+            f"{entry.id} has the format {entry.format}, which runs on {engine} and not on {spec.engine}; leave out "
+            f"engine, {NEXT_STEPS[entry.format].format(model=spec.model)}",
+            param="engine",
+        )

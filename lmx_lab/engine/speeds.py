@@ -20,10 +20,9 @@ from typing import Any
 
 from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.llama_cpp.process import PACKAGE, installed
-from lmx_lab.engine.registry import EngineName
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format
+from lmx_lab.values.models import EngineName, Format
 from lmx_lab.weights.files import open_regular
 
 TITLES: Mapping[EngineName, str] = {"mlx": "MLX", "llama.cpp": "llama.cpp"}

@@ -26,7 +26,7 @@ from lmx_lab.panels.source import Source
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.models import LoadReport
+from lmx_lab.values.models import EngineChoice, LoadReport, LoadSpec
 from lmx_lab.wire.admin import NotReady
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -136,24 +136,27 @@ class AttachedLab(Measuring):
 
     # Models
 
-    def load(self, model: str | os.PathLike[str]) -> LoadReport:
+    def load(self, model: str | os.PathLike[str], *, engine: EngineChoice = "auto") -> LoadReport:
         """Load a model on the server, by id or by a path there, in the place of what is loaded; shows progress.
 
         Interrupting ends the waiting, not the load.
+
+        Args:
+            engine: Engine that must run the model; ``auto`` selects it by the model's format.
 
         Raises:
             AdminForbiddenError: the server lets only its own machine do this.
             LabError: why not, and what is loaded now.
         """
-        name = model_name(model)
-        return self._watch(name, self._begin(name))
+        spec = LoadSpec(model=model_name(model), engine=engine)
+        return self._watch(spec.model, self._begin(spec))
 
-    async def aload(self, model: str | os.PathLike[str]) -> LoadReport:
-        name = model_name(model)
-        return await self._awatch(name, self._begin(name))
+    async def aload(self, model: str | os.PathLike[str], *, engine: EngineChoice = "auto") -> LoadReport:
+        spec = LoadSpec(model=model_name(model), engine=engine)
+        return await self._awatch(spec.model, self._begin(spec))
 
-    async def _begin(self, model: str) -> RemoteLoad:
-        return RemoteLoad(self._client, model)
+    async def _begin(self, spec: LoadSpec) -> RemoteLoad:
+        return RemoteLoad(self._client, spec)
 
     def unload(self) -> float:
         """Unload the server's model; returns the GB (10^9 bytes) that this freed."""

@@ -25,7 +25,7 @@ from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.generation import GenerationReport
-from lmx_lab.values.models import Kind, LoadReport
+from lmx_lab.values.models import EngineChoice, Kind, LoadReport, LoadSpec
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
@@ -127,20 +127,23 @@ class Lab(Serving, Measuring):
 
     # Models
 
-    def load(self, model: str | os.PathLike[str]) -> LoadReport:
+    def load(self, model: str | os.PathLike[str], *, engine: EngineChoice = "auto") -> LoadReport:
         """Load a model by id (fetched first where needed) or path, in the place of what is loaded; shows progress.
 
         Interrupting ends the waiting, not the load.
 
+        Args:
+            engine: Engine that must run the model; ``auto`` selects it by the model's format.
+
         Raises:
             LabError: why not, and what is loaded now.
         """
-        name = model_name(model)
-        return self._watch(name, self._begin(lambda: self._server.loader.load(name, local=True)))
+        spec = LoadSpec(model=model_name(model), engine=engine)
+        return self._watch(spec.model, self._begin(lambda: self._server.loader.load(spec, local=True)))
 
-    async def aload(self, model: str | os.PathLike[str]) -> LoadReport:
-        name = model_name(model)
-        return await self._awatch(name, self._begin(lambda: self._server.loader.load(name, local=True)))
+    async def aload(self, model: str | os.PathLike[str], *, engine: EngineChoice = "auto") -> LoadReport:
+        spec = LoadSpec(model=model_name(model), engine=engine)
+        return await self._awatch(spec.model, self._begin(lambda: self._server.loader.load(spec, local=True)))
 
     def pin_encoders(self) -> None:
         """Load the models that the settings ``embedder`` and ``reranker`` name, fetched first where needed.
@@ -151,11 +154,15 @@ class Lab(Serving, Measuring):
             LabError: one of them could not be loaded; the server runs nevertheless.
         """
         for name, kind in self._unpinned():
-            self._watch(name, self._begin(partial(self._server.loader.pin, name, kind=kind)))
+            self._watch(
+                name, self._begin(partial(self._server.loader.load, LoadSpec(model=name, pin=kind), local=True))
+            )
 
     async def apin_encoders(self) -> None:
         for name, kind in self._unpinned():
-            await self._awatch(name, self._begin(partial(self._server.loader.pin, name, kind=kind)))
+            await self._awatch(
+                name, self._begin(partial(self._server.loader.load, LoadSpec(model=name, pin=kind), local=True))
+            )
 
     def _unpinned(self) -> list[tuple[str, Kind]]:
         there = {pinned.entry.kind for pinned in self.engine.snapshot.pinned}

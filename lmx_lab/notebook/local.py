@@ -19,6 +19,7 @@ from lmx_lab.server.naming import CHAT, RERANK
 from lmx_lab.server.rerank import rerank_request
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, RequestEvent, Sample
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class InProcess:
         return await alisting(self._lab.catalog, self._lab.engine)
 
     async def load(self, model: str) -> LoadAnswer:
-        report = await self._server.loader.load(model, local=True)
+        report = await self._server.loader.load(LoadSpec(model=model), local=True)
         return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
 
     async def cancel_load(self, model: str) -> None:

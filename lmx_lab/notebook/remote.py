@@ -12,7 +12,7 @@ from lmx_lab.client import AsyncLabClient, Remark
 from lmx_lab.errors import UnreachableError
 from lmx_lab.notebook.reply import TextPiece
 from lmx_lab.values.generation import ToolCallDelta
-from lmx_lab.values.models import LoadReport
+from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta
 from lmx_lab.wire.generation import StreamOptions, Timings, Usage
@@ -132,11 +132,11 @@ def _calls(delta: ChoiceDelta) -> Iterator[ToolCallDelta]:
 class RemoteLoad:
     """A load on the server, which starts with the creation of this object."""
 
-    def __init__(self, client: AsyncLabClient, model: str) -> None:
+    def __init__(self, client: AsyncLabClient, spec: LoadSpec) -> None:
         # Holds the latest step; None is the end.
         self._steps: asyncio.Queue[ModelEvent | None] = asyncio.Queue(1)
-        load = client.load(model, progress=self._show)
-        self._task = asyncio.create_task(load, name=f"wait for {model:.80} to be loaded")
+        load = client.load(spec.model, engine=spec.engine, progress=self._show)
+        self._task = asyncio.create_task(load, name=f"wait for {spec.model:.80} to be loaded")
         self._task.add_done_callback(self._ended)
 
     async def step(self) -> ModelEvent | None:

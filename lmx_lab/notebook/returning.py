@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmx_lab.errors import ModelBusyError, ModelNotFoundError
 from lmx_lab.server.naming import Kinds, rests_by_path
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights.threads import in_thread
 
 if TYPE_CHECKING:
@@ -46,4 +47,4 @@ async def bring_back(lab: Lab, kinds: Kinds) -> None:
         if not entry.answers(kinds):
             return
         with contextlib.suppress(ModelBusyError):
-            await loader.load(entry.id, local=local, finish_queued=True)
+            await loader.load(LoadSpec(model=entry.id), local=local, finish_queued=True)

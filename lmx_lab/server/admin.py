@@ -24,7 +24,7 @@ from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.server.naming import ANY, check_unloads, shown_id, unknown_model
 from lmx_lab.server.openapi import EVENTS, SWAPPED
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog, Listing
 from lmx_lab.weights.threads import in_thread
 from lmx_lab.wire.admin import (
@@ -89,7 +89,7 @@ def admin_routes(
         """Load a model in the place of what is loaded; answers when it is done. Local callers may name a path."""
         local = is_local(request)
         check_admin(local=local, lan_admin=lan_admin)
-        report = await loader.load(body.model, local=local)
+        report = await loader.load(LoadSpec(**body.model_dump()), local=local)
         return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
 
     @router.post("/models/unload", responses=SWAPPED)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import Engine
+from lmx_lab.engine.registry import check_engine
 from lmx_lab.errors import (
     AdminForbiddenError,
     DownloadError,
@@ -21,7 +22,7 @@ from lmx_lab.errors import (
     NotLoadedError,
     UnusableModelError,
 )
-from lmx_lab.values.models import KINDS_IN_WORDS, Kind, LoadReport, ModelEntry
+from lmx_lab.values.models import KINDS_IN_WORDS, Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.fingerprint import is_loaded
 from lmx_lab.weights.threads import in_thread
@@ -47,8 +48,8 @@ class ModelLoader:
         self._catalog = catalog
         self._feed = feed
         self._downloads = downloads
-        self._tasks: dict[str, asyncio.Task[LoadReport]] = {}
-        """By the model's name, each on the loop of who asked first."""
+        self._tasks: dict[LoadSpec, asyncio.Task[LoadReport]] = {}
+        """Each on the loop of the caller that started it."""
         self._lock = threading.Lock()
         self._doing: str | None = None
         """What is being done to the engine's model."""
@@ -57,7 +58,7 @@ class ModelLoader:
         self._inside: set[str] = set()
         """Names whose files are there, and which the engine is being given."""
 
-    async def load(self, name: str, *, local: bool, finish_queued: bool = False) -> LoadReport:
+    async def load(self, spec: LoadSpec, *, local: bool, finish_queued: bool = False) -> LoadReport:
         """Load a model by id or, for local callers, by path or by an id that is downloaded first.
 
         A caller who leaves does not stop the load; who asks for the same model meanwhile waits for the same load.
@@ -70,12 +71,15 @@ class ModelLoader:
             UnusableModelError, StorageFullError, OutOfMemoryError: see the message for what is loaded now.
             ModelBusyError: another model is being loaded.
         """
+        if spec.pin is not None:
+            return await self._pin(spec, spec.pin)
+        name = spec.model
         with self._lock:
-            task = self._tasks.get(name)
+            task = self._tasks.get(spec)
             if task is None or task.get_loop().is_closed():
-                work = self._load(name, local=local, finish_queued=finish_queued)
-                task = self._tasks[name] = asyncio.create_task(work, name=f"load {name}")
-                task.add_done_callback(functools.partial(self._ended, name))
+                work = self._load(spec, local=local, finish_queued=finish_queued)
+                task = self._tasks[spec] = asyncio.create_task(work, name=f"load {name}")
+                task.add_done_callback(functools.partial(self._ended, spec))
         try:
             if task.get_loop() is asyncio.get_running_loop():
                 return await _shielded(task)
@@ -93,19 +97,20 @@ class ModelLoader:
             ModelBusyError: it is entering the engine, which takes seconds and cannot be left half done.
             InvalidRequestError: it is not being loaded.
         """
-        task = self._tasks.get(name)
-        if task is None:
+        tasks = [task for spec, task in list(self._tasks.items()) if spec.model == name]
+        if not tasks:
             raise InvalidRequestError(f"{name} is not being loaded; there is nothing to cancel", param="model")
         if name in self._inside:
             raise ModelBusyError(f"{name} is entering the engine already; unload it when it is there", retry_after_s=2)
-        self._cancel([task])
+        self._cancel(tasks)
 
-    async def pin(self, name: str, *, kind: Kind) -> LoadReport:
+    async def _pin(self, spec: LoadSpec, kind: Kind) -> LoadReport:
         """Keep a model of that kind in the engine beside the loaded one; the operator's choice, so paths and downloads
         are as for local callers.
 
         Raises: as ``load``; the loaded model is not touched.
         """
+        name = spec.model
         try:
             entry = await self._find(name, local=True)
             if entry.kind != kind:
@@ -113,6 +118,7 @@ class ModelLoader:
                     f"{name} is {KINDS_IN_WORDS[entry.kind]}; this place is for {KINDS_IN_WORDS[kind]}; "
                     "load the other kind as the model"
                 )
+            check_engine(entry, spec)
             await _from_disk(lambda: self._catalog.check(entry), entry.id)
             self._feed.publish(ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes))
             report = await self._engine.pin(entry)
@@ -122,9 +128,9 @@ class ModelLoader:
         self._feed.publish(ModelEvent(model=report.model, stage="loaded"))
         return report
 
-    def _ended(self, name: str, task: asyncio.Task[LoadReport]) -> None:
-        if self._tasks.get(name) is task:
-            del self._tasks[name]
+    def _ended(self, spec: LoadSpec, task: asyncio.Task[LoadReport]) -> None:
+        if self._tasks.get(spec) is task:
+            del self._tasks[spec]
         # Those who asked got the failure; if all of them have left, it is nobody's.
         if not task.cancelled():
             task.exception()
@@ -167,9 +173,11 @@ class ModelLoader:
             with contextlib.suppress(RuntimeError):  # its loop is closed, and the task has ended
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
-    async def _load(self, name: str, *, local: bool, finish_queued: bool) -> LoadReport:
+    async def _load(self, spec: LoadSpec, *, local: bool, finish_queued: bool) -> LoadReport:
+        name = spec.model
         try:
             entry = await self._find(name, local=local)
+            check_engine(entry, spec)
             self._inside.add(name)
             report = await in_thread(lambda: self._loaded(entry)) or await self._enter(
                 entry, finish_queued=finish_queued

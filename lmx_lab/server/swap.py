@@ -21,7 +21,7 @@ from lmx_lab.server.loading import ModelLoader
 from lmx_lab.server.naming import CHAT, Kinds, rests_by_path, unknown_model, wrong_kind
 from lmx_lab.server.swap_order import Line, Ticket
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadReport, ModelEntry
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.threads import in_thread
 
@@ -171,7 +171,7 @@ class ModelSwap:
         while True:
             began = self._now()
             try:
-                report = await self._loader.load(name, local=local, finish_queued=True)
+                report = await self._loader.load(LoadSpec(model=name), local=local, finish_queued=True)
             except ModelBusyError:
                 await self._loader.settled()
             else:

@@ -22,7 +22,27 @@ KINDS_IN_WORDS: Mapping[Kind, str] = {"chat": "a chat model", "embedding": "an e
 
 Format = Literal["mlx", "gguf", "echo"]
 
+EngineName = Literal["mlx", "llama.cpp", "echo"]
+
+EngineChoice = Literal["auto", "mlx", "llama.cpp"]
+"""Engines that a caller may choose; ``auto`` selects the engine by the format of the model."""
+
+
 Source = Literal["store", "hub", "folder", "path", "built-in"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSpec:
+    """A model to load and how to load it. The value travels unchanged from the caller to the engine."""
+
+    model: str
+    """Id, path or hub id. The id ``echo`` is reserved for the built-in model of the echo engine."""
+    engine: EngineChoice = "auto"
+    """Engine that must run the model; ``auto`` selects it by the model's format."""
+    pin: Kind | None = None
+    """Keep the model in memory beside the main one as the pinned model of this kind; None loads the main model."""
+    dtype: str | None = None
+    """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -293,6 +293,9 @@ async def test_errors_of_models_and_arguments(client: AsyncLabClient) -> None:
     with pytest.raises(errors.InvalidRequestError) as caught:
         await client.load("")
     assert caught.value.param == "model"
+    with pytest.raises(errors.InvalidRequestError, match="runs on echo and not on mlx") as caught:
+        await client.load("echo", engine="mlx")
+    assert caught.value.param == "engine"
     with pytest.raises(errors.InvalidRequestError) as caught:
         await anext(client.events(["nope"]))  # type: ignore[list-item]
     assert caught.value.param == "include"

@@ -23,7 +23,7 @@ CONFIGURATION = DOCS / "configuration.md"
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
 SETTINGS = {row["setting"].strip("`"): row for row in rows(CONFIGURATION, "setting")}
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
-NO_SETTINGS = {"serve": {"model"}, "daemon": {"mcp_config", "yes"}}
+NO_SETTINGS = {"serve": {"model", "engine"}, "daemon": {"mcp_config", "yes"}}
 """Flags that say something else, by command."""
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 

@@ -107,7 +107,21 @@ def test_a_path_can_be_loaded_from_this_machine(fresh_tiny_http: httpx2.Client, 
     assert load(fresh_tiny_http, str(tiny_home / "models" / "tiny-two")).json()["success"] is True
 
 
-@pytest.mark.parametrize("body", [{}, {"model": ""}, {"model": 3}, {"model": "tiny", "quickly": True}])
+def test_the_engine_may_be_named_and_must_run_the_models_format(http: httpx2.Client, echo_home: Path) -> None:
+    assert http.post("/admin/models/load", json={"model": "echo", "engine": "auto"}).status_code == 200
+    for model, engine in (("echo", "mlx"), ("other", "llama.cpp")):
+        refused = http.post("/admin/models/load", json={"model": model, "engine": engine})
+        assert (refused.status_code, code(refused), refused.json()["error"]["param"]) == (
+            400,
+            "invalid-request",
+            "engine",
+        )
+    assert http.get("/readyz").json()["model"] == "echo"
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"model": ""}, {"model": 3}, {"model": "tiny", "quickly": True}, {"model": "tiny", "engine": "vllm"}]
+)
 def test_a_malformed_load_is_400(http: httpx2.Client, body: dict[str, Any]) -> None:
     response = http.post("/admin/models/load", json=body)
     assert (response.status_code, code(response)) == (400, "invalid-request")

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
-from lmx_lab.values.models import LoadReport
+from lmx_lab.values.models import LoadReport, LoadSpec
 from tests.engine.conftest import unload_when_idle_for
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 
@@ -73,9 +73,9 @@ def test_requests_for_two_models_that_come_together_need_two_loads(tiny_home: Pa
         loads: list[str] = []
         load = lab._server.loader.load
 
-        async def counted(name: str, **how: Any) -> LoadReport:
-            loads.append(name)
-            return await load(name, **how)
+        async def counted(spec: LoadSpec, **how: Any) -> LoadReport:
+            loads.append(spec.model)
+            return await load(spec, **how)
 
         lab._server.loader.load = counted  # type: ignore[method-assign]
         names = [TWO[at % 2] for at in range(12)]

@@ -24,7 +24,7 @@ from lmx_lab.client import AsyncLabClient
 from lmx_lab.notebook import attached
 from lmx_lab.notebook.attached import AttachedLab, attach
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadReport, ModelEntry
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
 from tests.client.raw import answering, streamed, whole
 from tests.flows.conftest import serving, wait_until
@@ -158,11 +158,11 @@ def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch
         step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
         load = lab._server.loader.load
 
-        async def slowly(model: str, *, local: bool) -> LoadReport:
+        async def slowly(spec: LoadSpec, *, local: bool) -> LoadReport:
             lab._server.feed.publish(step)
             while not steps:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            return await load(model, local=local)
+            return await load(spec, local=local)
 
         monkeypatch.setattr(lab._server.loader, "load", slowly)
         report = asyncio.run(far.aload("tiny")) if twin else far.load("tiny")

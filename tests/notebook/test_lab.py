@@ -20,7 +20,14 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 import lmx_lab
-from lmx_lab.errors import HostingError, InvalidRequestError, ModelNotFoundError, NotLoadedError, PortTakenError
+from lmx_lab.errors import (
+    HostingError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotLoadedError,
+    PortTakenError,
+    UnusableModelError,
+)
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import launching
 from lmx_lab.notebook.addresses import Addresses
@@ -128,6 +135,9 @@ async def test_another_loop_may_ask_too(lab: lmx_lab.Lab) -> None:
 async def test_a_failed_load_says_why_and_keeps_what_is_loaded(lab: lmx_lab.Lab) -> None:
     with pytest.raises(ModelNotFoundError):
         await lab.aload("no-such")
+    with pytest.raises(UnusableModelError, match="runs on echo and not on mlx"):
+        await lab.aload("echo", engine="mlx")
+    assert (await lab.aload("echo", engine="auto")).model == "echo"
     assert [record.id for record in await lab.amodels() if record.loaded] == ["echo"]
 
 

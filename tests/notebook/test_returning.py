@@ -17,7 +17,7 @@ from lmx_lab.errors import HostingError, ModelBusyError, NotLoadedError
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadReport, ModelEntry
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
 from tests.engine.conftest import unload_when_idle_for
 from tests.engine.encoders.models import write_tiny_bert
@@ -115,12 +115,12 @@ async def test_a_model_of_a_path_comes_back_though_another_load_is_before_it(
     await rested(lab, path)
     load, asked = lab.services.loader.load, []
 
-    async def busy_at_first(name: str, **how: Any) -> LoadReport:
-        asked.append(name)
+    async def busy_at_first(spec: LoadSpec, **how: Any) -> LoadReport:
+        asked.append(spec.model)
         if len(asked) == 1:
-            await load("tiny-bert", local=True)
+            await load(LoadSpec(model="tiny-bert"), local=True)
             raise ModelBusyError("tiny-bert is being loaded", retry_after_s=0.01)
-        return await load(name, **how)
+        return await load(spec, **how)
 
     monkeypatch.setattr(lab.services.loader, "load", busy_at_first)
     async with httpx2.AsyncClient(base_url=lab.url, timeout=WAIT_S) as client:

@@ -16,7 +16,7 @@ from lmx_lab.http.guard import local_policy
 from lmx_lab.server import create_server
 from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog
 
 pytestmark = pytest.mark.anyio
@@ -81,4 +81,4 @@ async def test_another_host_neither_downloads_nor_names_paths(tiny: ModelEntry, 
     loader = ModelLoader(engine=Engine(settings), catalog=Catalog(settings), feed=feed, downloads=True)
     for name in ("smollm2-135m", "org/name", str(tiny.path)):
         with pytest.raises(ModelNotFoundError):
-            await loader.load(name, local=False)
+            await loader.load(LoadSpec(model=name), local=False)
