@@ -1,6 +1,6 @@
 """Tokens in, tokens out, on MLX and llama.cpp: knows no HTTP and no sessions."""
 
-from lmx_lab.engine.engine import Engine
+from lmx_lab.engine.manager import Engine
 from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import (
     AnswerFormat,

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from lmx_lab.engine import machine_memory
-from lmx_lab.engine.engine import Engine
+from lmx_lab.engine.manager import Engine
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.requests import GenerationRequest, Sampling, TextPrompt
 from lmx_lab.engine.speeds import Speeds, conditions

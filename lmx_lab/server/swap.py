@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from lmx_lab.engine import EmbeddingRequest, Engine, GenerationRequest, RerankRequest
+from lmx_lab.engine.swap_order import Line, Ticket
 from lmx_lab.errors import (
     GenerationTimeoutError,
     InvalidRequestError,
@@ -19,7 +20,6 @@ from lmx_lab.errors import (
 )
 from lmx_lab.server.loading import ModelLoader
 from lmx_lab.server.naming import CHAT, Kinds, rests_by_path, unknown_model, wrong_kind
-from lmx_lab.server.swap_order import Line, Ticket
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog

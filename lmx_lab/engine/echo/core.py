@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from lmx_lab.engine.echo.intake import Intake
-from lmx_lab.engine.echo.jobs import Job, Jobs, Totals
 from lmx_lab.engine.echo.model import EchoModel
+from lmx_lab.engine.echo.prepare import Intake
+from lmx_lab.engine.echo.queue import Job, Jobs, Totals
 from lmx_lab.engine.echo.script import Script, read_script
 from lmx_lab.engine.echo.texts import DIMENSIONS, Text, Texts
 from lmx_lab.engine.interface import NOTHING_LOADED

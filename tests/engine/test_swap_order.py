@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.server.swap_order import SHARE_S, Line, Ticket
+from lmx_lab.engine.swap_order import SHARE_S, Line, Ticket
 
 SHARE = 4
 

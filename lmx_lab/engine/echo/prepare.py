@@ -10,8 +10,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.echo.jobs import Prepared
 from lmx_lab.engine.echo.model import EchoModel
+from lmx_lab.engine.echo.queue import Prepared
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
 from lmx_lab.engine.echo.vocabulary import BEGIN, END, LONGEST_PIECE, MESSAGE
 from lmx_lab.engine.grammar.compile import Grammars
