@@ -88,7 +88,7 @@ def models() -> None:
     if any(entry.format == "gguf" for entry in entries):
         from lmx_lab.engine.registry import ENGINES
 
-        if (unusable := ENGINES["gguf"].problem()) is not None:
+        if (unusable := ENGINES["llama.cpp"].problem()) is not None:
             note(unusable)
     missing = sorted(set(STARTERS) - {entry.id for entry in entries})
     if entries and missing:

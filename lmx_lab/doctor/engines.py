@@ -28,7 +28,7 @@ def examine_engines(settings: Settings, *, measure: bool = False) -> Iterator[Fi
     from lmx_lab.engine.registry import ENGINES
     from lmx_lab.engine.speeds import versions
 
-    if (missing := ENGINES["gguf"].problem()) is not None:
+    if (missing := ENGINES["llama.cpp"].problem()) is not None:
         yield Finding(topic="llama.cpp", verdict="note", found=missing)
         return
     failure = _import_failure()
@@ -76,12 +76,12 @@ def import_failure(code: int, said: str) -> str | None:
 def _speeds(settings: Settings, *, measure: bool) -> Finding:
     """Which engine decodes faster here: as it was measured before, or is now."""
     from lmx_lab.engine.measure import measure_speeds
-    from lmx_lab.engine.speeds import MODELS, keep_speeds, kept_speeds, since
+    from lmx_lab.engine.speeds import STARTERS, keep_speeds, kept_speeds, since
 
     speeds = None if measure else kept_speeds(settings)
     if speeds is None:
         here = {entry.id: entry for entry in Catalog(settings).scan()}
-        missing = [name for name in MODELS.values() if name not in here]
+        missing = [name for name in STARTERS.values() if name not in here]
         pull = "".join(f"lmx-lab pull {name} && " for name in missing)
         unknown = "which is faster here is not measured"
         if missing:
@@ -92,7 +92,7 @@ def _speeds(settings: Settings, *, measure: bool) -> Finding:
                 topic="engines", verdict="note", found=f"{unknown} yet", remedy=f"{MEASURE} (some ten seconds)"
             )
         try:
-            speeds = measure_speeds(settings, {format: here[name] for format, name in MODELS.items()})
+            speeds = measure_speeds(settings, {engine: here[name] for engine, name in STARTERS.items()})
         except LabError as exc:
             failed = f"which is faster here could not be measured: {exc}"
             return Finding(topic="engines", verdict="note", found=failed)

@@ -1,7 +1,8 @@
-"""The engine as the rest of the program sees it: one main model and pinned encoders, each on the engine for its format.
+"""The owner of the models in memory, for all threads and event loops.
 
-There is one main model of all engines: loading a model of another format unloads it first, and loads it again if that
-fails.
+``ModelManager`` has one control loop in a thread of its own, on which ``ModelControl`` decides what is loaded. A
+request whose model is loaded does not pass that loop: it reads the published ``Residents`` and goes straight to its
+engine.
 """
 
 from __future__ import annotations
@@ -10,86 +11,103 @@ import asyncio
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import Any, Self, TypeVar
 
-from lmx_lab.engine.exchanges import Exchanges
-from lmx_lab.engine.interface import NOTHING_LOADED, InferenceEngine
-from lmx_lab.engine.loads import Load
+from lmx_lab.engine.admission import LOAD_FIRST, Permit
+from lmx_lab.engine.interface import EngineHost, InferenceEngine
 from lmx_lab.engine.machine_memory import total_bytes
-from lmx_lab.engine.model_lookup import EMBEDDERS, RERANKERS, fitting, refusal
-from lmx_lab.engine.pending import Pending
+from lmx_lab.engine.model_control import IfBusy, ModelControl, Resident, Residents
+from lmx_lab.engine.model_finder import ModelFinder
+from lmx_lab.engine.model_lookup import (
+    CHAT,
+    EMBEDDING,
+    RERANK,
+    Kinds,
+    find_model,
+    loaded_id,
+    refusal,
+    with_models_on_disk,
+)
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import TokenStream
-from lmx_lab.errors import LabError, NotLoadedError
-from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Format, Kind, LoadReport, ModelEntry
-from lmx_lab.weights.files import check_files
-from lmx_lab.weights.threads import in_thread
-
-if TYPE_CHECKING:
-    from lmx_lab.engine.llama_cpp.engine import GgufEngine
-    from lmx_lab.engine.mlx.engine import MlxEngine
-
-SUMMED = (
-    "active_requests",
-    "queued_requests",
-    "encode_requests",
-    "output_tokens",
-    "prompt_tokens",
-    "cached_tokens",
-    "encoded_tokens",
-    "prefix_cache_bytes",
-    "memory_used_bytes",
-    "memory_peak_bytes",
+from lmx_lab.engine.stream import Pending, TokenStream
+from lmx_lab.errors import (
+    EngineDeadError,
+    GenerationTimeoutError,
+    HostingError,
+    InvalidRequestError,
+    LabError,
+    NotLoadedError,
 )
-"""Fields of a snapshot that count for all engines together."""
+from lmx_lab.portal import LoopThread, receive
+from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot, EngineState, merged
+from lmx_lab.values.models import EngineName, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.weights import Catalog
+
+T = TypeVar("T")
+Enter = Callable[[Resident, Sequence[Permit]], Awaitable[T]]
+TRIES = 3
+"""How often a request in swap mode loads its model, if other loads replace it before the request is submitted."""
+STOP_S = 5.0
+"""Time that ``stop`` waits for loads to end after the engines have stopped."""
 
 
-class Engine:
-    """``async with Engine(settings) as engine``; or ``start()`` and ``stop()`` from anywhere, both idempotent.
+class ModelManager:
+    """Loads and unloads models, and submits requests to them.
 
-    What its methods promise is written in ``InferenceEngine``.
+    ``async with ModelManager(settings) as manager``; or ``start()`` and ``stop()`` from any thread, both idempotent. It
+    also starts with its first load. All methods may be called from any thread and any event loop.
+
+    Args:
+        catalog: The models on this disk; by default those that the settings name.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, catalog: Catalog | None = None) -> None:
         self.settings = settings
-        self._engines: dict[Format, InferenceEngine] = {}
-        """Those that a model was loaded on, or checked for."""
+        self._observers: list[Callable[[LoadProgress], None]] = []
+        self._finder = ModelFinder(
+            catalog if catalog is not None else Catalog(settings), downloads=settings.downloads, report=self._report
+        )
+        self._engines: dict[EngineName, InferenceEngine] = {}
+        """Engines that a model was loaded on."""
         self._making = threading.Lock()
-        self._main: Format = "mlx"
-        """Of the main model, or of the one that was it last."""
-        self._swapping = False
-        """The main model of one engine goes, that of the other comes."""
-        self._exchanges: Exchanges | None = None
+        self._lifetime = threading.Lock()
+        self._thread: LoopThread | None = None
+        self._control: ModelControl | None = None
+        self._stopped = False
         self._machine_bytes = total_bytes()
         self._made_at = time.monotonic()
 
     # Lifetime
 
     def start(self) -> None:
-        """Start again what died; each engine starts with its first model."""
-        for engine in list(self._engines.values()):
-            engine.start()
+        """Start, or start again after ``stop``. Each engine starts with its first model."""
+        with self._lifetime:
+            self._stopped = False
 
     def stop(self) -> None:
-        """End every request, give all memory back. Blocks until the current step is over."""
-        with self._making:
-            exchanges, self._exchanges = self._exchanges, None
-        if exchanges is not None:
-            exchanges.give_up("the engine was stopped")
+        """End all loads and requests and release all memory. Blocks until the current step of each engine is over."""
+        with self._lifetime:
+            self._stopped = True
+            thread, control = self._thread, self._control
+            self._thread = self._control = None
+        error = EngineDeadError("the engine was stopped")
+        if thread is not None and control is not None:
+            thread.loop.call_soon_threadsafe(control.cancel_all, error)
         for engine in reversed(list(self._engines.values())):
             engine.stop()
-        if exchanges is not None:
-            exchanges.stop()
+        if thread is not None and control is not None:
+            with suppress(TimeoutError):
+                thread.submit(control.settled()).result(STOP_S)
+            thread.stop()
 
     async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self.start)
+        self.start()
         return self
 
     async def __aexit__(
@@ -97,259 +115,405 @@ class Engine:
     ) -> None:
         await asyncio.to_thread(self.stop)
 
-    @property
-    def alive(self) -> bool:
-        main = self._engines.get(self._main)
-        return main is None or not main.used or main.alive
+    async def cancel_loads(self) -> None:
+        """Cancel all loads, because the server stops. Their callers get an error at once."""
+        if self._control is not None:
+            await self._run(lambda control: _call(control.cancel_all))
+
+    async def quiesce(self, timeout_s: float) -> None:
+        """Let running requests end for at most ``timeout_s``; the rest, and queued requests, end with an error."""
+        if self._control is not None:
+            await self._run(lambda control: control.quiesce(timeout_s))
+
+    # State
 
     @property
-    def fingerprint(self) -> str:
-        """What computes the main model, and its version; empty before the first model."""
-        main = self._engines.get(self._main)
-        return main.fingerprint if main is not None else ""
-
-    @property
-    def uptime_s(self) -> float:
-        return time.monotonic() - self._made_at
-
-    # Models
-
-    def on(self, format: Format) -> InferenceEngine:
-        """The engine for models of this format, imported and made if it is not there yet."""
-        with self._making:
-            if format not in self._engines:
-                beside = functools.partial(self._used_bytes, but=format)
-                self._engines[format] = ENGINES[format].make(self.settings, beside)
-            return self._engines[format]
+    def residents(self) -> Residents:
+        """The models in memory."""
+        control = self._control
+        return control.residents if control is not None else Residents()
 
     @property
     def snapshot(self) -> EngineSnapshot:
-        """The state as of the last step. Never blocks."""
-        used = {format_: engine.snapshot for format_, engine in list(self._engines.items()) if engine.used}
-        main = used.pop(self._main, None) or EngineSnapshot(memory_total_bytes=self._machine_bytes)
-        now = _together(main, *used.values()) if used else main
-        return replace(now, state="loading") if self._swapping and now.entry is None else now
+        """The state of all engines as of their last step. Never blocks."""
+        now = self.residents
+        engine = now.engine or next(iter(self._engines.values()), None)
+        others = [other.snapshot for other in list(self._engines.values()) if other is not engine]
+        first = engine.snapshot if engine is not None else EngineSnapshot(memory_total_bytes=self._machine_bytes)
+        snapshot = merged([first, *others])
+        main = now.main
+        is_loaded = main is not None and snapshot.entry is main.entry
+        state: EngineState = "ready" if is_loaded else "dead" if first.state == "dead" else "empty"
+        if not is_loaded:
+            snapshot = replace(snapshot, entry=None, model_memory_bytes=0, context_length=None)
+            if now.change is not None and now.change.stage == "loading":
+                state = "loading"
+        if now.unloaded is not None and snapshot.entry is None and snapshot.unload_cause is None:
+            snapshot = replace(snapshot, unloaded_model=now.unloaded[0], unload_cause=now.unloaded[1])
+        change = now.change
+        if change is not None and main is not None:
+            change = replace(change, requests_left=main.admission.active)
+        return replace(snapshot, state=state, change=change)
 
-    def _used_bytes(self, *, but: Format) -> int:
-        """Memory that the other engines use."""
-        return sum(it.snapshot.memory_used_bytes for format_, it in list(self._engines.items()) if format_ != but)
+    @property
+    def alive(self) -> bool:
+        """Whether the engine of the main model is running; true before the first model."""
+        engine = self.residents.engine
+        return not self._stopped and (engine is None or engine.alive)
 
-    def check_fits(self, entry: ModelEntry) -> None:
-        """Refuse what cannot be loaded, before anything is unloaded for it.
+    @property
+    def fingerprint(self) -> str:
+        """Name and version of the library that computes the main model; empty before the first model."""
+        engine = self.residents.engine
+        return engine.fingerprint if engine is not None else ""
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since this object was created."""
+        return time.monotonic() - self._made_at
+
+    def add_observer(self, observer: Callable[[LoadProgress], None]) -> None:
+        """Call a function with each step of a load, and when a model leaves memory. It may be called on any thread."""
+        self._observers.append(observer)
+
+    def _report(self, progress: LoadProgress) -> None:
+        for observer in self._observers:
+            observer(progress)
+
+    def engine(self, name: EngineName) -> InferenceEngine:
+        """Return an engine, importing and creating it first if necessary. Blocks."""
+        with self._making:
+            if name not in self._engines:
+                host = EngineHost(
+                    used_by_others=functools.partial(self._used_bytes, but=name),
+                    lost_model=functools.partial(self._post_lost, name),
+                )
+                self._engines[name] = ENGINES[name].make(self.settings, host)
+            return self._engines[name]
+
+    def _used_bytes(self, *, but: EngineName) -> int:
+        """Return the memory that the other engines use."""
+        return sum(engine.snapshot.memory_used_bytes for name, engine in list(self._engines.items()) if name != but)
+
+    def _post_lost(self, name: EngineName) -> None:
+        if (control := self._control) is not None:
+            control.post_lost(self._engines[name])
+
+    # Models
+
+    async def load(
+        self,
+        spec: LoadSpec,
+        *,
+        local: bool = True,
+        finish_queued: bool = False,
+        if_busy: IfBusy = "refuse",
+    ) -> LoadReport:
+        """Load a model in place of the main one, or with ``spec.pin`` beside it.
+
+        Running requests of the main model may end first (``drain_s``); if the load fails, it is loaded again. A caller
+        that is cancelled does not cancel the load. A load of the same spec that is under way is joined.
+
+        Args:
+            local: Whether the caller is on this machine, and may name paths and models to download.
+            finish_queued: Answer the queued requests of the main model, too, within the same time.
+            if_busy: What to do while another load or unload is under way.
 
         Raises:
-            UnusableModelError: its engine cannot run such a model, or is not installed.
-            OutOfMemoryError: it is larger than what may be used.
+            ModelNotFoundError: the model is not on disk, and cannot be downloaded.
+            UnusableModelError, StorageFullError, OutOfMemoryError: the message says what is loaded now.
+            ModelBusyError: another load or unload is under way.
+            NotLoadedError: the load was cancelled.
         """
-        self.on(entry.format).check_fits(entry)
-
-    async def load(self, entry: ModelEntry, *, finish_queued: bool = False) -> LoadReport:
-        """Load ``entry`` in the place of what is loaded, after running requests have ended (``drain_s`` at most).
-
-        Requests in the queue end with an error; with ``finish_queued`` they are served first, within the same time.
-
-        Raises:
-            UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
-            NotLoadedError: it was given up, on llama.cpp: an unload, or the load of another model, came meanwhile.
-        """
-        if entry.format not in self._engines:
-            # Imports it; later, loads and unloads reach the engine in the order of the calls.
-            await asyncio.to_thread(self.on, entry.format)
-        if entry.format == "gguf":
-            # It reads the file's header.
-            await in_thread(lambda: self.check_fits(entry))
-        else:
-            self.check_fits(entry)
-        if entry.format == self._main and not self._swapping:
-            return await self.on(entry.format).load(entry, finish_queued=finish_queued)
-        exchanges = await asyncio.to_thread(self._exchanging)
-        self._give_up_loads(f"{entry.id} is loaded in its place", but=entry.path)
-        # The caller may leave; the exchange continues.
-        return await asyncio.shield(
-            exchanges.submit(entry, functools.partial(self._exchange, entry, finish_queued=finish_queued))
+        return await self._run(
+            lambda control: control.load(spec, None, local=local, finish_queued=finish_queued, if_busy=if_busy)
         )
 
-    def _exchanging(self) -> Exchanges:
-        with self._making:
-            if self._exchanges is None:
-                self._exchanges = Exchanges()
-            return self._exchanges
+    async def load_entry(
+        self,
+        entry: ModelEntry,
+        spec: LoadSpec | None = None,
+        *,
+        finish_queued: bool = False,
+        if_busy: IfBusy = "refuse",
+    ) -> LoadReport:
+        """Load a model whose files were found already. Otherwise the same as ``load``."""
+        spec = spec or LoadSpec(model=entry.id)
+        return await self._run(
+            lambda control: control.load(spec, entry, local=True, finish_queued=finish_queued, if_busy=if_busy)
+        )
 
-    async def _exchange(self, entry: ModelEntry, asked: Load, *, finish_queued: bool) -> LoadReport:
-        if entry.format == self._main:
-            # Another exchange has been faster.
-            return await self._load_of(asked, finish_queued=finish_queued)
-        if entry.format == "mlx":
-            # Before the other engine's model is unloaded for it.
-            await in_thread(lambda: check_files(entry.path))
-        before, format_before = self._engines.get(self._main), self._main
-        previous = before.snapshot.entry if before is not None else None
-        self._swapping = True
-        try:
-            if before is not None:
-                await before.unload(why=f"{entry.id} is loaded in the model's place", finish_queued=finish_queued)
-            asked.check()
-            self._main = entry.format
-            return await self._load_of(asked)
-        except NotLoadedError:
-            # Cancelled by an unload or another load: the previous model is not wanted either.
-            raise
-        except LabError as exc:
-            asked.check()
-            self._main = format_before
-            failed = exc.message.removesuffix(NOTHING_LOADED)
-            raise type(exc)(failed + await _restored(before, previous), param=exc.param) from None
-        finally:
-            self._swapping = False
-
-    async def _load_of(self, asked: Load, *, finish_queued: bool = False) -> LoadReport:
-        engine = self.on(asked.entry.format)
-        if asked.entry.format == "gguf":
-            return await self._gguf.load(asked.entry, finish_queued=finish_queued, part_of=asked)
-        return await engine.load(asked.entry, finish_queued=finish_queued)
-
-    def _give_up_loads(self, why: str, *, but: Path | None = None) -> None:
-        """Tell the loads that can be ended to end."""
-        if "gguf" in self._engines:
-            self._gguf.give_up_loads(why, but=but)
-
-    @property
-    def _mlx(self) -> MlxEngine:
-        return cast("MlxEngine", self.on("mlx"))
-
-    @property
-    def _gguf(self) -> GgufEngine:
-        return cast("GgufEngine", self.on("gguf"))
-
-    async def pin(self, entry: ModelEntry) -> LoadReport:
-        """Keep an embedding model or a reranker in memory beside the loaded model, until the engine stops.
+    async def cancel_load(self, model: str) -> None:
+        """Cancel the loads of a model that have not reached an engine; their callers get an error. A download
+        continues.
 
         Raises:
-            UnusableModelError, OutOfMemoryError: nothing has changed.
+            ModelBusyError: the engine loads the model already.
+            InvalidRequestError: the model is not being loaded.
         """
-        engine = await asyncio.to_thread(self.on, entry.format)
-        report = await engine.pin(entry)
-        for other in list(self._engines.values()):
-            if other is not engine:
-                await other.unpin(entry.kind)
-        return report
+        await self._run(lambda control: control.cancel(model))
 
-    async def unload(self) -> int:
-        """Unload the model after running requests have ended; returns the bytes freed, 0 when there was none.
+    async def unload(self, *, if_busy: IfBusy = "refuse") -> int:
+        """Unload the main model after its running requests have ended; return the bytes that this released.
 
-        A load on llama.cpp that has not ended is given up, a load on MLX is waited for.
+        A load that is under way is cancelled if its engine can do that, even if it hangs. Pinned models stay.
+
+        Raises:
+            ModelBusyError: another load or unload is under way.
         """
-        if self._exchanges is not None:
-            self._exchanges.give_up("the model is unloaded")
-        self._give_up_loads("the model is unloaded")
-        main = self._engines.get(self._main)
-        return await main.unload() if main is not None else 0
+        return await self._run(lambda control: control.unload(if_busy=if_busy))
 
-    def gives_up(self, entry: ModelEntry) -> bool:
-        """Whether ``unload`` ends a load of this model that is under way: a process can be ended, MLX's thread not."""
-        return entry.format == "gguf"
-
-    async def quiesce(self, timeout_s: float) -> None:
-        """Let running requests end, for at most ``timeout_s``; the rest, and those that wait, end with an error."""
-        await asyncio.gather(*(engine.quiesce(timeout_s) for engine in list(self._engines.values())))
+    async def end_drain(self) -> None:
+        """End the requests that a load or unload waits for, instead of waiting until they have ended."""
+        await self._run(lambda control: _call(control.end_drain))
 
     # Requests
 
     async def submit(self, request: GenerationRequest) -> TokenStream:
-        """Accept a request. What is wrong with it is raised here, before its first token.
-
-        Raises:
-            NotLoadedError: no model, or not the one that ``request.model`` names.
-            OutOfMemoryError: the model had to be unloaded for lack of memory.
-            ContextLengthError: the prompt leaves no room in the model's context.
-            InvalidRequestError: the prompt cannot be made into tokens, a token id is not in the vocabulary, or the
-                model's engine does not do this (its ``capabilities``).
-            QueueFullError: too many requests wait.
-            EngineDeadError: the engine is gone.
-        """
-        (stream,) = await self.submit_all(request, choices=1)
+        """Accept a generation request. See ``submit_all``."""
+        (stream,) = await self.submit_all(request)
         return stream
 
-    async def submit_all(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
-        """Accept a request for several answers, all or none; seeds differ by choice.
+    async def submit_all(
+        self, request: GenerationRequest, choices: int = 1, *, local: bool = True, patient: bool = False
+    ) -> list[TokenStream]:
+        """Accept a generation request for several answers, all or none; seeds differ by answer.
 
-        Raises: as ``submit``.
-        """
-        return await self._engine_for(request.model, ("chat",)).submit_all(request, choices)
+        In swap mode the model that the request names is loaded first if it is on disk.
 
-    async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """The vector of each input. Cancelling the wait gives the work up.
-
-        Raises: as ``submit_embedding``, and
-            GenerationTimeoutError, EngineError: it began, and did not end well.
-        """
-        return await (await self.submit_embedding(request)).result()
-
-    async def submit_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
-        """Accept inputs to be embedded; what is wrong with them is raised here.
+        Args:
+            local: Whether the caller is on this machine, and may name the loaded model by its path.
+            patient: Wait if the queue is full.
 
         Raises:
-            NotLoadedError: no embedding model is in memory, or not the one that ``request.model`` names.
-            InvalidRequestError: that is no embedding model; a text that is none; more dimensions than a vector has.
-            ContextLengthError: an input is longer than the model takes.
-            QueueFullError: too many requests are under way.
+            NotLoadedError, ModelNotFoundError: the model that the request names is not loaded, or does not exist.
+            OutOfMemoryError: the model was unloaded because memory ran out.
+            ContextLengthError: the prompt leaves no room in the model's context.
+            InvalidRequestError: the prompt cannot be made into tokens, a token id is not in the vocabulary, or the
+                engine of the model cannot do what is requested.
+            QueueFullError: too many requests wait.
+            GenerationTimeoutError: the model was not loaded within the time limit of the request.
+            EngineDeadError: the engine has died.
         """
-        return await self._engine_for(request.model, EMBEDDERS).submit_embedding(request)
+        limit = self.settings.slots + self.settings.queue_limit
+        if choices > limit:
+            raise InvalidRequestError(f"n is {choices}; this server takes {limit} (slots and queue_limit)", param="n")
 
-    async def rerank(self, request: RerankRequest) -> Ranking:
-        """How relevant each document is to the query, by a reranker or, without one, by an embedding model.
+        async def enter(resident: Resident, permits: Sequence[Permit]) -> list[TokenStream]:
+            return await resident.engine.submit_all(resident.entry, request, permits)
 
-        Raises: as ``embed``.
+        return await self._submit(request, CHAT, enter, count=choices, local=local, patient=patient)
+
+    async def embed(self, request: EmbeddingRequest, *, local: bool = True) -> Embeddings:
+        """Return the vector of each input. Cancelling the wait cancels the work. Raises the same as
+        ``submit_embedding``, and GenerationTimeoutError or EngineError if the vectors could not be computed.
         """
-        return await (await self.submit_rerank(request)).result()
+        return await (await self.submit_embedding(request, local=local)).result()
 
-    async def submit_rerank(self, request: RerankRequest) -> Pending[Ranking]:
-        """Accept documents to be ranked; raises as ``submit_embedding``."""
-        return await self._engine_for(request.model, RERANKERS).submit_rerank(request)
+    async def submit_embedding(self, request: EmbeddingRequest, *, local: bool = True) -> Pending[Embeddings]:
+        """Accept inputs to be embedded by a pinned or the main model.
+
+        Raises:
+            NotLoadedError, ModelNotFoundError: no embedding model is in memory, or not the one that the request names.
+            InvalidRequestError: the named model does not embed; an input that is no text; too many dimensions.
+            ContextLengthError: an input is longer than the model's context.
+            QueueFullError: too many requests wait.
+        """
+        _check_texts(request.inputs)
+
+        async def enter(resident: Resident, permits: Sequence[Permit]) -> Pending[Embeddings]:
+            return await resident.engine.submit_embedding(resident.entry, request, permits[0])
+
+        return await self._submit(request, EMBEDDING, enter, local=local)
+
+    async def rerank(self, request: RerankRequest, *, local: bool = True) -> Ranking:
+        """Return the relevance of each document to the query. Raises the same as ``embed``."""
+        return await (await self.submit_rerank(request, local=local)).result()
+
+    async def submit_rerank(self, request: RerankRequest, *, local: bool = True) -> Pending[Ranking]:
+        """Accept documents to be ranked by a reranker or, without one, by an embedding model. Raises the same as
+        ``submit_embedding``.
+        """
+        _check_texts(request.documents)
+
+        async def enter(resident: Resident, permits: Sequence[Permit]) -> Pending[Ranking]:
+            return await resident.engine.submit_rerank(resident.entry, request, permits[0])
+
+        return await self._submit(request, RERANK, enter, local=local)
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids as the loaded model's tokenizer shows it.
+        """Return the text of token ids as the main model's tokenizer shows it.
 
         Raises:
             NotLoadedError: no model is loaded.
         """
-        return await self._engine_for(None, ("chat",)).decode(tokens)
+        main = self.residents.main
+        if main is None:
+            raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
+        return await main.engine.decode(tokens)
 
-    def _engine_for(self, name: str | None, kinds: tuple[Kind, ...]) -> InferenceEngine:
-        """The engine that has the model which a request means.
+    def model_for(self, name: str | None, kinds: Kinds, *, local: bool = True) -> Resident | None:
+        """Return the model in memory that answers a request; None if there is none.
 
-        Raises: as ``submit``, if none has.
+        Args:
+            name: The model that the request names; None takes any.
+            kinds: Kinds of models that can answer, the preferred ones first.
         """
-        now = self.snapshot
-        if (entry := fitting(now, name, kinds)) is not None:
-            return self._engines[entry.format]
-        main = self._engines.get(self._main)
-        if main is not None and (now.state == "dead" or len(self._engines) == 1):
-            # It can say more about why there is no model.
-            return main
-        raise refusal(now, name, kinds)
+        return _resident_for(self.residents, name, kinds, local=local)
+
+    async def _submit(
+        self,
+        request: GenerationRequest | EmbeddingRequest | RerankRequest,
+        kinds: Kinds,
+        enter: Enter[T],
+        *,
+        count: int = 1,
+        local: bool,
+        patient: bool = False,
+    ) -> T:
+        """Find the model of a request, accept the request, and submit it to the engine of the model."""
+        now, swap = self.residents, self.settings.swap
+        resident = _resident_for(now, request.model, kinds, local=local)
+        if resident is not None and (now.stable or not swap or resident in now.pinned):
+            try:
+                return await _enter(resident, enter, count, patient=patient)
+            except NotLoadedError as exc:
+                # In swap mode a load may have begun since.
+                if not swap or resident in now.pinned:
+                    raise await self._explained(exc, request.model, kinds, local=local) from exc
+        elif not swap:
+            error = self._refusal(request.model, kinds, local=local)
+            raise await self._explained(error, request.model, kinds, local=local)
+        return await self._submit_in_turn(request, kinds, enter, count=count, local=local, patient=patient)
+
+    async def _submit_in_turn(
+        self,
+        request: GenerationRequest | EmbeddingRequest | RerankRequest,
+        kinds: Kinds,
+        enter: Enter[T],
+        *,
+        count: int,
+        local: bool,
+        patient: bool,
+    ) -> T:
+        """Submit a request in swap mode: wait for its turn, and load its model."""
+        limit_s = request.timeout_s or self.settings.request_timeout_s
+        name = loaded_id(request.model, [it.entry for it in self.residents], local=local)
+        try:
+            async with asyncio.timeout(limit_s):
+                turn = await self._run(lambda control: control.take_turn(name, kinds, limited=not patient))
+                try:
+                    return await self._enter_turn(turn.model, name, kinds, enter, count=count, patient=patient)
+                finally:
+                    turn.close()
+        except TimeoutError:
+            message = f"the model was not loaded within {limit_s:g} s, the request's limit"
+            raise GenerationTimeoutError(message, param="model") from None
+        except NotLoadedError as exc:
+            if name is not None:
+                raise
+            raise await self._explained(exc, name, kinds, local=local) from exc
+
+    async def _enter_turn(
+        self, model: str | None, name: str | None, kinds: Kinds, enter: Enter[T], *, count: int, patient: bool
+    ) -> T:
+        for attempt in range(TRIES):
+            resident = _resident_for(self.residents, model, kinds, local=False)
+            error = self._refusal(model, kinds, local=False) if resident is None else None
+            if resident is not None:
+                try:
+                    return await _enter(resident, enter, count, patient=patient)
+                except NotLoadedError as exc:
+                    error = exc
+            assert error is not None
+            if attempt == TRIES - 1 or not isinstance(error, NotLoadedError):
+                raise error
+            # An administrator has unloaded or replaced the model.
+            model = await self._run(lambda control: control.bring(name, kinds))
+        raise AssertionError("unreachable")
+
+    def _refusal(self, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
+        """Return the error of a request that no model in memory can answer."""
+        now = self.residents
+        failure = now.engine.failure if now.engine is not None else None
+        snapshot = self.snapshot
+        if failure is not None and snapshot.entry is None and snapshot.state != "loading":
+            return type(failure)(failure.message)
+        return refusal(snapshot, loaded_id(name, [it.entry for it in now], local=local), kinds)
+
+    async def _explained(self, error: LabError, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
+        """Return the error with what the models on disk add to it."""
+        if not isinstance(error, NotLoadedError) or (name is None and kinds == CHAT):
+            return error
+        name = loaded_id(name, [it.entry for it in self.residents], local=local)
+        return with_models_on_disk(error, name, await self._finder.on_disk(), self.snapshot, kinds)
+
+    # The way to the control loop
+
+    async def _run(self, work: Callable[[ModelControl], Coroutine[Any, Any, T]]) -> T:
+        """Run work on the control loop. Cancelling the caller cancels the work, which does not cancel loads.
+
+        Raises:
+            EngineDeadError: this object was stopped.
+        """
+        try:
+            thread, control = self._running()
+            return await receive(thread.submit(work(control)))
+        except HostingError as exc:
+            raise EngineDeadError("the engine was stopped") from exc
+
+    def _running(self) -> tuple[LoopThread, ModelControl]:
+        """Return the thread of the control loop, which is started first if necessary."""
+        with self._lifetime:
+            if self._stopped:
+                raise EngineDeadError("the engine was stopped")
+            if self._thread is None or self._control is None:
+                thread = LoopThread("lmx-lab-models")
+                thread.start()
+                self._control = thread.submit(self._make_control()).result()
+                self._thread = thread
+            return self._thread, self._control
+
+    async def _make_control(self) -> ModelControl:
+        return ModelControl(
+            self.settings,
+            self._finder,
+            engine_of=self.engine,
+            report=self._report,
+            snapshot=lambda: self.snapshot,
+        )
 
 
-async def _restored(engine: InferenceEngine | None, previous: ModelEntry | None) -> str:
-    """Load again what was there before; says how that went."""
-    if engine is None or previous is None:
-        return NOTHING_LOADED
+def _resident_for(now: Residents, name: str | None, kinds: Kinds, *, local: bool) -> Resident | None:
+    residents = list(now)
+    entries = [resident.entry for resident in residents]
+    entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
+    return next((resident for resident in residents if resident.entry is entry), None)
+
+
+async def _enter(resident: Resident, enter: Enter[T], count: int, *, patient: bool) -> T:
+    """Accept a request and submit it; if that fails, its permits are released.
+
+    Raises:
+        QueueFullError: too many requests wait.
+        NotLoadedError: the model is being unloaded.
+    """
+    admission = resident.admission
+    if patient:
+        await admission.until_room(count)
+    permits = admission.admit(count, retry_after_s=resident.engine.snapshot.slot_free_s)
     try:
-        await engine.load(previous)
-    except LabError as exc:
-        return f"; the previous model {previous.id} could not be loaded again either: {exc.message}"
-    return f"; the previous model {previous.id} is loaded again"
+        return await enter(resident, permits)
+    except BaseException:
+        for permit in permits:
+            permit.release()
+        raise
 
 
-def _together(*every: EngineSnapshot) -> EngineSnapshot:
-    """The state of several engines as that of one, whose main model is the first's."""
-    working = [it.progress_at for it in every if it.active_requests + it.queued_requests]
-    sums = {name: sum(getattr(it, name) for it in every) for name in SUMMED}
-    return replace(
-        every[0],
-        pinned=tuple(pinned for it in every for pinned in it.pinned),
-        memory_total_bytes=max(it.memory_total_bytes for it in every),
-        blas=next((it.blas for it in every if it.blas is not None), None),
-        progress_at=min(working, default=max(it.progress_at for it in every)),
-        **sums,
-    )
+def _check_texts(texts: Sequence[object]) -> None:
+    if not texts:
+        raise InvalidRequestError("there are no texts; send at least one")
+
+
+async def _call(function: Callable[[], object]) -> None:
+    function()

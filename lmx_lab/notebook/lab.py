@@ -139,11 +139,11 @@ class Lab(Serving, Measuring):
             LabError: why not, and what is loaded now.
         """
         spec = LoadSpec(model=model_name(model), engine=engine)
-        return self._watch(spec.model, self._begin(lambda: self._server.loader.load(spec, local=True)))
+        return self._watch(spec.model, self._begin(lambda: self.engine.load(spec)))
 
     async def aload(self, model: str | os.PathLike[str], *, engine: EngineChoice = "auto") -> LoadReport:
         spec = LoadSpec(model=model_name(model), engine=engine)
-        return await self._awatch(spec.model, self._begin(lambda: self._server.loader.load(spec, local=True)))
+        return await self._awatch(spec.model, self._begin(lambda: self.engine.load(spec)))
 
     def pin_encoders(self) -> None:
         """Load the models that the settings ``embedder`` and ``reranker`` name, fetched first where needed.
@@ -154,15 +154,11 @@ class Lab(Serving, Measuring):
             LabError: one of them could not be loaded; the server runs nevertheless.
         """
         for name, kind in self._unpinned():
-            self._watch(
-                name, self._begin(partial(self._server.loader.load, LoadSpec(model=name, pin=kind), local=True))
-            )
+            self._watch(name, self._begin(partial(self.engine.load, LoadSpec(model=name, pin=kind))))
 
     async def apin_encoders(self) -> None:
         for name, kind in self._unpinned():
-            await self._awatch(
-                name, self._begin(partial(self._server.loader.load, LoadSpec(model=name, pin=kind), local=True))
-            )
+            await self._awatch(name, self._begin(partial(self.engine.load, LoadSpec(model=name, pin=kind))))
 
     def _unpinned(self) -> list[tuple[str, Kind]]:
         there = {pinned.entry.kind for pinned in self.engine.snapshot.pinned}
@@ -195,10 +191,10 @@ class Lab(Serving, Measuring):
 
     def unload(self) -> float:
         """Unload the model; returns the GB (10^9 bytes) that this freed."""
-        return self._block(self._server.loader.unload()) / 1e9
+        return self._block(self.engine.unload()) / 1e9
 
     async def aunload(self) -> float:
-        return await self._hand_over(self._server.loader.unload()) / 1e9
+        return await self._hand_over(self.engine.unload()) / 1e9
 
     def models(self) -> ModelList:
         """What is on disk, and which of it is loaded."""
@@ -221,7 +217,7 @@ class Lab(Serving, Measuring):
         return ReplyStream(generation, finish=self._reply, block=self._block, hand_over=self._hand_over)
 
     async def _generation(self, request: ChatRequest) -> Generation:
-        _, (generation,) = await self._server.chat.start(request, local=True)
+        _, (generation,) = await self._server.inference.start(request, local=True)
         return generation
 
     def _reply(self, text: str, report: GenerationReport) -> Reply:
@@ -236,11 +232,11 @@ class Lab(Serving, Measuring):
         )
 
     async def _embed(self, body: EmbeddingsBody) -> Vectors:
-        vectors = (await self._server.encoding.embed(embedding_request(body), local=True)).vectors
+        vectors = (await self._server.inference.embed(embedding_request(body), local=True)).vectors
         return vectors[0] if body.is_single else vectors
 
     async def _rerank(self, body: RerankBody) -> RerankResult:
-        ranking = await self._server.encoding.rerank(rerank_request(body), local=True)
+        ranking = await self._server.inference.rerank(rerank_request(body), local=True)
         return self._displayed(RerankResult.by_engine(body.query, body.texts, ranking, top_n=body.top_n))
 
     def _as_target(self) -> ChatTarget:

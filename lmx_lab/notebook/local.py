@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.errors import HostingError
 from lmx_lab.notebook.arguments import chat_request, rerank_body
-from lmx_lab.notebook.returning import bring_back
 from lmx_lab.panels.source import ChatPiece, ChatStats, Ranked, ServerState
 from lmx_lab.server import InferenceServer
-from lmx_lab.server.admin import alisting, sample
+from lmx_lab.server.admin import alisting
+from lmx_lab.server.events import sample
 from lmx_lab.server.generation import Generation
-from lmx_lab.server.naming import CHAT, RERANK
 from lmx_lab.server.rerank import rerank_request
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta
@@ -83,14 +82,14 @@ class InProcess:
         return await alisting(self._lab.catalog, self._lab.engine)
 
     async def load(self, model: str) -> LoadAnswer:
-        report = await self._server.loader.load(LoadSpec(model=model), local=True)
+        report = await self._server.manager.load(LoadSpec(model=model))
         return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
 
     async def cancel_load(self, model: str) -> None:
-        self._server.loader.cancel(model)
+        await self._server.manager.cancel_load(model)
 
     async def unload(self) -> float:
-        return await self._server.loader.unload() / 1e9
+        return await self._server.manager.unload() / 1e9
 
     async def progress(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
         with self._server.feed.subscribe() as events:
@@ -100,8 +99,7 @@ class InProcess:
     async def chat(self, request: Mapping[str, Any]) -> AsyncGenerator[ChatPiece, None]:
         parameters = {name: value for name, value in request.items() if name != "messages"}
         asked = chat_request(request["messages"], parameters)
-        await bring_back(self._lab, CHAT)
-        _, (generation,) = await self._server.chat_as_is.start(asked, local=True)
+        _, (generation,) = await self._server.inference.start(asked, local=True)
         async with generation, aclosing(_pieces(generation)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -120,8 +118,7 @@ class InProcess:
     async def rerank(self, query: str, documents: Sequence[str], *, top_n: int | None = None) -> Ranked:
         body = rerank_body(query, documents, model=None, top_n=top_n, truncate=True)
         started = time.perf_counter()
-        await bring_back(self._lab, RERANK)
-        ranking = await self._server.encoding_as_is.rerank(rerank_request(body), local=True)
+        ranking = await self._server.inference.rerank(rerank_request(body), local=True)
         return Ranked(
             order=tuple((index, float(ranking.scores[index])) for index in ranking.order(top_n)),
             model=ranking.report.model,

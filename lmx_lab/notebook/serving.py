@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.errors import EngineError, HostingError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, Host, bind, serve
@@ -47,14 +47,14 @@ class Serving:
         self.mode = choose_loop(loop, settings)
         self.explicit_port = explicit_port
         self.catalog = Catalog(settings)
-        self.engine = Engine(settings)
+        self.engine = ModelManager(settings, self.catalog)
         self._addresses = Addresses(settings=settings, port=settings.port)
         # Already now, whatever host and port will be: a setting that could never match shall start nothing.
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
         self.lag = LoopLag()
         """How late the server's loop is."""
         self._server: InferenceServer = create_server(
-            engine=self.engine, catalog=self.catalog, settings=settings, policy=self._current_policy
+            manager=self.engine, catalog=self.catalog, settings=settings, policy=self._current_policy
         )
         self._thread: LoopThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,7 +144,7 @@ class Serving:
         self._server.feed.close()
         # And the loads and the generations, so that each request gets its answer before its connection goes.
         began = time.monotonic()
-        await asyncio.gather(self._server.loader.close(), self._quiesce())
+        await asyncio.gather(self.engine.cancel_loads(), self._quiesce())
         assert self._host is not None
         await self._host.stop(max(LAST_WORDS_S, GRACE_S - (time.monotonic() - began)))
 

@@ -17,7 +17,7 @@ from lmx_lab.bench.chunks import Chunk
 from lmx_lab.bench.load_generator import drive
 from lmx_lab.bench.sample import Sample
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -156,10 +156,10 @@ async def test_closing_an_answer_cancels_it(target: Target, lab: Lab) -> None:
 
 
 async def test_without_a_model_a_target_raises(tiny_home: Path) -> None:
-    async with Engine(Settings(home=tiny_home)) as engine:
+    async with ModelManager(Settings(home=tiny_home)) as manager:
         with pytest.raises(NotLoadedError):
-            await EngineTarget(engine).describe()
-        samples = await collected(drive(EngineTarget(engine), Case(prompt_tokens=8, output_tokens=4, requests=1)))
+            await EngineTarget(manager).describe()
+        samples = await collected(drive(EngineTarget(manager), Case(prompt_tokens=8, output_tokens=4, requests=1)))
     assert {(sample.error or "").partition(":")[0] for sample in samples} == {"no-model-loaded"}
     with serving(tiny_home, None) as empty, pytest.raises(NotLoadedError):
         await ChatTarget(empty.url).describe()
@@ -216,10 +216,10 @@ async def test_an_unreachable_server_is_an_error_even_with_a_model_name() -> Non
 
 
 async def test_facts_that_a_server_does_not_report_can_be_given() -> None:
-    known = TargetFacts(engine="other 1.0", device="gpu")
+    known = TargetFacts(manager="other 1.0", device="gpu")
     with Scripted(WORDS) as server:
         target = ChatTarget(server.url, name="other", known=known, extra={"ignore_eos": True})
-        assert await target.describe() == TargetFacts(engine="other 1.0", model="scripted", device="gpu")
+        assert await target.describe() == TargetFacts(manager="other 1.0", model="scripted", device="gpu")
         await asked(target)
     assert server.bodies[0]["ignore_eos"] is True
 

@@ -13,14 +13,19 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lmx_lab.engine import Engine, GenerationRequest, Sampling, TokenPrompt, TokenStream
+from lmx_lab.engine import GenerationRequest, ModelManager, Sampling, TokenPrompt, TokenStream
+from lmx_lab.engine.interface import InferenceEngine
 from lmx_lab.engine.mlx.encoding import Encoding
-from lmx_lab.engine.mlx.state import EngineCore
+from lmx_lab.engine.mlx.engine import MlxEngine
+from lmx_lab.engine.mlx.state import MlxCore
+from lmx_lab.engine.mlx.thread import EngineThread
+from lmx_lab.engine.model_control import ModelControl
+from lmx_lab.engine.registry import engine_for
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
 
 T = TypeVar("T")
 GREEDY = Sampling(temperature=0)
@@ -38,23 +43,23 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
+        self._engine: ModelManager | None = None
         self._made_of: tuple[object, ...] = ()
 
     @contextlib.contextmanager
-    def lend(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[Engine]:
+    def lend(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[ModelManager]:
         """An engine with these models, which nothing is kept in; the test must leave it with them, and idle soon."""
         made_of = (settings, main, *pinned)
         if self._engine is None or self._made_of != made_of:
             self.end()
-            self._engine, self._made_of = Engine(settings), made_of
+            self._engine, self._made_of = ModelManager(settings), made_of
             self._engine.start()
             asyncio.run(load_all(self._engine, main, *pinned))
-        engine = self._engine
-        asyncio.run(rest(engine))
-        models = asyncio.run(loaded_models(engine))
-        yield engine
-        if not (engine.alive and asyncio.run(are_loaded(engine, models))):
+        manager = self._engine
+        asyncio.run(rest(manager))
+        models = asyncio.run(loaded_models(manager))
+        yield manager
+        if not (manager.alive and asyncio.run(are_loaded(manager, models))):
             self.end()
             pytest.fail("this test changes the engine that others use; let it have one of its own")
 
@@ -64,29 +69,49 @@ class Shared:
         self._engine = None
 
 
-async def load_all(engine: Engine, main: ModelEntry, *pinned: ModelEntry) -> None:
+def engine_of(manager: ModelManager, format: Format) -> InferenceEngine:
+    """The engine that runs models of this format."""
+    return manager.engine(engine_for(format).name)
+
+
+def mlx_engine(manager: ModelManager) -> MlxEngine:
+    engine = manager.engine("mlx")
+    assert isinstance(engine, MlxEngine)
+    return engine
+
+
+def mlx_thread(manager: ModelManager) -> EngineThread:
+    return mlx_engine(manager)._thread
+
+
+async def pin(manager: ModelManager, entry: ModelEntry) -> LoadReport:
+    """Keep a model beside the main one."""
+    return await manager.load_entry(entry, LoadSpec(model=entry.id, pin=entry.kind))
+
+
+async def load_all(manager: ModelManager, main: ModelEntry, *pinned: ModelEntry) -> None:
     for entry in pinned:
-        await engine.pin(entry)
-    await engine.load(main)
+        await pin(manager, entry)
+    await manager.load_entry(main)
 
 
-async def rest(engine: Engine) -> None:
+async def rest(manager: ModelManager) -> None:
     """Wait until nothing runs, and drop what is kept of prompts."""
     async with asyncio.timeout(60):
-        await until_idle(engine)
-    await engine._mlx._thread.call(lambda core: core.generating.shrink_prefixes(2**60))
+        await until_idle(manager)
+    await mlx_thread(manager).call(lambda core: core.generating.shrink_prefixes(2**60))
 
 
-async def loaded_models(engine: Engine) -> list[weakref.ref[Any]]:
-    return await engine._mlx._thread.call(lambda core: list(map(weakref.ref, (core.main, *core._pinned.values()))))
+async def loaded_models(manager: ModelManager) -> list[weakref.ref[Any]]:
+    return await mlx_thread(manager).call(lambda core: [weakref.ref(model) for _, model in core._in_memory()])
 
 
-async def are_loaded(engine: Engine, models: list[weakref.ref[Any]]) -> bool:
-    def same(core: EngineCore) -> bool:
-        now = (core.main, *core._pinned.values())
+async def are_loaded(manager: ModelManager, models: list[weakref.ref[Any]]) -> bool:
+    def same(core: MlxCore) -> bool:
+        now = [model for _, model in core._in_memory()]
         return len(now) == len(models) and all(model() is other for model, other in zip(models, now, strict=True))
 
-    return await engine._mlx._thread.call(same)
+    return await mlx_thread(manager).call(same)
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +128,18 @@ def alone(shared: Shared) -> None:
 
 
 @pytest.fixture
-def engine(shared: Shared, tiny: ModelEntry) -> Iterator[Engine]:
+def manager(shared: Shared, tiny: ModelEntry) -> Iterator[ModelManager]:
     """For tests that leave the model as it is."""
-    with shared.lend(TWO_SLOTS, tiny) as engine:
-        yield engine
+    with shared.lend(TWO_SLOTS, tiny) as manager:
+        yield manager
 
 
 @pytest.fixture
-async def own_engine(alone: None, tiny: ModelEntry) -> AsyncIterator[Engine]:
+async def own_manager(alone: None, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
     """For a test that unloads its model, breaks it or ends its thread."""
-    async with Engine(TWO_SLOTS) as engine:
-        await engine.load(tiny)
-        yield engine
+    async with ModelManager(TWO_SLOTS) as manager:
+        await manager.load_entry(tiny)
+        yield manager
 
 
 def request(**changes: Any) -> GenerationRequest:
@@ -126,8 +151,8 @@ def numbers(count: int, *, start: int = 1000) -> TokenPrompt:
     return TokenPrompt(tokens=tuple(range(start, start + count)))
 
 
-async def run(engine: Engine, **changes: Any) -> tuple[str, GenerationReport]:
-    stream = await engine.submit(request(**changes))
+async def run(manager: ModelManager, **changes: Any) -> tuple[str, GenerationReport]:
+    stream = await manager.submit(request(**changes))
     return await finish(stream)
 
 
@@ -142,27 +167,27 @@ async def finish_with_logprobs(stream: TokenStream) -> tuple[str, list[TokenLogp
     return "".join(delta.text for delta in deltas), [entry for delta in deltas for entry in delta.logprobs]
 
 
-async def until_idle(engine: Engine) -> None:
+async def until_idle(manager: ModelManager) -> None:
     # Polled: the snapshot has no event, on purpose.
-    while engine.snapshot.active_requests + engine.snapshot.queued_requests:  # noqa: ASYNC110
+    while manager.snapshot.active_requests + manager.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
-async def until_busy(engine: Engine, *, requests: int = 1) -> None:
-    while engine.snapshot.active_requests + engine.snapshot.queued_requests < requests:  # noqa: ASYNC110
+async def until_busy(manager: ModelManager, *, requests: int = 1) -> None:
+    while manager.snapshot.active_requests + manager.snapshot.queued_requests < requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager
-async def held(engine: Engine) -> AsyncIterator[None]:
+async def held(manager: ModelManager) -> AsyncIterator[None]:
     """Within the block the engine's thread stands still; then it obeys all that was posted, before its next step."""
     entered, go_on = threading.Event(), threading.Event()
 
-    def hold(core: EngineCore) -> None:
+    def hold(core: MlxCore) -> None:
         entered.set()
         go_on.wait()
 
-    engine._mlx._thread.post(hold)
+    mlx_thread(manager).post(hold)
     await asyncio.to_thread(entered.wait)
     try:
         yield
@@ -170,11 +195,11 @@ async def held(engine: Engine) -> AsyncIterator[None]:
         go_on.set()
 
 
-async def posted(engine: Engine, asked: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+async def posted(manager: ModelManager, asked: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Ask an engine that is held; returns when the question lies before its thread, behind those that were there."""
-    before = engine._mlx._thread._commands.qsize()
+    before = mlx_thread(manager)._commands.qsize()
     task = asyncio.create_task(asked)
-    while engine._mlx._thread._commands.qsize() == before and not task.done():  # noqa: ASYNC110
+    while mlx_thread(manager)._commands.qsize() == before and not task.done():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return task
 
@@ -236,16 +261,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open()
 
 
-async def unload_when_idle_for(engine: Engine, idle_s: float | None) -> None:
-    """From now on: until a test is where it wants to be, the model stays, however slow the machine is."""
-    thread = engine._mlx._thread
-    await thread.call(lambda core: setattr(core, "_settings", replace(core._settings, idle_unload_s=idle_s)))
+async def unload_when_idle_for(manager: ModelManager, idle_s: float | None) -> None:
+    """Set the time from now on. Until then the model stays in memory, however slow the machine is."""
+    manager.settings = replace(manager.settings, idle_unload_s=idle_s)
+
+    async def change(control: ModelControl) -> None:
+        control.settings = manager.settings
+        control._set_idle_timer()
+
+    await manager._run(change)
 
 
-async def poison(engine: Engine, exc: BaseException) -> None:
+async def poison(manager: ModelManager, exc: BaseException) -> None:
     """Make the next forward pass raise: no real model fails on demand."""
 
-    def break_model(core: EngineCore) -> None:
+    def break_model(core: MlxCore) -> None:
         batch = core.generating.batch
         assert batch is not None
 
@@ -256,7 +286,7 @@ async def poison(engine: Engine, exc: BaseException) -> None:
 
         batch._generator.next = fail
 
-    await engine._mlx._thread.call(break_model)
+    await mlx_thread(manager).call(break_model)
 
 
 @pytest.fixture

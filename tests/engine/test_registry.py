@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine.registry import check_engine
+from lmx_lab.engine.registry import choose_engine
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ECHO, LoadSpec, ModelEntry
 from tests.server.conftest import ENTRY
@@ -21,7 +21,7 @@ GGUF = replace(ENTRY, id="org/name:Q4_K_M", path=Path("/models/name-q4_k_m.gguf"
     [(ENTRY, "auto"), (ENTRY, "mlx"), (GGUF, "auto"), (GGUF, "llama.cpp"), (ECHO, "auto")],
 )
 def test_the_engine_of_the_format_is_accepted_by_name(entry: ModelEntry, engine: Any) -> None:
-    check_engine(entry, LoadSpec(model=entry.id, engine=engine))
+    choose_engine(entry, LoadSpec(model=entry.id, engine=engine))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_the_engine_of_another_format_is_refused_with_both_names_and_the_next_st
     entry: ModelEntry, engine: Any, message: str
 ) -> None:
     with pytest.raises(UnusableModelError, match=f"{entry.id} {message}") as refused:
-        check_engine(entry, LoadSpec(model=entry.id, engine=engine))
+        choose_engine(entry, LoadSpec(model=entry.id, engine=engine))
     assert (refused.value.code, refused.value.param) == ("invalid-request", "engine")
     if entry is GGUF:
         assert refused.value.message.endswith("lmx-lab pull org/name:Q4_K_M --mlx")

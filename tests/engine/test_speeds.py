@@ -87,4 +87,4 @@ def test_a_model_that_cannot_be_loaded_is_an_error_that_says_why(tiny: ModelEntr
 def test_nothing_is_measured_where_memory_is_short(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "NEEDED_BYTES", 2**60)
     with pytest.raises(OutOfMemoryError, match="unload a model"):
-        measure_speeds(Settings(), {"mlx": tiny, "gguf": tiny})
+        measure_speeds(Settings(), {"mlx": tiny, "llama.cpp": tiny})

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from mlx_lm.models import llama
 
-from lmx_lab.engine import AnswerFormat, Engine
+from lmx_lab.engine import AnswerFormat, ModelManager
 from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.llama_cpp.answer import Answer
 from lmx_lab.engine.llama_cpp.connection import RefusedError
@@ -29,7 +29,7 @@ from lmx_lab.errors import EngineError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
+from tests.engine.conftest import finish, mlx_thread, numbers, poison, request, run, until_idle
 from tests.engine.llama_cpp.conftest import process_of
 from tests.faults.asking import WAIT_S, WAYS, End, Way, at_once
 from tests.faults.injecting import inject
@@ -137,33 +137,33 @@ async def test_nothing_of_failed_requests_is_left(tiny: ModelEntry, monkeypatch:
 
     monkeypatch.setattr(Constraint, "__init__", noted)
 
-    async def fail_once(engine: Engine, call: int) -> None:
+    async def fail_once(manager: ModelManager, call: int) -> None:
         asked = [request(prompt=numbers(100, start=at), max_tokens=200, answer_format=FORM) for at in (500, 900)]
         with monkeypatch.context() as patched:
             fault = inject(patched, (llama.Model, "__call__"), RuntimeError("injected"), at_call=call)
-            for stream in [await engine.submit(each) for each in asked]:
+            for stream in [await manager.submit(each) for each in asked]:
                 with pytest.raises(EngineError, match="injected"):
                     await finish(stream)
         assert fault.happened
-        await until_idle(engine)
+        await until_idle(manager)
 
     # Without a prefix cache: what that keeps of ended requests is meant.
-    async with Engine(Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as engine:
-        await engine.load(tiny)
+    async with ModelManager(Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as manager:
+        await manager.load_entry(tiny)
         seen = []
         for at in range(6):
-            await fail_once(engine, call=20 + at)
+            await fail_once(manager, call=20 + at)
             gc.collect()
-            seen.append((await used_bytes(engine), threading.active_count(), len(made)))
+            seen.append((await used_bytes(manager), threading.active_count(), len(made)))
         assert seen[-1] == seen[2], seen
         assert seen[-1][2] == 0
-        assert (await run(engine))[1].output_tokens == 8
+        assert (await run(manager))[1].output_tokens == 8
 
 
-async def used_bytes(engine: Engine) -> int:
+async def used_bytes(manager: ModelManager) -> int:
     """Of MLX, without what it keeps for its next array."""
-    await engine._mlx._thread.call(lambda core: memory.release())
-    return await engine._mlx._thread.call(lambda core: memory.used_bytes())
+    await mlx_thread(manager).call(lambda core: memory.release())
+    return await mlx_thread(manager).call(lambda core: memory.used_bytes())
 
 
 # What computes dies

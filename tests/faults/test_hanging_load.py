@@ -12,12 +12,12 @@ import httpx2
 import psutil
 import pytest
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import run
+from tests.engine.conftest import pin, run
 from tests.engine.llama_cpp.conftest import entry_of
 from tests.faults.asking import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
@@ -66,17 +66,17 @@ def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hanging:
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    async with Engine(SETTINGS) as engine:
-        yield engine
+async def manager() -> AsyncIterator[ModelManager]:
+    async with ModelManager(SETTINGS) as manager:
+        yield manager
 
 
-async def hanging(engine: Engine, hangs: Hanging, entry: ModelEntry) -> asyncio.Task[object]:
+async def hanging(manager: ModelManager, hangs: Hanging, entry: ModelEntry) -> asyncio.Task[object]:
     """A load that has come so far."""
     hangs(True)
-    load = asyncio.create_task(engine.load(entry), name="hangs")
+    load = asyncio.create_task(manager.load_entry(entry), name="hangs")
     await begun(load, hangs)
-    assert engine.snapshot.state == "loading"
+    assert manager.snapshot.state == "loading"
     return load
 
 
@@ -93,67 +93,67 @@ async def told(load: asyncio.Task[object]) -> str:
 
 
 @pytest.fixture(params=["nothing", "mlx", "gguf"])
-async def before(request: pytest.FixtureRequest, engine: Engine, tiny: ModelEntry, tiny_gguf: Path) -> None:
+async def before(request: pytest.FixtureRequest, manager: ModelManager, tiny: ModelEntry, tiny_gguf: Path) -> None:
     """What is loaded when the other load begins to hang."""
     if request.param != "nothing":
-        await engine.load(tiny if request.param == "mlx" else entry_of(tiny_gguf))
+        await manager.load_entry(tiny if request.param == "mlx" else entry_of(tiny_gguf))
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 async def test_an_unload_ends_it_and_nothing_comes_back(
-    engine: Engine, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
+    manager: ModelManager, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
 ) -> None:
-    load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
-    await asyncio.wait_for(engine.unload(), WAIT_S)
+    load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    await asyncio.wait_for(manager.unload(), WAIT_S)
     assert await told(load) == "the load of long was given up: the model is unloaded"
     assert hangs.processes == 0
-    assert (engine.snapshot.state, engine.snapshot.entry) == ("empty", None)
+    assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
     with pytest.raises(NotLoadedError, match="no model is loaded"):
-        await run(engine)
+        await run(manager)
     hangs(False)
-    await engine.load(entry_of(tiny_gguf))
-    assert (await run(engine))[1].output_tokens == 8
+    await manager.load_entry(entry_of(tiny_gguf))
+    assert (await run(manager))[1].output_tokens == 8
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
 async def test_another_load_ends_it_and_takes_its_place(
-    engine: Engine, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: Hanging, made_for: str
+    manager: ModelManager, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: Hanging, made_for: str
 ) -> None:
-    load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
+    load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
     hangs(False)
-    await asyncio.wait_for(engine.load(tiny if made_for == "mlx" else entry_of(tiny_gguf)), WAIT_S)
+    await asyncio.wait_for(manager.load_entry(tiny if made_for == "mlx" else entry_of(tiny_gguf)), WAIT_S)
     assert await told(load) == "the load of long was given up: tiny is loaded in its place"
     assert hangs.processes == 0
-    assert (await run(engine))[1].model == "tiny"
+    assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.anyio
 async def test_of_several_loads_that_hang_one_after_the_other_the_last_one_counts(
-    engine: Engine, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
+    manager: ModelManager, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
 ) -> None:
-    first = await hanging(engine, hangs, entry_of(long_gguf, "long"))
-    second: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(tiny_gguf, "second")))
+    first = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    second: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf, "second")))
     assert "second is loaded in its place" in await told(first)
-    await asyncio.wait_for(engine.unload(), WAIT_S)
+    await asyncio.wait_for(manager.unload(), WAIT_S)
     assert "the model is unloaded" in await told(second)
     assert hangs.processes == 0
-    await engine.load(tiny)
-    assert (await run(engine))[1].model == "tiny"
+    await manager.load_entry(tiny)
+    assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.anyio
 async def test_who_asks_for_the_same_model_again_waits_for_the_same_load(
-    engine: Engine, long_gguf: Path, hangs: Hanging
+    manager: ModelManager, long_gguf: Path, hangs: Hanging
 ) -> None:
-    first = await hanging(engine, hangs, entry_of(long_gguf, "long"))
-    again: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(long_gguf, "long")))
+    first = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    again: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(long_gguf, "long")))
     done, _ = await asyncio.wait([first, again], timeout=0.3)
     assert not done
     assert hangs.processes == 1
-    await engine.unload()
+    await manager.unload()
     for load in (first, again):
         await told(load)
     assert hangs.processes == 0
@@ -161,44 +161,44 @@ async def test_who_asks_for_the_same_model_again_waits_for_the_same_load(
 
 @pytest.mark.anyio
 async def test_a_model_that_was_to_come_back_and_hangs_holds_nobody_up_either(
-    engine: Engine, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: Hanging
+    manager: ModelManager, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: Hanging
 ) -> None:
-    await engine.load(entry_of(tiny_gguf))
-    load = await hanging(engine, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
-    await asyncio.wait_for(engine.load(tiny), WAIT_S)
+    await manager.load_entry(entry_of(tiny_gguf))
+    load = await hanging(manager, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
+    await asyncio.wait_for(manager.load_entry(tiny), WAIT_S)
     with pytest.raises(UnusableModelError, match=r"bad magic.*could not be loaded again either: .* was given up"):
         await asyncio.wait_for(load, WAIT_S)
     assert hangs.processes == 0
-    assert (await run(engine))[1].model == "tiny"
+    assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 async def test_an_encoder_that_hangs_holds_no_unload_up(
-    engine: Engine, tiny_gguf: Path, minilm_gguf: Path, hangs: Hanging
+    manager: ModelManager, tiny_gguf: Path, minilm_gguf: Path, hangs: Hanging
 ) -> None:
     hangs(True)
-    pin: asyncio.Task[object] = asyncio.create_task(engine.pin(entry_of(minilm_gguf, "minilm")))
-    await begun(pin, hangs)
-    await asyncio.wait_for(engine.unload(), WAIT_S)
-    assert (engine.snapshot.state, engine.snapshot.entry) == ("empty", None)
+    pinning: asyncio.Task[object] = asyncio.create_task(pin(manager, entry_of(minilm_gguf, "minilm")))
+    await begun(pinning, hangs)
+    await asyncio.wait_for(manager.unload(), WAIT_S)
+    assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
     # A load waits for what it has to know: how much memory the encoder takes.
-    load: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(tiny_gguf)))
+    load: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf)))
     await asyncio.sleep(0.3)
     assert not load.done()
-    await asyncio.wait_for(engine.unload(), WAIT_S)
+    await asyncio.wait_for(manager.unload(), WAIT_S)
     assert await told(load) == "the load of tiny was given up: the model is unloaded"
-    assert not pin.done()
-    await asyncio.to_thread(engine.stop)
+    assert not pinning.done()
+    await asyncio.to_thread(manager.stop)
     with pytest.raises(LabError):
-        await asyncio.wait_for(pin, WAIT_S)
+        await asyncio.wait_for(pinning, WAIT_S)
     assert hangs.processes == 0
 
 
 @pytest.mark.anyio
 async def test_an_engine_that_stops_ends_it(long_gguf: Path, hangs: Hanging) -> None:
-    async with Engine(SETTINGS) as engine:
-        load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
+    async with ModelManager(SETTINGS) as manager:
+        load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
     with pytest.raises(LabError, match="the engine was stopped"):
         await asyncio.wait_for(load, WAIT_S)
     assert hangs.processes == 0

@@ -11,7 +11,7 @@ from typing import Any, cast
 import httpx2
 import numpy as np
 
-from lmx_lab.engine import EmbeddingRequest, Embeddings, Engine, Ranking, RerankRequest
+from lmx_lab.engine import EmbeddingRequest, Embeddings, ModelManager, Ranking, RerankRequest
 from lmx_lab.errors import LabError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import InferenceServer, create_server
@@ -72,7 +72,7 @@ class FakeEncoder:
 class Answer:
     """What comes of a request, at once or never."""
 
-    engine: FakeEncoder
+    manager: FakeEncoder
     made: Any
 
     async def result(self) -> Any:
@@ -85,34 +85,34 @@ class Answer:
         return self.made
 
 
-def server_of(engine: FakeEncoder, shelf: Shelf | None = None) -> InferenceServer:
+def server_of(manager: FakeEncoder, shelf: Shelf | None = None) -> InferenceServer:
     names = frozenset({"lab:80", "lab"})
     policy = GuardPolicy(hosts=names, local_hosts=names)
     return create_server(
-        engine=cast(Engine, engine),
+        manager=cast(ModelManager, manager),
         catalog=cast(Catalog, shelf or Shelf()),
-        settings=engine.settings,
+        settings=manager.settings,
         policy=lambda: policy,
     )
 
 
 @asynccontextmanager
-async def client_of(engine: FakeEncoder, shelf: Shelf | None = None) -> AsyncIterator[httpx2.AsyncClient]:
-    transport = httpx2.ASGITransport(server_of(engine, shelf).asgi, raise_app_exceptions=False)
+async def client_of(manager: FakeEncoder, shelf: Shelf | None = None) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(server_of(manager, shelf).asgi, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://lab") as client:
         yield client
 
 
-async def post(engine: FakeEncoder, path: str, body: dict[str, Any], shelf: Shelf | None = None) -> httpx2.Response:
-    async with client_of(engine, shelf) as client:
+async def post(manager: FakeEncoder, path: str, body: dict[str, Any], shelf: Shelf | None = None) -> httpx2.Response:
+    async with client_of(manager, shelf) as client:
         return await client.post(path, json=body)
 
 
 async def refused(
-    engine: FakeEncoder, path: str, body: dict[str, Any], status: int = 400, shelf: Shelf | None = None
+    manager: FakeEncoder, path: str, body: dict[str, Any], status: int = 400, shelf: Shelf | None = None
 ) -> dict[str, Any]:
     """The error; nothing of such a request has reached the engine unless the engine refused it."""
-    response = await post(engine, path, body, shelf)
+    response = await post(manager, path, body, shelf)
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     return error

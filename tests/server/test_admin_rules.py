@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
+from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from starlette.types import Message, Scope
 
 from lmx_lab.broadcast import Feed
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
 from lmx_lab.http.guard import local_policy
 from lmx_lab.server import create_server
-from lmx_lab.server.loading import Event, ModelLoader, check_admin
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog
@@ -57,7 +57,9 @@ def test_other_hosts_change_something_only_where_the_operator_said_so() -> None:
 async def test_the_routes_ask_who_calls(tmp_path: Path, method: str, path: str, status: int) -> None:
     settings = Settings.read({}, home=tmp_path)
     policy = local_policy(8400)
-    server = create_server(engine=Engine(settings), catalog=Catalog(settings), settings=settings, policy=lambda: policy)
+    server = create_server(
+        manager=ModelManager(settings), catalog=Catalog(settings), settings=settings, policy=lambda: policy
+    )
     assert isinstance(server.api, FastAPI)
     assert await answer(server.asgi, scope("192.168.1.6", "192.168.1.5", path, method)) == status
 
@@ -78,7 +80,7 @@ async def answer(app: object, request: Scope) -> int:
 async def test_another_host_neither_downloads_nor_names_paths(tiny: ModelEntry, tmp_path: str) -> None:
     settings = Settings.read({}, home=tmp_path)
     feed: Feed[Event] = Feed()
-    loader = ModelLoader(engine=Engine(settings), catalog=Catalog(settings), feed=feed, downloads=True)
+    loader = ModelLoader(manager=ModelManager(settings), catalog=Catalog(settings), feed=feed, downloads=True)
     for name in ("smollm2-135m", "org/name", str(tiny.path)):
         with pytest.raises(ModelNotFoundError):
             await loader.load(LoadSpec(model=name), local=False)

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
@@ -43,8 +43,8 @@ class StillEngine:
     settings: Settings = field(default_factory=Settings)
 
 
-def metrics_of(engine: StillEngine) -> Metrics:
-    return Metrics(cast(Engine, engine))
+def metrics_of(manager: StillEngine) -> Metrics:
+    return Metrics(cast(ModelManager, manager))
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -65,10 +65,10 @@ def end(outcome: Any = "stop", code: str | None = None, report: GenerationReport
 
 
 def test_the_engines_figures_are_those_of_the_snapshot_at_the_time() -> None:
-    engine = StillEngine()
-    metrics = metrics_of(engine)
+    manager = StillEngine()
+    metrics = metrics_of(manager)
     assert value(metrics, "output_tokens_total") == 0
-    engine.snapshot = EngineSnapshot(
+    manager.snapshot = EngineSnapshot(
         state="ready",
         entry=ODD,
         model_memory_bytes=8,
@@ -102,10 +102,10 @@ def test_the_engines_figures_are_those_of_the_snapshot_at_the_time() -> None:
 
 
 def test_only_the_loaded_model_is_a_label() -> None:
-    engine = StillEngine(EngineSnapshot(state="ready", entry=ODD))
-    metrics = metrics_of(engine)
+    manager = StillEngine(EngineSnapshot(state="ready", entry=ODD))
+    metrics = metrics_of(manager)
     assert value(metrics, "model_loaded", model=ODD.id) == 1
-    engine.snapshot = EngineSnapshot(state="empty", unloaded_model=ODD.id, unload_cause="idle")
+    manager.snapshot = EngineSnapshot(state="empty", unloaded_model=ODD.id, unload_cause="idle")
     assert not [name for name, _ in samples(metrics) if name == "model_loaded"]
 
 
@@ -118,8 +118,8 @@ def test_only_the_loaded_model_is_a_label() -> None:
         (StillEngine(EngineSnapshot(active_requests=1, progress_at=float("-inf"))), 1, 1),
     ],
 )
-def test_a_dead_and_a_stalled_engine_show(engine: StillEngine, up: int, stalled: int) -> None:
-    metrics = metrics_of(engine)
+def test_a_dead_and_a_stalled_engine_show(manager: StillEngine, up: int, stalled: int) -> None:
+    metrics = metrics_of(manager)
     assert (value(metrics, "engine_up"), value(metrics, "engine_stalled")) == (up, stalled)
 
 

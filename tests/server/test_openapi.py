@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.server.admin import EXTRAS
@@ -26,8 +26,8 @@ from lmx_lab.wire.rerank import RerankBody, TextsRerankBody
 def api() -> FastAPI:
     settings = Settings()
     policy = GuardPolicy(hosts=frozenset())
-    engine, catalog = Engine(settings), Catalog(settings)
-    return create_server(engine=engine, catalog=catalog, settings=settings, policy=lambda: policy).api
+    manager, catalog = ModelManager(settings), Catalog(settings)
+    return create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
 
 
 @pytest.fixture(scope="module")

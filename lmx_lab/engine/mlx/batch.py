@@ -20,7 +20,7 @@ from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import PrefillPace
 from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache, common_prefix
 from lmx_lab.engine.mlx.prompt_scores import Scoring
-from lmx_lab.engine.mlx.request import Generation
+from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, Sampler, Samplers, processors
 from lmx_lab.values.generation import PromptScores, TokenLogprob
 
@@ -34,7 +34,7 @@ SMALLEST_CHUNK_TOKENS = 1 if mx.default_device() == mx.cpu else 64
 class Computed:
     """A chunk of a prompt has been computed; ``done`` when it was the last."""
 
-    generation: Generation
+    generation: MlxGeneration
     tokens: int
     done: bool
 
@@ -43,7 +43,7 @@ class Computed:
 class Scored:
     """The whole prompt has been scored; unless no token is wanted, generating begins with the next step."""
 
-    generation: Generation
+    generation: MlxGeneration
     scores: PromptScores
 
 
@@ -51,7 +51,7 @@ class Scored:
 class Token:
     """The next token of an answer."""
 
-    generation: Generation
+    generation: MlxGeneration
     token: int
     logprobs: mx.array
     finish: Literal["stop", "length"] | None
@@ -78,7 +78,7 @@ class Batch:
         self._model = model
         self._samplers = samplers
         self._threads = threads
-        self._generations: dict[int | None, Generation] = {}
+        self._generations: dict[int | None, MlxGeneration] = {}
         self._scorings: list[Scoring] = []
         smallest = SMALLEST_CHUNK_TOKENS if model.traits.plain else max(SMALLEST_CHUNK_TOKENS, 16)
         self._pace = PrefillPace(minimum=smallest, maximum=memory.LARGEST_CHUNK_TOKENS)
@@ -102,27 +102,27 @@ class Batch:
     def empty(self) -> bool:
         return not self._generations and not self._scorings
 
-    def shares(self, generation: Generation) -> bool:
+    def must_wait(self, generation: MlxGeneration) -> bool:
         """Whether to wait: a prompt being computed begins like this one, and further than any that is kept.
 
         That one's cache is kept for it as soon as it is complete.
         """
         if generation.request.score_prompt:
             return False
-        if generation.awaits is not None and self._is_prefilling(generation.awaits):
+        if generation.waits_for is not None and self._is_prefilling(generation.waits_for):
             return True
-        generation.awaits = next(
+        generation.waits_for = next(
             filter(lambda other: self._serves(other, generation), self._generations.values()), None
         )
-        if generation.awaits is not None:
-            generation.awaits.awaited = True
-        return generation.awaits is not None
+        if generation.waits_for is not None:
+            generation.waits_for.is_waited_for = True
+        return generation.waits_for is not None
 
-    def _is_prefilling(self, generation: Generation) -> bool:
+    def _is_prefilling(self, generation: MlxGeneration) -> bool:
         # By identity: after a failure a new batch counts its uids from 0 again.
         return self._generations.get(generation.uid) is generation and not generation.decoding_at
 
-    def _serves(self, other: Generation, generation: Generation) -> bool:
+    def _serves(self, other: MlxGeneration, generation: MlxGeneration) -> bool:
         """Whether what is being computed for ``other`` will be kept, and will spare ``generation`` enough."""
         if not self._is_prefilling(other) or not self._can_keep(other):
             return False
@@ -131,10 +131,10 @@ class Batch:
             return False
         return shared >= MIN_TOKENS and shared - self.prefixes.longest(generation.key) >= MIN_TOKENS
 
-    def _can_keep(self, generation: Generation) -> bool:
+    def _can_keep(self, generation: MlxGeneration) -> bool:
         return self.footprint.kv_bytes([len(generation.prompt)]) <= self.prefixes.limit_bytes
 
-    def insert(self, generation: Generation) -> None:
+    def insert(self, generation: MlxGeneration) -> None:
         """Begin to compute a request, after what is kept of its prompt."""
         if generation.request.score_prompt:
             # Scores need every token of the prompt computed.
@@ -145,7 +145,7 @@ class Batch:
         else:
             self._insert(generation, 0, make_prompt_cache(self._model.model))
 
-    def _insert(self, generation: Generation, known: int, layers: Sequence[Any]) -> None:
+    def _insert(self, generation: MlxGeneration, known: int, layers: Sequence[Any]) -> None:
         """Compute the prompt after its first ``known`` tokens, whose caches are ``layers``."""
         request = generation.request
         (generation.uid,) = self._generator.insert(
@@ -159,14 +159,14 @@ class Batch:
         )
         self._generations[generation.uid] = generation
 
-    def _sampler(self, generation: Generation) -> Sampler:
+    def _sampler(self, generation: MlxGeneration) -> Sampler:
         sampling = generation.request.sampling
         sampler = self._samplers.get(sampling, choice=generation.choice)
         if generation.constraint is None:
             return sampler
         return ConstrainedSampler(generation.constraint, sampler, normalize=sampling.top_p < 1)
 
-    def remove(self, generation: Generation) -> None:
+    def remove(self, generation: MlxGeneration) -> None:
         """Stop computing a request; what was computed of it is kept for requests that begin alike."""
         self._scorings = [scoring for scoring in self._scorings if scoring.generation is not generation]
         if self._generations.get(generation.uid) is not generation:
@@ -212,7 +212,7 @@ class Batch:
             events.append(Token(generation, token, logprobs, "stop" if ended else "length"))
         return events
 
-    def remaining_s(self, generation: Generation) -> float:
+    def remaining_s(self, generation: MlxGeneration) -> float:
         """How long the request takes to its last token, at the pace of the last steps."""
         prompt = len(generation.prompt) - generation.cached_tokens - generation.computed_tokens
         output = generation.max_tokens - generation.output_tokens
@@ -257,7 +257,7 @@ class Batch:
         generation.computed_tokens += tokens
         if progress.end_of_prompt:
             generation.decoding_at = now
-        elif done == total - 1 and (generation.awaited or not self._model.traits.plain):
+        elif done == total - 1 and (generation.is_waited_for or not self._model.traits.plain):
             # All but the last token: what the same prompt, which must have one left to compute, can take even where
             # caches cannot be cut.
             self._keep(*self._generator.extract_cache([progress.uid])[progress.uid])

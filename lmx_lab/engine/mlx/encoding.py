@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 from lmx_lab.engine.mlx import memory
@@ -55,6 +56,7 @@ class EncodeJob:
     encoder: weakref.ref[LoadedEncoder]
     """Weakly: whoever still holds an ended request must not hold the weights."""
     model_id: str
+    permit: Permit
     arrived_at: float
     timeout_s: float
     raw: bool = False
@@ -161,7 +163,6 @@ class Encoding:
         self,
         threads: ThreadChoice,
         *,
-        queue_limit: int,
         limit_bytes: int,
         make_room: Callable[[int], None],
         note_peak: Callable[[int], None],
@@ -171,7 +172,6 @@ class Encoding:
         self._streams = (
             [mx.new_stream(mx.cpu) for _ in range(threads.max_threads)] if ON_CPU else [mx.default_stream(mx.gpu)]
         )
-        self._queue_limit = queue_limit
         self._limit_bytes = limit_bytes
         self._make_room = make_room
         self._note_peak = note_peak
@@ -206,12 +206,6 @@ class Encoding:
         if there and there + tokens > MOST_TOKENS:
             said = f"texts of {there} tokens are under way, and these have {tokens}; {MOST_TOKENS} may be in all"
             raise QueueFullError(f"{said}; try again in 5 s", retry_after_s=5)
-        if len(self._jobs) >= self._queue_limit:
-            raise QueueFullError(
-                f"{len(self._jobs)} requests for embeddings or scores are under way, as many as slots and queue_limit "
-                "allow; try again in 1 s",
-                retry_after_s=1,
-            )
         # Marked as running, it cannot be cancelled by a caller who leaves; ``cancel`` gives it up.
         job.done.set_running_or_notify_cancel()
         self._jobs.append(job)
@@ -219,6 +213,11 @@ class Encoding:
     def cancel(self, job: EncodeJob) -> None:
         """Nobody waits any more: compute no more of it than the others of its batch need."""
         self._fail(job, EngineError("the request was given up"))
+
+    def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
+        """End the jobs that hold permits of this admission control."""
+        jobs = self.queued if queued_only else self._jobs
+        self.end_all([job for job in jobs if job.permit.admission is admission], error)
 
     def end_all(self, jobs: Sequence[EncodeJob], error: LabError) -> None:
         for job in jobs:
@@ -347,8 +346,7 @@ class Encoding:
             log.exception("a request for embeddings or scores failed at its end")
             self._fail(job, EngineError(f"the rows could not be put together: {type(exc).__name__}: {exc}"))
             return
-        self._jobs.remove(job)
-        self._ended.append((job, encoded))
+        self._end(job, encoded)
 
     def _fail_pass(self, exc: Exception) -> None:
         """The requests of the batch fail; the model stays."""
@@ -364,8 +362,12 @@ class Encoding:
 
     def _fail(self, job: EncodeJob, error: LabError) -> None:
         if job in self._jobs:
-            self._jobs.remove(job)
-            self._ended.append((job, error))
+            self._end(job, error)
         if self._pass is not None and not any(member in self._jobs for member, _ in self._pass.members):
             self._pass.close()
             self._pass = None
+
+    def _end(self, job: EncodeJob, end: Encoded | LabError) -> None:
+        self._jobs.remove(job)
+        job.permit.release()
+        self._ended.append((job, end))

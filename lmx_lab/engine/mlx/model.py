@@ -19,7 +19,7 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, T
 from lmx_lab.engine.templates.renderer import TemplateLimitError, rendered
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, Dialect, Thinking, dialect_of
 from lmx_lab.engine.text.vocabulary import Vocabulary
-from lmx_lab.engine.validation import AMPLE_CHARACTERS, check_characters, check_messages
+from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_messages
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
@@ -36,7 +36,7 @@ class EncodedPrompt:
 
 class PromptTokenizer:
     """Prompts to token ids. Used by one thread at a time, beside the engine's (Rust tokenizers refuse to be shared);
-    ``rendered`` by any."""
+    ``render`` by any."""
 
     def __init__(self, tokenizer: Any, model: str, context_length: int | None, dialect: Dialect) -> None:
         self._tokenizer = tokenizer
@@ -46,7 +46,7 @@ class PromptTokenizer:
         self.grammars: Grammars | None = None
         """Of the thread that compiles; made when the first is asked for."""
 
-    def rendered(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
+    def render(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
         """A chat as its text, by the model's chat template. Touches no tokens.
 
         Args:
@@ -78,7 +78,7 @@ class PromptTokenizer:
         """Token ids of the prompt.
 
         Args:
-            text: Of a chat, what ``rendered`` gave.
+            text: Of a chat, what ``render`` gave.
 
         Raises:
             InvalidRequestError: the prompt is empty, or has half characters.
@@ -111,9 +111,9 @@ class PromptTokenizer:
     def _check_beginning(self, text: str, param: str) -> None:
         # Others wait while a prompt becomes tokens: eight megabytes of text would take 13 s (measured).
         context = self._context_length
-        if context is None or len(text) <= context * AMPLE_CHARACTERS:
+        if context is None or len(text) <= context * CHARACTERS_PER_TOKEN:
             return
-        tokens = len(self._tokenizer.encode(text[: context * AMPLE_CHARACTERS]))
+        tokens = len(self._tokenizer.encode(text[: context * CHARACTERS_PER_TOKEN]))
         if tokens > context:
             raise ContextLengthError(
                 f"the prompt has more than {tokens} tokens and {self._model} holds {context} in all, "

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine.mlx.logprobs import as_rows, prompt_token
 from lmx_lab.engine.mlx.model import LoadedModel
-from lmx_lab.engine.mlx.request import Generation
+from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.values.generation import PromptScores, TokenLogprob
 
 CHUNK_TOKENS = 64
@@ -19,7 +19,7 @@ CHUNK_TOKENS = 64
 class Scoring:
     """Scores the prompt of one request, a chunk a step; its cache then serves to generate."""
 
-    def __init__(self, generation: Generation, model: LoadedModel) -> None:
+    def __init__(self, generation: MlxGeneration, model: LoadedModel) -> None:
         self.generation = generation
         self._model = model
         self.layers: list[Any] = make_prompt_cache(model.model)

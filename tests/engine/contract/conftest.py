@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, Format, Kind, ModelEntry
 from lmx_lab.weights import Catalog
@@ -78,36 +78,36 @@ def made_for(request: pytest.FixtureRequest) -> Format:
 
 
 @pytest.fixture(scope="module")
-async def _with_tiny(chats: Entries, made_for: Format) -> AsyncIterator[Engine]:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(chats[made_for])
-        yield engine
+async def _with_tiny(chats: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(chats[made_for])
+        yield manager
 
 
 @pytest.fixture
-async def engine(_with_tiny: Engine) -> AsyncIterator[Engine]:
+async def manager(_with_tiny: ModelManager) -> AsyncIterator[ModelManager]:
     """With ``tiny``, shared by the tests of a module: none may change what is loaded."""
     yield _with_tiny
     await until_idle(_with_tiny)
 
 
 @pytest.fixture(scope="module")
-async def _with_long(longs: Entries, made_for: Format) -> AsyncIterator[Engine]:
-    async with Engine(FEW) as engine:
-        await engine.load(longs[made_for])
-        yield engine
+async def _with_long(longs: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+    async with ModelManager(FEW) as manager:
+        await manager.load_entry(longs[made_for])
+        yield manager
 
 
 @pytest.fixture
-async def busy(_with_long: Engine) -> AsyncIterator[Engine]:
+async def busy(_with_long: ModelManager) -> AsyncIterator[ModelManager]:
     """Of two slots, with a model whose answers can be long; shared as ``engine`` is."""
     yield _with_long
     await until_idle(_with_long)
 
 
 @pytest.fixture
-async def own(longs: Entries, made_for: Format) -> AsyncIterator[Engine]:
+async def own(longs: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
     """The same for one test, which may do with it what it likes."""
-    async with Engine(FEW) as engine:
-        await engine.load(longs[made_for])
-        yield engine
+    async with ModelManager(FEW) as manager:
+        await manager.load_entry(longs[made_for])
+        yield manager

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import ChatPrompt, Engine, TextPrompt
+from lmx_lab.engine import ChatPrompt, ModelManager, TextPrompt
 from tests.engine.conftest import PROMPT, finish_with_logprobs, request
 from tests.engine.contract.conftest import SETTINGS, Entries
 from tests.engine.contract.test_forms import CONVERSATION, TOOLS
 
 pytestmark = pytest.mark.anyio
-Both = tuple[Engine, Engine]
+Both = tuple[ModelManager, ModelManager]
 
 
 @pytest.fixture(scope="module")
 async def both(chats: Entries) -> AsyncIterator[Both]:
-    async with Engine(SETTINGS) as mlx, Engine(SETTINGS) as gguf:
+    async with ModelManager(SETTINGS) as mlx, ModelManager(SETTINGS) as gguf:
         await mlx.load(chats["mlx"])
         await gguf.load(chats["gguf"])
         yield mlx, gguf
@@ -38,15 +38,15 @@ async def both(chats: Entries) -> AsyncIterator[Both]:
 )
 async def test_both_read_a_prompt_as_the_same_tokens(both: Both, prompt: Any) -> None:
     found = []
-    for engine in both:
-        async with await engine.submit(request(prompt=prompt, max_tokens=0)) as stream:
+    for manager in both:
+        async with await manager.submit(request(prompt=prompt, max_tokens=0)) as stream:
             found.append(stream.prompt)
     assert found[0] == found[1]
 
 
 async def test_both_say_the_same_and_hold_it_equally_likely(both: Both) -> None:
     wanted = request(max_tokens=20, top_logprobs=5, ignore_eos=True)
-    (text, ours), (other, theirs) = [await finish_with_logprobs(await engine.submit(wanted)) for engine in both]
+    (text, ours), (other, theirs) = [await finish_with_logprobs(await manager.submit(wanted)) for manager in both]
     assert text == other
     for one, two in zip(ours, theirs, strict=True):
         assert (one.token, one.text, one.bytes) == (two.token, two.text, two.bytes)
@@ -56,4 +56,4 @@ async def test_both_say_the_same_and_hold_it_equally_likely(both: Both) -> None:
 
 async def test_both_show_tokens_as_the_same_text(both: Both) -> None:
     tokens = [300, 301, 2, 0, 218, 198, 10813, 242, 218]
-    assert len({await engine.decode(tokens) for engine in both}) == 1
+    assert len({await manager.decode(tokens) for manager in both}) == 1

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
-from lmx_lab.engine import Engine, machine_memory
+from lmx_lab.engine import ModelManager, machine_memory
 from lmx_lab.engine.mlx.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -101,11 +101,11 @@ def test_a_named_type_expands_whatever_the_room(fitted: Callable[..., Any], name
 @pytest.mark.anyio
 @pytest.mark.parametrize(("dtype", "times"), [("auto", (3.0, 9.0)), ("keep", (0.5, 2.0))])
 async def test_the_setting_reaches_the_engine(quantized: ModelEntry, dtype: str, times: tuple[float, float]) -> None:
-    async with Engine(Settings(dtype=dtype)) as engine:
-        report = await engine.load(quantized)
+    async with ModelManager(Settings(dtype=dtype)) as manager:
+        report = await manager.load_entry(quantized)
         low, high = times
         assert low < report.memory_bytes / quantized.size_bytes < high
-        text, _ = await run(engine)
+        text, _ = await run(manager)
         assert text
 
 
