@@ -1,4 +1,4 @@
-"""The same weights in both formats are the same model: prompts, greedy texts and log-probabilities agree."""
+"""For the same weights in both formats, prompts, greedy texts and log-probabilities agree."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Both = tuple[ModelManager, ModelManager]
 @pytest.fixture(scope="module")
 async def both(chats: Entries) -> AsyncIterator[Both]:
     async with ModelManager(SETTINGS) as mlx, ModelManager(SETTINGS) as gguf:
-        await mlx.load(chats["mlx"])
-        await gguf.load(chats["gguf"])
+        await mlx.load_entry(chats["mlx"])
+        await gguf.load_entry(chats["gguf"])
         yield mlx, gguf
 
 
@@ -36,7 +36,7 @@ async def both(chats: Entries) -> AsyncIterator[Both]:
         ChatPrompt(messages=CONVERSATION),
     ],
 )
-async def test_both_read_a_prompt_as_the_same_tokens(both: Both, prompt: Any) -> None:
+async def test_both_formats_make_the_same_tokens_of_a_prompt(both: Both, prompt: Any) -> None:
     found = []
     for manager in both:
         async with await manager.submit(request(prompt=prompt, max_tokens=0)) as stream:
@@ -44,7 +44,7 @@ async def test_both_read_a_prompt_as_the_same_tokens(both: Both, prompt: Any) ->
     assert found[0] == found[1]
 
 
-async def test_both_say_the_same_and_hold_it_equally_likely(both: Both) -> None:
+async def test_both_formats_generate_the_same_text_with_the_same_probabilities(both: Both) -> None:
     wanted = request(max_tokens=20, top_logprobs=5, ignore_eos=True)
     (text, ours), (other, theirs) = [await finish_with_logprobs(await manager.submit(wanted)) for manager in both]
     assert text == other
@@ -54,6 +54,6 @@ async def test_both_say_the_same_and_hold_it_equally_likely(both: Both) -> None:
         assert [it.logprob for it in one.top] == pytest.approx([it.logprob for it in two.top], abs=0.02)
 
 
-async def test_both_show_tokens_as_the_same_text(both: Both) -> None:
+async def test_both_formats_decode_tokens_to_the_same_text(both: Both) -> None:
     tokens = [300, 301, 2, 0, 218, 198, 10813, 242, 218]
     assert len({await manager.decode(tokens) for manager in both}) == 1

@@ -11,7 +11,7 @@ import pytest
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, ModelManager, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.echo.vocabulary import EchoVocabulary
-from lmx_lab.errors import ContextLengthError, InvalidRequestError, OtherModelLoadedError
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import Format
 from tests.engine.conftest import PROMPT, engine_of, finish, finish_with_logprobs, numbers, request, run
@@ -157,8 +157,8 @@ async def test_messages_that_cannot_be_written_are_the_callers_mistake(manager: 
     assert refused.value.param == "messages"
 
 
-async def test_a_request_for_another_model_names_both(manager: ModelManager) -> None:
-    with pytest.raises(OtherModelLoadedError, match=r"other is not loaded, tiny is; load one first"):
+async def test_the_refusal_of_an_unknown_model_names_it_and_the_loaded_one(manager: ModelManager) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'other'.*: tiny is loaded"):
         await manager.submit(request(model="other"))
     assert (await run(manager, model="tiny"))[1].model == "tiny"
 

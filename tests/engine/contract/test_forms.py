@@ -341,7 +341,7 @@ async def test_logprobs_beside_the_models_own_calls_come_or_are_refused_as_capab
 ) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
     if not engine_of(thinker, made_for).capabilities.logprobs_with_own_tools:
-        with pytest.raises(InvalidRequestError, match="leave out logprobs, or tools") as refused:
+        with pytest.raises(InvalidRequestError, match="leave out logprobs or tools") as refused:
             await run(thinker, **asked)
         assert refused.value.param == "logprobs"
         asked["tools"] = NAMED

@@ -1,4 +1,4 @@
-"""Loading, failing to load, and embedding models beside any chat model: whatever format comes after which."""
+"""Loads that succeed and fail, and embedding models beside a chat model, for all combinations of engines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lmx_lab.errors import (
     ContextLengthError,
     GenerationTimeoutError,
     InvalidRequestError,
+    ModelNotFoundError,
     NotLoadedError,
-    OtherModelLoadedError,
     OutOfMemoryError,
     UnusableModelError,
 )
@@ -32,7 +32,7 @@ from tests.gguf_files import unknown_architecture
 pytestmark = pytest.mark.anyio
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone", "Ünïcode, CAFÉ 東京!")
 FORMATS: tuple[Format, ...] = ("mlx", "gguf")
-"""Those of model files."""
+"""The formats of model files."""
 EVERY: tuple[Format, ...] = (*FORMATS, "echo")
 EACH_TO_EACH = [(one, other) for one in EVERY for other in EVERY]
 EACH_TO_FILES = [(one, other) for one in EVERY for other in FORMATS]
@@ -41,7 +41,7 @@ FINGERPRINTS: dict[Format, str] = {"mlx": "mlx-", "gguf": "llama.cpp-", "echo": 
 
 @pytest.fixture(scope="session")
 def broken(tmp_path_factory: pytest.TempPathFactory, chats: Entries) -> Entries:
-    """Models that look right until their weights are read."""
+    """Models that fail only when their weights are read."""
     folder = tmp_path_factory.mktemp("broken")
     shutil.copytree(chats["mlx"].path, folder / "mlx")
     config = json.loads((chats["mlx"].path / "config.json").read_text())
@@ -63,9 +63,7 @@ def rerankers(tmp_path_factory: pytest.TempPathFactory, reranker_gguf: Path) -> 
 
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_EACH)
-async def test_a_load_puts_one_model_in_the_place_of_the_other(
-    chats: Entries, longs: Entries, before: Format, after: Format
-) -> None:
+async def test_a_load_replaces_the_model(chats: Entries, longs: Entries, before: Format, after: Format) -> None:
     async with ModelManager(FEW) as manager:
         await manager.load_entry(chats[before])
         report = await manager.load_entry(longs[after])
@@ -79,22 +77,22 @@ async def test_a_load_puts_one_model_in_the_place_of_the_other(
 
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_FILES)
-async def test_a_failed_load_brings_the_model_before_back_and_says_so(
-    chats: Entries, broken: Entries, before: Format, after: Format
+async def test_after_a_failed_load_the_previous_model_is_loaded_again(
+    chats: Entries, longs: Entries, broken: Entries, before: Format, after: Format
 ) -> None:
     async with ModelManager(FEW) as manager:
         await manager.load_entry(chats[before])
         with pytest.raises(UnusableModelError, match=r"; the previous model tiny is loaded again$"):
             await manager.load_entry(broken[after])
         assert (manager.snapshot.model, manager.snapshot.state) == ("tiny", "ready")
-        # What is too large is seen before.
+        # A model that is too large is refused before the other one is unloaded.
         with pytest.raises(OutOfMemoryError, match=r"huge needs 6\d\.\d\d GB.*, 1\.07 GB are allowed"):
-            await manager.load_entry(replace(chats[after], id="huge", size_bytes=60 * 10**9))
+            await manager.load_entry(replace(longs[after], id="huge", size_bytes=60 * 10**9))
         assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_a_failed_load_where_there_was_nothing_says_so(broken: Entries, chats: Entries, format_: Format) -> None:
+async def test_after_a_failed_first_load_no_model_is_loaded(broken: Entries, chats: Entries, format_: Format) -> None:
     async with ModelManager(FEW) as manager:
         with pytest.raises(UnusableModelError, match=r"; no model is loaded$") as failed:
             await manager.load_entry(broken[format_])
@@ -133,7 +131,7 @@ async def test_both_formats_give_the_same_vectors(embedders: Entries) -> None:
         assert both[0].report.tokens == both[1].report.tokens
 
 
-async def test_vectors_are_of_length_one_and_the_same_whatever_is_beside(embedder: ModelManager) -> None:
+async def test_vectors_have_length_one_and_do_not_depend_on_the_other_inputs(embedder: ModelManager) -> None:
     (alone,) = await vectors(embedder, SENTENCES[0])
     crowd = await vectors(embedder, *SENTENCES, *(f"{at} " * (at % 60 + 1) for at in range(40)))
     assert np.allclose(np.linalg.norm(crowd, axis=1), 1, atol=1e-5)
@@ -141,7 +139,7 @@ async def test_vectors_are_of_length_one_and_the_same_whatever_is_beside(embedde
     assert crowd.shape == (44, 384)
 
 
-async def test_dimensions_cut_and_make_length_one_again(embedder: ModelManager) -> None:
+async def test_shortened_vectors_have_length_one(embedder: ModelManager) -> None:
     cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
     head = (await vectors(embedder, *SENTENCES))[:, :64]
     assert np.allclose(cut.vectors, head / np.linalg.norm(head, axis=1, keepdims=True), atol=1e-5)
@@ -160,7 +158,7 @@ async def test_a_report_counts_texts_tokens_and_times(embedder: ModelManager, ma
     assert embedder.snapshot.encoded_tokens - before == tokens
 
 
-async def test_what_is_too_long_is_refused_or_cut(embedder: ModelManager) -> None:
+async def test_a_text_that_is_too_long_is_refused_or_truncated(embedder: ModelManager) -> None:
     long = "word " * 700
     with pytest.raises(ContextLengthError, match=r"input\.1 has .*\d+ tokens and minilm-l6 takes \d+;") as refused:
         await vectors(embedder, "short", long)
@@ -172,27 +170,27 @@ async def test_what_is_too_long_is_refused_or_cut(embedder: ModelManager) -> Non
 @pytest.mark.parametrize(
     ("text", "place"), [((), "input.0"), ((5, 10**9), "input.0"), ((-1,), "input.0"), ("\ud800", "input.0")]
 )
-async def test_inputs_that_are_none_are_refused(
-    embedder: ModelManager, text: str | tuple[int, ...], place: str
-) -> None:
+async def test_invalid_inputs_are_refused(embedder: ModelManager, text: str | tuple[int, ...], place: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await vectors(embedder, text)
     assert refused.value.param == place
 
 
-async def test_no_texts_are_refused(embedder: ModelManager) -> None:
+async def test_a_request_without_texts_is_refused(embedder: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="there are no texts"):
         await vectors(embedder)
 
 
-async def test_kinds_of_texts_come_or_are_refused_as_capabilities_say(embedder: ModelManager, made_for: Format) -> None:
+async def test_input_types_are_supported_or_refused_as_the_capabilities_state(
+    embedder: ModelManager, made_for: Format
+) -> None:
     asked = EmbeddingRequest(inputs=SENTENCES, input_type="query")
     if not engine_of(embedder, made_for).capabilities.input_types:
         with pytest.raises(InvalidRequestError, match="leave out input_type") as refused:
             await embedder.embed(asked)
         assert refused.value.param == "input_type"
         return
-    # MiniLM's files have no such prompts.
+    # The files of MiniLM define no prompts for input types.
     assert np.allclose((await embedder.embed(asked)).vectors, await vectors(embedder, *SENTENCES), atol=1e-5)
 
 
@@ -246,14 +244,14 @@ async def test_an_embedding_model_stays_beside_a_chat_model(
         assert (found.entry.id, manager.snapshot.model) == ("minilm-l6", "tiny")
         one = await vectors(manager, SENTENCES[0])
         assert (await run(manager))[1].model == "tiny"
-        # It outlives the chat model, whatever comes after that.
+        # It stays while chat models are loaded and unloaded.
         await manager.load_entry(longs[other])
         await manager.unload()
         assert np.allclose(await vectors(manager, SENTENCES[0]), one, atol=1e-5)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_the_wrong_kind_of_model_is_named_in_the_same_words(
+async def test_all_engines_refuse_a_model_of_the_wrong_kind_with_the_same_messages(
     chats: Entries, embedders: Entries, format_: Format
 ) -> None:
     async with ModelManager(SETTINGS) as manager:
@@ -269,13 +267,13 @@ async def test_the_wrong_kind_of_model_is_named_in_the_same_words(
             await run(manager, model="minilm-l6")
         with pytest.raises(InvalidRequestError, match="tiny is a chat model; this needs an embedding model"):
             await vectors(manager, "sea", model="tiny")
-        with pytest.raises(OtherModelLoadedError, match="other is not loaded, minilm-l6 is"):
+        with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'other'.*: minilm-l6 is loaded"):
             await vectors(manager, "sea", model="other")
-        with pytest.raises(OtherModelLoadedError, match="other is not loaded, tiny is"):
+        with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'other'.*: tiny is loaded"):
             await run(manager, model="other")
 
 
-async def test_an_embedding_model_in_the_main_place_does_not_chat(embedder: ModelManager) -> None:
+async def test_an_embedding_model_that_is_the_main_model_does_not_chat(embedder: ModelManager) -> None:
     with pytest.raises(NotLoadedError, match="minilm-l6 is an embedding model and does not chat"):
         await run(embedder)
 
