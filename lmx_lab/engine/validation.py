@@ -61,9 +61,9 @@ def too_long(request: GenerationRequest, tokens: str, entry: ModelEntry, limit: 
         tokens: Number of its tokens, or a lower bound such as ``more than 512``.
     """
     own = entry.context_length
-    why = f" (of its {own}: memory holds no more)" if own is not None and limit < own else ""
+    reason = f" (of the model's {own}, because memory is too small for more)" if own is not None and limit < own else ""
     return ContextLengthError(
-        f"the prompt has {tokens} tokens and {entry.id} holds {limit} in all{why}, the answer included; "
+        f"the prompt has {tokens} tokens, and {entry.id} takes {limit}{reason}, including the answer; "
         "shorten the prompt",
         param=param_of(request),
     )

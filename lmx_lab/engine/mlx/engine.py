@@ -118,7 +118,10 @@ class MlxEngine:
 
     async def unload(self) -> int:
         """See ``InferenceEngine``."""
-        return await self._thread.call(MlxCore.unload) if self.alive else 0
+        # A thread that has died has released all memory.
+        with contextlib.suppress(EngineDeadError):
+            return await self._thread.call(MlxCore.unload)
+        return 0
 
     async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """See ``InferenceEngine``."""
@@ -127,7 +130,7 @@ class MlxEngine:
 
     async def unpin(self, kind: Kind) -> None:
         """See ``InferenceEngine``."""
-        if self.alive:
+        with contextlib.suppress(EngineDeadError):
             await self._thread.call(lambda core: core.unpin(kind))
 
     # Requests

@@ -15,7 +15,7 @@ import mlx.core as mx
 from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.batch import Batch, Computed, Event, Scored, Token
+from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import Samplers
@@ -122,7 +122,7 @@ class GenerationLoop:
         try:
             self._end_expired()
             self._start_queued()
-            if self.batch is not None and not self.batch.empty:
+            if self.batch is not None and not self.batch.is_empty:
                 self._advance(self.batch)
         except Exception as exc:
             failure = self._fail_step(exc)
@@ -158,7 +158,7 @@ class GenerationLoop:
         """Return whether the request fits into memory beside the running ones; drops kept prefixes for it."""
         running = self.running
         lengths = [it.length for it in (*running, generation)]
-        needed = self.other_bytes + batch.footprint.running_bytes(lengths, chunk=memory.LARGEST_CHUNK_TOKENS)
+        needed = self.other_bytes + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
         # Alone it fits: the context length that it was checked against is what memory holds.
         if needed > self._limit_bytes and running:
             return False
@@ -181,21 +181,21 @@ class GenerationLoop:
     def _handle(self, batch: Batch, event: Event) -> None:
         generation = event.generation
         match event:
-            case Computed():
+            case ChunkComputed():
                 self.totals.prompt_tokens += event.tokens
                 self._outbox.post(generation.mailbox, _progress(generation))
                 if event.done:
                     self.totals.prompt_tokens += generation.cached_tokens
                     self.totals.cached_tokens += generation.cached_tokens
                     self._scheduler.prefilled(generation)
-            case Scored():
+            case PromptScored():
                 self._outbox.post(generation.mailbox, event.scores)
                 if not generation.max_tokens:
                     self._end(generation, generation.report("length", time.perf_counter()))
-            case Token():
+            case TokenGenerated():
                 self._handle_token(batch, generation, event)
 
-    def _handle_token(self, batch: Batch, generation: MlxGeneration, event: Token) -> None:
+    def _handle_token(self, batch: Batch, generation: MlxGeneration, event: TokenGenerated) -> None:
         now = time.perf_counter()
         generation.first_token_at = generation.first_token_at or now
         generation.output_tokens += 1
@@ -294,7 +294,7 @@ def _progress(generation: MlxGeneration) -> PromptProgress:
     return PromptProgress(done=generation.cached_tokens + generation.computed_tokens, total=len(generation.prompt))
 
 
-def _finish(generation: MlxGeneration, event: Token) -> Literal["stop", "length"] | None:
+def _finish(generation: MlxGeneration, event: TokenGenerated) -> Literal["stop", "length"] | None:
     """Return why the answer ends with this token, apart from stop strings; None if it continues.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokenizer, TextTokens
-from lmx_lab.engine.mlx.encoding import Encoded, EncodeJob
+from lmx_lab.engine.mlx.encoding import EncodedRows, EncodeJob
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.mlx.thread import EngineThread
@@ -100,7 +100,7 @@ class TextPreparer:
             job = self._job(request, entry, permit, texts, arrived_at=arrived_at)
             return await self._submit(job, functools.partial(_ranking, method))
 
-    async def _submit(self, job: EncodeJob, finish: Callable[[Encoded], Result]) -> Pending[Result]:
+    async def _submit(self, job: EncodeJob, finish: Callable[[EncodedRows], Result]) -> Pending[Result]:
         # Made first: if the caller leaves meanwhile, it is dropped, which cancels the job.
         cancel = functools.partial(_cancel, job)
         pending = Pending(job.done, finish, lambda: self._thread.post(cancel))
@@ -182,10 +182,10 @@ def _cancel(job: EncodeJob, core: MlxCore) -> None:
     core.cancel_encoding(job)
 
 
-def _embeddings(dimensions: int | None, encoded: Encoded) -> Embeddings:
+def _embeddings(dimensions: int | None, encoded: EncodedRows) -> Embeddings:
     return Embeddings(vectors=cut(encoded.rows, dimensions), report=encoded.report)
 
 
-def _ranking(method: RerankMethod, encoded: Encoded) -> Ranking:
+def _ranking(method: RerankMethod, encoded: EncodedRows) -> Ranking:
     scores = cosines(encoded.rows) if method == "cosine" else encoded.rows
     return Ranking(scores=scores, method=method, report=encoded.report)

@@ -16,7 +16,7 @@ from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.encoding import EncodeJob, Encoding
+from lmx_lab.engine.mlx.encoding import EncodeJob, EncodingLoop
 from lmx_lab.engine.mlx.loop import GenerationLoop
 from lmx_lab.engine.mlx.model import LoadedModel, load_chat
 from lmx_lab.engine.mlx.request import MlxGeneration
@@ -47,7 +47,7 @@ class MlxCore:
         report = configure_blas(settings.blas, settings.threads)
         threads = ThreadChoice(report)
         self.generating = GenerationLoop(settings, threads, limit_bytes=self._limit_bytes)
-        self.encoding = Encoding(
+        self.encoding = EncodingLoop(
             threads,
             limit_bytes=self._limit_bytes,
             make_room=self.generating.shrink_prefixes,

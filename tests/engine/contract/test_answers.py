@@ -132,7 +132,9 @@ async def test_tokens_that_the_model_does_not_have_are_refused(
 
 
 async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(manager: ModelManager) -> None:
-    with pytest.raises(ContextLengthError, match=r"the prompt has 512 tokens and tiny holds 512 in all") as refused:
+    with pytest.raises(
+        ContextLengthError, match=r"the prompt has 512 tokens, and tiny takes 512, including the answer"
+    ) as refused:
         await manager.submit(request(prompt=numbers(512)))
     assert refused.value.param == "prompt"
     # It has room for no token, and none is asked for.
@@ -144,7 +146,7 @@ async def test_a_prompt_far_too_long_is_refused_without_reading_all_of_it(
 ) -> None:
     huge = "word " * 1_000_000
     for prompt in (TextPrompt(text=huge), chat(huge)):
-        with pytest.raises(ContextLengthError, match=r"more than \d{3,4} tokens and tiny holds 512"):
+        with pytest.raises(ContextLengthError, match=r"more than \d{3,4} tokens, and tiny takes 512"):
             await manager.submit(request(prompt=prompt))
     # Long, but few tokens: spaces are many to a token, but for the echo engine's.
     assert made_for == "echo" or (await run(manager, prompt=TextPrompt(text=" " * 8000)))[1].prompt_tokens < 512

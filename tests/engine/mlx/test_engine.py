@@ -1,4 +1,4 @@
-"""The real engine on a tiny model: every accepted request ends once, whatever happens."""
+"""The MLX engine with a tiny model: every accepted request ends once, whatever happens."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lmx_lab.errors import (
     EngineError,
     GenerationTimeoutError,
     InvalidRequestError,
+    ModelNotFoundError,
     NotLoadedError,
     OutOfMemoryError,
     QueueFullError,
@@ -91,7 +92,7 @@ async def test_a_stop_string_ends_the_text_before_it(manager: ModelManager) -> N
     assert report.finish_reason == "stop"
 
 
-async def test_the_context_bounds_the_answer(manager: ModelManager) -> None:
+async def test_the_context_limits_the_answer(manager: ModelManager) -> None:
     _, report = await run(manager, prompt=TokenPrompt(tokens=(7,) * 508), max_tokens=100)
     assert report.prompt_tokens + report.output_tokens <= 512
     assert report.finish_reason == "length"
@@ -102,12 +103,12 @@ async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(mana
         await run(manager, prompt=TokenPrompt(tokens=(7,) * 512))
 
 
-async def test_a_prompt_far_too_long_is_refused_without_reading_all_of_it(manager: ModelManager) -> None:
+async def test_only_the_beginning_of_a_prompt_that_is_far_too_long_is_tokenized(manager: ModelManager) -> None:
     huge = "word " * 2_000_000
     for prompt in (TextPrompt(text=huge), ChatPrompt(messages=({"role": "user", "content": huge},))):
-        with pytest.raises(ContextLengthError, match=r"more than 1\d{3} tokens and tiny holds 512"):
+        with pytest.raises(ContextLengthError, match=r"more than 1\d{3} tokens, and tiny takes 512"):
             await run(manager, prompt=prompt)
-    # Long, but few tokens: spaces are many to a token.
+    # A long text of few tokens: a token contains many spaces.
     _, report = await run(manager, prompt=TextPrompt(text=" " * 8000))
     assert report.prompt_tokens < 512
 
@@ -117,12 +118,12 @@ async def test_an_empty_prompt_is_refused(manager: ModelManager) -> None:
         await run(manager, prompt=TokenPrompt(tokens=()))
 
 
-async def test_messages_that_the_template_refuses_are_the_callers_mistake(manager: ModelManager) -> None:
+async def test_messages_that_the_template_refuses_are_an_invalid_request(manager: ModelManager) -> None:
     with pytest.raises(InvalidRequestError):
         await run(manager, prompt=ChatPrompt(messages=({"content": "no role"},)))
 
 
-async def test_leaving_a_stream_frees_its_slot(manager: ModelManager) -> None:
+async def test_closing_a_stream_frees_its_slot(manager: ModelManager) -> None:
     streams = [await manager.submit(request(max_tokens=400)) for _ in range(3)]
     await anext(streams[0])
     await streams[0].aclose()
@@ -165,7 +166,7 @@ async def test_a_full_queue_refuses_and_loses_nothing(manager: ModelManager) -> 
     assert [report.output_tokens for report in reports] == [60] * 4
 
 
-async def test_a_deadline_ends_a_request_that_waits_or_runs(manager: ModelManager) -> None:
+async def test_a_request_ends_at_its_deadline(manager: ModelManager) -> None:
     with pytest.raises(GenerationTimeoutError):
         await run(manager, max_tokens=400, timeout_s=0.001)
     assert (await run(manager))[1].output_tokens == 8
@@ -181,8 +182,8 @@ async def test_a_slow_reader_gets_everything_merged(manager: ModelManager) -> No
     assert len(deltas) == 1
 
 
-async def test_a_request_for_another_model_names_both(manager: ModelManager) -> None:
-    with pytest.raises(NotLoadedError, match=r"other.*tiny"):
+async def test_the_refusal_of_an_unknown_model_names_it_and_the_loaded_one(manager: ModelManager) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"other.*tiny"):
         await run(manager, model="other")
 
 
@@ -192,7 +193,7 @@ async def test_without_a_model_the_error_says_what_to_do(tiny: ModelEntry) -> No
             await run(manager)
 
 
-async def test_unloading_frees_the_memory_even_while_somebody_keeps_a_stream(own_manager: ModelManager) -> None:
+async def test_an_ended_stream_does_not_keep_the_weights_in_memory(own_manager: ModelManager) -> None:
     loaded = own_manager.snapshot.model_memory_bytes
     kept = await own_manager.submit(request())
     await finish(kept)
@@ -202,7 +203,7 @@ async def test_unloading_frees_the_memory_even_while_somebody_keeps_a_stream(own
     assert await own_manager.unload() == 0
 
 
-async def test_running_requests_finish_before_a_swap(own_manager: ModelManager, tiny_home: Path) -> None:
+async def test_a_load_waits_for_running_requests(own_manager: ModelManager, tiny_home: Path) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     stream = await own_manager.submit(request(max_tokens=100))
     await anext(stream)
@@ -211,16 +212,17 @@ async def test_running_requests_finish_before_a_swap(own_manager: ModelManager, 
     assert report.model == own_manager.snapshot.model == "tiny-two"
 
 
-async def test_requests_that_wait_are_told_when_the_model_goes(own_manager: ModelManager, tiny_home: Path) -> None:
+async def test_queued_requests_are_refused_when_another_model_is_loaded(
+    own_manager: ModelManager, tiny_home: Path
+) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
+    first, second, queued = [await own_manager.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
+    await anext(first)
     async with held(own_manager):
-        submits = [await posted(own_manager, own_manager.submit(request(max_tokens=100))) for _ in range(3)]
-        mlx_thread(own_manager).post(MlxCore.step)
         loading = await posted(own_manager, own_manager.load_entry(other))
-    first, second, waits = [await submit for submit in submits]
-    with pytest.raises(NotLoadedError):
-        await finish(waits)
-    assert [(await finish(stream))[1].output_tokens for stream in (first, second)] == [100] * 2
+    with pytest.raises(NotLoadedError, match="the model was replaced by tiny-two before this request started"):
+        await finish(queued)
+    assert [(await finish(stream))[1].output_tokens for stream in (first, second)] == [400] * 2
     assert (await loading).model == "tiny-two"
 
 
@@ -238,13 +240,15 @@ async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, ti
             await finish(stream)
 
 
-async def test_swaps_happen_in_order_even_if_nobody_waits_for_them(own_manager: ModelManager, tiny_home: Path) -> None:
+async def test_loads_and_unloads_happen_in_order_even_if_their_callers_leave(
+    own_manager: ModelManager, tiny_home: Path
+) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     stream = await own_manager.submit(request(max_tokens=100))
     await anext(stream)
     unloading = asyncio.create_task(own_manager.unload())
-    loading = asyncio.create_task(own_manager.load_entry(other))
-    again = asyncio.create_task(own_manager.unload())
+    loading = asyncio.create_task(own_manager.load_entry(other, if_busy="wait"))
+    again = asyncio.create_task(own_manager.unload(if_busy="wait"))
     await asyncio.sleep(0)
     unloading.cancel()
     assert (await loading).model == "tiny-two"
@@ -253,16 +257,16 @@ async def test_swaps_happen_in_order_even_if_nobody_waits_for_them(own_manager: 
     assert own_manager.snapshot.state == "empty"
 
 
-async def test_loading_what_is_loaded_changes_nothing(manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_loading_the_loaded_model_changes_nothing(manager: ModelManager, tiny: ModelEntry) -> None:
     assert (await manager.load_entry(tiny)).load_s == 0
 
 
-async def test_a_tiny_temperature_is_no_noise(manager: ModelManager) -> None:
+async def test_a_tiny_temperature_is_greedy(manager: ModelManager) -> None:
     cold = generation_request(ChatRequest.model_validate(chat_body(temperature=1e-38))).sampling
     assert (await run(manager, sampling=cold))[0] == (await run(manager))[0]
 
 
-async def test_a_flood_of_long_prompts_meets_the_queue_limit(manager: ModelManager) -> None:
+async def test_the_queue_limit_counts_prompts_that_are_still_tokenized(manager: ModelManager) -> None:
     long = ChatPrompt(messages=({"role": "user", "content": "word " * 100_000},))
     tasks = [asyncio.create_task(run(manager, prompt=long)) for _ in range(8)]
     refused = [type(result) for result in await asyncio.gather(*tasks, return_exceptions=True)]
@@ -287,7 +291,7 @@ async def test_a_failed_load_leaves_nothing_in_memory(
     assert own_manager.snapshot.memory_used_bytes < before * 1.5
 
 
-async def test_a_failed_load_brings_the_previous_model_back_and_says_so(
+async def test_after_a_failed_load_the_previous_model_is_loaded_again(
     own_manager: ModelManager, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -308,11 +312,13 @@ async def test_a_failed_load_brings_the_previous_model_back_and_says_so(
 
 
 @pytest.mark.usefixtures("alone")
-async def test_a_model_larger_than_the_limit_is_refused_and_the_loaded_one_stays(tiny: ModelEntry) -> None:
+async def test_a_model_larger_than_the_limit_is_refused_before_the_loaded_one_is_unloaded(tiny: ModelEntry) -> None:
     async with ModelManager(Settings(memory_limit_bytes=50_000_000)) as manager:
         await manager.load_entry(tiny)
         with pytest.raises(OutOfMemoryError, match=r"60\.00 GB"):
-            await manager.load_entry(replace(tiny, id="huge", size_bytes=60 * 10**9))
+            await manager.load_entry(
+                replace(tiny, id="huge", path=tiny.path.parent / "tiny-two", size_bytes=60 * 10**9)
+            )
         assert (await run(manager))[1].model == "tiny"
 
 
@@ -323,7 +329,7 @@ async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(own_manager
     assert (await run(own_manager))[1].output_tokens == 8
 
 
-async def test_running_out_of_memory_unloads_the_model_and_says_so(own_manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_running_out_of_memory_unloads_the_model(own_manager: ModelManager, tiny: ModelEntry) -> None:
     await poison(own_manager, RuntimeError("[malloc] Unable to allocate 1 bytes."))
     with pytest.raises(OutOfMemoryError, match="unloaded"):
         await run(own_manager)
@@ -337,7 +343,7 @@ async def test_running_out_of_memory_unloads_the_model_and_says_so(own_manager: 
     assert own_manager.snapshot.unload_cause is None
 
 
-async def test_those_who_wait_are_told_of_the_memory_too(own_manager: ModelManager) -> None:
+async def test_queued_requests_end_when_memory_runs_out(own_manager: ModelManager) -> None:
     async with held(own_manager):
         submits = [await posted(own_manager, own_manager.submit(request(max_tokens=300))) for _ in range(4)]
         await posted(own_manager, poison(own_manager, MemoryError("none left")))
@@ -346,10 +352,11 @@ async def test_those_who_wait_are_told_of_the_memory_too(own_manager: ModelManag
             await finish(await submit)
 
 
-async def test_a_model_that_nobody_uses_is_unloaded(own_manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unload_s(
+    own_manager: ModelManager, tiny: ModelEntry
+) -> None:
     stream = await own_manager.submit(request(max_tokens=300, ignore_eos=True))
     await anext(stream)
-    # A request that takes longer than that is use.
     await unload_when_idle_for(own_manager, 0.001)
     assert (await finish(stream))[1].output_tokens == 300
     while own_manager.snapshot.state == "ready":  # noqa: ASYNC110
@@ -362,7 +369,7 @@ async def test_a_model_that_nobody_uses_is_unloaded(own_manager: ModelManager, t
     assert (await run(own_manager))[1].output_tokens == 8
 
 
-async def test_a_patient_load_serves_those_who_wait_first(own_manager: ModelManager, tiny_home: Path) -> None:
+async def test_a_load_may_wait_for_queued_requests_too(own_manager: ModelManager, tiny_home: Path) -> None:
     streams = [await own_manager.submit(request(max_tokens=30)) for _ in range(4)]
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     report = await own_manager.load_entry(other, finish_queued=True)
@@ -370,7 +377,9 @@ async def test_a_patient_load_serves_those_who_wait_first(own_manager: ModelMana
     assert [(await finish(stream))[1].output_tokens for stream in streams] == [30] * 4
 
 
-async def test_a_patient_load_waits_no_longer_than_the_drain_either(tiny: ModelEntry, tiny_home: Path) -> None:
+async def test_a_load_that_waits_for_queued_requests_waits_no_longer_than_drain_s(
+    tiny: ModelEntry, tiny_home: Path
+) -> None:
     async with ModelManager(Settings(slots=1, drain_s=0.05)) as manager:
         await manager.load_entry(tiny)
         streams = [await manager.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
@@ -392,7 +401,9 @@ async def test_a_short_prompt_overtakes_long_ones(tiny: ModelEntry, delivered: l
         assert ended.index(streams[-1]._mailbox) <= 2
 
 
-async def test_progress_of_a_prompt_is_told(tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]) -> None:
+async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_started(
+    tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]
+) -> None:
     async with ModelManager(Settings(slots=1)) as manager:
         await manager.load_entry(tiny)
         async with held(manager):
@@ -405,8 +416,8 @@ async def test_progress_of_a_prompt_is_told(tiny: ModelEntry, delivered: list[tu
         await finish(waits)
         assert waits.progress is not None
         assert (waits.progress.done, waits.progress.total) == (300, 300)
-        to_whom = [mailbox for mailbox, _ in delivered]
-        assert to_whom.index(waits._mailbox) > delivered.index((first._mailbox, report))
+        receivers = [mailbox for mailbox, _ in delivered]
+        assert receivers.index(waits._mailbox) > delivered.index((first._mailbox, report))
 
 
 async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(
@@ -422,7 +433,7 @@ async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(
     assert (await run(own_manager))[1].output_tokens == 8
 
 
-async def test_stopping_ends_what_runs(tiny: ModelEntry) -> None:
+async def test_stopping_ends_running_requests(tiny: ModelEntry) -> None:
     manager = ModelManager(Settings())
     await asyncio.to_thread(manager.start)
     await manager.load_entry(tiny)
@@ -436,15 +447,15 @@ async def test_stopping_ends_what_runs(tiny: ModelEntry) -> None:
 def test_a_script_that_generated_exits_with_0(tiny_home: Path) -> None:
     script = f"""
 import asyncio
-from lmx_lab.engine import Engine, GenerationRequest, TokenPrompt
+from lmx_lab.engine import GenerationRequest, ModelManager, TokenPrompt
 from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-engine = Engine(Settings())
-engine.start()
+manager = ModelManager(Settings())
+manager.start()
 async def main():
-    await engine.load(Catalog(Settings.read(home={str(tiny_home)!r})).resolve("tiny"))
-    stream = await engine.submit(GenerationRequest(prompt=TokenPrompt(tokens=(5, 6)), max_tokens=5))
+    await manager.load_entry(Catalog(Settings.read(home={str(tiny_home)!r})).resolve("tiny"))
+    stream = await manager.submit(GenerationRequest(prompt=TokenPrompt(tokens=(5, 6)), max_tokens=5))
     print(len([delta async for delta in stream]))
 asyncio.run(main())
 raise SystemExit(0)
@@ -453,14 +464,14 @@ raise SystemExit(0)
     assert (done.returncode, int(done.stdout) > 0) == (0, True), done.stderr
 
 
-async def test_the_refused_are_told_when_a_request_that_runs_can_end(tiny: ModelEntry) -> None:
+async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may_end(tiny: ModelEntry) -> None:
     async with ModelManager(Settings(slots=1, queue_limit=0)) as manager:
         await manager.load_entry(tiny)
         async with await manager.submit(request(max_tokens=400, ignore_eos=True)) as stream:
             for _ in range(20):
                 await anext(stream)
             thread = mlx_thread(manager)
-            await thread.call(lambda core: setattr(core.generating.batch._pace, "takes", lambda **_: 500.0))
+            await thread.call(lambda core: setattr(core.generating.batch._pace, "estimate_s", lambda **_: 500.0))
             await anext(stream)
             await anext(stream)
             with pytest.raises(QueueFullError) as refused:
@@ -469,13 +480,13 @@ async def test_the_refused_are_told_when_a_request_that_runs_can_end(tiny: Model
     assert refused.value.retry_after_s > 100
 
 
-async def test_loading_what_is_loaded_ends_nobody(manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_loading_the_loaded_model_ends_no_requests(manager: ModelManager, tiny: ModelEntry) -> None:
     streams = [await manager.submit(request(max_tokens=60, ignore_eos=True)) for _ in range(4)]
     assert (await manager.load_entry(tiny)).load_s == 0
     assert [(await finish(stream))[1].output_tokens for stream in streams] == [60] * 4
 
 
-async def test_one_requests_broken_text_is_no_matter_of_the_others(manager: ModelManager) -> None:
+async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager: ModelManager) -> None:
     def break_text(core: MlxCore) -> None:
         (generation,) = (each for each in core.generating.running if len(each.prompt) == 5)
         generation.splitter.add = None
@@ -491,7 +502,7 @@ async def test_one_requests_broken_text_is_no_matter_of_the_others(manager: Mode
     assert (await finish(await good))[1].output_tokens == 60
 
 
-async def test_a_thread_that_dies_answers_those_behind_one_who_has_left(
+async def test_commands_behind_a_cancelled_one_end_when_the_thread_dies(
     own_manager: ModelManager, tiny: ModelEntry
 ) -> None:
     def die(core: MlxCore) -> None:

@@ -1,4 +1,4 @@
-"""What one request has computed, the next one need not; and nothing it says changes by that."""
+"""Requests use what earlier requests have computed, and their answers do not change by that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 FIRST = numbers(100)
 
 
-async def test_the_next_turn_computes_only_what_is_new(manager: ModelManager) -> None:
+async def test_a_later_turn_of_a_session_computes_only_its_new_tokens(manager: ModelManager) -> None:
     before = manager.snapshot
     stream = await manager.submit(request(prompt=FIRST))
     _, first = await finish(stream)
@@ -32,25 +32,25 @@ async def test_the_next_turn_computes_only_what_is_new(manager: ModelManager) ->
     assert manager.snapshot.prompt_tokens - before.prompt_tokens == 210
 
 
-async def test_a_prompt_that_is_kept_whole_says_the_same_again(manager: ModelManager) -> None:
+async def test_a_fully_cached_prompt_has_the_same_answer_again(manager: ModelManager) -> None:
     text, _ = await run(manager, prompt=FIRST)
     again, report = await run(manager, prompt=FIRST)
     assert again == text
     assert report.cached_tokens == 99
 
 
-async def test_a_kept_beginning_changes_no_word(manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_a_cached_prefix_does_not_change_the_answer(manager: ModelManager, tiny: ModelEntry) -> None:
     await run(manager, prompt=FIRST)
-    departs = TokenPrompt(tokens=(*FIRST.tokens[:60], *range(7000, 7030)))
-    with_cache, report = await run(manager, prompt=departs, max_tokens=20)
+    different = TokenPrompt(tokens=(*FIRST.tokens[:60], *range(7000, 7030)))
+    with_cache, report = await run(manager, prompt=different, max_tokens=20)
     assert report.cached_tokens == 60
     async with ModelManager(Settings(prefix_cache_bytes=0)) as fresh:
-        await fresh.load(tiny)
-        assert (await run(fresh, prompt=departs, max_tokens=20))[0] == with_cache
-        assert (await run(fresh, prompt=departs, max_tokens=20))[1].cached_tokens == 0
+        await fresh.load_entry(tiny)
+        assert (await run(fresh, prompt=different, max_tokens=20))[0] == with_cache
+        assert (await run(fresh, prompt=different, max_tokens=20))[1].cached_tokens == 0
 
 
-async def test_an_answer_cut_by_a_stop_string_or_a_cancel_is_kept_too(manager: ModelManager) -> None:
+async def test_the_cache_of_a_stopped_or_cancelled_answer_is_stored_too(manager: ModelManager) -> None:
     stopped = numbers(100, start=3000)
     words, _ = await run(manager, prompt=stopped)
     await run(manager, prompt=stopped, stop=(words[3:6],))
@@ -62,7 +62,7 @@ async def test_an_answer_cut_by_a_stop_string_or_a_cancel_is_kept_too(manager: M
     assert (await run(manager, prompt=TokenPrompt(tokens=(*left.tokens, 7))))[1].cached_tokens == 100
 
 
-async def test_requests_that_begin_alike_at_the_same_time_compute_it_once(manager: ModelManager) -> None:
+async def test_simultaneous_requests_compute_their_common_prefix_once(manager: ModelManager) -> None:
     prompts = [TokenPrompt(tokens=(*FIRST.tokens, 2000 + at)) for at in range(4)]
     async with held(manager):
         submits = [await posted(manager, manager.submit(request(prompt=prompt))) for prompt in prompts]
@@ -70,7 +70,7 @@ async def test_requests_that_begin_alike_at_the_same_time_compute_it_once(manage
     assert [report.cached_tokens for report in reports] == [0, 100, 100, 100]
 
 
-async def test_one_that_waits_for_a_prompt_that_is_cancelled_computes_it_itself(
+async def test_a_request_that_waits_for_a_cancelled_one_computes_the_prefix_itself(
     manager: ModelManager, tiny: ModelEntry
 ) -> None:
     long = numbers(400)
@@ -89,13 +89,13 @@ async def test_the_answers_to_one_request_share_its_prompt(manager: ModelManager
 
 @pytest.fixture
 async def small(tiny: ModelEntry) -> AsyncIterator[ModelManager]:
-    """512 bytes a token: about 200 tokens may be kept."""
+    """A cache for about 200 tokens, of 512 bytes each."""
     async with ModelManager(Settings(prefix_cache_bytes=100_000)) as manager:
         await manager.load_entry(tiny)
         yield manager
 
 
-async def test_what_is_kept_stays_within_its_bytes(small: ModelManager) -> None:
+async def test_the_cache_stays_within_its_limit(small: ModelManager) -> None:
     for start in range(1000, 3000, 200):
         await run(small, prompt=numbers(100, start=start))
         assert small.snapshot.prefix_cache_bytes <= 100_000
@@ -103,7 +103,7 @@ async def test_what_is_kept_stays_within_its_bytes(small: ModelManager) -> None:
     assert (await run(small, prompt=numbers(100, start=1000)))[1].cached_tokens == 0
 
 
-async def test_unloading_drops_it(own_manager: ModelManager, tiny: ModelEntry) -> None:
+async def test_unloading_drops_the_cache(own_manager: ModelManager, tiny: ModelEntry) -> None:
     await run(own_manager, prompt=FIRST)
     assert own_manager.snapshot.prefix_cache_bytes > 0
     await own_manager.unload()
@@ -120,8 +120,8 @@ async def footprint(model: ModelEntry) -> Footprint:
 
 
 @pytest.mark.usefixtures("alone")
-async def test_when_memory_is_short_it_goes_first(tiny: ModelEntry, tiny_home: Path) -> None:
-    # What the weights leave holds one request of 300 tokens with the transient of its prompt, and not much else.
+async def test_the_cache_is_dropped_first_when_memory_is_short(tiny: ModelEntry, tiny_home: Path) -> None:
+    # Beside the weights there is memory for one request of 300 tokens and the computation of its prompt.
     needed = (await footprint(tiny)).running_bytes([300], chunk=512)
     async with ModelManager(Settings(memory_limit_bytes=needed + 60_000, prefix_cache_bytes=200_000)) as manager:
         await manager.load_entry(tiny)
@@ -133,7 +133,7 @@ async def test_when_memory_is_short_it_goes_first(tiny: ModelEntry, tiny_home: P
 
 
 @pytest.mark.usefixtures("alone")
-async def test_requests_wait_for_memory_rather_than_exceed_it(tiny: ModelEntry) -> None:
+async def test_requests_wait_for_memory(tiny: ModelEntry) -> None:
     two = (await footprint(tiny)).running_bytes([200, 200], chunk=512)
     async with ModelManager(Settings(memory_limit_bytes=two + 1000, prefix_cache_bytes=0)) as manager:
         await manager.load_entry(tiny)
@@ -155,18 +155,18 @@ async def test_requests_wait_for_memory_rather_than_exceed_it(tiny: ModelEntry) 
 
 
 @pytest.mark.usefixtures("alone")
-async def test_a_context_that_memory_does_not_hold_is_said_with_both_numbers(tiny: ModelEntry) -> None:
+async def test_the_error_names_the_context_that_memory_allows_and_that_of_the_model(tiny: ModelEntry) -> None:
     limit = (await footprint(tiny)).running_bytes([256], chunk=256)
     async with ModelManager(Settings(memory_limit_bytes=limit)) as manager:
         await manager.load_entry(tiny)
         assert manager.snapshot.context_length == 256
-        with pytest.raises(Exception, match=r"400 tokens.*holds 256 in all \(of its 512: memory holds no more\)"):
+        with pytest.raises(Exception, match=r"400 tokens.*takes 256 \(of the model's 512, because memory"):
             await run(manager, prompt=numbers(400))
         _, report = await run(manager, prompt=numbers(246), max_tokens=100)
         assert report.output_tokens == 10
 
 
-async def test_more_in_use_than_allowed_drops_what_is_kept_and_then_the_model(
+async def test_memory_above_the_limit_drops_the_cache_and_then_the_model(
     own_manager: ModelManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lmx_lab.engine.mlx import memory
@@ -183,8 +183,8 @@ async def test_more_in_use_than_allowed_drops_what_is_kept_and_then_the_model(
         await run(own_manager)
 
 
-async def test_an_engine_step_leaves_no_work_on_other_threads(manager: ModelManager) -> None:
-    """The cache's arrays live on the engine thread; a hit from another event loop works all the same."""
+async def test_a_request_from_another_event_loop_uses_the_cache(manager: ModelManager) -> None:
+    """The arrays of the cache are used on the engine thread only."""
     await run(manager, prompt=FIRST)
 
     def other_loop() -> int:
@@ -195,7 +195,7 @@ async def test_an_engine_step_leaves_no_work_on_other_threads(manager: ModelMana
 
 
 @pytest.mark.usefixtures("alone")
-async def test_one_that_waits_for_memory_takes_nothing_from_the_others_meanwhile(tiny: ModelEntry) -> None:
+async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny: ModelEntry) -> None:
     sizes = await footprint(tiny)
     two, one = sizes.running_bytes([500, 500], chunk=512), sizes.running_bytes([500], chunk=512)
     assert two - one > 300_000
@@ -213,7 +213,7 @@ async def test_one_that_waits_for_memory_takes_nothing_from_the_others_meanwhile
         assert (await finish(waits))[1].output_tokens > 0
 
 
-async def test_where_nothing_is_kept_nobody_waits_for_it(tiny: ModelEntry) -> None:
+async def test_without_a_cache_no_request_waits_for_the_prefix_of_another(tiny: ModelEntry) -> None:
     async with ModelManager(Settings(prefix_cache_bytes=0)) as manager:
         await manager.load_entry(tiny)
         first = await manager.submit(request(prompt=numbers(400), max_tokens=50))

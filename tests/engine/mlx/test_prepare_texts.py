@@ -1,4 +1,4 @@
-"""Embedding and reranking in the engine: beside answers, through loads and unloads, and how each request ends."""
+"""Embedding and reranking on the MLX engine, while answers are generated and models are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import pytest
 
 from lmx_lab.engine import EmbeddingRequest, ModelManager, Ranking, RerankRequest, TokenPrompt
 from lmx_lab.engine.mlx.state import MlxCore
+from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.errors import (
     EngineDeadError,
     EngineError,
     GenerationTimeoutError,
     InvalidRequestError,
     LabError,
+    ModelNotFoundError,
     NotLoadedError,
-    OtherModelLoadedError,
     OutOfMemoryError,
     QueueFullError,
     UnusableModelError,
@@ -76,7 +77,7 @@ async def own_embedder(alone: None, minilm: ModelEntry) -> AsyncIterator[ModelMa
 
 @pytest.fixture
 async def own_both(alone: None, tiny: ModelEntry, minilm: ModelEntry) -> AsyncIterator[ModelManager]:
-    """For such a test likewise."""
+    """Both models, for such a test."""
     async with ModelManager(TWO) as manager:
         await pin(manager, minilm)
         await manager.load_entry(tiny)
@@ -90,7 +91,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
 
 
 async def die(manager: ModelManager) -> None:
-    """As the engine's thread would of something that nobody thought of."""
+    """End the engine thread as an unexpected error would."""
 
     def command(core: MlxCore) -> None:
         raise SystemExit("as an example")
@@ -124,7 +125,7 @@ async def test_requests_at_the_same_time_get_their_own(embedder: ModelManager) -
         assert np.allclose(one, other, atol=1e-5)
 
 
-async def test_dimensions_cut_and_make_length_one_again(embedder: ModelManager) -> None:
+async def test_shortened_vectors_have_length_one(embedder: ModelManager) -> None:
     whole = await embedder.embed(EmbeddingRequest(inputs=SENTENCES))
     cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
     assert cut.vectors.shape == (3, 64)
@@ -133,12 +134,12 @@ async def test_dimensions_cut_and_make_length_one_again(embedder: ModelManager) 
     assert np.allclose(cut.vectors, head / np.linalg.norm(head, axis=1, keepdims=True), atol=1e-6)
 
 
-async def test_all_dimensions_are_the_vector_itself(embedder: ModelManager) -> None:
+async def test_all_dimensions_are_the_whole_vector(embedder: ModelManager) -> None:
     request_ = EmbeddingRequest(inputs=SENTENCES, dimensions=384)
     assert np.array_equal((await embedder.embed(request_)).vectors, await vectors(embedder, *SENTENCES))
 
 
-async def test_more_dimensions_than_there_are_are_refused(embedder: ModelManager) -> None:
+async def test_more_dimensions_than_vectors_have_are_refused(embedder: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="dimensions is 385; vectors of minilm-l6 have 384"):
         await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
 
@@ -152,7 +153,7 @@ async def test_an_embedding_model_ranks_by_cosine(embedder: ModelManager) -> Non
     assert ranking.report.texts == 4
 
 
-async def test_a_reranker_goes_before_an_embedding_model(own_both: ModelManager, reranker: ModelEntry) -> None:
+async def test_a_reranker_is_preferred_to_an_embedding_model(own_both: ModelManager, reranker: ModelEntry) -> None:
     await pin(own_both, reranker)
     ranking = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES))
     assert (ranking.method, ranking.report.model) == ("cross-encoder", "tiny-reranker")
@@ -189,7 +190,7 @@ async def test_answers_and_texts_are_computed_in_turns(both: ModelManager) -> No
     await stream.aclose()
 
 
-async def test_texts_change_nothing_in_an_answer(both: ModelManager) -> None:
+async def test_texts_do_not_change_an_answer(both: ModelManager) -> None:
     text, _ = await run(both, max_tokens=60)
     stream = await both.submit(request(max_tokens=60))
     embedding = asyncio.create_task(both.embed(long(10)))
@@ -198,7 +199,7 @@ async def test_texts_change_nothing_in_an_answer(both: ModelManager) -> None:
     assert again == text
 
 
-async def test_one_text_passes_by_many(embedder: ModelManager, gate: Gate) -> None:
+async def test_a_request_of_one_text_does_not_wait_for_one_of_many(embedder: ModelManager, gate: Gate) -> None:
     gate.shut()
     flood = asyncio.create_task(embedder.embed(long(300)))
     await gate.reached()
@@ -213,14 +214,14 @@ async def test_one_text_passes_by_many(embedder: ModelManager, gate: Gate) -> No
 
 async def test_pinned_models_stay_through_loads_and_unloads(own_both: ModelManager, tiny: ModelEntry) -> None:
     before = await vectors(own_both, SENTENCES[0])
-    await own_both.load(replace(tiny, id="tiny-again", path=tiny.path.parent / "tiny-two"))
+    await own_both.load_entry(replace(tiny, id="tiny-again", path=tiny.path.parent / "tiny-two"))
     await own_both.unload()
     assert own_both.snapshot.model is None
     assert [pinned.entry.id for pinned in own_both.snapshot.pinned] == ["minilm-l6"]
     assert np.array_equal(await vectors(own_both, SENTENCES[0]), before)
 
 
-async def test_what_is_pinned_is_not_drained_for_a_load(own_both: ModelManager, gate: Gate) -> None:
+async def test_requests_of_pinned_models_continue_during_an_unload(own_both: ModelManager, gate: Gate) -> None:
     gate.shut()
     embedding = asyncio.create_task(own_both.embed(long(4)))
     await gate.reached()
@@ -233,7 +234,7 @@ async def test_what_is_pinned_is_not_drained_for_a_load(own_both: ModelManager, 
     assert (await embedding).vectors.shape == (4, 384)
 
 
-async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(
+async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(
     own_embedder: ModelManager, gate: Gate
 ) -> None:
     gate.shut()
@@ -249,7 +250,7 @@ async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(
     await asyncio.sleep(0)
     late = asyncio.create_task(vectors(own_embedder, SENTENCES[0]))
     gate.open()
-    with pytest.raises(NotLoadedError, match="unloaded before this request began"):
+    with pytest.raises(NotLoadedError, match="unloaded before this request started"):
         await waiting
     with pytest.raises(NotLoadedError):
         await late
@@ -258,7 +259,7 @@ async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(
 
 
 @pytest.mark.usefixtures("alone")
-async def test_an_unload_does_not_wait_for_ever(minilm: ModelEntry, gate: Gate) -> None:
+async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm: ModelEntry, gate: Gate) -> None:
     async with ModelManager(Settings(drain_s=0)) as manager:
         await manager.load_entry(minilm)
         gate.shut()
@@ -273,7 +274,9 @@ async def test_an_unload_does_not_wait_for_ever(minilm: ModelEntry, gate: Gate) 
 
 
 @pytest.mark.usefixtures("alone")
-async def test_an_idle_model_goes_and_a_pinned_one_does_not_keep_it(tiny: ModelEntry, minilm: ModelEntry) -> None:
+async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory(
+    tiny: ModelEntry, minilm: ModelEntry
+) -> None:
     async with ModelManager(Settings(idle_unload_s=0.4)) as manager:
         await pin(manager, minilm)
         await manager.load_entry(tiny)
@@ -286,16 +289,14 @@ async def test_an_idle_model_goes_and_a_pinned_one_does_not_keep_it(tiny: ModelE
 
 
 async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm: ModelEntry) -> None:
-    def use_long_ago(core: MlxCore) -> None:
-        core._used_at -= 900
-        core.generating.ended_at -= 900
-
     async with ModelManager(Settings(idle_unload_s=1000)) as manager:
         await manager.load_entry(minilm)
-        await mlx_thread(manager).call(use_long_ago)
-        assert await mlx_thread(manager).call(lambda core: core.idle_left_s) < 101
+        main = manager.residents.main
+        assert main is not None
+        main.admission.used_at -= 900
+        before = main.admission.used_at
         await vectors(manager, SENTENCES[0])
-        assert await mlx_thread(manager).call(lambda core: core.idle_left_s) > 101
+        assert main.admission.used_at > before + 900
 
 
 async def test_a_chat_model_is_not_pinned(both: ModelManager, tiny: ModelEntry) -> None:
@@ -303,7 +304,7 @@ async def test_a_chat_model_is_not_pinned(both: ModelManager, tiny: ModelEntry) 
         await pin(both, tiny)
 
 
-async def test_pinning_what_cannot_be_loaded_changes_nothing(own_both: ModelManager, tmp_path: Path) -> None:
+async def test_a_pin_that_fails_changes_nothing(own_both: ModelManager, tmp_path: Path) -> None:
     broken = write_tiny_bert(tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UnusableModelError):
@@ -313,14 +314,14 @@ async def test_pinning_what_cannot_be_loaded_changes_nothing(own_both: ModelMana
 
 
 @pytest.mark.usefixtures("alone")
-async def test_too_large_to_be_pinned_is_said_before(minilm: ModelEntry) -> None:
+async def test_a_model_too_large_to_be_pinned_is_refused_before_it_is_loaded(minilm: ModelEntry) -> None:
     async with ModelManager(Settings(memory_limit_bytes=50_000_000)) as manager:
         with pytest.raises(OutOfMemoryError, match=r"needs 0\.09 GB"):
             await pin(manager, minilm)
 
 
 @pytest.mark.usefixtures("alone")
-async def test_a_chat_model_has_the_room_that_pinned_models_leave(tiny: ModelEntry, minilm: ModelEntry) -> None:
+async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny: ModelEntry, minilm: ModelEntry) -> None:
     async with ModelManager(Settings(memory_limit_bytes=95_000_000)) as manager:
         await manager.load_entry(tiny)
         await manager.unload()
@@ -329,17 +330,17 @@ async def test_a_chat_model_has_the_room_that_pinned_models_leave(tiny: ModelEnt
             await manager.load_entry(tiny)
 
 
-async def test_after_the_thread_died_a_load_brings_back_what_was_pinned(
+async def test_after_the_thread_has_died_a_load_also_restores_pinned_models(
     own_both: ModelManager, tiny: ModelEntry
 ) -> None:
     await die(own_both)
     with pytest.raises(EngineDeadError):
         await vectors(own_both, SENTENCES[0])
-    await own_both.load(tiny)
+    await own_both.load_entry(tiny)
     assert (await vectors(own_both, SENTENCES[0])).shape == (1, 384)
 
 
-async def test_a_pin_that_is_gone_does_not_keep_a_load_from_reviving_the_engine(
+async def test_a_pinned_model_that_cannot_be_restored_does_not_prevent_a_load(
     tiny: ModelEntry, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pinned = write_tiny_bert(tmp_path / "pinned")
@@ -353,7 +354,7 @@ async def test_a_pin_that_is_gone_does_not_keep_a_load_from_reviving_the_engine(
     assert "pinned, which was pinned, could not be loaded again" in caplog.text
 
 
-async def test_what_is_pinned_can_be_loaded_too_and_is_in_memory_once(
+async def test_a_model_that_is_loaded_and_pinned_is_in_memory_once(
     own_embedder: ModelManager, minilm: ModelEntry
 ) -> None:
     used = own_embedder.snapshot.memory_used_bytes
@@ -363,29 +364,26 @@ async def test_what_is_pinned_can_be_loaded_too_and_is_in_memory_once(
     assert (await vectors(own_embedder, SENTENCES[0])).shape == (1, 384)
 
 
-async def test_tokenizing_is_no_idleness(own_embedder: ModelManager) -> None:
-    spared, awaited, go_on = asyncio.Event(), mlx_thread(own_embedder)._awaited, threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def asked() -> bool:
-        """By the thread, when the model has been idle for too long."""
-        loop.call_soon_threadsafe(spared.set)
-        return awaited()
-
-    mlx_thread(own_embedder)._awaited = asked
+async def test_a_model_whose_texts_are_being_tokenized_is_not_idle(own_embedder: ModelManager) -> None:
+    go_on = threading.Event()
     await vectors(own_embedder, SENTENCES[0])
-    assert mlx_engine(own_embedder)._texts._executor is not None
-    mlx_engine(own_embedder)._texts._executor.submit(go_on.wait)
+    executor = mlx_engine(own_embedder)._texts._executor
+    assert executor is not None
+    executor.submit(go_on.wait)
     embedding = asyncio.create_task(vectors(own_embedder, *SENTENCES))
     await asyncio.sleep(0)
     await unload_when_idle_for(own_embedder, 0.001)
-    await spared.wait()
+    assert await own_embedder._run(idle_timer) is None
     await unload_when_idle_for(own_embedder, None)
     go_on.set()
     assert (await embedding).shape == (3, 384)
 
 
-async def test_errors_that_a_caller_keeps_do_not_keep_the_model(own_embedder: ModelManager) -> None:
+async def idle_timer(control: ModelControl) -> asyncio.TimerHandle | None:
+    return control._idle_timer
+
+
+async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_embedder: ModelManager) -> None:
     kept = []
     for refused in (
         EmbeddingRequest(inputs=("text",), dimensions=385),
@@ -402,7 +400,9 @@ async def test_errors_that_a_caller_keeps_do_not_keep_the_model(own_embedder: Mo
 
 @pytest.mark.parametrize("changes", [{"model": "other"}, {"prompt": TokenPrompt(tokens=(1,) * 10_000)}])
 @pytest.mark.usefixtures("alone")
-async def test_nor_does_a_chat_requests(tiny: ModelEntry, changes: dict[str, Any]) -> None:
+async def test_errors_of_chat_requests_do_not_keep_the_model_in_memory(
+    tiny: ModelEntry, changes: dict[str, Any]
+) -> None:
     async with ModelManager(Settings()) as manager:
         await manager.load_entry(tiny)
         with pytest.raises(LabError) as kept:
@@ -414,23 +414,25 @@ async def test_nor_does_a_chat_requests(tiny: ModelEntry, changes: dict[str, Any
 # Ends
 
 
-async def test_nothing_to_compute_is_refused(embedder: ModelManager) -> None:
+async def test_a_request_without_texts_is_refused(embedder: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="no texts"):
         await embedder.embed(EmbeddingRequest(inputs=()))
     with pytest.raises(InvalidRequestError, match="no texts"):
         await embedder.rerank(RerankRequest(query="q", documents=()))
 
 
-async def test_too_much_text_at_once_is_refused(embedder: ModelManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.engine.mlx.prepare_texts.MOST_CHARACTERS", 10_000)
+async def test_the_number_of_characters_in_all_requests_is_limited(
+    embedder: ModelManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmx_lab.engine.mlx.prepare_texts.MAX_CHARACTERS", 10_000)
     running = asyncio.create_task(embedder.embed(long(1000)))
     await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match="10000 characters"):
+    with pytest.raises(QueueFullError, match="characters are being tokenized, and these have 16; 10000 may be"):
         await vectors(embedder, SENTENCES[0])
     running.cancel()
 
 
-async def test_before_a_stop_requests_to_pinned_models_end_too(own_both: ModelManager, gate: Gate) -> None:
+async def test_quiescing_ends_requests_of_pinned_models_too(own_both: ModelManager, gate: Gate) -> None:
     gate.shut()
     embedding = asyncio.create_task(own_both.embed(long(4)))
     await gate.reached()
@@ -438,7 +440,7 @@ async def test_before_a_stop_requests_to_pinned_models_end_too(own_both: ModelMa
     await asyncio.sleep(0)
     gate.let_pass(2)
     await stopping
-    with pytest.raises(NotLoadedError, match="the server is stopped before this request ended"):
+    with pytest.raises(NotLoadedError, match="the server was stopped before this request ended"):
         await embedding
 
 
@@ -446,7 +448,7 @@ TOKENS = 2000 * 100
 """Fewer than ``long(2000)`` has."""
 
 
-async def test_a_caller_who_leaves_takes_the_work_back(embedder: ModelManager, gate: Gate) -> None:
+async def test_cancelling_a_request_cancels_its_computation(embedder: ModelManager, gate: Gate) -> None:
     before = embedder.snapshot.encoded_tokens
     gate.shut()
     embedding = asyncio.create_task(embedder.embed(long(2000)))
@@ -459,7 +461,7 @@ async def test_a_caller_who_leaves_takes_the_work_back(embedder: ModelManager, g
     assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
 
 
-async def test_an_accepted_request_that_is_dropped_is_given_up(embedder: ModelManager) -> None:
+async def test_an_accepted_request_that_is_dropped_is_cancelled(embedder: ModelManager) -> None:
     before = embedder.snapshot.encoded_tokens
     pending = await embedder.submit_embedding(long(2000))
     del pending
@@ -467,7 +469,7 @@ async def test_an_accepted_request_that_is_dropped_is_given_up(embedder: ModelMa
     assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
 
 
-async def test_a_deadline_is_kept(embedder: ModelManager) -> None:
+async def test_a_request_ends_at_its_deadline(embedder: ModelManager) -> None:
     before = embedder.snapshot.encoded_tokens
     with pytest.raises(GenerationTimeoutError, match=r"0\.3 s"):
         await embedder.embed(replace(long(2000), timeout_s=0.3))
@@ -475,7 +477,7 @@ async def test_a_deadline_is_kept(embedder: ModelManager) -> None:
     assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
 
 
-async def test_too_many_requests_are_told_so(minilm: ModelEntry) -> None:
+async def test_too_many_requests_are_refused(minilm: ModelEntry) -> None:
     async with ModelManager(Settings(slots=1, queue_limit=1)) as manager:
         await manager.load_entry(minilm)
         running = [asyncio.create_task(manager.embed(long(100))) for _ in range(2)]
@@ -486,7 +488,7 @@ async def test_too_many_requests_are_told_so(minilm: ModelEntry) -> None:
             task.cancel()
 
 
-async def test_stopping_the_engine_ends_what_runs(minilm: ModelEntry, gate: Gate) -> None:
+async def test_stopping_ends_running_requests(minilm: ModelEntry, gate: Gate) -> None:
     manager = ModelManager(Settings())
     await asyncio.to_thread(manager.start)
     await manager.load_entry(minilm)
@@ -499,7 +501,7 @@ async def test_stopping_the_engine_ends_what_runs(minilm: ModelEntry, gate: Gate
         await embedding
 
 
-async def test_a_failure_in_a_layer_fails_that_request_only(
+async def test_an_error_in_a_layer_fails_only_its_request(
     embedder: ModelManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = await vectors(embedder, SENTENCES[0])
@@ -517,7 +519,7 @@ async def test_a_failure_in_a_layer_fails_that_request_only(
 # The wrong model
 
 
-async def test_nothing_loaded_says_what_to_do() -> None:
+async def test_the_refusal_without_a_model_names_the_next_step() -> None:
     async with ModelManager(Settings()) as manager:
         with pytest.raises(NotLoadedError, match="--embedder"):
             await vectors(manager, "text")
@@ -525,12 +527,12 @@ async def test_nothing_loaded_says_what_to_do() -> None:
             await manager.rerank(RerankRequest(query="q", documents=("d",)))
 
 
-async def test_a_chat_model_embeds_nothing(both: ModelManager) -> None:
+async def test_a_chat_model_does_not_embed(both: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="tiny is a chat model; this needs an embedding model"):
         await vectors(both, "text", model="tiny")
 
 
-async def test_a_reranker_embeds_nothing(reranker: ModelEntry) -> None:
+async def test_a_reranker_does_not_embed(reranker: ModelEntry) -> None:
     async with ModelManager(Settings()) as manager:
         await manager.load_entry(reranker)
         with pytest.raises(NotLoadedError, match="tiny-reranker is a reranker"):
@@ -544,6 +546,6 @@ async def test_an_embedding_model_does_not_chat(both: ModelManager) -> None:
         await both.submit(request(model="minilm-l6"))
 
 
-async def test_another_model_is_not_taken_for_it(both: ModelManager) -> None:
-    with pytest.raises(OtherModelLoadedError, match="bge is not loaded"):
+async def test_an_unknown_embedding_model_is_refused(both: ModelManager) -> None:
+    with pytest.raises(ModelNotFoundError, match="no model here has the id 'bge'"):
         await vectors(both, "text", model="bge")

@@ -1,4 +1,4 @@
-"""Every way to draw a token, in the batch: what it must change, and what it must leave alone."""
+"""Sampling parameters change the answer of their request, and no other answer of the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lmx_lab.engine import ModelManager, Sampling, TokenPrompt
-from lmx_lab.engine.mlx.sampling import Cut
+from lmx_lab.engine.mlx.sampling import RandomSampler
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.settings import Settings
@@ -325,7 +325,7 @@ async def test_a_request_for_no_token_only_checks_its_prompt(manager: ModelManag
 
 def test_a_rounding_somewhere_does_not_move_a_seeded_draw() -> None:
     random = np.random.default_rng(0)
-    cut = Cut(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0)
+    cut = RandomSampler(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0)
     logprobs = random.normal(0, 1.7, (1, 49_152)).astype(np.float32)
     rounded = logprobs + random.normal(0, 1e-6, logprobs.shape).astype(np.float32)
     keys = [mx.random.key(number) for number in range(100)]
