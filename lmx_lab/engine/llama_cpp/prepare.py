@@ -145,7 +145,7 @@ class LlamaPreparer:
         """Return a chat as text, by the model's chat template."""
         if not hosted.templated:
             raise InvalidRequestError(
-                f"{hosted.entry.id} has no chat template: it takes plain prompts only", param="model"
+                f"{hosted.entry.id} has no chat template; send a prompt to /v1/completions instead", param="model"
             )
         # A task, since it continues after its caller has left and must be limited then, too.
         task = asyncio.create_task(_within_limits(hosted.connection.ask("/apply-template", chat), hosted))

@@ -1,4 +1,4 @@
-"""Embedding models that are made from decoders, such as Qwen3-Embedding: they have a KV cache."""
+"""Embedding models made from decoders, such as Qwen3-Embedding, which have a key-value cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CONTEXT = 4 * BATCH_TOKENS
 
 
 def made(source: Path, folder: Path, values: Mapping[str, Value]) -> ModelEntry:
-    """The same decoder for vectors or scores."""
+    """The tiny decoder as an embedding model or a reranker."""
     return entry_of(with_values(source, folder / "decoder.gguf", {"llama.context_length": CONTEXT, **values}))
 
 
 @pytest.mark.parametrize("pooling", [MEAN, LAST])
-async def test_texts_of_every_length_have_the_same_vectors_alone_and_together(
+async def test_texts_of_all_lengths_have_the_same_vectors_alone_and_together(
     tiny_gguf: Path, tmp_path: Path, pooling: int
 ) -> None:
     entry = made(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
@@ -45,7 +45,7 @@ async def test_texts_of_every_length_have_the_same_vectors_alone_and_together(
 
 
 @pytest.mark.parametrize("pooling", [MEAN, LAST])
-async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_cut_to_it(
+async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_truncated(
     tiny_gguf: Path, tmp_path: Path, pooling: int
 ) -> None:
     entry = made(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
@@ -57,7 +57,7 @@ async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_cut_to_i
         assert np.allclose(whole, cut, atol=1e-3)
 
 
-async def test_what_a_reranker_writes_around_a_pair_counts(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_the_template_around_a_pair_counts_toward_its_length(tiny_gguf: Path, tmp_path: Path) -> None:
     around = "Judge whether the document answers the query. " * 8
     values = {
         "llama.pooling_type": RANK,
@@ -67,7 +67,7 @@ async def test_what_a_reranker_writes_around_a_pair_counts(tiny_gguf: Path, tmp_
     async with ModelManager(SETTINGS) as manager:
         await pin(manager, entry)
         for words in range(CONTEXT // 2 - 80, CONTEXT // 2, 20):
-            asked = RerankRequest(query="the sea", documents=("the sea " * words,), truncate=True)
-            assert np.isfinite((await manager.rerank(asked)).scores).all()
+            wanted = RerankRequest(query="the sea", documents=("the sea " * words,), truncate=True)
+            assert np.isfinite((await manager.rerank(wanted)).scores).all()
         with pytest.raises(ContextLengthError):
             await manager.rerank(RerankRequest(query="the sea", documents=("the sea " * (CONTEXT // 2 - 10),)))

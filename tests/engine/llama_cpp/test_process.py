@@ -1,4 +1,4 @@
-"""A model's process: its end in every way, what it leaves behind, who may ask it, and what bad files do."""
+"""The process of a model: how it ends, that nothing is left of it, who may send it requests, and bad files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG: dict[str, Any] = {"max_tokens": 8192, "ignore_eos": True}
 
 
 async def busy_streams(manager: ModelManager) -> list[TokenStream]:
-    """Two that decode, and one that waits."""
+    """Two requests that decode, and one in the queue."""
     streams = [await manager.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200, 300)]
     for stream in streams[:2]:
         await anext(stream)
@@ -41,10 +41,10 @@ async def ended_by_death(stream: TokenStream) -> str:
     return died.value.message
 
 
-# Its end
+# The end of the process
 
 
-async def test_a_process_that_is_killed_ends_every_request_and_a_load_starts_another(
+async def test_the_death_of_the_process_ends_all_requests_and_a_load_starts_another(
     manager: ModelManager, long_gguf: Path
 ) -> None:
     streams = await busy_streams(manager)
@@ -63,16 +63,14 @@ async def test_a_process_that_is_killed_ends_every_request_and_a_load_starts_ano
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_one_that_takes_more_memory_than_it_may_is_ended_with_that_reason(manager: ModelManager) -> None:
+async def test_a_process_that_exceeds_its_memory_limit_is_ended(manager: ModelManager) -> None:
     streams = await busy_streams(manager)
-    process_of(manager)._most_bytes = 2**20
+    process_of(manager)._max_bytes = 2**20
     for stream in streams:
-        assert "took more than 0.0 GB of memory" in await ended_by_death(stream)
+        assert "used more than 0.0 GB of memory" in await ended_by_death(stream)
 
 
-async def test_a_pinned_model_is_no_worse_for_the_death_of_the_main_one(
-    manager: ModelManager, minilm_gguf: Path
-) -> None:
+async def test_a_pinned_model_survives_the_death_of_the_main_one(manager: ModelManager, minilm_gguf: Path) -> None:
     await pin(manager, entry_of(minilm_gguf, "minilm"))
     system_process_of(manager).kill()
     while manager.snapshot.state != "dead":  # noqa: ASYNC110
@@ -80,7 +78,7 @@ async def test_a_pinned_model_is_no_worse_for_the_death_of_the_main_one(
     assert (await manager.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
 
 
-async def test_a_killed_embedder_ends_its_requests_alone(
+async def test_the_death_of_a_pinned_model_ends_only_its_requests(
     manager: ModelManager, minilm_gguf: Path, long_gguf: Path
 ) -> None:
     entry = entry_of(minilm_gguf, "minilm")
@@ -103,16 +101,14 @@ async def test_a_killed_embedder_ends_its_requests_alone(
     assert (await manager.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
 
 
-async def test_a_file_that_is_cut_while_it_is_used_is_the_end_of_the_process_alone(
-    tiny_gguf: Path, tmp_path: Path
-) -> None:
+async def test_a_file_that_is_truncated_while_it_is_used_ends_only_the_process(tiny_gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     shutil.copy(tiny_gguf, path)
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(entry_of(path))
         assert (await run(manager))[1].output_tokens == 8
         os.truncate(path, 4096)
-        # It may be noticed before the request comes to it.
+        # The truncation may be detected before the request is sent.
         with pytest.raises(EngineDeadError, match="SIGBUS: its file was changed or cut short"):
             await asyncio.wait_for(run(manager, prompt=numbers(300), max_tokens=100), 60)
         assert manager.snapshot.state == "dead"
@@ -120,16 +116,16 @@ async def test_a_file_that_is_cut_while_it_is_used_is_the_end_of_the_process_alo
         assert (await run(manager))[1].output_tokens == 8
 
 
-def test_a_parent_that_is_killed_takes_the_process_along(tiny_gguf: Path) -> None:
+def test_the_process_ends_when_its_parent_is_killed(tiny_gguf: Path) -> None:
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of
 async def main():
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(Path({str(tiny_gguf)!r})))
-        print(process_of(engine)._process.pid, process_of(engine).socket, flush=True)
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(Path({str(tiny_gguf)!r})))
+        print(process_of(manager)._process.pid, process_of(manager).socket, flush=True)
         await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -143,10 +139,10 @@ asyncio.run(main())
     shutil.rmtree(Path(socket).parent, ignore_errors=True)
 
 
-# What it leaves behind
+# Nothing is left of it
 
 
-async def test_nothing_is_left_of_a_process_after_its_model_has_gone(long_gguf: Path) -> None:
+async def test_nothing_is_left_of_a_process_after_its_model_was_unloaded(long_gguf: Path) -> None:
     async with ModelManager(SETTINGS) as manager:
         seen = []
         for _ in range(2):
@@ -169,10 +165,10 @@ async def test_a_failed_load_leaves_no_process(manager: ModelManager, tiny_gguf:
     assert children == [process_of(manager)._process.pid]
 
 
-# Who may ask it
+# Access
 
 
-async def test_it_listens_to_nobody_without_the_key_and_on_no_port(manager: ModelManager) -> None:
+async def test_it_requires_its_key_and_listens_on_no_port(manager: ModelManager) -> None:
     assert [it for it in system_process_of(manager).net_connections("inet") if it.status == psutil.CONN_LISTEN] == []
     hosted = process_of(manager)
     folder = Path(hosted.socket).parent
@@ -186,10 +182,10 @@ async def test_it_listens_to_nobody_without_the_key_and_on_no_port(manager: Mode
         assert (await client.post("http://llama/completion", json=body, headers=right)).status_code == 200
 
 
-# The loop
+# The event loop
 
 
-async def test_an_event_loop_goes_on_while_models_come_and_go(smollm2_gguf: Path, tiny_gguf: Path) -> None:
+async def test_loads_and_unloads_do_not_block_the_event_loop(smollm2_gguf: Path, tiny_gguf: Path) -> None:
     loop = asyncio.get_running_loop()
     longest, ending = 0.0, False
 
@@ -201,7 +197,7 @@ async def test_an_event_loop_goes_on_while_models_come_and_go(smollm2_gguf: Path
             longest = max(longest, loop.time() - before)
 
     async with ModelManager(SETTINGS) as manager:
-        # What is imported and started once is not what a load does.
+        # The first load also imports modules.
         await manager.load_entry(entry_of(tiny_gguf))
         await run(manager)
         ticking = asyncio.create_task(tick())
@@ -210,7 +206,7 @@ async def test_an_event_loop_goes_on_while_models_come_and_go(smollm2_gguf: Path
         await manager.unload()
         ending = True
         await ticking
-    # Far less than the load; a machine that is busy otherwise takes some of it.
+    # Far less than the duration of the load, also on a busy machine.
     assert longest < max(0.1, report.load_s / 2)
 
 
@@ -218,7 +214,7 @@ async def test_an_event_loop_goes_on_while_models_come_and_go(smollm2_gguf: Path
 
 
 async def refused(manager: ModelManager, path: Path) -> str:
-    """The message for a file whose header may be unreadable, and that ``tiny`` is still there."""
+    """Load a bad file, and check that ``tiny`` is loaded afterwards; return the error message."""
     good = manager.snapshot.entry
     assert good is not None
     with pytest.raises(UnusableModelError) as failed:
@@ -232,17 +228,17 @@ async def refused(manager: ModelManager, path: Path) -> str:
 
 
 def _as_if(good: Any, path: Path) -> Any:
-    """An entry of before the file was damaged."""
+    """An entry from before the file was damaged."""
     return type(good)(**{**vars(good), "id": "bad", "path": path})
 
 
-async def test_bad_files_are_refused_with_reason_and_file_and_what_was_loaded_stays(
+async def test_the_error_of_a_bad_file_names_it_and_the_previous_model_stays(
     manager: ModelManager, tiny_gguf: Path, tmp_path: Path
 ) -> None:
     message = await refused(manager, unknown_architecture(tiny_gguf, tmp_path / "unknown"))
     assert "unknown model architecture: 'zzzzz'" in message
     assert message.endswith("; the previous model tiny is loaded again")
-    # These are seen before anything is unloaded.
+    # These files are refused before the previous model is unloaded.
     process = process_of(manager)
     for bad in (
         truncated(tiny_gguf, tmp_path / "half"),
@@ -257,7 +253,7 @@ async def test_bad_files_are_refused_with_reason_and_file_and_what_was_loaded_st
     assert process_of(manager) is process
 
 
-async def test_a_set_with_a_missing_part_is_refused_and_names_it(
+async def test_the_error_of_an_incomplete_set_of_files_names_the_missing_one(
     manager: ModelManager, tiny_gguf: Path, tmp_path: Path
 ) -> None:
     first, second, third = split_gguf(tiny_gguf, 3, tmp_path)
@@ -271,7 +267,7 @@ async def test_a_set_with_a_missing_part_is_refused_and_names_it(
     assert third.exists()
 
 
-async def test_a_template_that_is_none_is_refused_with_the_model(
+async def test_a_model_with_an_invalid_template_is_refused(
     manager: ModelManager, tiny_gguf: Path, tmp_path: Path
 ) -> None:
     path = with_template(tiny_gguf, "{% for message in messages %}{{ message.content", tmp_path)
@@ -281,10 +277,10 @@ async def test_a_template_that_is_none_is_refused_with_the_model(
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_file_without_a_template_takes_plain_prompts_only(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_a_model_without_a_template_takes_no_messages(tiny_gguf: Path, tmp_path: Path) -> None:
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(entry_of(with_template(tiny_gguf, None, tmp_path)))
-        with pytest.raises(LabError, match="tiny has no chat template: it takes plain prompts only"):
+        with pytest.raises(LabError, match="tiny has no chat template; send a prompt to /v1/completions instead"):
             await run(manager, prompt=ChatPrompt(messages=({"role": "user", "content": "hi"},)))
         assert (await run(manager))[1].output_tokens == 8
 
@@ -292,7 +288,7 @@ async def test_a_file_without_a_template_takes_plain_prompts_only(tiny_gguf: Pat
 # Without llama.cpp
 
 
-async def test_without_the_package_the_message_says_how_to_get_it(
+async def test_without_the_package_the_error_names_the_command_that_installs_it(
     tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -306,15 +302,15 @@ async def test_without_the_package_the_message_says_how_to_get_it(
             await manager.load_entry(entry_of(tiny_gguf))
         assert "pip install 'lmx-lab[gguf]'" in failed.value.message
         assert f"lmx-lab pull {tiny_gguf} --mlx" in failed.value.message
-        assert manager._gguf.fingerprint == "llama.cpp"
+        assert manager.engine("llama.cpp").fingerprint == "llama.cpp"
         with pytest.raises(NotLoadedError, match="no model is loaded; load one first"):
             await run(manager)
 
 
-# What stands in its way
+# Obstacles
 
 
-async def test_a_full_disk_is_an_error_and_the_model_before_stays(
+async def test_after_an_error_of_a_full_disk_the_previous_model_is_loaded_again(
     manager: ModelManager, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, real = [True], process_module.tempfile.mkdtemp
@@ -332,7 +328,7 @@ async def test_a_full_disk_is_an_error_and_the_model_before_stays(
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_process_that_stands_still_holds_up_neither_a_request_beyond_its_limit_nor_the_end(
+async def test_a_suspended_process_delays_neither_deadlines_nor_the_stop(
     long_gguf: Path,
 ) -> None:
     async with ModelManager(SETTINGS) as manager:
@@ -341,30 +337,30 @@ async def test_a_process_that_stands_still_holds_up_neither_a_request_beyond_its
         process.suspend()
         while process.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 (a signal takes its time)
             await asyncio.sleep(0.001)
-        with pytest.raises(GenerationTimeoutError, match=r"not begun after 0\.2 s"):
+        with pytest.raises(GenerationTimeoutError, match=r"not finished after 0\.2 s"):
             await manager.submit(request(prompt=TextPrompt(text="a"), timeout_s=0.2))
     assert not process.is_running()
 
 
-async def test_a_process_ends_with_its_parent_even_if_a_fork_of_that_lives_on(
+async def test_the_process_ends_with_its_parent_even_if_a_fork_of_the_parent_lives_on(
     manager: ModelManager, long_gguf: Path
 ) -> None:
     program = f"""
 import asyncio, os, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from pathlib import Path
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of
 
 async def main():
-    engine = Engine(SETTINGS)
-    engine.start()
-    await engine.load(entry_of(Path({str(long_gguf)!r})))
+    manager = ModelManager(SETTINGS)
+    manager.start()
+    await manager.load_entry(entry_of(Path({str(long_gguf)!r})))
     if not os.fork():
         os.close(1)
         time.sleep(30)
         os._exit(0)
-    print(process_of(engine)._process.pid, flush=True)
+    print(process_of(manager)._process.pid, flush=True)
     os.kill(os.getpid(), 9)
 
 asyncio.run(main())
@@ -377,7 +373,7 @@ asyncio.run(main())
     assert gone
 
 
-def test_a_worker_that_nobody_has_an_order_for_removes_its_folder(tmp_path: Path) -> None:
+def test_a_worker_without_an_order_removes_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "lmx-folder"
     folder.mkdir()
     command = [sys.executable, "-P", str(process_module.SCRIPT), str(folder), str(os.getpid())]
