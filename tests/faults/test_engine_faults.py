@@ -1,4 +1,4 @@
-"""A fault inside an engine, wherever it happens: every request has one end, and the next one is answered."""
+"""After a fault anywhere in an engine, every request ends once, and the next one is answered."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mlx_lm.models import llama
 
 from lmx_lab.engine import AnswerFormat, ModelManager
 from lmx_lab.engine.grammar.mask import Constraint
-from lmx_lab.engine.llama_cpp.answer import Answer
+from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
-from lmx_lab.engine.llama_cpp.model import Hosted
-from lmx_lab.engine.llama_cpp.queue import Jobs
+from lmx_lab.engine.llama_cpp.model import HostedModel
+from lmx_lab.engine.llama_cpp.queue import LlamaQueue
 from lmx_lab.engine.mlx import batch, memory
 from lmx_lab.engine.mlx.model import AnswerText, PromptTokenizer
-from lmx_lab.engine.mlx.sampling import Cut
+from lmx_lab.engine.mlx.sampling import RandomSampler
 from lmx_lab.errors import EngineError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
@@ -40,13 +40,13 @@ DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a fault is injected, at which call, and what is asked for, so that it comes by."""
+    """Where a fault is injected, at which call, and parameters of requests that get there."""
 
     at: tuple[Any, str]
     call: int
     asked: dict[str, Any] = field(default_factory=dict)
     alone: bool = False
-    """One request fails of it, and none of those that run beside it."""
+    """Whether only one request fails, and none of those that run beside it."""
     exc: Exception = field(default_factory=lambda: RuntimeError("injected"))
 
 
@@ -54,15 +54,17 @@ PLACES = {
     "tokenizing": Place(at=(PromptTokenizer, "encode"), call=1, alone=True),
     "prefill": Place(at=(llama.Model, "__call__"), call=1),
     "decoding": Place(at=(llama.Model, "__call__"), call=9),
-    "sampling": Place(at=(Cut, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
+    "sampling": Place(at=(RandomSampler, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
     "grammar mask": Place(at=(Constraint, "mask"), call=5, asked={"response_format": DIGITS}),
     "detokenizing": Place(at=(AnswerText, "decode"), call=31, alone=True),
     "log-probabilities": Place(at=(batch, "answer_token"), call=15, alone=True, asked={"logprobs": True}),
 }
 GGUF_PLACES = {
-    "tokenizing": Place(at=(Hosted, "tokenized"), call=1, alone=True),
-    "reading": Place(at=(Answer, "take"), call=5, alone=True),
-    "llama.cpp": Place(at=(Jobs, "_follow"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")),
+    "tokenizing": Place(at=(HostedModel, "tokenize"), call=1, alone=True),
+    "reading": Place(at=(AnswerReader, "read"), call=5, alone=True),
+    "llama.cpp": Place(
+        at=(LlamaQueue, "_generate"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")
+    ),
 }
 
 
@@ -80,7 +82,7 @@ def gguf_lab(tiny_home: Path, tiny_gguf: Path) -> Iterator[Lab]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_fault_ends_requests_with_an_error_and_the_queue_goes_on(
+def test_a_fault_ends_requests_with_an_error_and_queued_ones_are_answered(
     mlx_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
 ) -> None:
     check_fault(mlx_lab, monkeypatch, PLACES[place], WAYS[way])
@@ -88,7 +90,7 @@ def test_a_fault_ends_requests_with_an_error_and_the_queue_goes_on(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", GGUF_PLACES)
-def test_a_fault_beside_llama_cpp_does_too(
+def test_a_fault_of_the_llama_cpp_engine_does_too(
     gguf_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
 ) -> None:
     check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], WAYS[way])
@@ -100,7 +102,7 @@ def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: Place, way: Wa
     assert good.text
     with monkeypatch.context() as patched:
         fault = inject(patched, place.at, place.exc, at_call=place.call)
-        # Two that run, and one that waits.
+        # Two requests run, and one waits.
         ends = [asked.result(WAIT_S) for asked in at_once(lab, [way] * 3, **asked)]
     assert fault.happened
     failed = [end for end in ends if end.error is not None]
@@ -120,7 +122,7 @@ def check_envelope(end: End) -> None:
     assert end.status in (None, 500)
 
 
-# What is left
+# After faults
 
 
 FORM = AnswerFormat(kind="regex", text="[0-9]{200}")
@@ -147,7 +149,7 @@ async def test_nothing_of_failed_requests_is_left(tiny: ModelEntry, monkeypatch:
         assert fault.happened
         await until_idle(manager)
 
-    # Without a prefix cache: what that keeps of ended requests is meant.
+    # Without a prefix cache, which keeps memory of ended requests.
     async with ModelManager(Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as manager:
         await manager.load_entry(tiny)
         seen = []
@@ -161,19 +163,19 @@ async def test_nothing_of_failed_requests_is_left(tiny: ModelEntry, monkeypatch:
 
 
 async def used_bytes(manager: ModelManager) -> int:
-    """Of MLX, without what it keeps for its next array."""
+    """Memory that MLX uses, without its cache of free buffers."""
     await mlx_thread(manager).call(lambda core: memory.release())
     return await mlx_thread(manager).call(lambda core: memory.used_bytes())
 
 
-# What computes dies
+# The engine dies
 
 
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-def test_what_was_asked_of_an_engine_that_dies_ends_and_a_load_starts_another(
+def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(
     tiny_home: Path, long_gguf: Path, made_for: str
 ) -> None:
-    # Longer on llama.cpp, which would be done before all three are seen at once.
+    # Longer on llama.cpp, where requests might end before all three run at once.
     name, tokens = ("tiny", 450) if made_for == "mlx" else (str(long_gguf), 7000)
     with serving(tiny_home, name, slots=3, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
         before = lab.engine.snapshot.output_tokens

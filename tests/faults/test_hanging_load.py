@@ -1,4 +1,4 @@
-"""A load on llama.cpp that hangs, as on a file system that does not answer: what is asked next ends it."""
+"""A load on llama.cpp that hangs, as on a file system that does not respond, can be cancelled and replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp import process as process_module
-from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
+from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import pin, run
@@ -35,7 +35,7 @@ while True:
 
 
 class Hanging:
-    """Whether a process that is started from now on hears what to load, and says nothing any more."""
+    """Switches whether new processes read their order and then hang."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._script, self._works = folder / "still.py", process_module.SCRIPT
@@ -47,12 +47,12 @@ class Hanging:
 
     @property
     def begun(self) -> bool:
-        """Whether one has begun to hang."""
+        """Whether a process hangs."""
         return Path(f"{self._script}.begun").exists()
 
     @property
     def processes(self) -> int:
-        """How many hang, or are not yet forgotten by the system."""
+        """Number of processes that hang, or have not been reaped by the system."""
         found = 0
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -72,7 +72,7 @@ async def manager() -> AsyncIterator[ModelManager]:
 
 
 async def hanging(manager: ModelManager, hangs: Hanging, entry: ModelEntry) -> asyncio.Task[object]:
-    """A load that has come so far."""
+    """A load that hangs."""
     hangs(True)
     load = asyncio.create_task(manager.load_entry(entry), name="hangs")
     await begun(load, hangs)
@@ -86,27 +86,27 @@ async def begun(work: asyncio.Task[object], hangs: Hanging) -> None:
         await asyncio.sleep(0.01)
 
 
-async def told(load: asyncio.Task[object]) -> str:
-    with pytest.raises(NotLoadedError) as given_up:
+async def cancelled(load: asyncio.Task[object]) -> str:
+    with pytest.raises(NotLoadedError) as error:
         await asyncio.wait_for(load, WAIT_S)
-    return given_up.value.message
+    return error.value.message
 
 
 @pytest.fixture(params=["nothing", "mlx", "gguf"])
 async def before(request: pytest.FixtureRequest, manager: ModelManager, tiny: ModelEntry, tiny_gguf: Path) -> None:
-    """What is loaded when the other load begins to hang."""
+    """The model that is loaded when the other load begins to hang."""
     if request.param != "nothing":
         await manager.load_entry(tiny if request.param == "mlx" else entry_of(tiny_gguf))
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-async def test_an_unload_ends_it_and_nothing_comes_back(
+async def test_an_unload_cancels_it_and_no_model_is_loaded_afterwards(
     manager: ModelManager, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
 ) -> None:
     load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
     await asyncio.wait_for(manager.unload(), WAIT_S)
-    assert await told(load) == "the load of long was given up: the model is unloaded"
+    assert await cancelled(load) == "the load of long was cancelled: the model is unloaded"
     assert hangs.processes == 0
     assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
     with pytest.raises(NotLoadedError, match="no model is loaded"):
@@ -119,33 +119,38 @@ async def test_an_unload_ends_it_and_nothing_comes_back(
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-async def test_another_load_ends_it_and_takes_its_place(
+async def test_another_load_may_replace_it(
     manager: ModelManager, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: Hanging, made_for: str
 ) -> None:
     load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
     hangs(False)
-    await asyncio.wait_for(manager.load_entry(tiny if made_for == "mlx" else entry_of(tiny_gguf)), WAIT_S)
-    assert await told(load) == "the load of long was given up: tiny is loaded in its place"
+    other = tiny if made_for == "mlx" else entry_of(tiny_gguf)
+    with pytest.raises(ModelBusyError, match="long is being loaded"):
+        await manager.load_entry(other)
+    await asyncio.wait_for(manager.load_entry(other, if_busy="replace"), WAIT_S)
+    assert await cancelled(load) == "the load of long was cancelled: tiny is loaded instead"
     assert hangs.processes == 0
     assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.anyio
-async def test_of_several_loads_that_hang_one_after_the_other_the_last_one_counts(
+async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(
     manager: ModelManager, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
 ) -> None:
     first = await hanging(manager, hangs, entry_of(long_gguf, "long"))
-    second: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf, "second")))
-    assert "second is loaded in its place" in await told(first)
+    second: asyncio.Task[object] = asyncio.create_task(
+        manager.load_entry(entry_of(tiny_gguf, "second"), if_busy="replace")
+    )
+    assert "second is loaded instead" in await cancelled(first)
     await asyncio.wait_for(manager.unload(), WAIT_S)
-    assert "the model is unloaded" in await told(second)
+    assert "the model is unloaded" in await cancelled(second)
     assert hangs.processes == 0
     await manager.load_entry(tiny)
     assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.anyio
-async def test_who_asks_for_the_same_model_again_waits_for_the_same_load(
+async def test_a_second_request_for_the_same_model_joins_the_load(
     manager: ModelManager, long_gguf: Path, hangs: Hanging
 ) -> None:
     first = await hanging(manager, hangs, entry_of(long_gguf, "long"))
@@ -155,18 +160,18 @@ async def test_who_asks_for_the_same_model_again_waits_for_the_same_load(
     assert hangs.processes == 1
     await manager.unload()
     for load in (first, again):
-        await told(load)
+        await cancelled(load)
     assert hangs.processes == 0
 
 
 @pytest.mark.anyio
-async def test_a_model_that_was_to_come_back_and_hangs_holds_nobody_up_either(
+async def test_loading_the_previous_model_again_can_be_replaced_too(
     manager: ModelManager, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: Hanging
 ) -> None:
     await manager.load_entry(entry_of(tiny_gguf))
     load = await hanging(manager, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
-    await asyncio.wait_for(manager.load_entry(tiny), WAIT_S)
-    with pytest.raises(UnusableModelError, match=r"bad magic.*could not be loaded again either: .* was given up"):
+    await asyncio.wait_for(manager.load_entry(tiny, if_busy="replace"), WAIT_S)
+    with pytest.raises(UnusableModelError, match=r"bad magic.*could not be loaded again either: .* was cancelled"):
         await asyncio.wait_for(load, WAIT_S)
     assert hangs.processes == 0
     assert (await run(manager))[1].model == "tiny"
@@ -174,7 +179,7 @@ async def test_a_model_that_was_to_come_back_and_hangs_holds_nobody_up_either(
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-async def test_an_encoder_that_hangs_holds_no_unload_up(
+async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(
     manager: ModelManager, tiny_gguf: Path, minilm_gguf: Path, hangs: Hanging
 ) -> None:
     hangs(True)
@@ -182,12 +187,12 @@ async def test_an_encoder_that_hangs_holds_no_unload_up(
     await begun(pinning, hangs)
     await asyncio.wait_for(manager.unload(), WAIT_S)
     assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
-    # A load waits for what it has to know: how much memory the encoder takes.
+    # A load waits until the memory of the pinned model is known.
     load: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf)))
     await asyncio.sleep(0.3)
     assert not load.done()
     await asyncio.wait_for(manager.unload(), WAIT_S)
-    assert await told(load) == "the load of tiny was given up: the model is unloaded"
+    assert await cancelled(load) == "the load of tiny was cancelled: the model is unloaded"
     assert not pinning.done()
     await asyncio.to_thread(manager.stop)
     with pytest.raises(LabError):
@@ -196,7 +201,7 @@ async def test_an_encoder_that_hangs_holds_no_unload_up(
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_stops_ends_it(long_gguf: Path, hangs: Hanging) -> None:
+async def test_stopping_cancels_it(long_gguf: Path, hangs: Hanging) -> None:
     async with ModelManager(SETTINGS) as manager:
         load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
     with pytest.raises(LabError, match="the engine was stopped"):
@@ -204,7 +209,7 @@ async def test_an_engine_that_stops_ends_it(long_gguf: Path, hangs: Hanging) -> 
     assert hangs.processes == 0
 
 
-def test_a_server_takes_an_unload_while_a_load_hangs(tiny_home: Path, long_gguf: Path, hangs: Hanging) -> None:
+def test_a_server_accepts_an_unload_while_a_load_hangs(tiny_home: Path, long_gguf: Path, hangs: Hanging) -> None:
     with serving(tiny_home, None, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
         hangs(True)
         answers: list[httpx2.Response] = []
@@ -212,19 +217,19 @@ def test_a_server_takes_an_unload_while_a_load_hangs(tiny_home: Path, long_gguf:
         load = threading.Thread(target=lambda: answers.append(http.post("/admin/models/load", json=body)))
         load.start()
         wait_until(lambda: hangs.begun)
-        # It may be asked again in a second, and the client is told so.
+        # The client is told to try again in a second.
         refused = http.post(CHAT, json=chat_body(model="default"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
         assert refused.json()["error"]["retryable"]
         assert (refused.headers["retry-after"], refused.headers.get("x-should-retry")) == ("1", None)
         assert http.get("/readyz").json()["error"]["retryable"]
-        # Another load would take the place of what somebody waits for.
+        # Another load would replace one that a client waits for.
         assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 409
         assert http.post("/admin/models/unload").status_code == 200
         load.join(WAIT_S)
         (answer,) = answers
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no-model-loaded")
-        assert "given up: the model is unloaded" in answer.json()["error"]["message"]
+        assert "cancelled: the model is unloaded" in answer.json()["error"]["message"]
         assert hangs.processes == 0
         assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 200
         gone = http.post(CHAT, json=chat_body())
