@@ -29,14 +29,14 @@ from lmx_lab.values.models import Kind
 from lmx_lab.wire.chat import ChatRequest
 
 
-class Encoded(Protocol):
+class TextResult(Protocol):
     """Embeddings or a ranking."""
 
     @property
     def report(self) -> EncodeReport: ...
 
 
-Result = TypeVar("Result", bound=Encoded)
+Result = TypeVar("Result", bound=TextResult)
 
 
 class InferenceService:
