@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from lmx_lab.client.inference import Include, KnownEvent, UnknownLabEvent, lab_event
-from lmx_lab.server.admin import EXTRAS
+from lmx_lab.server.events import EXTRAS
 from lmx_lab.server.openapi import EVENTS
 from lmx_lab.wire.admin import Heartbeat
 

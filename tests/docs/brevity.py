@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lmx_lab.engine import GenerationRequest
-from lmx_lab.server import service
+from lmx_lab.server import inference
 from lmx_lab.server.translate import generation_request
 from lmx_lab.wire.chat import ChatRequest
 
@@ -14,7 +14,7 @@ MOST_TOKENS = 48
 
 def be_brief() -> None:
     """From here on no chat answer of this process has more tokens."""
-    vars(service)["generation_request"] = brief
+    vars(inference)["generation_request"] = brief
 
 
 def brief(request: ChatRequest) -> GenerationRequest:

@@ -156,7 +156,7 @@ def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("lmx_lab.progress.Bar.update", lambda self, step: steps.append(step))
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
-        load = lab._server.loader.load
+        load = lab.engine.load
 
         async def slowly(spec: LoadSpec, *, local: bool) -> LoadReport:
             lab._server.feed.publish(step)
@@ -164,7 +164,7 @@ def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch
                 await asyncio.sleep(0.001)
             return await load(spec, local=local)
 
-        monkeypatch.setattr(lab._server.loader, "load", slowly)
+        monkeypatch.setattr(lab.engine, "load", slowly)
         report = asyncio.run(far.aload("tiny")) if twin else far.load("tiny")
     assert report.model == "tiny"
     assert steps == [step]

@@ -167,7 +167,7 @@ def loading(tiny_home: Path) -> Iterator[tuple[Lab, list[ModelEvent]]]:
     """A server that does not load before its step was seen."""
     seen: list[ModelEvent] = []
     with serving(tiny_home, None) as lab, pytest.MonkeyPatch.context() as patched:
-        load = lab._server.loader.load
+        load = lab.engine.load
 
         async def slowly(spec: LoadSpec, *, local: bool) -> LoadReport:
             lab._server.feed.publish(ModelEvent(model=spec.model, stage="verify", done_bytes=1, total_bytes=2))
@@ -175,7 +175,7 @@ def loading(tiny_home: Path) -> Iterator[tuple[Lab, list[ModelEvent]]]:
                 await asyncio.sleep(0.001)
             return await load(spec, local=local)
 
-        patched.setattr(lab._server.loader, "load", slowly)
+        patched.setattr(lab.engine, "load", slowly)
         yield lab, seen
 
 
