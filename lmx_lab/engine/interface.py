@@ -1,9 +1,9 @@
-"""What the model manager expects of every engine, such as the ones on MLX and llama.cpp.
+"""The interface between the model manager and each engine.
 
-An engine holds at most one *main* model of any kind and *pinned* encoders beside it. It loads, computes and unloads
-what it is told; which model is loaded, when, and what happens if that fails is decided in ``engine.manager``.
-``tests/engine/contract`` holds every engine to what is written here; where engines differ, ``Capabilities`` and the
-table in ``docs/server.md`` say so.
+An engine has at most one *main* model of any kind, and *pinned* encoders beside it. It loads, computes and unloads;
+``engine.manager`` decides which model is loaded when, and what happens if that fails. The tests in
+``tests/engine/contract`` check every engine against this interface; ``Capabilities`` and the table in
+``docs/server.md`` describe where engines differ.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do. Requests for anything else are refused with ``InvalidRequestError``."""
+    """Optional features of an engine. Requests that need others are refused with ``InvalidRequestError``."""
 
     prompt_scores: bool
-    """``GenerationRequest.score_prompt``."""
+    """Supports ``GenerationRequest.score_prompt``."""
     thinking_budget: bool
-    """``GenerationRequest.thinking_budget``."""
+    """Supports ``GenerationRequest.thinking_budget``."""
     logprobs_with_own_tools: bool
-    """Log-probabilities of an answer that may call tools in the model's own format."""
+    """Reports log-probabilities of an answer that may call tools in the model's own format."""
     input_types: bool
-    """``EmbeddingRequest.input_type``, for models whose files have prompts for it."""
+    """Supports ``EmbeddingRequest.input_type`` for models whose files have prompts for it."""
     cancellable_loads: bool
     """Cancelling ``load`` or ``pin`` ends it; otherwise the work continues in the background."""
 
@@ -42,7 +42,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHost:
-    """What an engine may ask its manager and must report to it. All functions may be called from any thread."""
+    """Functions of the manager for its engines. They may be called from any thread."""
 
     used_by_others: Callable[[], int] = lambda: 0
     """Returns the bytes of the memory limit that other engines use."""
@@ -86,7 +86,7 @@ class InferenceEngine(Protocol):
     # Models
 
     def check(self, entry: ModelEntry, spec: LoadSpec) -> None:
-        """Refuse what cannot be loaded, before anything is unloaded for it. Blocks: it may read files.
+        """Check a model before the current one is unloaded for it. Blocks, since it may read files.
 
         Raises:
             UnusableModelError: the engine cannot run this model, or not with these options.
@@ -143,7 +143,7 @@ class InferenceEngine(Protocol):
 
         Raises:
             NotLoadedError: the model has been replaced, or is being unloaded.
-            InvalidRequestError: an input that is no text or has no tokens; more dimensions than a vector has.
+            InvalidRequestError: an input is not valid text or has no tokens; ``dimensions`` exceeds those of the model.
             ContextLengthError: an input is longer than the model's context.
             QueueFullError: the texts of all requests together are too long.
         """

@@ -315,7 +315,7 @@ class ModelManager:
 
         Raises:
             NotLoadedError, ModelNotFoundError: no embedding model is in memory, or not the one that the request names.
-            InvalidRequestError: the named model does not embed; an input that is no text; too many dimensions.
+            InvalidRequestError: the named model does not embed; an input is not valid text; too many dimensions.
             ContextLengthError: an input is longer than the model's context.
             QueueFullError: too many requests wait.
         """

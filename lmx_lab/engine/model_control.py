@@ -610,7 +610,7 @@ class ModelControl:
 
     # Turns in swap mode
 
-    async def take_turn(self, name: str | None, kinds: Kinds, *, limited: bool) -> Turn:
+    async def take_turn(self, name: str | None, kinds: Kinds, *, limited: bool) -> SwapTurn:
         """See ``SwapQueue``; returns when the model of the request is loaded.
 
         Raises:
@@ -626,7 +626,7 @@ class ModelControl:
         except BaseException:
             self.swaps.leave(ticket)
             raise
-        return Turn(self, ticket, model)
+        return SwapTurn(self, ticket, model)
 
     def post_leave(self, ticket: Ticket) -> None:
         """End a turn. May be called from any thread."""
@@ -673,7 +673,7 @@ class ModelControl:
         return entry
 
 
-class Turn:
+class SwapTurn:
     """The turn of a request in swap mode: its model is loaded, and stays until the turn ends."""
 
     def __init__(self, control: ModelControl, ticket: Ticket, model: str | None) -> None:

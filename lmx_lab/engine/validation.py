@@ -29,7 +29,7 @@ def check_characters(text: str, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as exc:
-        what = f"the lone surrogate {exc.object[exc.start]!r}, which is no character"
+        what = f"the lone surrogate {exc.object[exc.start]!r}, which cannot be encoded"
         raise InvalidRequestError(f"{param} has {what}", param=param) from exc
 
 

@@ -23,7 +23,7 @@ from lmx_lab.engine.machine_memory import total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Mailbox, Pending, TokenStream
 from lmx_lab.engine.validation import check_dimensions
-from lmx_lab.engine.vectors import cosines, cut
+from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, TokenTotals
@@ -175,7 +175,7 @@ class EchoCore:
 
         async def compute() -> Embeddings:
             rows, report = await texts.compute(request.timeout_s or self._settings.request_timeout_s)
-            return Embeddings(vectors=cut(rows, request.dimensions), report=report)
+            return Embeddings(vectors=shorten(rows, request.dimensions), report=report)
 
         return self._start(texts, compute(), permit)
 

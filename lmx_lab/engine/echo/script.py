@@ -200,7 +200,7 @@ def _text(given: Mapping[str, Any], key: str, location: str) -> str | None:
     try:
         (value or "").encode()
     except UnicodeEncodeError as exc:
-        raise ValueError(f"{location}: {key} has a lone surrogate, which is no character") from exc
+        raise ValueError(f"{location}: {key} has a lone surrogate, which cannot be encoded") from exc
     return value
 
 

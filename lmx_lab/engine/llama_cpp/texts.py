@@ -13,7 +13,7 @@ from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankRequest
 from lmx_lab.engine.validation import check_characters, check_dimensions, check_text, check_token_ids
-from lmx_lab.engine.vectors import cosines, cut
+from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError
 from lmx_lab.values.encoding import EncodeReport, Vectors
 
@@ -109,7 +109,7 @@ class LlamaTexts:
             GenerationTimeoutError, EngineError: they could not be computed.
         """
         rows = await self._in_time(self._vectors())
-        return Embeddings(vectors=cut(rows, dimensions), report=self._report())
+        return Embeddings(vectors=shorten(rows, dimensions), report=self._report())
 
     async def cosine_ranking(self) -> Ranking:
         """Compute scores as the cosine of vectors. Raises the same as ``embeddings``."""

@@ -1,4 +1,4 @@
-"""Hold one model for llama.cpp in this process. Run by its path and never imported: it uses nothing of the package.
+"""Load one model with llama.cpp and serve it on a socket. Run as a script; imports no other module of the package.
 
 Arguments: the folder of its socket, which it removes at its end, and the id of the parent process, with which it ends.
 The first line of standard input is a JSON object: ``fields`` of ``CommonParams`` by name, ``api_key`` and ``socket``.

@@ -222,7 +222,7 @@ def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int) -
     """Return the number of tokens that the model and the memory allow; None if neither has a limit.
 
     Raises:
-        OutOfMemoryError: there is memory for the weights, but for too few tokens.
+        OutOfMemoryError: memory is enough for the weights, and not for ``MIN_CONTEXT_TOKENS``.
     """
     fitting = footprint.longest_request(limit_bytes, chunk=memory.MAX_CHUNK_TOKENS)
     if fitting < min(MIN_CONTEXT_TOKENS, entry.context_length or MIN_CONTEXT_TOKENS):

@@ -23,7 +23,7 @@ from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankRequest
 from lmx_lab.engine.stream import Pending
 from lmx_lab.engine.validation import check_dimensions
-from lmx_lab.engine.vectors import cosines, cut
+from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import RerankMethod
@@ -183,7 +183,7 @@ def _cancel(job: EncodeJob, core: MlxCore) -> None:
 
 
 def _embeddings(dimensions: int | None, encoded: EncodedRows) -> Embeddings:
-    return Embeddings(vectors=cut(encoded.rows, dimensions), report=encoded.report)
+    return Embeddings(vectors=shorten(encoded.rows, dimensions), report=encoded.report)
 
 
 def _ranking(method: RerankMethod, encoded: EncodedRows) -> Ranking:
