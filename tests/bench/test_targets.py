@@ -216,10 +216,10 @@ async def test_an_unreachable_server_is_an_error_even_with_a_model_name() -> Non
 
 
 async def test_facts_that_a_server_does_not_report_can_be_given() -> None:
-    known = TargetFacts(manager="other 1.0", device="gpu")
+    known = TargetFacts(engine="other 1.0", device="gpu")
     with Scripted(WORDS) as server:
         target = ChatTarget(server.url, name="other", known=known, extra={"ignore_eos": True})
-        assert await target.describe() == TargetFacts(manager="other 1.0", model="scripted", device="gpu")
+        assert await target.describe() == TargetFacts(engine="other 1.0", model="scripted", device="gpu")
         await asked(target)
     assert server.bodies[0]["ignore_eos"] is True
 

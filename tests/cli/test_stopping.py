@@ -39,14 +39,14 @@ import lmx_lab.engine.mlx.state
 lmx_lab.engine.mlx.state.load_chat = hang("load")
 """
 STEP_HANGS = """
-import lmx_lab.engine.mlx.loop as generating
-step = generating.Generating.step
+from lmx_lab.engine.mlx.loop import GenerationLoop
+step = GenerationLoop.step
 def stepping(self):
     if self.idle:
         step(self)
     else:
         hang("prefill")()
-generating.Generating.step = stepping
+GenerationLoop.step = stepping
 """
 GGUF_HANGS = """
 import pathlib
@@ -133,7 +133,7 @@ def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_
         ask(port, "POST", "/v1/chat/completions", CHAT).until(b"no-model-loaded")
         status, said = ended(server, signal.SIGTERM)
         assert (status, "Traceback" in said) == (0, False)
-        assert b"was given up" in load.rest()
+        assert b"was cancelled" in load.rest()
 
 
 def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: type[Asked]) -> None:
@@ -142,7 +142,7 @@ def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: t
         server.wait_for("hangs: load")
         status, said = ended(server, signal.SIGTERM)
         assert (status, LATE in said, "Traceback" in said) == (0, True, False)
-        assert b"was given up" in load.rest()
+        assert b"was cancelled" in load.rest()
 
 
 def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
@@ -159,7 +159,7 @@ def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
         children = psutil.Process(server.process.pid).children(recursive=True)
         status, said = ended(server, signal.SIGINT)
         assert (status, "Traceback" in said) == (0, False)
-        assert b"given up" in load.rest()
+        assert b"cancelled" in load.rest()
         assert psutil.wait_procs(children, timeout=END_S)[1] == []
 
 

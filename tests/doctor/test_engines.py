@@ -113,7 +113,6 @@ def test_bindings_that_lack_a_library_of_the_system_are_bad_and_the_remedy_is_na
 
 
 def test_an_engine_that_is_not_installed_is_no_fault(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speeds_module, "installed", lambda: False)
     monkeypatch.setattr(registry, "is_installed", lambda: False)
     (found,) = examine_engines(Settings(home=home), measure=True)
     assert (found.topic, found.verdict) == ("llama.cpp", "note")

@@ -117,19 +117,27 @@ async def test_a_lab_on_a_loop_of_its_own_keeps_them(three_home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "said"),
+    ("settings", "error", "part"),
     [
-        ({"embedder": "tiny"}, UnusableModelError, "tiny is a chat model; this place is for an embedding model"),
+        (
+            {"embedder": "tiny"},
+            UnusableModelError,
+            "tiny is a chat model; only embedding models and rerankers stay beside the main",
+        ),
         ({"embedder": "tiny-reranker"}, UnusableModelError, "is a reranker"),
-        ({"reranker": "tiny-embedder"}, UnusableModelError, "is an embedding model; this place is for a reranker"),
+        (
+            {"reranker": "tiny-embedder"},
+            UnusableModelError,
+            "is an embedding model; a reranker is needed here: load it as the main model",
+        ),
         ({"reranker": "nothing"}, ModelNotFoundError, "there is no model 'nothing'"),
     ],
 )
-def test_the_wrong_model_for_the_place_is_an_error_at_the_start(
-    three_home: Path, settings: dict[str, str], error: type[Exception], said: str
+def test_pinning_a_model_of_the_wrong_kind_is_an_error_at_the_start(
+    three_home: Path, settings: dict[str, str], error: type[Exception], part: str
 ) -> None:
     lab = Lab(Settings(home=three_home, port=0, **settings), loop="thread")
-    with pytest.raises(error, match=said), lab:
+    with pytest.raises(error, match=part), lab:
         pass
     assert not lab.running
 

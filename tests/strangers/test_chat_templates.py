@@ -293,8 +293,8 @@ def test_a_process_of_llama_cpp_that_takes_too_much_while_it_loads_is_ended(
     gguf_lab: tuple[Lab, Path], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = memory.limit_bytes(None)
-    monkeypatch.setattr(model, "BESIDE_MODELS_BYTES", 2**20 - limit - limit // model.PREFIX_SHARE)
-    with pytest.raises(UnusableModelError, match=r"took more than .* GB of memory"):
+    monkeypatch.setattr(model, "EXTRA_BYTES", 2**20 - limit - limit // model.PREFIX_CACHE_DIVISOR)
+    with pytest.raises(UnusableModelError, match=r"used more than .* GB of memory"):
         gguf_lab[0].load(str(tiny_gguf))
 
 
