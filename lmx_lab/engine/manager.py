@@ -19,8 +19,9 @@ from typing import Any, Self, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.interface import EngineHost, InferenceEngine
+from lmx_lab.engine.load_operation import IfBusy
 from lmx_lab.engine.machine_memory import total_bytes
-from lmx_lab.engine.model_control import IfBusy, ModelControl, Resident, Residents
+from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.engine.model_lookup import (
     CHAT,
@@ -34,6 +35,7 @@ from lmx_lab.engine.model_lookup import (
 )
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
+from lmx_lab.engine.residents import Resident, Residents
 from lmx_lab.engine.stream import Pending, TokenStream
 from lmx_lab.errors import (
     EngineDeadError,

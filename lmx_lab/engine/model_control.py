@@ -11,16 +11,18 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.interface import InferenceEngine
+from lmx_lab.engine.load_operation import IfBusy, LoadOperation
 from lmx_lab.engine.model_finder import ModelFinder, from_disk
-from lmx_lab.engine.model_lookup import Kinds, entries_in_memory, is_idle_path, unknown_model, wrong_kind
+from lmx_lab.engine.model_lookup import Kinds, is_idle_path, unknown_model, wrong_kind
 from lmx_lab.engine.registry import choose_engine
+from lmx_lab.engine.residents import MAIN, Resident, Residents
 from lmx_lab.engine.swap_order import Ticket
 from lmx_lab.engine.swap_queue import SwapQueue
 from lmx_lab.errors import (
@@ -39,105 +41,6 @@ from lmx_lab.weights.threads import in_thread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-IfBusy = Literal["refuse", "wait", "replace"]
-"""What a load or unload does while another one is under way: fail, wait for it, or cancel it if that is possible."""
-MAIN = "main"
-"""The slot of the main model. The other slots have the names of kinds and hold the pinned models."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Resident:
-    """A model in memory."""
-
-    entry: ModelEntry
-    spec: LoadSpec
-    engine: InferenceEngine
-    admission: AdmissionControl
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether its engine still has it: it may have run out of memory, or died."""
-        return any(entry is self.entry for entry in entries_in_memory(self.engine.snapshot))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Residents:
-    """The models in memory at one moment; replaced whole after each change."""
-
-    main: Resident | None = None
-    pinned: tuple[Resident, ...] = ()
-    stable: bool = True
-    """Whether the main model stays: no load or unload is under way, and no request waits for another model."""
-    engine: InferenceEngine | None = None
-    """The engine of the main model, or of the last one."""
-    change: ModelChange | None = None
-    unloaded: tuple[str, UnloadCause] | None = None
-    """The model that was unloaded last, and why."""
-
-    def __iter__(self) -> Iterator[Resident]:
-        """Iterate over the pinned models, then the main one."""
-        yield from self.pinned
-        if self.main is not None:
-            yield self.main
-
-
-@dataclass(eq=False, kw_only=True)
-class LoadOperation:
-    """A load from its request to its end. Any number of callers wait for ``done``."""
-
-    spec: LoadSpec
-    entry: ModelEntry | None
-    done: asyncio.Future[LoadReport]
-    entering: bool = False
-    """Whether the files were found and the engine is loading them, or about to."""
-    cancellable: bool = False
-    """Whether the engine can cancel the load."""
-    _error: LabError | None = field(default=None, init=False)
-    _task: asyncio.Task[Any] | None = field(default=None, init=False)
-    """The part of the load that may take long."""
-
-    def check(self) -> None:
-        """
-        Raises:
-            LabError: the load was cancelled.
-        """
-        if self._error is not None:
-            raise self._error
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do a part of the load that may take long; cancelling the load cancels it and waits for its end.
-
-        Raises:
-            LabError: the load was cancelled.
-        """
-        if self._error is not None:
-            work.close()
-            raise self._error
-        task = asyncio.create_task(work, name=f"lmx-lab load of {self.spec.model:.80}")
-        self._task = task
-        try:
-            return await task
-        except asyncio.CancelledError:
-            self.check()
-            raise
-        finally:
-            self._task = None
-
-    def cancel(self, error: LabError) -> None:
-        """Cancel the load; its callers get this error."""
-        self._error = self._error or error
-        if self._task is not None:
-            self._task.cancel()
-
-    def finish(self, end: LoadReport | BaseException) -> None:
-        """Give the callers the result. Only the first end counts."""
-        if self.done.done():
-            return
-        if isinstance(end, LoadReport):
-            self.done.set_result(end)
-        else:
-            self.done.set_exception(end)
-            self.done.exception()  # retrieved, because all callers may have left
 
 
 class ModelControl:
@@ -517,32 +420,17 @@ class ModelControl:
         await self._drain(main, why, self.settings.drain_s, finish_queued=finish_queued)
         self._enter_stage("unloading")
         if cause is not None:
-            # Published before the model disappears from the engine's snapshot.
             self._unloaded = (main.entry.id, cause)
-            self._publish()
-        freed = await main.engine.unload()
         if self._main is main:
             del self._slots[MAIN]
+        # Published before the model disappears from the engine's snapshot, so that the state always has its reason.
         self._publish()
-        return freed
+        return await main.engine.unload()
 
-    async def _drain(self, resident: Resident, why: str, timeout_s: float, *, finish_queued: bool = False) -> None:
-        """Take no more requests, and wait until the accepted ones have ended; end the rest after ``timeout_s``.
-
-        Args:
-            finish_queued: Whether queued requests are answered, too, instead of ending at once.
-        """
-        admission, engine = resident.admission, resident.engine
-        queued_error = NotLoadedError(f"{why} before this request started; try again when a model is loaded")
+    async def _drain(self, resident: Resident, reason: str, timeout_s: float, *, finish_queued: bool = False) -> None:
         self._end_drain.clear()
-        admission.close(None if finish_queued else queued_error)
         self._enter_stage("draining", drain_s=timeout_s)
-        if not finish_queued:
-            await engine.end_requests(admission, queued_error, queued_only=True)
-        await _first_of(admission.until_idle(), self._end_drain.wait(), timeout_s=timeout_s)
-        if admission.active:
-            admission.close(queued_error)
-            await engine.end_requests(admission, NotLoadedError(f"{why} before this request ended"))
+        await resident.drain(reason, timeout_s=timeout_s, finish_queued=finish_queued, end=self._end_drain)
 
     def end_drain(self) -> None:
         """End the requests that a load or unload waits for, instead of waiting."""
@@ -696,13 +584,3 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arg
 def _pinned_bytes(resident: Resident) -> int:
     pinned = resident.engine.snapshot.pinned
     return next((it.memory_bytes for it in pinned if it.entry is resident.entry), 0)
-
-
-async def _first_of(*works: Coroutine[Any, Any, object], timeout_s: float) -> None:
-    """Wait until one of these has ended, or for ``timeout_s``; the others are cancelled."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

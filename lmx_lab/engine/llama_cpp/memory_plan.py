@@ -158,6 +158,6 @@ def _vocabulary(header: GgufHeader) -> int:
 def _require(entry: ModelEntry, needed: int, limit_bytes: int) -> None:
     if needed > limit_bytes:
         raise OutOfMemoryError(
-            f"{entry.id} needs {needed / 1e9:.2f} GB, {max(0, limit_bytes) / 1e9:.2f} GB are allowed: choose a smaller "
-            "or more quantized model, or raise memory_limit_bytes"
+            f"{entry.id} needs {needed / 1e9:.2f} GB, and {max(0, limit_bytes) / 1e9:.2f} GB are allowed; choose a "
+            "smaller or more quantized model, or raise memory_limit_bytes"
         )

@@ -86,7 +86,7 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(
             await manager.load_entry(broken[after])
         assert (manager.snapshot.model, manager.snapshot.state) == ("tiny", "ready")
         # A model that is too large is refused before the other one is unloaded.
-        with pytest.raises(OutOfMemoryError, match=r"huge needs 6\d\.\d\d GB.*, 1\.07 GB are allowed"):
+        with pytest.raises(OutOfMemoryError, match=r"huge needs 6\d\.\d\d GB.*, and 1\.07 GB are allowed"):
             await manager.load_entry(replace(longs[after], id="huge", size_bytes=60 * 10**9))
         assert (await run(manager))[1].model == "tiny"
 

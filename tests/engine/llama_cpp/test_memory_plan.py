@@ -94,7 +94,7 @@ def test_the_size_of_the_cache_is_limited() -> None:
 
 @pytest.mark.parametrize("limit", [0, -5, FIXED, FIXED + PER_TOKEN * (255 + TRIAL_TOKENS)])
 def test_a_model_without_memory_for_the_shortest_context_is_refused(limit: int) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"m needs 0\.\d\d GB, \d\.\d\d GB are allowed: choose a smaller"):
+    with pytest.raises(OutOfMemoryError, match=r"m needs 0\.\d\d GB, and \d\.\d\d GB are allowed; choose a smaller"):
         plan_context(entry(), header(), slots=4, limit_bytes=limit)
 
 

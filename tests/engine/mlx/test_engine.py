@@ -247,10 +247,15 @@ async def test_loads_and_unloads_happen_in_order_even_if_their_callers_leave(
     stream = await own_manager.submit(request(max_tokens=100))
     await anext(stream)
     unloading = asyncio.create_task(own_manager.unload())
-    loading = asyncio.create_task(own_manager.load_entry(other, if_busy="wait"))
-    again = asyncio.create_task(own_manager.unload(if_busy="wait"))
-    await asyncio.sleep(0)
+    while own_manager.snapshot.change is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
     unloading.cancel()
+    loading = asyncio.create_task(own_manager.load_entry(other, if_busy="wait"))
+    control = own_manager._control
+    assert control is not None
+    while not control._changing._waiters:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    again = asyncio.create_task(own_manager.unload(if_busy="wait"))
     assert (await loading).model == "tiny-two"
     assert await again > 0
     assert (await finish(stream))[1].output_tokens == 100
